@@ -1,0 +1,55 @@
+"""The help text and the JSON schema, both read off ``JobConfig``."""
+
+import json
+import textwrap
+from typing import Any
+
+from config.job_config import JobConfig
+
+USAGE = """\
+usage: ./run_train.sh [--section.key VALUE | --section.key=VALUE] ...
+
+Trains the run of CONFIG_FILE (default train_configs/debug_model.toml); every argument overrides
+one key of it. Values are written as in TOML: 3e-4, true, 100, name.
+
+environment:
+  CONFIG_FILE  the TOML file                NGPU      ranks on this node (default: GPUs, else 2)
+  PYTHON       the interpreter to use       LOG_RANK  ranks whose log is shown (default 0): 0,1
+"""
+
+
+def help_text() -> str:
+    """Usage, then every key with its type, default and meaning."""
+    lines = [USAGE]
+    for section, properties in _sections().items():
+        lines.append(f"[{section}]")
+        for name, field in properties.items():
+            default = field.get("default")
+            shown = "" if default is None else f" = {json.dumps(default)}"
+            lines.append(f"  --{section}.{name}{shown}   ({_type_text(field)})")
+            lines += textwrap.wrap(
+                field["description"], 90, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def schema_text() -> str:
+    """JSON schema of a run's TOML file, for editors."""
+    return json.dumps(JobConfig.model_json_schema(), indent=2) + "\n"
+
+
+def _sections() -> dict[str, dict[str, Any]]:
+    schema = JobConfig.model_json_schema()
+    references = {name: p["$ref"].rsplit("/", 1)[1] for name, p in schema["properties"].items()}
+    return {name: schema["$defs"][ref]["properties"] for name, ref in references.items()}
+
+
+def _type_text(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_type_text(f) for f in field["anyOf"] if f.get("type") != "null")
+    if "const" in field or "enum" in field:
+        return " | ".join(str(v) for v in field.get("enum", [field.get("const")]))
+    names = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+    limits = [f"{sign} {field[key]:g}" for key, sign in names.items() if key in field]
+    return " ".join([field["type"], ", ".join(limits)]).strip()

@@ -1,0 +1,217 @@
+"""Every TOML table and every key of a run, with its range and one line on what it does.
+
+Sections are frozen and strict: nothing is coerced, an unknown key is an error. The text under a
+field is its help (``./run_train.sh --help``) and its description in ``config/schema.json``.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Dtype = Literal["float64", "float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class Job(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] = "default"
+    """Name of the run; a run of the same output_dir and name resumes."""
+    output_dir: Annotated[str, Field(min_length=1)] = "outputs"
+    """Folder of all runs; this one writes to <output_dir>/<name>/."""
+
+
+class Model(Section):
+    name: str = "llama3"
+    """Model family: a key of models.MODEL_SPECS."""
+    flavor: str = "debugmodel"
+    """Size within the family, e.g. debugmodel, 8B."""
+    vocab_size: Count | None = None
+    """Rows of the embedding. Absent: the tokenizer's vocabulary, rounded up to a multiple of 64."""
+
+
+class Data(Section):
+    source: Literal["builtin", "files", "c4", "huggingface"] = "builtin"
+    """builtin: source text of Python and torch. files: local text. c4, huggingface: streamed."""
+    path: str = ""
+    """files: a glob of .txt, .jsonl or .parquet (** recurses). huggingface: the dataset's name."""
+    subset: str = ""
+    """huggingface: configuration of the dataset, e.g. "en"."""
+    text_key: Annotated[str, Field(min_length=1)] = "text"
+    """Column that holds the text in .jsonl, .parquet and huggingface sources."""
+    tokenizer: Annotated[str, Field(min_length=1)] = "bytes"
+    """bytes; a tiktoken encoding (cl100k_base); a .tiktoken/.model rank file; a tokenizer.json."""
+    document_mask: bool = False
+    """Attend only within a document, and restart positions at each document."""
+    validation_percent: Annotated[float, Field(ge=0.0, le=50.0)] = 2.0
+    """Share of builtin or local documents held out, chosen by a hash of path and row."""
+    prefetch: Count = 2
+    """Microbatches prepared ahead, in a thread."""
+
+
+class Training(Section):
+    steps: Count = 100
+    """Optimizer updates of the whole run."""
+    seq_len: Count = 2048
+    """Tokens per sequence."""
+    local_batch_size: Count = 8
+    """Sequences per microbatch on each data-parallel rank."""
+    global_batch_size: Count | None = None
+    """Sequences per step over all ranks; more than one microbatch each accumulates gradients.
+    Absent: one microbatch on every rank."""
+    dtype: Dtype = "float32"
+    """Dtype of weights, gradients and optimizer state. float64 runs everything in float64."""
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of compute under FSDP. auto: bfloat16 where the hardware has it, else float32."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of gradient reduction under FSDP."""
+    max_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Global gradient norm to clip to."""
+    gc_freq: Count = 50
+    """Steps between garbage collections, which otherwise stall ranks at random."""
+
+
+class Optimizer(Section):
+    lr: Annotated[float, Field(gt=0.0)] = 3e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay of AdamW's second moment."""
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Decoupled weight decay, on matrices only: not on norms, biases and embeddings."""
+
+
+class LrScheduler(Section):
+    warmup_steps: NonNegative = 200
+    """Steps of linear warmup from 0."""
+    decay_ratio: Fraction = 1.0
+    """Share of total_steps spent decaying at the end: 1.0 starts after warmup, 0.2 holds first
+    (warmup-stable-decay), 0.0 never decays."""
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.1
+    """Final learning rate as a share of the peak."""
+    total_steps: Count | None = None
+    """Horizon of the schedule. Absent: training.steps. Set it to extend a run on the same curve."""
+
+
+class Parallelism(Section):
+    data_parallel_replicate_degree: Count = 1
+    """Copies of the sharded model (HSDP)."""
+    data_parallel_shard_degree: Literal[-1] | Count = -1
+    """Ranks that share one copy of the weights (FSDP2). -1: the ranks that are left."""
+    tensor_parallel_degree: Count = 1
+    """Ranks that split each matrix, with sequence parallelism between them."""
+    context_parallel_degree: Count = 1
+    """Ranks that split each sequence."""
+    pipeline_parallel_degree: Count = 1
+    """Ranks that split the layers."""
+    expert_parallel_degree: Count = 1
+    """Ranks that split the experts."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered weights after forward. default: yes, but for the last unit."""
+
+
+class ActivationCheckpoint(Section):
+    mode: Literal["none", "selective", "full"] = "selective"
+    """What backward recomputes. full: every block."""
+    selective: Literal["op"] | Count = "op"
+    """With mode selective. op: keep attention and every second matmul, recompute the rest.
+    An integer n: recompute every n-th block as a whole."""
+
+
+class Compile(Section):
+    enable: bool = False
+    """torch.compile each block."""
+    backend: Annotated[str, Field(min_length=1)] = "inductor"
+    """Backend of torch.compile."""
+
+
+class Checkpoint(Section):
+    enable: bool = True
+    """Save checkpoints, and resume from the newest verified one."""
+    interval: Count = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep_latest_k: NonNegative = 3
+    """Checkpoints to keep; 0 keeps all."""
+    initial_load_path: str = ""
+    """Checkpoint folder to take the weights from when the run has no checkpoint of its own."""
+
+
+class Validation(Section):
+    enable: bool = True
+    """Measure the loss on held-out documents."""
+    freq: Count = 100
+    """Steps between validations; one is made before the first step and one after the last."""
+    steps: Count = 10
+    """Batches per validation, the same ones every time."""
+    sample_tokens: NonNegative = 0
+    """Tokens of text the model writes at the end of the run; 0: none."""
+    sample_prompt: str = ""
+    """What that text starts with."""
+
+
+class Metrics(Section):
+    log_freq: Count = 10
+    """Steps between log lines."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
+    """Peak TFLOP/s of one device for MFU. Absent: known for common GPUs, else MFU is n/a."""
+
+
+class Profiling(Section):
+    enable_trace: bool = False
+    """Write a torch profiler trace of every rank to traces/."""
+    trace_freq: Count = 100
+    """Steps between traces; each covers the last 2 of them."""
+    enable_memory_snapshot: bool = False
+    """Write a CUDA memory snapshot with each log line (view at pytorch.org/memory_viz)."""
+
+
+class Comm(Section):
+    init_timeout_seconds: Count = 300
+    """Limit of a collective until the first step is done."""
+    train_timeout_seconds: Count = 100
+    """Limit of a collective afterwards."""
+
+
+class Debug(Section):
+    seed: NonNegative = 0
+    """Seeds the weights and the order of the data."""
+    deterministic: bool = False
+    """Deterministic kernels only; slower."""
+
+
+class JobConfig(Section):
+    """A whole run. Only ``train.py`` and the tools' ``main`` may take it."""
+
+    job: Job = Job()
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LrScheduler = LrScheduler()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    comm: Comm = Comm()
+    debug: Debug = Debug()

@@ -1,0 +1,110 @@
+"""A TOML file and ``--section.key value`` overrides become one validated ``JobConfig``.
+
+Precedence: command line, then file, then defaults. Every mistake is reported at once.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import tomli
+import tomli_w
+from pydantic import ValidationError
+
+from config.job_config import JobConfig
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, one message per mistake."""
+
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__("\n".join(messages))
+        self.messages = messages
+
+
+def load_config(path: Path, overrides: list[str]) -> JobConfig:
+    """Read ``path``, apply ``overrides``; raise ``ConfigError`` naming every bad key."""
+    try:
+        tables = tomli.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
+        raise ConfigError([f"{path}: {error}"]) from None
+    scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
+    if scalars:
+        raise ConfigError([f"{path}: {key} must stand in a [table]" for key in scalars])
+    from_command_line = parse_overrides(overrides)
+    for key, value in from_command_line.items():
+        section, _, name = key.partition(".")
+        tables.setdefault(section, {})[name] = value
+    try:
+        return JobConfig.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(_messages(error, path, set(from_command_line))) from None
+
+
+def parse_overrides(arguments: list[str]) -> dict[str, Any]:
+    """``["--a.b", "1", "--c.d=x"]`` to ``{"a.b": 1, "c.d": "x"}``; values as in TOML."""
+    values: dict[str, Any] = {}
+    mistakes = []
+    rest = list(arguments)
+    while rest:
+        key, is_joined, raw = rest.pop(0).partition("=")
+        if not key.startswith("--") or key.count(".") != 1:
+            mistakes.append(f"command line: {key!r} is not --section.key; see --help")
+        elif not is_joined and (not rest or rest[0].startswith("--")):
+            mistakes.append(f"command line: {key} needs a value: {key} VALUE or {key}=VALUE")
+        else:
+            key = key.removeprefix("--")
+            values[key] = _parse_value(key, raw if is_joined else rest.pop(0))
+    if mistakes:
+        raise ConfigError(mistakes)
+    return values
+
+
+def dump_toml(config: JobConfig) -> str:
+    """The resolved configuration, every key spelled out; loading it gives ``config`` again."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def _parse_value(key: str, raw: str) -> Any:
+    """A TOML value if it reads as one; a text key takes what was typed, quotes or not."""
+    section, _, name = key.partition(".")
+    field = _fields(section).get(name)
+    try:
+        value = tomli.loads(f"value = {raw}")["value"]
+    except tomli.TOMLDecodeError:
+        return raw
+    is_text = field is not None and field.annotation is str
+    return raw if is_text and not isinstance(value, str) else value
+
+
+def _fields(section: str) -> dict[str, Any]:
+    if section not in JobConfig.model_fields:
+        return {}
+    return type(JobConfig.model_fields[section].default).model_fields
+
+
+def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -> list[str]:
+    """One line per key; the branches of a union are one mistake."""
+    reasons: dict[str, list[str]] = {}
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"][:2])
+        value = "" if item["type"] == "extra_forbidden" else f", got {item['input']!r}"
+        reason = _unknown(key) if item["type"] == "extra_forbidden" else item["msg"]
+        reasons.setdefault(key, [])
+        if reason + value not in reasons[key]:
+            reasons[key].append(reason + value)
+    typed = from_command_line | {key.partition(".")[0] for key in from_command_line}
+    origin = {key: "command line" if key in typed else str(path) for key in reasons}
+    return [f"{origin[key]}: {key}: {' or '.join(texts)}" for key, texts in reasons.items()]
+
+
+def _unknown(key: str) -> str:
+    section, _, name = key.partition(".")
+    if not name:
+        near = difflib.get_close_matches(section, JobConfig.model_fields, n=1)
+        hint = f"; did you mean [{near[0]}]?" if near else ""
+        return f"unknown table{hint}"
+    near = difflib.get_close_matches(name, _fields(section), n=1)
+    elsewhere = [s for s in JobConfig.model_fields if name in _fields(s)]
+    candidates = [f"{section}.{n}" for n in near] or [f"{s}.{name}" for s in elsewhere[:1]]
+    return "unknown key" + (f"; did you mean {candidates[0]}?" if candidates else "")

@@ -1,0 +1,183 @@
+"""Documents packed into batches: this rank's rows of every global batch, prepared in a thread."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from data.sources import Source
+from data.tokenizer import Tokenizer
+
+MAX_EMPTY_DOCUMENTS = 100_000
+
+
+class Batch(NamedTuple):
+    """One microbatch of this rank; all (b, s) int64 on the CPU."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    """The next token of each."""
+    positions: torch.Tensor | None
+    """Place within its document; None: within the sequence."""
+    document_ids: torch.Tensor | None
+    """Documents to attend within; None: attend to the whole past."""
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What the model takes."""
+        return self.tokens, self.positions, self.document_ids
+
+
+class RowReader:
+    """One row of the global batch: its documents, concatenated and cut into sequences."""
+
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, row: int, n_rows: int, start: tuple[int, int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._next_document, self._cursor = start
+        self._texts = source.documents(row, n_rows, self._next_document)
+        # What is read ahead, three facts per token: its id, its document, its place in that.
+        self._buffer = np.empty((3, 0), np.int64)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The document in which the next sequence starts, and where."""
+        if self._cursor >= self._buffer.shape[1]:
+            return self._next_document, self._cursor
+        _, document, place = self._buffer[:, self._cursor]
+        return int(document), int(place)
+
+    def read(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """seq_len + 1 tokens and the number of each one's document.
+
+        The next read starts at the last of them, so every token is predicted exactly once.
+        """
+        documents = [self._buffer]
+        missing = self._cursor + seq_len + 1 - self._buffer.shape[1]
+        while missing > 0:
+            documents.append(self._read_document())
+            missing -= documents[-1].shape[1]
+            if len(documents) > MAX_EMPTY_DOCUMENTS + seq_len:
+                raise ValueError(f"data: {MAX_EMPTY_DOCUMENTS:,} documents in a row have no text")
+        if len(documents) > 1:
+            self._buffer = np.concatenate(documents, axis=1)[:, self._cursor :]
+            self._cursor = 0
+        tokens, numbers, _ = self._buffer[:, self._cursor : self._cursor + seq_len + 1]
+        self._cursor += seq_len
+        return tokens, numbers
+
+    def _read_document(self) -> np.ndarray:
+        text = next(self._texts)
+        number, self._next_document = self._next_document, self._next_document + 1
+        if not text:
+            return np.empty((3, 0), np.int64)
+        ids = self._tokenizer.encode(text)
+        tokens = np.concatenate([[self._tokenizer.bos_id], ids, [self._tokenizer.eos_id]])
+        return np.stack([tokens, np.full_like(tokens, number), np.arange(len(tokens))])
+
+
+class BatchLoader:
+    """This rank's microbatches, endless. ``state_dict`` is the place after the last one taken.
+
+    Microbatch ``a`` of a step has rows (a * degree + rank) * local_batch_size and on, so a global
+    batch has the same rows on any number of ranks.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        global_batch_size: int,
+        rank: int,
+        degree: int,
+        document_mask: bool,
+        prefetch: int,
+    ) -> None:
+        self._source, self._tokenizer = source, tokenizer
+        self._seq_len, self._document_mask = seq_len, document_mask
+        self._n_rows = global_batch_size
+        self.microbatches = global_batch_size // (local_batch_size * degree)
+        """Microbatches of one step."""
+        firsts = [(a * degree + rank) * local_batch_size for a in range(self.microbatches)]
+        self._rows = [range(first, first + local_batch_size) for first in firsts]
+        self._starts = {row: (0, 0) for rows in self._rows for row in rows}
+        self._next_microbatch = 0
+        self._ready: queue.Queue[tuple[Batch, dict[int, tuple[int, int]]] | Exception]
+        self._ready = queue.Queue(prefetch)
+        self._thread: threading.Thread | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._prepare, daemon=True)
+            self._thread.start()
+        item = self._ready.get()
+        if isinstance(item, Exception):
+            raise item
+        batch, starts = item
+        self._starts.update(starts)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part; the union over ranks is the state of the whole."""
+        return {
+            "source": self._source.fingerprint,
+            "tokenizer": self._tokenizer.fingerprint,
+            "global_batch_size": self._n_rows,
+            "rows": {str(row): list(start) for row, start in self._starts.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the union of all ranks' states. Raises ``ValueError`` on other data."""
+        assert self._thread is None, "the loader has already started"
+        own = self.state_dict()
+        keys = {
+            "source": "the documents of [data]",
+            "tokenizer": "data.tokenizer",
+            "global_batch_size": "training.global_batch_size",
+        }
+        for key, name in keys.items():
+            if state[key] != own[key]:
+                raise ValueError(f"{name} changed since the checkpoint: {state[key]} to {own[key]}")
+        self._starts = {row: tuple(state["rows"][str(row)]) for row in self._starts}
+
+    def _prepare(self) -> None:
+        try:
+            readers = {
+                row: RowReader(self._source, self._tokenizer, row, self._n_rows, start)
+                for row, start in self._starts.items()
+            }
+            while True:
+                for rows in self._rows:
+                    batch = self._assemble([readers[row].read(self._seq_len) for row in rows])
+                    starts = {row: readers[row].position for row in rows}
+                    self._ready.put((batch, starts))
+        except Exception as error:  # raised again where the batch is taken
+            self._ready.put(error)
+
+    def _assemble(self, sequences: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+        tokens = torch.from_numpy(np.stack([tokens for tokens, _ in sequences]))
+        positions = document_ids = None
+        if self._document_mask:
+            numbers = np.stack([numbers[:-1] for _, numbers in sequences])
+            document_ids = torch.from_numpy(numbers)
+            positions = torch.from_numpy(_places(numbers))
+        return Batch(
+            tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, document_ids
+        )
+
+
+def _places(numbers: np.ndarray) -> np.ndarray:
+    """For document numbers (b, s), each token's distance from where its document starts in s."""
+    index = np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape)
+    is_start = np.diff(numbers, axis=1, prepend=-1) != 0
+    return index - np.maximum.accumulate(np.where(is_start, index, 0), axis=1)

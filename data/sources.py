@@ -1,0 +1,93 @@
+"""Where text comes from: the documents of each row, in an order that no number of ranks changes.
+
+A global batch has a fixed number of rows. Row ``r`` of ``n`` reads documents r, r + n, r + 2n, ...
+of an endless order, so what a step consumes depends on the seed and the step alone.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from config.job_config import Data
+from data.text_files import TextFiles, builtin_files, matching_files
+
+TABLE_SUFFIXES = {".jsonl", ".parquet"}
+
+
+class Source(Protocol):
+    fingerprint: str
+    """Equal for sources that give equal documents in equal order."""
+    description: str
+
+    def documents(self, row: int, n_rows: int, start: int) -> Iterator[str]:
+        """The row's documents from its ``start``-th on, without end."""
+        ...
+
+
+class ShuffledDocuments:
+    """Documents that can be read by index, in another seeded order each epoch."""
+
+    def __init__(
+        self, texts: Sequence[str], indices: np.ndarray, *, seed: int, name: str, fingerprint: str
+    ) -> None:
+        if len(indices) == 0:
+            raise ValueError(f"data: no documents for {name}; see data.validation_percent")
+        self._texts, self._indices, self._seed = texts, indices, seed
+        parts = f"{fingerprint}/{name}/{seed}/{len(indices)}"
+        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+        self.description = f"{len(indices):,} documents for {name}"
+        # Rows are in different epochs for a while; two orders serve them all.
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def documents(self, row: int, n_rows: int, start: int) -> Iterator[str]:
+        counter = start * n_rows + row
+        while True:
+            epoch, place = divmod(counter, len(self._indices))
+            yield self._texts[self._order(epoch)[place]]
+            counter += n_rows
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        return np.random.Generator(np.random.Philox(key=[self._seed, epoch])).permutation(
+            self._indices
+        )
+
+
+def build_sources(config: Data, seed: int) -> tuple[Source, Source | None]:
+    """Training and held-out documents; raise ``ValueError`` that names what is missing.
+
+    Held out is decided by a hash of a file's relative path (and a table's row), so the split is the
+    same on every machine. None: nothing is held out.
+    """
+    if config.source in ("c4", "huggingface"):
+        # datasets takes a second to import, so only those who need it wait.
+        from data.tables import hub_streams
+
+        return hub_streams(config)
+    texts: Sequence[str]
+    if config.source == "builtin":
+        texts = TextFiles(builtin_files(), encoding_errors="replace")
+        keys, fingerprint = texts.keys, texts.fingerprint
+    else:
+        files = matching_files(config.path)
+        suffixes = {path.suffix for path, _ in files}
+        if suffixes & TABLE_SUFFIXES:
+            from data.tables import Tables
+
+            tables = Tables(files, config.text_key)
+            texts, keys, fingerprint = tables, tables.keys, tables.fingerprint
+        else:
+            plain = TextFiles(files, encoding_errors="strict")
+            texts, keys, fingerprint = plain, plain.keys, plain.fingerprint
+    is_held_out = keys < np.uint64(config.validation_percent / 100 * 2**64)
+    train = ShuffledDocuments(
+        texts, np.flatnonzero(~is_held_out), seed=seed, name="training", fingerprint=fingerprint
+    )
+    if config.validation_percent == 0:
+        return train, None
+    held_out = ShuffledDocuments(
+        texts, np.flatnonzero(is_held_out), seed=seed, name="validation", fingerprint=fingerprint
+    )
+    return train, held_out

@@ -1,0 +1,109 @@
+"""Documents in the rows of tables, read through Hugging Face's ``datasets``: local or streamed."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import datasets
+import numpy as np
+from datasets.distributed import split_dataset_by_node
+
+from config.job_config import Data
+from data.text_files import name_key
+
+C4 = ("allenai/c4", "en", "text")
+
+
+class Tables(Sequence[str]):
+    """Rows of .jsonl and .parquet files, memory-mapped after a first conversion to Arrow."""
+
+    def __init__(self, files: list[tuple[Path, str]], text_key: str) -> None:
+        others = [str(path) for path, _ in files if path.suffix not in (".jsonl", ".parquet")]
+        if others:
+            raise ValueError(f"data.path mixes tables with plain text files: {', '.join(others)}")
+        self._text_key = text_key
+        self._tables = [_read_table(path, text_key) for path, _ in files]
+        counts = [len(table) for table in self._tables]
+        self._ends = np.cumsum(counts)
+        self.keys = np.concatenate(
+            [_row_keys(name, count) for (_, name), count in zip(files, counts, strict=True)]
+        )
+        """Of each row, a uniform uint64 that depends on its file's name and its number alone."""
+        listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
+        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        table = int(np.searchsorted(self._ends, index, side="right"))
+        row = int(index - (self._ends[table - 1] if table else 0))
+        return _text(self._tables[table][row], self._text_key, f"row {row} of table {table}")
+
+
+class HubStream:
+    """One split of a hub dataset, streamed; each row of the batch has shards of its own."""
+
+    def __init__(self, name: str, subset: str, split: str, text_key: str) -> None:
+        self._text_key = text_key
+        self.description = f"{name} {subset} ({split}), streamed"
+        self.fingerprint = hashlib.sha256(f"{name}/{subset}/{split}".encode()).hexdigest()
+        try:
+            self._dataset = datasets.load_dataset(name, subset or None, split=split, streaming=True)
+        except Exception as error:  # datasets raises its own and the network's errors
+            raise ValueError(f"data.path: cannot open {name} ({split}): {error}") from error
+
+    def documents(self, row: int, n_rows: int, start: int) -> Iterator[str]:
+        mine = split_dataset_by_node(self._dataset, rank=row, world_size=n_rows)
+        number = 0
+        while True:
+            begin = number
+            for number, record in enumerate(mine, start=begin):
+                if number >= start:
+                    yield _text(record, self._text_key, f"document {number} of row {row}")
+            number += 1
+
+
+def hub_streams(config: Data) -> tuple[HubStream, HubStream]:
+    """The splits "train" and "validation" of the dataset that ``config`` names."""
+    default = (config.path, config.subset, config.text_key)
+    name, subset, text_key = C4 if config.source == "c4" else default
+    train, held_out = (HubStream(name, subset, s, text_key) for s in ("train", "validation"))
+    return train, held_out
+
+
+def _read_table(path: Path, text_key: str) -> datasets.Dataset:
+    read = datasets.Dataset.from_json if path.suffix == ".jsonl" else datasets.Dataset.from_parquet
+    try:
+        table = read(str(path))
+    except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors
+        raise ValueError(f"{path}: {error}") from error
+    if text_key not in table.column_names:
+        columns = ", ".join(table.column_names)
+        raise ValueError(f"data.text_key: {path} has no column {text_key!r}, only {columns}")
+    return table
+
+
+def _text(record: dict[str, Any], text_key: str, where: str) -> str:
+    text = record.get(text_key)
+    if not isinstance(text, str):
+        raise ValueError(f"data.text_key: {text_key!r} of {where} is {text!r}, not text")
+    return text
+
+
+def _row_keys(name: str, count: int) -> np.ndarray:
+    """A uniform uint64 per row: splitmix64 from the file's key on."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(name_key(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,47 @@
+"""FLOPs per token from the model's own shapes, and the peaks they are measured against."""
+
+import torch
+import torch.nn as nn
+
+# Dense bfloat16 TFLOP/s from the vendors' data sheets, by a part of the device's name.
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+    "B300": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "MI300X": 1307.0,
+}
+
+
+def matmul_parameters(model: nn.Module) -> int:
+    """Weights that multiply every token: of all linear layers, the output's too, tied or not."""
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def flops_per_token(
+    matmul_params: int, *, n_layers: int, n_heads: int, head_dim: int, seq_len: int
+) -> tuple[float, float]:
+    """Training FLOPs per token, without recomputation: (PaLM's convention, causal).
+
+    6 per matmul weight, and 12 * layers * heads * head_dim * seq_len for attention (appendix B of
+    arXiv 2204.02311). A causal mask needs half of that attention.
+    """
+    attention = 12.0 * n_layers * n_heads * head_dim * seq_len
+    return 6.0 * matmul_params + attention, 6.0 * matmul_params + attention / 2
+
+
+def peak_flops(device: torch.device, given_tflops: float | None) -> float | None:
+    """Peak FLOP/s of one device: what was given, else what is known, else None."""
+    if given_tflops is not None:
+        return given_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = [peak for part, peak in PEAK_TFLOPS.items() if part in name]
+    return known[0] * 1e12 if known else None

@@ -1,0 +1,124 @@
+"""One line per logged step, on the console, in metrics.jsonl and in TensorBoard."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config.job_config import Metrics
+from runtime.log import logger
+
+
+class MetricsLogger:
+    """Times the steps and writes what they measured. Only the writer's rank has files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Metrics,
+        *,
+        is_writer: bool,
+        device: torch.device,
+        n_devices: int,
+        flops_per_token: tuple[float, float],
+        peak_flops: float | None,
+    ) -> None:
+        self._config, self._device, self._n_devices = config, device, n_devices
+        self._flops, self._peak = flops_per_token, peak_flops
+        self._file = (folder / "metrics.jsonl").open("a") if is_writer else None
+        self._board = _open_board(folder) if is_writer and config.enable_tensorboard else None
+        self._reset()
+
+    def is_due(self, step: int) -> bool:
+        return step == 1 or step % self._config.log_freq == 0
+
+    def count(self, tokens: int, data_wait: float) -> None:
+        """Add a step's global tokens, and the seconds this rank waited for its data."""
+        self._tokens += tokens
+        self._waited += data_wait
+        self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is done inside out of the speed: validation, checkpoints."""
+        begin = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begin
+
+    def log(self, step: int, last_step: int, values: dict[str, float]) -> None:
+        """Write ``values`` (loss, grad_norm, lr, ...) and the speed since the last call."""
+        elapsed = time.perf_counter() - self._since
+        rate = self._tokens / elapsed
+        palm, causal = (self._utilization(flops, rate / self._n_devices) for flops in self._flops)
+        record: dict[str, Any] = {
+            "step": step,
+            **values,
+            "tokens_per_second": rate,
+            "mfu": palm,
+            "mfu_causal": causal,
+            "memory_gib": peak_memory_gib(self._device),
+            "data_wait": self._waited / elapsed,
+        }
+        seconds_left = elapsed / self._steps * (last_step - step)
+        self.write(record)
+        logger.info(
+            "step %5d  loss %7.4f  grad_norm %7.4f  lr %.2e  tokens/s %s  mfu %s  memory %.2f GiB"
+            "  data %4.1f%%  left %s",
+            step, values["loss"], values["grad_norm"], values["lr"], f"{rate:,.0f}",
+            "n/a" if palm is None else f"{100 * palm:.1f}%", record["memory_gib"],
+            100 * record["data_wait"], _duration(seconds_left),
+        )  # fmt: skip
+        self._reset()
+
+    def log_validation(self, step: int, loss: float) -> None:
+        """``loss``: nats per token over all held-out batches."""
+        logger.info("step %5d  validation loss %.4f", step, loss)
+        self.write({"step": step, "validation_loss": loss})
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        for writer in (self._file, self._board):
+            if writer is not None:
+                writer.close()
+
+    def _reset(self) -> None:
+        self._since, self._tokens, self._waited, self._steps = time.perf_counter(), 0, 0.0, 0
+
+    def _utilization(self, flops_per_token: float, rate_per_device: float) -> float | None:
+        return None if self._peak is None else flops_per_token * rate_per_device / self._peak
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory held so far: of the device's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _open_board(folder: Path) -> Any:
+    # Not everybody writes TensorBoard events, and its import is slow.
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

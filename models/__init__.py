@@ -1,0 +1,26 @@
+import difflib
+
+from models import llama3, qwen3
+from models.model_spec import ModelSpec
+from models.transformer import TransformerArgs
+
+MODEL_SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "qwen3": qwen3.SPEC}
+
+
+def find_model(name: str, flavor: str) -> tuple[ModelSpec, TransformerArgs]:
+    """The family and the published args; raise ``ValueError`` with what there is instead."""
+    if name not in MODEL_SPECS:
+        raise ValueError(_unknown("model.name", name, list(MODEL_SPECS)))
+    spec = MODEL_SPECS[name]
+    if flavor not in spec.flavors:
+        raise ValueError(_unknown(f"model.flavor of {name}", flavor, list(spec.flavors)))
+    return spec, spec.flavors[flavor]
+
+
+def _unknown(key: str, value: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(value, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{key}: {value!r} is not one of {', '.join(known)}{hint}"
+
+
+__all__ = ["MODEL_SPECS", "ModelSpec", "TransformerArgs", "find_model"]

@@ -1,0 +1,23 @@
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from models.transformer import TransformerArgs
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the rest of the repository needs to know about one model family."""
+
+    model_cls: Callable[[TransformerArgs], nn.Module]
+    flavors: Mapping[str, TransformerArgs]
+    """Flavor name to the args of ``model_cls``, as published."""
+    tensor_parallel_plan: Callable[[TransformerArgs], dict[str, ParallelStyle]]
+    """Args to {module FQN pattern: parallel style}; covers every parameter."""
+    fsdp_units: Callable[[Any], list[list[nn.Module]]]
+    """Groups of modules to ``fully_shard``, in forward order; the root is implied."""
+    blocks: Callable[[Any], nn.ModuleDict]
+    """The repeated blocks: what is checkpointed and compiled one by one."""

@@ -1,0 +1,39 @@
+"""Dense Qwen3: arXiv 2505.09388 and the published model configs."""
+
+from models.model_spec import ModelSpec
+from models.transformer import Transformer, TransformerArgs
+from models.transformer_sharding import blocks, fsdp_units, tensor_parallel_plan
+
+
+def _qwen3(
+    *, dim: int, n_layers: int, n_heads: int, hidden_dim: int, tie_embeddings: bool = False
+) -> TransformerArgs:
+    """What all published sizes share."""
+    return TransformerArgs(
+        dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=8, head_dim=128,
+        hidden_dim=hidden_dim, vocab_size=151936, max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6,
+        qk_norm=True, tie_embeddings=tie_embeddings,
+    )  # fmt: skip
+
+
+FLAVORS = {
+    # head_dim is not dim / n_heads, as in most published sizes.
+    "debugmodel": TransformerArgs(
+        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=48, hidden_dim=384, vocab_size=320,
+        max_seq_len=2048, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
+    ),
+    "0.6B": _qwen3(dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tie_embeddings=True),
+    "1.7B": _qwen3(dim=2048, n_layers=28, n_heads=16, hidden_dim=6144, tie_embeddings=True),
+    "4B": _qwen3(dim=2560, n_layers=36, n_heads=32, hidden_dim=9728, tie_embeddings=True),
+    "8B": _qwen3(dim=4096, n_layers=36, n_heads=32, hidden_dim=12288),
+    "14B": _qwen3(dim=5120, n_layers=40, n_heads=40, hidden_dim=17408),
+    "32B": _qwen3(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
+}  # fmt: skip
+
+SPEC = ModelSpec(
+    model_cls=Transformer,
+    flavors=FLAVORS,
+    tensor_parallel_plan=tensor_parallel_plan,
+    fsdp_units=fsdp_units,
+    blocks=blocks,
+)

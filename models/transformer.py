@@ -1,0 +1,218 @@
+"""The dense decoder of Llama 3 and Qwen3, written for one device.
+
+Shapes: b batch, s sequence, d model dim, h heads, k head dim. Under tensor parallelism a rank
+sees fewer heads, so views infer h with -1. The arithmetic follows the published models:
+RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+InitFn = Callable[..., object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretch of the low rotary frequencies to contexts longer than trained."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerArgs:
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    vocab_size: int
+    max_seq_len: int = 8192
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+
+
+def rope_cache(args: TransformerArgs) -> torch.Tensor:
+    """cos and sin of every position and frequency: (max_seq_len, k/2, 2), float64.
+
+    Rotary embedding: arXiv 2104.09864. Scaling: section 3.4.1 of arXiv 2407.21783.
+    """
+    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.float64) / args.head_dim
+    frequencies = args.rope_theta**-exponents
+    if args.rope_scaling is not None:
+        frequencies = _scale_frequencies(frequencies, args.rope_scaling)
+    angles = torch.outer(torch.arange(args.max_seq_len, dtype=torch.float64), frequencies)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+def _scale_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Keep the fast frequencies, divide the slow ones by ``factor``, blend in between."""
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+def apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotate the two halves of x (b, s, h, k) by rope (b or 1, s, k/2, 2), in rope's precision."""
+    cos, sin = rope[:, :, None].unbind(-1)
+    first, second = x.to(rope.dtype).chunk(2, dim=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat(rotated, dim=-1).type_as(x)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Causal attention of q (b, s, h, k) on k and v (b, s, h_kv, k), within documents.
+
+    ``document_ids`` (b, s) names the document of each token; None means one document.
+    """
+    mask = None
+    if document_ids is not None:
+        same_document = document_ids[:, :, None] == document_ids[:, None, :]
+        mask = same_document.tril()[:, None]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    is_grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
+    )
+    return out.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.q_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.k_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        b, s, _ = x.shape
+        q = self.wq(x).view(b, s, -1, self.head_dim)  # (b, s, h, k); h is this rank's heads
+        k = self.wk(x).view(b, s, -1, self.head_dim)
+        v = self.wv(x).view(b, s, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attention(apply_rope(q, rope), apply_rope(k, rope), v, document_ids)
+        return self.wo(out.reshape(b, s, -1))
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        for linear in (self.wq, self.wk, self.wv):
+            trunc_normal_(linear.weight, std=0.02)
+        trunc_normal_(self.wo.weight, std=residual_std)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                nn.init.ones_(norm.weight)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        for linear in (self.w1, self.w3):
+            trunc_normal_(linear.weight, std=0.02)
+        trunc_normal_(self.w2.weight, std=residual_std)
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.attention = Attention(args)
+        self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.feed_forward = FeedForward(args)
+
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, document_ids)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        nn.init.ones_(self.attention_norm.weight)
+        nn.init.ones_(self.ffn_norm.weight)
+        self.attention.init_weights(trunc_normal_, residual_std)
+        self.feed_forward.init_weights(trunc_normal_, residual_std)
+
+
+class Transformer(nn.Module):
+    """Tokens in, logits out.
+
+    ``layers`` is a ModuleDict so that FQNs survive when a pipeline stage deletes some of them.
+    """
+
+    rope: torch.Tensor
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        # Angles of late positions need float32 at least, whatever the weights' dtype.
+        rope_dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        rope = torch.empty(args.max_seq_len, args.head_dim // 2, 2, dtype=rope_dtype)
+        self.register_buffer("rope", rope, persistent=False)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """tokens, positions, document_ids (b, s) int64 to logits (b, s, vocab_size).
+
+        Without positions the sequence starts at 0; without document_ids it is one document.
+        """
+        rope = self.rope[None, : tokens.shape[1]] if positions is None else self.rope[positions]
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, rope, document_ids)
+        return self.output(self.norm(h))
+
+    @torch.no_grad()
+    def init_weights(self, trunc_normal_: InitFn = nn.init.trunc_normal_) -> None:
+        """Fill every parameter and buffer; all hold garbage after ``to_empty``.
+
+        ``trunc_normal_(param, std=...)`` writes a normal cut at 3 std or farther, in place.
+        """
+        self.rope.copy_(rope_cache(self.args))
+        head_std = self.args.dim**-0.5
+        trunc_normal_(self.tok_embeddings.weight, std=head_std if self.args.tie_embeddings else 1.0)
+        for layer in self.layers.values():
+            # Each block adds to the residual twice: keep its variance independent of depth.
+            cast(TransformerBlock, layer).init_weights(
+                trunc_normal_, residual_std=0.02 / (2 * self.args.n_layers) ** 0.5
+            )
+        nn.init.ones_(self.norm.weight)
+        if not self.args.tie_embeddings:
+            trunc_normal_(self.output.weight, std=head_std)

@@ -1,0 +1,23 @@
+import torch
+import torch.nn as nn
+
+from config.job_config import Optimizer
+
+
+def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) with weight decay on matrices only.
+
+    Norms, biases and embeddings do not decay; neither does an output tied to the embedding.
+    """
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
+        (decayed if is_matrix else others).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)

@@ -1,0 +1,13 @@
+import torch.nn as nn
+
+from config.job_config import Compile
+from runtime.log import logger
+
+
+def apply_compile(blocks: nn.ModuleDict, *, config: Compile) -> None:
+    """Compile each block as one graph, in place. Equal blocks share one compilation."""
+    if not config.enable:
+        return
+    for block in blocks.values():
+        block.compile(backend=config.backend, fullgraph=True)
+    logger.info("compile: %d blocks with %s", len(blocks), config.backend)

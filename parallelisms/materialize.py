@@ -1,0 +1,128 @@
+"""Memory and weights for a sharded model: the same weights on any mesh, bit for bit.
+
+Every element is a counter-based function of (seed, canonical FQN, global index). Each rank computes
+its own slice: no communication, no RNG state. DTensor's random ops are not an alternative: on CPU
+they silently give every shard the same values.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+# Bounds the float64 and int64 temporaries, about five times this many elements.
+BLOCK_ELEMENTS = 1 << 22
+WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def materialize(model: nn.Module, device: torch.device, *, seed: int) -> None:
+    """Allocate the shards on ``device`` and let ``model.init_weights`` fill them, in place."""
+    model.to_empty(device=device)
+    tensors = {canonical_fqn(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                _local(tensor).fill_(torch.nan)
+    fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
+
+    def trunc_normal_(parameter: torch.Tensor, *, std: float) -> None:
+        fill_trunc_normal(parameter, std=std, key=_key(seed, fqns[id(parameter)]))
+
+    cast(Callable, model.init_weights)(trunc_normal_)
+    missed = [
+        fqn for fqn, t in tensors.items() if t.is_floating_point() and _local(t).isnan().any()
+    ]
+    assert not missed, f"init_weights does not fill {missed}"
+
+
+def canonical_fqn(fqn: str) -> str:
+    """The name a parameter has in the model file, without the wrappers' names."""
+    for name in WRAPPER_NAMES:
+        fqn = fqn.replace(name, "")
+    return fqn
+
+
+@torch.no_grad()
+def fill_trunc_normal(parameter: torch.Tensor, *, std: float, key: int) -> None:
+    """Write a normal of mean 0, cut at 3 ``std``, into this rank's part of ``parameter``.
+
+    By the inverse of the cumulative distribution: one pass, no rejection, so no rank waits.
+    """
+    local = _local(parameter)
+    if local.numel() == 0:
+        return
+    rows, *others = _global_indices(parameter)
+    strides = [math.prod(parameter.shape[dim + 1 :]) for dim in range(parameter.ndim)]
+    within_row = torch.zeros((), dtype=torch.int64, device=local.device)
+    for index, stride in zip(others, strides[1:], strict=True):
+        within_row = within_row.unsqueeze(-1) + index * stride
+    block = max(1, BLOCK_ELEMENTS // max(1, within_row.numel()))
+    for start in range(0, len(rows), block):
+        first = rows[start : start + block] * strides[0]
+        counter = first.view(-1, *[1] * within_row.ndim) + within_row
+        values = _trunc_normal(_uniform(counter, key)) * std
+        local[start : start + block] = values.to(torch.float32).to(local.dtype)
+
+
+def _trunc_normal(uniform: torch.Tensor) -> torch.Tensor:
+    low = 0.5 * math.erfc(3.0 / math.sqrt(2.0))
+    return torch.special.ndtri(low + uniform * (1.0 - 2.0 * low)).clamp_(-3.0, 3.0)
+
+
+def _uniform(counter: torch.Tensor, key: int) -> torch.Tensor:
+    """splitmix64 (Steele, Lea and Flood, 2014) of each counter, as float64 in (0, 1).
+
+    int64 arithmetic wraps modulo 2^64 on every device; only right shifts need care.
+    """
+    z = counter * _signed(0x9E3779B97F4A7C15) + key
+    z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _signed(0x94D049BB133111EB)
+    z = z ^ _shift_right(z, 31)
+    return (_shift_right(z, 11).to(torch.float64) + 0.5) * 2.0**-53
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(unsigned: int) -> int:
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
+
+
+def _key(seed: int, fqn: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{fqn}".encode(), digest_size=8).digest()
+    return _signed(int.from_bytes(digest, "little"))
+
+
+def _global_indices(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Per tensor dim, the global indices that this rank's part holds."""
+    device = _local(parameter).device
+    indices = [torch.arange(size, device=device) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+        assert coordinate is not None, "this rank holds no part of the mesh"
+        # A _StridedShard was cut after the plain shards that stand to its right.
+        order = sorted(range(mesh.ndim), key=lambda d: _is_strided(parameter.placements[d]))
+        for mesh_dim in order:
+            placement = parameter.placements[mesh_dim]
+            if isinstance(placement, (Shard, _StridedShard)):
+                whole = indices[placement.dim]
+                size = -(-len(whole) // mesh.size(mesh_dim))
+                start = coordinate[mesh_dim] * size
+                indices[placement.dim] = whole[start : start + size]
+    shape = tuple(_local(parameter).shape)
+    assert tuple(len(index) for index in indices) == shape, f"{parameter} is sharded in a new way"
+    return indices
+
+
+def _is_strided(placement: object) -> bool:
+    return isinstance(placement, _StridedShard)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,82 @@
+"""The degree of each parallelism, and the meshes made of them."""
+
+import math
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from config.job_config import Parallelism
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+
+def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
+    """Replace -1 by the ranks that are left; ``ValueError`` if the product is not the world."""
+    fixed = {
+        "pp": config.pipeline_parallel_degree,
+        "dp_replicate": config.data_parallel_replicate_degree,
+        "cp": config.context_parallel_degree,
+        "tp": config.tensor_parallel_degree,
+    }
+    product = math.prod(fixed.values())
+    shard = config.data_parallel_shard_degree
+    if shard == -1:
+        shard = world_size // product
+    if shard * product != world_size:
+        text = " * ".join(
+            f"{name} {degree}" for name, degree in (fixed | {"dp_shard": shard}).items()
+        )
+        raise ValueError(f"parallelism: the degrees {text} do not make {world_size} ranks")
+    return Degrees(dp_shard=shard, **fixed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """Every dim exists at size 1 too, so no caller asks whether a parallelism is on.
+
+    Two views of the same ranks, in the same order: context parallel ranks read one batch, but hold
+    the weights as shards, like the data-parallel ranks beside them.
+    """
+
+    degrees: Degrees
+    weight_mesh: DeviceMesh
+    """How weights are spread: pp, dp_replicate, dp_shard_cp, tp."""
+    data_mesh: DeviceMesh
+    """How a batch is spread: pp, batch, cp, tp."""
+
+    @classmethod
+    def build(cls, config: Parallelism, world_size: int, device_type: str) -> "ParallelDims":
+        d = resolve_degrees(config, world_size)
+        weight_dims = {
+            "pp": d.pp, "dp_replicate": d.dp_replicate, "dp_shard_cp": d.dp_shard * d.cp, "tp": d.tp
+        }  # fmt: skip
+        data_dims = {"pp": d.pp, "batch": d.batch, "cp": d.cp, "tp": d.tp}
+        weight_mesh, data_mesh = (
+            init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+            for dims in (weight_dims, data_dims)
+        )
+        return cls(degrees=d, weight_mesh=weight_mesh, data_mesh=data_mesh)
+
+    @property
+    def batch_mesh(self) -> DeviceMesh:
+        """1-D: ranks that read different sequences."""
+        return self.data_mesh["batch"]
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """1-D for FSDP, 2-D for HSDP."""
+        if self.degrees.dp_replicate == 1:
+            return self.weight_mesh["dp_shard_cp"]
+        return self.weight_mesh["dp_replicate", "dp_shard_cp"]

@@ -1,0 +1,116 @@
+"""What cannot be run, and why: one table, checked before any process group or device is touched.
+
+The table in ``docs/support.md`` is generated from this one: ``python -m tools.support_table``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from config import ConfigError
+from config.job_config import JobConfig
+from parallelisms.parallel_dims import Degrees, resolve_degrees
+
+
+class ModelShape(Protocol):
+    """The sizes of a model that parallelisms must divide."""
+
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def hidden_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    config: JobConfig
+    shape: ModelShape
+    degrees: Degrees
+
+
+@dataclass(frozen=True)
+class Refusal:
+    key: str
+    """What the user has to change."""
+    reason: str
+    applies: Callable[[Run], bool]
+
+
+def check_support(config: JobConfig, shape: ModelShape, world_size: int) -> Degrees:
+    """The degrees of this run; raise ``ConfigError`` with every refusal that applies."""
+    try:
+        degrees = resolve_degrees(config.parallelism, world_size)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    run = Run(config, shape, degrees)
+    refused = [f"{row.key}: {row.reason}" for row in REFUSALS if row.applies(run)]
+    if refused:
+        raise ConfigError(refused)
+    return degrees
+
+
+def _tp_splits(size: Callable[[Run], int]) -> Callable[[Run], bool]:
+    return lambda run: size(run) % run.degrees.tp != 0
+
+
+def _is_text_key_idle(run: Run) -> bool:
+    return run.config.data.source == "builtin" and run.config.data.text_key != "text"
+
+
+def _is_batch_uneven(run: Run) -> bool:
+    training = run.config.training
+    per_microbatch = training.local_batch_size * run.degrees.batch
+    return (training.global_batch_size or per_microbatch) % per_microbatch != 0
+
+
+def _is_horizon_passed(run: Run) -> bool:
+    total = run.config.lr_scheduler.total_steps
+    return total is not None and total < run.config.training.steps
+
+
+REFUSALS = (
+    Refusal("parallelism.context_parallel_degree", "context parallelism is not built yet",
+            lambda run: run.degrees.cp > 1),
+    Refusal("parallelism.pipeline_parallel_degree", "pipeline parallelism is not built yet",
+            lambda run: run.degrees.pp > 1),
+    Refusal("parallelism.expert_parallel_degree", "there are no expert layers to split",
+            lambda run: run.config.parallelism.expert_parallel_degree > 1),
+    Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_heads",
+            _tp_splits(lambda run: run.shape.n_heads)),
+    Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_kv_heads",
+            _tp_splits(lambda run: run.shape.n_kv_heads)),
+    Refusal("parallelism.tensor_parallel_degree", "must divide the model's hidden_dim",
+            _tp_splits(lambda run: run.shape.hidden_dim)),
+    # Absent, the vocabulary is a multiple of 64.
+    Refusal("parallelism.tensor_parallel_degree", "must divide model.vocab_size",
+            _tp_splits(lambda run: run.config.model.vocab_size or 64)),
+    Refusal("parallelism.tensor_parallel_degree", "must divide training.seq_len",
+            _tp_splits(lambda run: run.config.training.seq_len)),
+    Refusal("training.global_batch_size",
+            "must be a multiple of training.local_batch_size times the data-parallel ranks",
+            _is_batch_uneven),
+    Refusal("training.mixed_precision_param", "does nothing unless training.dtype is float32",
+            lambda run: run.config.training.dtype != "float32"
+            and run.config.training.mixed_precision_param != "auto"),
+    Refusal("training.mixed_precision_reduce", "does nothing unless training.dtype is float32",
+            lambda run: run.config.training.dtype != "float32"
+            and run.config.training.mixed_precision_reduce != "float32"),
+    Refusal("activation_checkpoint.selective", "does nothing with activation_checkpoint.mode full",
+            lambda run: run.config.activation_checkpoint.mode == "full"
+            and run.config.activation_checkpoint.selective != "op"),
+    Refusal("lr_scheduler.total_steps", "must not be less than training.steps", _is_horizon_passed),
+    Refusal("data.path", "must say what to read with data.source files or huggingface",
+            lambda run: run.config.data.source in ("files", "huggingface")
+            and not run.config.data.path),
+    Refusal("data.path", "does nothing with data.source builtin or c4",
+            lambda run: run.config.data.source in ("builtin", "c4") and run.config.data.path != ""),
+    Refusal("data.subset", "does nothing unless data.source is huggingface",
+            lambda run: run.config.data.source != "huggingface" and run.config.data.subset != ""),
+    Refusal("data.text_key", "does nothing with data.source builtin", _is_text_key_idle),
+    Refusal("data.validation_percent", "must be more than 0 for validation.enable",
+            lambda run: run.config.validation.enable
+            and run.config.data.source in ("builtin", "files")
+            and run.config.data.validation_percent == 0),
+)  # fmt: skip

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Lint, types and tests. --all adds the long soaks; other arguments go to pytest.
+set -euo pipefail
+EXTRA=test
+source "$(dirname "${BASH_SOURCE[0]}")/tools/find_python.sh"
+cd "$ROOT"
+
+marks=(-m "not slow")
+if [[ ${1:-} == --all ]]; then
+  marks=()
+  shift
+fi
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
+OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest "${marks[@]}" "$@"

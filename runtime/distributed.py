@@ -1,0 +1,59 @@
+"""Process groups, this rank's device, seeds, and sums over ranks."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from config.job_config import Comm, Debug, Training
+from runtime.compat import cpu_has_bfloat16
+
+
+def init_distributed(comm: Comm) -> torch.device:
+    """Start the default process group; return this rank's device.
+
+    Under torchrun the environment says who we are; without it this is a group of one.
+    """
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def set_seed(debug: Debug) -> None:
+    """Seed the global RNG, equal on all ranks. Weights and data do not use it."""
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products: what was asked, or with "auto" the best the hardware has."""
+    if training.dtype != "float32":
+        return getattr(torch, training.dtype)
+    if training.mixed_precision_param != "auto":
+        return getattr(torch, training.mixed_precision_param)
+    is_cuda = device.type == "cuda"
+    has_bfloat16 = torch.cuda.is_bf16_supported() if is_cuda else cpu_has_bfloat16()
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def sum_over(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of a detached tensor over a 1-D mesh; ``value`` itself is left alone."""
+    total = value.detach().clone()
+    dist.all_reduce(total, group=mesh.get_group())
+    return total

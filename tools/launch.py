@@ -1,0 +1,125 @@
+"""Check a run, then start its ranks on this node with torchrun: ``tools.launch CONFIG ...``
+
+Environment: NGPU (ranks on this node), LOG_RANK, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT;
+inside a Slurm step the node variables come from Slurm. Exits with the trainer's own code,
+which torchrun alone would flatten to 1.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from config import JobConfig, load_config
+from models import find_model
+from parallelisms.support import check_support
+from runtime import exit_codes
+
+TRAINER = Path(__file__).parents[1] / "train.py"
+DEFAULT_CPU_RANKS = 2
+# Seconds that ranks have to save after SIGTERM before torchrun kills them; its default is 30.
+SHUTDOWN_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of this run, and which one this is."""
+
+    count: int
+    rank: int
+    address: str
+    port: int
+
+
+def main(arguments: list[str], environment: Mapping[str, str]) -> int:
+    try:
+        config_path, overrides = Path(arguments[0]), arguments[1:]
+        config = load_config(config_path, overrides)
+        n_ranks = ranks_per_node(environment)
+        nodes = find_nodes(environment)
+        _, args = find_model(config.model.name, config.model.flavor)
+        check_support(config, args, n_ranks * nodes.count)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    command = torchrun_arguments(n_ranks, nodes, environment.get("LOG_RANK", "0"))
+    return _run([*command, str(TRAINER), str(config_path), *overrides], config)
+
+
+def ranks_per_node(environment: Mapping[str, str]) -> int:
+    """NGPU, else Slurm's GPUs, else the visible GPUs, else two processes on the CPU."""
+    asked = environment.get("NGPU") or environment.get("SLURM_GPUS_ON_NODE")
+    if asked is None:
+        return torch.cuda.device_count() or DEFAULT_CPU_RANKS
+    if not asked.isdecimal() or int(asked) < 1:
+        raise ValueError(f"NGPU={asked!r}: must be a positive number of ranks")
+    return int(asked)
+
+
+def find_nodes(environment: Mapping[str, str]) -> Nodes:
+    """One node unless NNODES or a Slurm step says otherwise; ``ValueError`` without a head."""
+    count = int(environment.get("NNODES") or environment.get("SLURM_NNODES") or 1)
+    rank = int(environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or 0)
+    # Jobs that share a head node must not share a port.
+    default_port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+    port = int(environment.get("MASTER_PORT") or default_port)
+    address = environment.get("MASTER_ADDR", "")
+    if count > 1 and not address:
+        # No fallback to localhost: that would train as many separate worlds as there are nodes.
+        if "SLURM_STEP_NODELIST" not in environment:
+            raise ValueError(f"MASTER_ADDR: must name the head node of NNODES={count}")
+        command = ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]]
+        address = subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.split()[0]
+    return Nodes(count, rank, address, port)
+
+
+def cpu_threads(n_ranks: int) -> int:
+    """Threads per rank that fill this machine's cores once."""
+    return max(1, len(os.sched_getaffinity(0)) // n_ranks)
+
+
+def torchrun_arguments(n_ranks: int, nodes: Nodes, log_ranks: str) -> list[str]:
+    arguments = ["--nproc_per_node", str(n_ranks), "--local-ranks-filter", log_ranks]
+    if nodes.count == 1:
+        return [*arguments, "--standalone"]
+    rendezvous = f"{nodes.address}:{nodes.port}"
+    return [
+        *arguments,
+        *("--nnodes", str(nodes.count), "--node_rank", str(nodes.rank)),
+        *("--rdzv_backend", "static", "--rdzv_endpoint", rendezvous),
+    ]
+
+
+def _run(arguments: list[str], config: JobConfig) -> int:
+    outcome = Path(config.job.output_dir) / config.job.name / "control" / "outcome"
+    # Says less than the summary in the error that follows it.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        known = codes & {exit_codes.BAD_CONFIG, exit_codes.PREEMPTED, exit_codes.DO_NOT_REQUEUE}
+        if codes != known:
+            raise
+        return known.pop()
+    except SignalException:
+        # torchrun passed the signal on and waited: what became of the ranks is in their outcome.
+        is_saved = outcome.exists() and outcome.read_text().startswith("stopped SIG")
+        return exit_codes.PREEMPTED if is_saved else 1
+    return exit_codes.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

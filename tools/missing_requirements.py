@@ -1,0 +1,36 @@
+"""Print what this interpreter lacks of pyproject.toml, and of its extra if one is named.
+
+Imports the standard library only, so that any interpreter can be asked, and asked quickly.
+"""
+
+import re
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def missing(requirements: list[str]) -> list[str]:
+    """The requirements (``name>=version``) that are not installed, or older than asked."""
+    found = []
+    for requirement in requirements:
+        name, minimum = requirement.split(">=")
+        try:
+            if _numbers(version(name)) < _numbers(minimum):
+                found.append(requirement)
+        except PackageNotFoundError:
+            found.append(requirement)
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    """The release part of a version: 2.13.0+cpu to [2, 13, 0]."""
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])]
+
+
+if __name__ == "__main__":
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())[
+        "project"
+    ]
+    extras = [r for name in sys.argv[1:] for r in project["optional-dependencies"][name]]
+    print("\n".join(missing(project["dependencies"] + extras)), end="")

@@ -1,0 +1,341 @@
+"""Pretrain a model: ``torchrun --nproc_per_node=N train.py CONFIG.toml [--section.key value ...]``
+
+Reads top to bottom: what is asked for, ranks, data, the model on the meta device, sharding,
+weights, optimizer, checkpoint, the loop. ``./run_train.sh`` starts it.
+"""
+
+import gc
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from checkpoint.checkpointer import Checkpointer
+from checkpoint.states import ModelState, OptimizerState
+from config import JobConfig, dump_toml, load_config
+from data.loader import Batch, BatchLoader
+from data.sources import Source, build_sources
+from data.tokenizer import Tokenizer, load_tokenizer
+from metrics.flops import flops_per_token, matmul_parameters, peak_flops
+from metrics.logger import MetricsLogger
+from metrics.profiling import profiler
+from metrics.sample import sample
+from models import ModelSpec, TransformerArgs, find_model
+from optim.grad_norm import clip_grad_norm_
+from optim.loss import IGNORED, cross_entropy_sum
+from optim.optimizer import build_optimizer
+from optim.schedule import lr_factor
+from parallelisms.fsdp import mixed_precision_policy
+from parallelisms.materialize import materialize
+from parallelisms.parallel_dims import ParallelDims
+from parallelisms.parallelize import parallelize
+from parallelisms.support import check_support
+from runtime import exit_codes
+from runtime.compat import set_timeout
+from runtime.control import RunControl
+from runtime.distributed import init_distributed, set_seed, sum_over
+from runtime.log import init_logging, logger
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for, with everything checked that can be wrong with it."""
+
+    config: JobConfig
+    spec: ModelSpec
+    args: TransformerArgs
+    tokenizer: Tokenizer
+    train_source: Source
+    held_out_source: Source | None
+    global_batch_size: int
+
+
+@dataclass
+class TrainState:
+    step: int = 0
+    tokens: int = 0
+    """Tokens trained on, over all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "tokens": self.tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.tokens = state_dict["step"], state_dict["tokens"]
+
+
+def resolve(config: JobConfig, world_size: int) -> Job:
+    """Look up and open what the config names; raise ``ValueError`` before any process group."""
+    spec, published_args = find_model(config.model.name, config.model.flavor)
+    degrees = check_support(config, published_args, world_size)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    # Multiples of 64 suit both tensor cores and any tensor parallel degree.
+    vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
+    if vocab_size < tokenizer.n_vocab:
+        raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
+    train_source, held_out_source = build_sources(config.data, config.debug.seed)
+    one_microbatch = config.training.local_batch_size * degrees.batch
+    return Job(
+        config=config,
+        spec=spec,
+        args=replace(published_args, vocab_size=vocab_size, max_seq_len=config.training.seq_len),
+        tokenizer=tokenizer,
+        train_source=train_source,
+        held_out_source=held_out_source,
+        global_batch_size=config.training.global_batch_size or one_microbatch,
+    )
+
+
+@record
+def main(job: Job) -> int:
+    """Train as ``job`` says; return the exit code."""
+    # 1. Ranks: signals first, for they may come at any time
+    config, training = job.config, job.config.training
+    run_folder = Path(config.job.output_dir) / config.job.name
+    control = RunControl(run_folder / "control")
+    device = init_distributed(config.comm)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dims = ParallelDims.build(config.parallelism, world_size, device.type)
+    set_seed(config.debug)
+    control.begin(is_writer=rank == 0)
+    if rank == 0:
+        (run_folder / "config.toml").write_text(dump_toml(config))
+    logger.info("ranks: %d on %s, %s", world_size, device.type, dims.degrees)
+
+    # 2. Data: this rank's rows of every global batch
+    build_loader = partial(
+        BatchLoader,
+        tokenizer=job.tokenizer,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        global_batch_size=job.global_batch_size,
+        rank=dims.batch_mesh.get_local_rank(),
+        degree=dims.batch_mesh.size(),
+        document_mask=config.data.document_mask,
+        prefetch=config.data.prefetch,
+    )
+    loader = build_loader(job.train_source)
+    logger.info("data: %s, tokenizer %s", job.train_source.description, config.data.tokenizer)
+
+    # 3. The model on the meta device: shapes only
+    args = job.args
+    model = build_on_meta(job.spec, args, getattr(torch, training.dtype))
+    n_parameters, matmul_params = (
+        sum(p.numel() for p in model.parameters()),
+        matmul_parameters(model),
+    )
+    logger.info(
+        "model: %s %s, %s parameters", config.model.name, config.model.flavor, f"{n_parameters:,}"
+    )
+
+    # 4. Shard it, then give it memory and weights
+    parallelize(
+        model,
+        dims,
+        facts=job.spec,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        mp_policy=mixed_precision_policy(training, device),
+    )
+    materialize(model, device, seed=config.debug.seed)
+    forward_backward = partial(run_model, model, device)
+
+    # 5. Optimizer; its learning rate is a function of the step
+    optimizer = build_optimizer(model, config.optimizer)
+    total_steps = config.lr_scheduler.total_steps or training.steps
+    parameters = list(model.parameters())
+
+    # 6. Checkpoint: resume from the newest that verifies
+    state = TrainState()
+    model_state = ModelState([model])
+    checkpointer = Checkpointer(
+        run_folder / "checkpoints",
+        config.checkpoint,
+        tensors={"model": model_state, "optimizer": OptimizerState([model], [optimizer])},
+        values={"data": loader, "train": state},
+    )
+    resumed = checkpointer.load_latest()
+    if resumed is not None:
+        logger.info("resumed from step %d of %s", resumed, run_folder)
+    elif config.checkpoint.initial_load_path:
+        checkpointer.load_initial(model_state)
+        logger.info("weights from %s", config.checkpoint.initial_load_path)
+
+    # 7. What is seen
+    flops = flops_per_token(
+        matmul_params,
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
+        seq_len=training.seq_len,
+    )
+    metrics = MetricsLogger(
+        run_folder,
+        config.metrics,
+        is_writer=rank == 0,
+        device=device,
+        n_devices=world_size,
+        flops_per_token=flops,
+        peak_flops=peak_flops(device, config.metrics.peak_tflops),
+    )
+    held_out: list[Batch] = []
+    if config.validation.enable and job.held_out_source is not None:
+        count = config.validation.steps * loader.microbatches
+        held_out = list(islice(build_loader(job.held_out_source), count))
+
+    def validate() -> None:
+        with metrics.paused():
+            loss = validation_loss(model, held_out, device, dims.batch_mesh)
+            metrics.log_validation(state.step, loss)
+
+    def save() -> None:
+        with metrics.paused():
+            folder = checkpointer.save(state.step)
+            control.report("progress", str(state.step))
+            logger.info("saved %s", folder)
+
+    # 8. The loop
+    gc.disable()  # Ranks that collect at different times wait for each other.
+    stop: str | None = None
+    if held_out and state.step == 0:
+        validate()
+    with profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step:
+        while state.step < training.steps and stop is None:
+            state.step += 1
+            begin = time.perf_counter()
+            microbatches = list(islice(loader, loader.microbatches))
+            data_wait = time.perf_counter() - begin
+            # Fixed before the first backward: the loss is divided by the step's global count.
+            n_tokens = sum_over(count_valid(microbatches), dims.batch_mesh)
+            loss = forward_backward(microbatches, n_tokens)
+            grad_norm = clip_grad_norm_(parameters, training.max_norm)
+            lr = config.optimizer.lr * lr_factor(state.step, config.lr_scheduler, total_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+
+            state.tokens += int(n_tokens)
+            metrics.count(int(n_tokens), data_wait)
+            if metrics.is_due(state.step):
+                global_loss = sum_over(loss, dims.batch_mesh).item()
+                values = {"loss": global_loss, "grad_norm": grad_norm.item(), "lr": lr}
+                metrics.log(state.step, training.steps, values)
+            finish_step(state.step)
+            if state.step % training.gc_freq == 0:
+                gc.collect(1)
+            if state.step - (resumed or 0) == 1:
+                set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
+
+            stop = control.agreed_stop()
+            is_last = state.step == training.steps or stop is not None
+            if held_out and stop is None and (is_last or state.step % config.validation.freq == 0):
+                validate()
+            if config.checkpoint.enable and (
+                is_last or state.step % config.checkpoint.interval == 0
+            ):
+                save()
+
+    # 9. The end
+    metrics.close()
+    if stop is None and config.validation.sample_tokens > 0:
+        logger.info("the model writes:\n%s", written_text(model, job))
+    log_whereabouts(config, run_folder, state.step, stop)
+    control.report("outcome", "done" if stop is None else f"stopped {stop}")
+    dist.barrier()
+    dist.destroy_process_group()
+    is_preempted = stop is not None and stop.startswith("SIG") and config.checkpoint.enable
+    return exit_codes.PREEMPTED if is_preempted else exit_codes.DONE
+
+
+def build_on_meta(spec: ModelSpec, args: TransformerArgs, dtype: torch.dtype) -> nn.Module:
+    """The model with shapes and dtypes, and no memory."""
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return spec.model_cls(args)
+    finally:
+        torch.set_default_dtype(default_dtype)
+
+
+def run_model(
+    model: nn.Module, device: torch.device, microbatches: list[Batch], n_tokens: torch.Tensor
+) -> torch.Tensor:
+    """Forward and backward of each microbatch; this rank's part of the step's loss."""
+    total = torch.zeros((), device=device)
+    for batch in microbatches:
+        loss = loss_sum(model, batch, device) / n_tokens.to(device)
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+    logits = model(*(t if t is None else t.to(device, non_blocking=True) for t in batch.inputs))
+    return cross_entropy_sum(logits, batch.labels.to(device, non_blocking=True))
+
+
+def count_valid(microbatches: list[Batch]) -> torch.Tensor:
+    """Labels of this rank that count, as an int64 on the CPU."""
+    return torch.stack([(batch.labels != IGNORED).sum() for batch in microbatches]).sum()
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module, batches: list[Batch], device: torch.device, batch_mesh: DeviceMesh
+) -> float:
+    """Cross entropy in nats per held-out token, over all ranks."""
+    loss = torch.stack([loss_sum(model, batch, device) for batch in batches]).sum()
+    n_tokens = sum_over(count_valid(batches), batch_mesh)
+    return sum_over(loss, batch_mesh).item() / int(n_tokens)
+
+
+def written_text(model: nn.Module, job: Job) -> str:
+    """The prompt and what the model makes of it. A collective under sharding."""
+    config, tokenizer = job.config, job.tokenizer
+    prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
+    tokens = sample(
+        model,
+        prompt,
+        count=config.validation.sample_tokens,
+        n_ids=tokenizer.n_vocab,
+        seq_len=config.training.seq_len,
+        seed=config.debug.seed,
+    )
+    return config.validation.sample_prompt + tokenizer.decode(tokens)
+
+
+def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | None) -> None:
+    if stop is not None:
+        logger.info("stopped by %s after step %d; the same command resumes", stop, step)
+    else:
+        logger.info("done: %d steps; more --training.steps extend the run", step)
+    logger.info("log of all steps: %s", run_folder / "metrics.jsonl")
+    if config.checkpoint.enable:
+        logger.info("checkpoints: %s", run_folder / "checkpoints")
+    if config.metrics.enable_tensorboard:
+        logger.info("curves: tensorboard --logdir %s", run_folder / "tensorboard")
+
+
+if __name__ == "__main__":
+    init_logging()
+    try:
+        asked = load_config(Path(sys.argv[1]), sys.argv[2:])
+        checked = resolve(asked, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        sys.exit(exit_codes.BAD_CONFIG)
+    sys.exit(main(checked))
