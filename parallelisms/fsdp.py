@@ -33,11 +33,11 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-                # A factor of 1 still asks for a scaled reduction, which gloo does not have.
+            # A factor of 1 still asks for a scaled reduction, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
-        "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s, reshard after forward: %s",
+        "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s, reshard after forward %s",
         len(units), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype,
         parallelism.fsdp_reshard_after_forward,
     )  # fmt: skip

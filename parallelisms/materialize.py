@@ -15,6 +15,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from parallelisms.shared_parameters import keep_shared
+
 # Bounds the float64 and int64 temporaries, about five times this many elements.
 BLOCK_ELEMENTS = 1 << 22
 WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -22,7 +24,8 @@ WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 def materialize(model: nn.Module, device: torch.device, *, seed: int) -> None:
     """Allocate the shards on ``device`` and let ``model.init_weights`` fill them, in place."""
-    model.to_empty(device=device)
+    with keep_shared(model):
+        model.to_empty(device=device)
     tensors = {canonical_fqn(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
     with torch.no_grad():
         for tensor in tensors.values():

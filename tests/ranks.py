@@ -1,0 +1,100 @@
+"""Run a function on N ranks: real processes and real gloo groups, kept alive between tests.
+
+Importing torch in four processes costs far more than most tests, so it is done once per test run.
+Every call makes a process group of its own; a call that fails or hangs costs the pool its life.
+"""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+
+
+class RankError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+class RankPool:
+    def __init__(self) -> None:
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """``function(*args)`` on each rank of a group of ``world_size``; the ranks' results."""
+        while len(self._workers) < world_size:
+            self._workers.append(_start_worker())
+        connections = [connection for _, connection in self._workers[:world_size]]
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            for rank, connection in enumerate(connections):
+                connection.send((function, rank, world_size, store, args))
+            results: dict[int, Any] = {}
+            failures: dict[int, str] = {}
+            while len(results) + len(failures) < world_size:
+                waiting = [c for r, c in enumerate(connections) if r not in results | failures]
+                ready = wait(waiting, timeout=2 * GROUP_TIMEOUT.total_seconds())
+                if not ready:
+                    failures |= {r: "no answer" for r in range(world_size) if r not in results}
+                for connection in ready:
+                    rank = connections.index(connection)
+                    _collect(connection, rank, results, failures)
+                if failures:
+                    # Ranks that wait for the one that failed would wait until the timeout.
+                    self.close()
+                    raise RankError("\n".join(f"rank {r}: {text}" for r, text in failures.items()))
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _collect(
+    connection: Connection, rank: int, results: dict[int, Any], failures: dict[int, str]
+) -> None:
+    try:
+        is_ok, answer = connection.recv()
+    except EOFError:
+        is_ok, answer = False, "the process died"
+    (results if is_ok else failures)[rank] = answer
+
+
+def _start_worker() -> tuple[BaseProcess, Connection]:
+    ours, theirs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, world_size, store, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=GROUP_TIMEOUT,
+            )
+            result = function(*args)
+            dist.destroy_process_group()
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
