@@ -1,0 +1,157 @@
+"""The whole program as users start it: real launcher, real ranks, real files, real signals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = {
+    "training.seq_len": "32",
+    "training.local_batch_size": "2",
+    "training.global_batch_size": "8",
+    "training.dtype": "float64",
+    "metrics.log_freq": "1",
+    "metrics.enable_tensorboard": "false",
+    "validation.freq": "1000",
+    "validation.steps": "1",
+    "validation.sample_tokens": "0",
+    "lr_scheduler.warmup_steps": "2",
+    "lr_scheduler.total_steps": "12",
+}
+
+
+def start(folder: Path, n_ranks: int, **overrides: str) -> subprocess.Popen[str]:
+    keys = SMALL | {"job.output_dir": str(folder)} | overrides
+    arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
+    environment = os.environ | {"PYTHON": sys.executable, "NGPU": str(n_ranks)}
+    return subprocess.Popen(
+        [ROOT / "run_train.sh", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(folder: Path, n_ranks: int, **overrides: str) -> str:
+    process = start(folder, n_ranks, **overrides)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "debug_model" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r}
+
+
+def interrupt(folder: Path, number: signal.Signals, *, whole_session: bool) -> tuple[int, str]:
+    """Start a long run and stop it once it has made a few steps."""
+    process = start(folder, 2, **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"})
+    metrics = folder / "debug_model" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.1)
+    (os.killpg if whole_session else os.kill)(process.pid, number)
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run(folder, 2, **{"training.steps": "6"})
+    return folder
+
+
+def test_extended_run_continues_bitwise(uninterrupted: Path, tmp_path: Path) -> None:
+    run(tmp_path, 2, **{"training.steps": "3"})
+    output = run(tmp_path, 2, **{"training.steps": "6"})
+    assert "resumed from step 3" in output
+    assert curve(tmp_path) == curve(uninterrupted)
+
+
+def test_finished_run_does_nothing(uninterrupted: Path) -> None:
+    before = records(uninterrupted)
+    assert "done: 6 steps" in run(uninterrupted, 2, **{"training.steps": "6"})
+    assert records(uninterrupted) == before
+
+
+def test_resolved_config_runs_again(uninterrupted: Path, tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "NGPU": "2",
+        "CONFIG_FILE": str(uninterrupted / "debug_model" / "config.toml"),
+    }
+    command = [ROOT / "run_train.sh", "--job.output_dir", str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=240)
+    assert curve(tmp_path) == curve(uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "overrides"),
+    [
+        (1, {}),
+        (4, {"parallelism.tensor_parallel_degree": "2"}),
+        (4, {"parallelism.data_parallel_replicate_degree": "2"}),
+    ],
+    ids=["one-device", "tp2", "replicate2"],
+)
+def test_any_mesh_trains_the_same_model(
+    uninterrupted: Path, tmp_path: Path, n_ranks: int, overrides: dict[str, str]
+) -> None:
+    run(tmp_path, n_ranks, **{"training.steps": "6"}, **overrides)
+    got, want = curve(tmp_path), curve(uninterrupted)
+    assert got.keys() == want.keys()
+    for step, values in want.items():
+        assert got[step] == pytest.approx(values, rel=1e-9), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    ("number", "whole_session"),
+    [(signal.SIGTERM, False), (signal.SIGINT, True)],
+    ids=["SIGTERM-to-launcher", "Ctrl-C"],
+)
+def test_stopped_run_saves_and_resumes(
+    tmp_path: Path, number: signal.Signals, whole_session: bool
+) -> None:
+    code, output = interrupt(tmp_path, number, whole_session=whole_session)
+    assert code == 75, output
+    assert "Traceback" not in output
+    run_folder = tmp_path / "debug_model"
+    assert (run_folder / "control/outcome").read_text() == f"stopped {number.name}\n"
+    step = int((run_folder / "control/progress").read_text())
+    assert [p.name for p in (run_folder / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+    overrides = {"training.steps": str(step + 2), "lr_scheduler.total_steps": "100000"}
+    resumed = run(tmp_path, 2, **overrides)
+    assert f"resumed from step {step} " in resumed
+    assert sorted(curve(tmp_path)) == list(range(1, step + 3))
+
+
+def test_log_line_says_what_users_look_for(uninterrupted: Path) -> None:
+    keys = {"loss", "grad_norm", "lr", "tokens_per_second", "mfu", "mfu_causal", "memory_gib"}
+    steps = [record for record in records(uninterrupted) if "loss" in record]
+    assert all(keys | {"step", "data_wait"} <= record.keys() for record in steps)
+    validated = [record for record in records(uninterrupted) if "validation_loss" in record]
+    assert [record["step"] for record in validated] == [0, 6]
+
+
+def test_help_explains_every_key() -> None:
+    environment = os.environ | {"PYTHON": sys.executable}
+    command = [ROOT / "run_train.sh", "--help"]
+    text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert len(re.findall(r"^  --\w+\.\w+", text, flags=re.MULTILINE)) > 50
