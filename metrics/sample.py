@@ -19,10 +19,11 @@ def sample(
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
+    # One length for all, which tensor parallel ranks divide; what is causal ignores the padding.
+    needed = len(prompt) + count
+    length = min(seq_len, -(-needed // WINDOW_MULTIPLE) * WINDOW_MULTIPLE)
     for _ in range(count):
-        window = tokens[-seq_len:]
-        # A few fixed lengths, which tensor parallel ranks divide; what is causal ignores the rest.
-        length = min(seq_len, -(-len(window) // WINDOW_MULTIPLE) * WINDOW_MULTIPLE)
+        window = tokens[-length:]
         padded = torch.tensor([window + [0] * (length - len(window))], device=device)
         logits = model(padded)[0, len(window) - 1, :n_ids].float().cpu()
         probabilities = (logits / TEMPERATURE).softmax(dim=-1)

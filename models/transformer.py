@@ -85,9 +85,8 @@ def attention(
         same_document = document_ids[:, :, None] == document_ids[:, None, :]
         mask = same_document.tril()[:, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
     return out.transpose(1, 2)
 

@@ -9,5 +9,7 @@ def apply_compile(blocks: nn.ModuleDict, *, config: Compile) -> None:
     if not config.enable:
         return
     for block in blocks.values():
-        block.compile(backend=config.backend, fullgraph=True)
+        # Shapes do not change in training; what else runs (validation, a sample) is worth a
+        # compilation of its own, and symbolic shapes are where compilers fail.
+        block.compile(backend=config.backend, fullgraph=True, dynamic=False)
     logger.info("compile: %d blocks with %s", len(blocks), config.backend)

@@ -56,7 +56,7 @@ def _tp_splits(size: Callable[[Run], int]) -> Callable[[Run], bool]:
 
 
 def _is_text_key_idle(run: Run) -> bool:
-    return run.config.data.source == "builtin" and run.config.data.text_key != "text"
+    return run.config.data.source in ("builtin", "c4") and run.config.data.text_key != "text"
 
 
 def _is_batch_uneven(run: Run) -> bool:
@@ -97,8 +97,9 @@ REFUSALS = (
     Refusal("training.mixed_precision_reduce", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32"
             and run.config.training.mixed_precision_reduce != "float32"),
-    Refusal("activation_checkpoint.selective", "does nothing with activation_checkpoint.mode full",
-            lambda run: run.config.activation_checkpoint.mode == "full"
+    Refusal("activation_checkpoint.selective",
+            "does nothing unless activation_checkpoint.mode is selective",
+            lambda run: run.config.activation_checkpoint.mode != "selective"
             and run.config.activation_checkpoint.selective != "op"),
     Refusal("lr_scheduler.total_steps", "must not be less than training.steps", _is_horizon_passed),
     Refusal("data.path", "must say what to read with data.source files or huggingface",
@@ -108,7 +109,7 @@ REFUSALS = (
             lambda run: run.config.data.source in ("builtin", "c4") and run.config.data.path != ""),
     Refusal("data.subset", "does nothing unless data.source is huggingface",
             lambda run: run.config.data.source != "huggingface" and run.config.data.subset != ""),
-    Refusal("data.text_key", "does nothing with data.source builtin", _is_text_key_idle),
+    Refusal("data.text_key", "does nothing with data.source builtin or c4", _is_text_key_idle),
     Refusal("data.validation_percent", "must be more than 0 for validation.enable",
             lambda run: run.config.validation.enable
             and run.config.data.source in ("builtin", "files")

@@ -153,5 +153,7 @@ def test_log_line_says_what_users_look_for(uninterrupted: Path) -> None:
 def test_help_explains_every_key() -> None:
     environment = os.environ | {"PYTHON": sys.executable}
     command = [ROOT / "run_train.sh", "--help"]
-    text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout
     assert len(re.findall(r"^  --\w+\.\w+", text, flags=re.MULTILINE)) > 50

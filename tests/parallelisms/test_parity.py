@@ -43,10 +43,17 @@ class Layout:
     document_mask: bool = False
 
     def __str__(self) -> str:
-        short = {name.replace("data_parallel_", "").split("_")[0]: d for name, d in self.degrees.items()}
-        text = "-".join(f"{name}{degree}" for name, degree in short.items()) or f"shard{self.world_size}"
+        short = {
+            name.replace("data_parallel_", "").split("_")[0]: d for name, d in self.degrees.items()
+        }
+        text = (
+            "-".join(f"{name}{degree}" for name, degree in short.items())
+            or f"shard{self.world_size}"
+        )
         extras = [self.reshard] * (self.reshard != "default")
-        extras += [f"{self.recompute.mode}{self.recompute.selective}"] * (self.recompute.mode != "none")
+        extras += [f"{self.recompute.mode}{self.recompute.selective}"] * (
+            self.recompute.mode != "none"
+        )
         extras += ["compiled"] * self.compile.enable + ["documents"] * self.document_mask
         return "-".join([text, *extras])
 
@@ -163,9 +170,7 @@ def count_replicas_twice(name: str, flavor: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("name", "flavor"), MODELS)
-def test_layout_matches_one_device(
-    ranks: RankPool, name: str, flavor: str, layout: Layout
-) -> None:
+def test_layout_matches_one_device(ranks: RankPool, name: str, flavor: str, layout: Layout) -> None:
     ranks.run(check_layout, layout.world_size, name, flavor, layout)
 
 
