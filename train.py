@@ -5,6 +5,7 @@ weights, optimizer, checkpoint, the loop. ``./run_train.sh`` starts it.
 """
 
 import gc
+import json
 import os
 import sys
 import time
@@ -23,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
-from config import JobConfig, dump_toml, load_config
+from config import ConfigError, JobConfig, dump_toml, load_config
 from data.loader import Batch, BatchLoader
 from data.sources import Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -329,13 +330,29 @@ def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | 
         logger.info("curves: tensorboard --logdir %s", run_folder / "tensorboard")
 
 
+def start(arguments: list[str]) -> int:
+    """Train the config that ``arguments`` name; what is wrong with it is told without a traceback."""
+    try:
+        config = load_config(Path(arguments[0]), arguments[1:])
+        job = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        return refuse(error)
+    try:
+        return main(job)
+    except ConfigError as error:
+        return refuse(error)
+
+
+def refuse(error: ValueError) -> int:
+    """Tell what is wrong with the config, once, and return the exit code for it."""
+    # The first rank to end makes torchrun end the others, before they print: tell it instead.
+    if (told := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        Path(told).write_text(json.dumps({"message": str(error)}))
+    else:
+        print(error, file=sys.stderr)
+    return exit_codes.BAD_CONFIG
+
+
 if __name__ == "__main__":
     init_logging()
-    try:
-        asked = load_config(Path(sys.argv[1]), sys.argv[2:])
-        checked = resolve(asked, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
-        sys.exit(exit_codes.BAD_CONFIG)
-    sys.exit(main(checked))
+    sys.exit(start(sys.argv[1:]))

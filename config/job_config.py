@@ -191,7 +191,7 @@ class Comm(Section):
 
 
 class Debug(Section):
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the weights and the order of the data."""
     deterministic: bool = False
     """Deterministic kernels only; slower."""

@@ -4,6 +4,7 @@ Precedence: command line, then file, then defaults. Every mistake is reported at
 """
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +30,39 @@ def load_config(path: Path, overrides: list[str]) -> JobConfig:
     except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
         raise ConfigError([f"{path}: {error}"]) from None
     scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
-    if scalars:
-        raise ConfigError([f"{path}: {key} must stand in a [table]" for key in scalars])
-    from_command_line = parse_overrides(overrides)
+    mistakes = [f"{path}: {key} must stand in a [table]" for key in scalars]
+    tables = {key: value for key, value in tables.items() if key not in scalars}
+    from_command_line, malformed = parse_overrides(overrides)
+    mistakes += malformed
     for key, value in from_command_line.items():
         section, _, name = key.partition(".")
         tables.setdefault(section, {})[name] = value
     try:
-        return JobConfig.model_validate(tables)
+        config = JobConfig.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(_messages(error, path, set(from_command_line))) from None
+        mistakes += _messages(error, path, set(from_command_line))
+    if mistakes:
+        raise ConfigError(mistakes)
+    return config
 
 
-def parse_overrides(arguments: list[str]) -> dict[str, Any]:
-    """``["--a.b", "1", "--c.d=x"]`` to ``{"a.b": 1, "c.d": "x"}``; values as in TOML."""
+def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Of ``["--a.b", "1", "--c.d=x"]`` the values, ``{"a.b": 1, "c.d": "x"}``, and the mistakes."""
     values: dict[str, Any] = {}
     mistakes = []
     rest = list(arguments)
     while rest:
-        key, is_joined, raw = rest.pop(0).partition("=")
-        if not key.startswith("--") or key.count(".") != 1:
+        key, is_given, raw = rest.pop(0).partition("=")
+        if not is_given and key.startswith("--") and rest and not rest[0].startswith("--"):
+            is_given, raw = "=", rest.pop(0)
+        if not re.fullmatch(r"--[^.]+\.[^.]+", key):
             mistakes.append(f"command line: {key!r} is not --section.key; see --help")
-        elif not is_joined and (not rest or rest[0].startswith("--")):
+        elif not is_given:
             mistakes.append(f"command line: {key} needs a value: {key} VALUE or {key}=VALUE")
         else:
             key = key.removeprefix("--")
-            values[key] = _parse_value(key, raw if is_joined else rest.pop(0))
-    if mistakes:
-        raise ConfigError(mistakes)
-    return values
+            values[key] = _parse_value(key, raw)
+    return values, mistakes
 
 
 def dump_toml(config: JobConfig) -> str:
@@ -70,8 +75,8 @@ def _parse_value(key: str, raw: str) -> Any:
     section, _, name = key.partition(".")
     field = _fields(section).get(name)
     try:
-        value = tomli.loads(f"value = {raw}")["value"]
-    except tomli.TOMLDecodeError:
+        (value,) = tomli.loads(f"value = {raw}").values()
+    except ValueError:  # not TOML, or, with line breaks in it, more than one value
         return raw
     is_text = field is not None and field.annotation is str
     return raw if is_text and not isinstance(value, str) else value

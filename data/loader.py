@@ -1,8 +1,9 @@
 """Documents packed into batches: this rank's rows of every global batch, prepared in a thread."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,9 @@ from data.sources import Source
 from data.tokenizer import Tokenizer
 
 MAX_EMPTY_DOCUMENTS = 100_000
+
+# Of each row, the document in which its next sequence starts, and where.
+Starts = dict[int, tuple[int, int]]
 
 
 class Batch(NamedTuple):
@@ -45,9 +49,7 @@ class RowReader:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The document in which the next sequence starts, and where."""
-        if self._cursor >= self._buffer.shape[1]:
-            return self._next_document, self._cursor
+        """After a read: the document in which the next sequence starts, and where."""
         _, document, place = self._buffer[:, self._cursor]
         return int(document), int(place)
 
@@ -61,8 +63,6 @@ class RowReader:
         while missing > 0:
             documents.append(self._read_document())
             missing -= documents[-1].shape[1]
-            if len(documents) > MAX_EMPTY_DOCUMENTS + seq_len:
-                raise ValueError(f"data: {MAX_EMPTY_DOCUMENTS:,} documents in a row have no text")
         if len(documents) > 1:
             self._buffer = np.concatenate(documents, axis=1)[:, self._cursor :]
             self._cursor = 0
@@ -71,17 +71,18 @@ class RowReader:
         return tokens, numbers
 
     def _read_document(self) -> np.ndarray:
-        text = next(self._texts)
-        number, self._next_document = self._next_document, self._next_document + 1
-        if not text:
-            return np.empty((3, 0), np.int64)
-        ids = self._tokenizer.encode(text)
-        tokens = np.concatenate([[self._tokenizer.bos_id], ids, [self._tokenizer.eos_id]])
-        return np.stack([tokens, np.full_like(tokens, number), np.arange(len(tokens))])
+        """The next document that has text."""
+        for text in islice(self._texts, MAX_EMPTY_DOCUMENTS):
+            number, self._next_document = self._next_document, self._next_document + 1
+            if text:
+                ids = self._tokenizer.encode(text)
+                tokens = np.concatenate([[self._tokenizer.bos_id], ids, [self._tokenizer.eos_id]])
+                return np.stack([tokens, np.full_like(tokens, number), np.arange(len(tokens))])
+        raise ValueError(f"data: {MAX_EMPTY_DOCUMENTS:,} documents in a row have no text")
 
 
 class BatchLoader:
-    """This rank's microbatches, endless. ``state_dict`` is the place after the last one taken.
+    """This rank's microbatches, endless; what raises in the thread raises where they are taken.
 
     Microbatch ``a`` of a step has rows (a * degree + rank) * local_batch_size and on, so a global
     batch has the same rows on any number of ranks.
@@ -100,35 +101,36 @@ class BatchLoader:
         document_mask: bool,
         prefetch: int,
     ) -> None:
+        assert global_batch_size % (local_batch_size * degree) == 0, "rows left over"
         self._source, self._tokenizer = source, tokenizer
         self._seq_len, self._document_mask = seq_len, document_mask
-        self._n_rows = global_batch_size
+        self._n_rows, self._prefetch = global_batch_size, prefetch
         self.microbatches = global_batch_size // (local_batch_size * degree)
         """Microbatches of one step."""
         firsts = [(a * degree + rank) * local_batch_size for a in range(self.microbatches)]
         self._rows = [range(first, first + local_batch_size) for first in firsts]
-        self._starts = {row: (0, 0) for rows in self._rows for row in rows}
-        self._next_microbatch = 0
-        self._ready: queue.Queue[tuple[Batch, dict[int, tuple[int, int]]] | Exception]
-        self._ready = queue.Queue(prefetch)
-        self._thread: threading.Thread | None = None
+        self._starts: Starts = {row: (0, 0) for rows in self._rows for row in rows}
+        self._microbatches = self._read_from_starts()
+        self._ahead: deque[Future[tuple[Batch, Starts]]] = deque()
+        # What it runs refers to no loader, so that a loader that is dropped takes it along.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._prepare, daemon=True)
-            self._thread.start()
-        item = self._ready.get()
-        if isinstance(item, Exception):
-            raise item
-        batch, starts = item
-        self._starts.update(starts)
+        while len(self._ahead) <= self._prefetch:
+            self._ahead.append(self._thread.submit(next, self._microbatches))
+        batch, starts = self._ahead[0].result()
+        self._ahead.popleft()
+        self._starts |= starts
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part; the union over ranks is the state of the whole."""
+        """The place after the last microbatch taken, which ended a step.
+
+        This rank's part; the union over ranks is the state of the whole.
+        """
         return {
             "source": self._source.fingerprint,
             "tokenizer": self._tokenizer.fingerprint,
@@ -138,7 +140,7 @@ class BatchLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the union of all ranks' states. Raises ``ValueError`` on other data."""
-        assert self._thread is None, "the loader has already started"
+        assert not self._ahead, "the loader has already started"
         own = self.state_dict()
         keys = {
             "source": "the documents of [data]",
@@ -149,31 +151,34 @@ class BatchLoader:
             if state[key] != own[key]:
                 raise ValueError(f"{name} changed since the checkpoint: {state[key]} to {own[key]}")
         self._starts = {row: tuple(state["rows"][str(row)]) for row in self._starts}
+        self._microbatches = self._read_from_starts()
 
-    def _prepare(self) -> None:
-        try:
-            readers = {
-                row: RowReader(self._source, self._tokenizer, row, self._n_rows, start)
-                for row, start in self._starts.items()
-            }
-            while True:
-                for rows in self._rows:
-                    batch = self._assemble([readers[row].read(self._seq_len) for row in rows])
-                    starts = {row: readers[row].position for row in rows}
-                    self._ready.put((batch, starts))
-        except Exception as error:  # raised again where the batch is taken
-            self._ready.put(error)
+    def _read_from_starts(self) -> Iterator[tuple[Batch, Starts]]:
+        readers = {
+            row: RowReader(self._source, self._tokenizer, row, self._n_rows, start)
+            for row, start in self._starts.items()
+        }
+        return _read_microbatches(readers, self._rows, self._seq_len, self._document_mask)
 
-    def _assemble(self, sequences: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
-        tokens = torch.from_numpy(np.stack([tokens for tokens, _ in sequences]))
-        positions = document_ids = None
-        if self._document_mask:
-            numbers = np.stack([numbers[:-1] for _, numbers in sequences])
-            document_ids = torch.from_numpy(numbers)
-            positions = torch.from_numpy(_places(numbers))
-        return Batch(
-            tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, document_ids
-        )
+
+def _read_microbatches(
+    readers: dict[int, RowReader], microbatches: list[range], seq_len: int, document_mask: bool
+) -> Iterator[tuple[Batch, Starts]]:
+    """Each microbatch of rows, and where the rows' next ones start; step after step."""
+    while True:
+        for rows in microbatches:
+            batch = _assemble([readers[row].read(seq_len) for row in rows], document_mask)
+            yield batch, {row: readers[row].position for row in rows}
+
+
+def _assemble(sequences: list[tuple[np.ndarray, np.ndarray]], document_mask: bool) -> Batch:
+    tokens = torch.from_numpy(np.stack([tokens for tokens, _ in sequences]))
+    positions = document_ids = None
+    if document_mask:
+        numbers = np.stack([numbers[:-1] for _, numbers in sequences])
+        document_ids = torch.from_numpy(numbers)
+        positions = torch.from_numpy(_places(numbers))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, document_ids)
 
 
 def _places(numbers: np.ndarray) -> np.ndarray:

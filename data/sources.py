@@ -5,8 +5,9 @@ of an endless order, so what a step consumes depends on the seed and the step al
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from config.job_config import Data
 from data.text_files import TextFiles, builtin_files, matching_files
 
 TABLE_SUFFIXES = {".jsonl", ".parquet"}
+FINGERPRINTED_TEXTS = 64
 
 
 class Source(Protocol):
@@ -27,14 +29,24 @@ class Source(Protocol):
         ...
 
 
+class Texts(Protocol):
+    keys: np.ndarray
+    """Of each text, the uniform uint64 that decides whether it is held out."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> str: ...
+
+
 class ShuffledDocuments:
     """Documents that can be read by index, in another seeded order each epoch."""
 
     def __init__(
-        self, texts: Sequence[str], indices: np.ndarray, *, seed: int, name: str, fingerprint: str
+        self, texts: Texts, indices: np.ndarray, *, seed: int, name: str, fingerprint: str
     ) -> None:
         if len(indices) == 0:
-            raise ValueError(f"data: no documents for {name}; see data.validation_percent")
+            raise ValueError(
+                f"data: none of {len(texts):,} documents is for {name}; see data.validation_percent"
+            )
         self._texts, self._indices, self._seed = texts, indices, seed
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}"
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
@@ -50,9 +62,9 @@ class ShuffledDocuments:
             counter += n_rows
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.Philox(key=[self._seed, epoch])).permutation(
-            self._indices
-        )
+        # NumPy promises the same raw draws in every release, and no such thing of permutations.
+        draws = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._indices))
+        return self._indices[np.argsort(draws, kind="stable")]
 
 
 def build_sources(config: Data, seed: int) -> tuple[Source, Source | None]:
@@ -66,22 +78,17 @@ def build_sources(config: Data, seed: int) -> tuple[Source, Source | None]:
         from data.tables import hub_streams
 
         return hub_streams(config)
-    texts: Sequence[str]
-    if config.source == "builtin":
-        texts = TextFiles(builtin_files(), encoding_errors="replace")
-        keys, fingerprint = texts.keys, texts.fingerprint
-    else:
-        files = matching_files(config.path)
-        suffixes = {path.suffix for path, _ in files}
-        if suffixes & TABLE_SUFFIXES:
-            from data.tables import Tables
+    is_builtin = config.source == "builtin"
+    files = builtin_files() if is_builtin else matching_files(config.path)
+    texts: Texts
+    if TABLE_SUFFIXES & {path.suffix for path, _ in files}:
+        from data.tables import Tables
 
-            tables = Tables(files, config.text_key)
-            texts, keys, fingerprint = tables, tables.keys, tables.fingerprint
-        else:
-            plain = TextFiles(files, encoding_errors="strict")
-            texts, keys, fingerprint = plain, plain.keys, plain.fingerprint
-    is_held_out = keys < np.uint64(config.validation_percent / 100 * 2**64)
+        texts = Tables(files, config.text_key)
+    else:
+        texts = TextFiles(files, encoding_errors="replace" if is_builtin else "strict")
+    fingerprint = _fingerprint(files, texts)
+    is_held_out = texts.keys < np.uint64(config.validation_percent / 100 * 2**64)
     train = ShuffledDocuments(
         texts, np.flatnonzero(~is_held_out), seed=seed, name="training", fingerprint=fingerprint
     )
@@ -91,3 +98,12 @@ def build_sources(config: Data, seed: int) -> tuple[Source, Source | None]:
         texts, np.flatnonzero(is_held_out), seed=seed, name="validation", fingerprint=fingerprint
     )
     return train, held_out
+
+
+def _fingerprint(files: list[tuple[Path, str]], texts: Texts) -> str:
+    """Of the names and sizes of all files, and of a few texts spread over them."""
+    listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
+    digest = hashlib.sha256(listing.encode())
+    for index in range(0, len(texts), len(texts) // FINGERPRINTED_TEXTS + 1):
+        digest.update(texts[index].encode())
+    return digest.hexdigest()

@@ -1,13 +1,13 @@
 """Documents in the rows of tables, read through Hugging Face's ``datasets``: local or streamed."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import datasets
 import numpy as np
-from datasets.distributed import split_dataset_by_node
 
 from config.job_config import Data
 from data.text_files import name_key
@@ -15,14 +15,14 @@ from data.text_files import name_key
 C4 = ("allenai/c4", "en", "text")
 
 
-class Tables(Sequence[str]):
+class Tables:
     """Rows of .jsonl and .parquet files, memory-mapped after a first conversion to Arrow."""
 
     def __init__(self, files: list[tuple[Path, str]], text_key: str) -> None:
         others = [str(path) for path, _ in files if path.suffix not in (".jsonl", ".parquet")]
         if others:
             raise ValueError(f"data.path mixes tables with plain text files: {', '.join(others)}")
-        self._text_key = text_key
+        self._files, self._text_key = files, text_key
         self._tables = [_read_table(path, text_key) for path, _ in files]
         counts = [len(table) for table in self._tables]
         self._ends = np.cumsum(counts)
@@ -30,45 +30,53 @@ class Tables(Sequence[str]):
             [_row_keys(name, count) for (_, name), count in zip(files, counts, strict=True)]
         )
         """Of each row, a uniform uint64 that depends on its file's name and its number alone."""
-        listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         table = int(np.searchsorted(self._ends, index, side="right"))
         row = int(index - (self._ends[table - 1] if table else 0))
-        return _text(self._tables[table][row], self._text_key, f"row {row} of table {table}")
+        try:
+            return self._tables[table][row][self._text_key]
+        except UnicodeDecodeError as error:
+            path, _ = self._files[table]
+            raise ValueError(f"{path}: row {row} is not UTF-8: {error}") from None
 
 
 class HubStream:
-    """One split of a hub dataset, streamed; each row of the batch has shards of its own."""
+    """One split of a hub dataset, streamed in its own order, the same every epoch.
+
+    A row of the batch reads files of its own; where there are fewer files than rows, the rows that
+    share one take turns. To resume, a row passes over what it has read.
+    """
 
     def __init__(self, name: str, subset: str, split: str, text_key: str) -> None:
         self._text_key = text_key
         self.description = f"{name} {subset} ({split}), streamed"
-        self.fingerprint = hashlib.sha256(f"{name}/{subset}/{split}".encode()).hexdigest()
+        parts = f"{name}/{subset}/{split}/{text_key}"
+        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         try:
             self._dataset = datasets.load_dataset(name, subset or None, split=split, streaming=True)
         except Exception as error:  # datasets raises its own and the network's errors
             raise ValueError(f"data.path: cannot open {name} ({split}): {error}") from error
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[str]:
-        mine = split_dataset_by_node(self._dataset, rank=row, world_size=n_rows)
+        n_shares = min(n_rows, self._dataset.num_shards)
+        share, turn = row % n_shares, row // n_shares
+        turns = len(range(share, n_rows, n_shares))
+        mine = self._dataset.shard(n_shares, share)
         number = 0
         while True:
-            begin = number
-            for number, record in enumerate(mine, start=begin):
+            first = number
+            for record in islice(mine, turn, None, turns):
                 if number >= start:
                     yield _text(record, self._text_key, f"document {number} of row {row}")
-            number += 1
+                number += 1
+            if number == first:
+                raise ValueError(
+                    f"data.path: {self.description}, has no document for row {row} of {n_rows}"
+                )
 
 
 def hub_streams(config: Data) -> tuple[HubStream, HubStream]:
@@ -80,14 +88,24 @@ def hub_streams(config: Data) -> tuple[HubStream, HubStream]:
 
 
 def _read_table(path: Path, text_key: str) -> datasets.Dataset:
+    """The table's column of texts, every one of them seen to be text."""
+    if path.stat().st_size == 0:
+        raise ValueError(f"data.path: {path} is empty")
     read = datasets.Dataset.from_json if path.suffix == ".jsonl" else datasets.Dataset.from_parquet
     try:
         table = read(str(path))
     except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {error.__cause__ or error!r}") from error
     if text_key not in table.column_names:
         columns = ", ".join(table.column_names)
         raise ValueError(f"data.text_key: {path} has no column {text_key!r}, only {columns}")
+    dtype = getattr(table.features[text_key], "dtype", "nested")
+    if dtype not in ("string", "large_string"):
+        raise ValueError(f"data.text_key: {text_key!r} of {path} is {dtype}, not text")
+    table = table.select_columns([text_key])
+    empty = table.data[text_key].is_null().index(True).as_py()
+    if empty >= 0:
+        raise ValueError(f"data.text_key: {text_key!r} of {path}, row {empty}, is null")
     return table
 
 

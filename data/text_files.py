@@ -2,10 +2,12 @@
 
 import glob
 import hashlib
+import os
+import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import overload
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -16,22 +18,20 @@ NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-pac
 
 
 def builtin_files() -> list[tuple[Path, str]]:
-    """(path, name) of the standard library's sources, tests left out, and of torch's own.
+    """(path, name) of the sources of the standard library and of torch, their tests left out.
 
     Read in place. Contents vary with the Python and torch versions, so losses on them compare only
     within one machine.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    package = Path(torch.__file__).parent
-    files = [
-        (path, f"python/{path.relative_to(library).as_posix()}")
-        for path in library.rglob("*.py")
-        if not NOT_LIBRARY & set(path.relative_to(library).parts)
-    ]
-    files += [
-        (path, f"torch/{path.relative_to(package).as_posix()}") for path in package.rglob("*.py")
-    ]
-    return sorted(files, key=lambda file: file[1])
+    roots = {"python": Path(sysconfig.get_path("stdlib")), "torch": Path(torch.__file__).parent}
+    return sorted(
+        (
+            (path, f"{top}/{path.relative_to(root).as_posix()}")
+            for top, root in roots.items()
+            for path in _python_files(root)
+        ),
+        key=lambda file: file[1],
+    )
 
 
 def matching_files(pattern: str) -> list[tuple[Path, str]]:
@@ -39,34 +39,24 @@ def matching_files(pattern: str) -> list[tuple[Path, str]]:
     paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
     if not paths:
         raise ValueError(f"data.path: no file matches {pattern!r}")
-    anchor = Path(pattern.split("*")[0])
-    root = anchor if anchor.is_dir() else anchor.parent
+    root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
     return [(path, path.relative_to(root).as_posix()) for path in paths]
 
 
-class TextFiles(Sequence[str]):
-    """Pieces of at most about 16 KiB that end at line ends; the files stay where they are."""
+class TextFiles:
+    """Pieces of about 16 KiB, cut after a line where one ends soon; the files stay in place."""
 
     def __init__(self, files: list[tuple[Path, str]], *, encoding_errors: str) -> None:
         self._files, self._errors = files, encoding_errors
-        sizes = [path.stat().st_size for path, _ in files]
-        counts = [-(-size // PIECE_BYTES) for size in sizes]
+        counts = [-(-path.stat().st_size // PIECE_BYTES) for path, _ in files]
         self._ends = np.cumsum(counts)
         self.keys = np.repeat(np.array([name_key(name) for _, name in files], np.uint64), counts)
         """Of each piece, a uniform uint64 that depends on its file's name alone."""
-        listing = "\n".join(f"{name} {size}" for (_, name), size in zip(files, sizes, strict=True))
-        self.fingerprint = hashlib.sha256(listing.encode()).hexdigest()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> str:
         file = int(np.searchsorted(self._ends, index, side="right"))
         piece = int(index - (self._ends[file - 1] if file else 0))
         path, _ = self._files[file]
@@ -81,12 +71,31 @@ def name_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        # Not entered at all: installed packages are many times the library.
+        subfolders[:] = set(subfolders) - NOT_LIBRARY
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
 def _read_piece(path: Path, piece: int) -> bytes:
-    """The lines whose first byte is in the ``piece``-th PIECE_BYTES of the file."""
-    start, end = piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES
     with path.open("rb") as file:
-        if start > 0:
-            file.seek(start - 1)
-            file.readline()  # the end of a line that the piece before has
-        text = file.read(max(0, end - file.tell()))
-        return text if text.endswith(b"\n") or not text else text + file.readline()
+        start, end = _cut(file, piece), _cut(file, piece + 1)
+        file.seek(start)
+        return file.read(end - start)
+
+
+def _cut(file: BinaryIO, piece: int) -> int:
+    """Where a piece starts: after the line, else at the character, that its first byte is in.
+
+    A line that goes on for another PIECE_BYTES is cut, so that no piece is longer than two.
+    """
+    start = piece * PIECE_BYTES
+    if piece == 0:
+        return start
+    file.seek(start - 1)
+    line = file.readline(PIECE_BYTES)
+    if line.endswith(b"\n") or len(line) < PIECE_BYTES:
+        return start - 1 + len(line)
+    # UTF-8 continues a character with at most three bytes of the form 10xxxxxx.
+    return start + next((i for i in range(3) if line[1 + i] & 0xC0 != 0x80), 3)

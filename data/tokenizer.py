@@ -25,6 +25,7 @@ class Tokenizer:
     encode: Callable[[str], np.ndarray]
     """Text to int64 ids; markers in the text are text."""
     decode: Callable[[list[int]], str]
+    """Ids to text; an id that no token has says nothing."""
     n_vocab: int
     """All ids are below it."""
     bos_id: int
@@ -59,8 +60,8 @@ def _byte_encoding() -> tiktoken.Encoding:
     """A token per byte: no training, no file, any text."""
     return tiktoken.Encoding(
         name="bytes",
-        # Words only bound the pieces that tiktoken works on; nothing merges.
-        pat_str=r"\S{1,16}|\s{1,16}",
+        # Nothing merges; this only bounds the pieces that tiktoken works on.
+        pat_str=r"(?s).{1,64}",
         mergeable_ranks={bytes([value]): value for value in range(256)},
         special_tokens={"<|begin_of_text|>": 256, "<|end_of_text|>": 257},
     )
@@ -80,6 +81,11 @@ def _rank_file_encoding(path: Path) -> tiktoken.Encoding:
         except ValueError:
             where = f"{path}, line {number}"
             raise ValueError(f"data.tokenizer: {where}: not a token and its rank") from None
+    # tiktoken would panic at the first byte that is missing, and mistake a doubled rank.
+    if any(bytes([value]) not in ranks for value in range(256)):
+        raise ValueError(f"data.tokenizer: {path}: not all 256 single bytes have a rank")
+    if sorted(ranks.values()) != list(range(len(lines))):
+        raise ValueError(f"data.tokenizer: {path}: the ranks are not 0 to {len(lines) - 1}")
     names = ["<|begin_of_text|>", "<|end_of_text|>"]
     names += [f"<|reserved_special_token_{i}|>" for i in range(LLAMA3_RESERVED - len(names))]
     special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
@@ -94,9 +100,10 @@ def _from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
     for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
         digest.update(token + b"%d\n" % rank)
     digest.update(repr(sorted(special.items())).encode())
+    used = {*encoding._mergeable_ranks.values(), *special.values()}
     return Tokenizer(
         encode=lambda text: encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64),
-        decode=encoding.decode,
+        decode=lambda ids: encoding.decode([i for i in ids if i in used]),
         n_vocab=encoding.n_vocab,
         bos_id=_marker(special, BOS_NAMES, encoding.name),
         eos_id=_marker(special, EOS_NAMES, encoding.name),
@@ -110,6 +117,10 @@ def _from_tokenizer_json(path: Path) -> Tokenizer:
         tokenizer = HuggingFaceTokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise ValueError(f"data.tokenizer: {path}: {error}") from None
+    # Documents are whole, and markers in them are text, whatever the file says.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     return Tokenizer(
         encode=lambda t: np.array(

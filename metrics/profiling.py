@@ -24,9 +24,18 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
         yield lambda step: None
         return
     folder.mkdir(parents=True, exist_ok=True)
-    trace = _trace(folder, config, rank) if config.enable_trace else None
+    finished = 0
+
+    def write(profile: torch.profiler.profile) -> None:
+        path = folder / f"trace-step-{finished:08d}-rank{rank}.json.gz"
+        profile.export_chrome_trace(str(path))
+        logger.info("trace: %s", path)
+
+    trace = _trace(config, write) if config.enable_trace else None
 
     def finish_step(step: int) -> None:
+        nonlocal finished
+        finished = step
         if trace is not None:
             trace.step()
         if snapshots and step % config.trace_freq == 0:
@@ -44,15 +53,12 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _trace(folder: Path, config: Profiling, rank: int) -> torch.profiler.profile:
+def _trace(
+    config: Profiling, write: Callable[[torch.profiler.profile], None]
+) -> torch.profiler.profile:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-
-    def write(profile: torch.profiler.profile) -> None:
-        path = folder / f"trace-step-{profile.step_num:08d}-rank{rank}.json.gz"
-        profile.export_chrome_trace(str(path))
-        logger.info("trace: %s", path)
 
     wait = max(0, config.trace_freq - 1 - TRACED_STEPS)
     schedule = torch.profiler.schedule(wait=wait, warmup=1, active=TRACED_STEPS)

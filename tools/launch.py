@@ -7,6 +7,7 @@ which torchrun alone would flatten to 1.
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -47,12 +48,12 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         nodes = find_nodes(environment)
         _, args = find_model(config.model.name, config.model.flavor)
         check_support(config, args, n_ranks * nodes.count)
+        command = torchrun_arguments(n_ranks, nodes, environment.get("LOG_RANK") or "0")
     except ValueError as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    command = torchrun_arguments(n_ranks, nodes, environment.get("LOG_RANK", "0"))
     return _run([*command, str(TRAINER), str(config_path), *overrides], config)
 
 
@@ -61,28 +62,39 @@ def ranks_per_node(environment: Mapping[str, str]) -> int:
     asked = environment.get("NGPU") or environment.get("SLURM_GPUS_ON_NODE")
     if asked is None:
         return torch.cuda.device_count() or DEFAULT_CPU_RANKS
-    if not asked.isdecimal() or int(asked) < 1:
-        raise ValueError(f"NGPU={asked!r}: must be a positive number of ranks")
-    return int(asked)
+    return _number("NGPU", asked, at_least=1)
 
 
 def find_nodes(environment: Mapping[str, str]) -> Nodes:
     """One node unless NNODES or a Slurm step says otherwise; ``ValueError`` without a head."""
-    count = int(environment.get("NNODES") or environment.get("SLURM_NNODES") or 1)
-    rank = int(environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or 0)
+    nodes = environment.get("NNODES") or environment.get("SLURM_NNODES") or "1"
+    count = _number("NNODES", nodes, at_least=1)
+    node = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or "0"
+    rank = _number("NODE_RANK", node, at_least=0)
+    if rank >= count:
+        raise ValueError(f"NODE_RANK={rank}: must be less than NNODES={count}")
     # Jobs that share a head node must not share a port.
-    default_port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
-    port = int(environment.get("MASTER_PORT") or default_port)
+    job = _number("SLURM_JOB_ID", environment.get("SLURM_JOB_ID", "0"), at_least=0)
+    asked_port = environment.get("MASTER_PORT")
+    port = _number("MASTER_PORT", asked_port, at_least=1) if asked_port else 20000 + job % 20000
     address = environment.get("MASTER_ADDR", "")
     if count > 1 and not address:
         # No fallback to localhost: that would train as many separate worlds as there are nodes.
         if "SLURM_STEP_NODELIST" not in environment:
             raise ValueError(f"MASTER_ADDR: must name the head node of NNODES={count}")
         command = ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]]
-        address = subprocess.run(
-            command, check=True, capture_output=True, text=True
-        ).stdout.split()[0]
+        try:
+            listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        except FileNotFoundError:
+            raise ValueError("MASTER_ADDR: must name the head node: no scontrol here") from None
+        address = listed.split()[0]
     return Nodes(count, rank, address, port)
+
+
+def _number(name: str, text: str, *, at_least: int) -> int:
+    if not text.isdecimal() or int(text) < at_least:
+        raise ValueError(f"{name}={text!r}: must be a whole number, {at_least} or more")
+    return int(text)
 
 
 def cpu_threads(n_ranks: int) -> int:
@@ -91,6 +103,9 @@ def cpu_threads(n_ranks: int) -> int:
 
 
 def torchrun_arguments(n_ranks: int, nodes: Nodes, log_ranks: str) -> list[str]:
+    """What torchrun is told before the program; ``log_ranks`` as in LOG_RANK: 0,1"""
+    for rank in log_ranks.split(","):
+        _number("LOG_RANK", rank, at_least=0)
     arguments = ["--nproc_per_node", str(n_ranks), "--local-ranks-filter", log_ranks]
     if nodes.count == 1:
         return [*arguments, "--standalone"]
@@ -109,10 +124,13 @@ def _run(arguments: list[str], config: JobConfig) -> int:
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
+        # The first rank to end makes torchrun terminate those that are still on their way out.
+        codes = {failure.exitcode for failure in error.failures.values()} - {-signal.SIGTERM}
         known = codes & {exit_codes.BAD_CONFIG, exit_codes.PREEMPTED, exit_codes.DO_NOT_REQUEUE}
-        if codes != known:
+        if len(known) != 1 or codes != known:
             raise
+        if exit_codes.BAD_CONFIG in known:
+            print(error.get_first_failure()[1].message, file=sys.stderr)
         return known.pop()
     except SignalException:
         # torchrun passed the signal on and waited: what became of the ranks is in their outcome.

@@ -1,0 +1,221 @@
+"""Every mistake ends in exit code 2 and a line that names the key, before anything is started."""
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from config import load_config
+from runtime import exit_codes
+from tools import launch
+from train import resolve
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Bad:
+    key: str
+    """What each line on stderr has to name."""
+    typed: str = ""
+    """The command line."""
+    toml: str = ""
+    says: str = ""
+    """The reason, or part of it."""
+    ranks: int = 2
+
+    def __str__(self) -> str:
+        return self.typed or self.toml.replace("\n", " ")
+
+    @property
+    def overrides(self) -> list[str]:
+        return shlex.split(self.typed)
+
+
+TP = "parallelism.tensor_parallel_degree"
+HSDP = "--parallelism.data_parallel_replicate_degree"
+FILE = "run.toml"
+
+BAD = [
+    # Wrong types
+    Bad("training.steps", "--training.steps ten", says="integer"),
+    Bad("training.steps", "--training.steps 10.5", says="10.5"),
+    Bad("training.steps", "--training.steps 1e3", says="integer"),
+    Bad("training.steps", "--training.steps True", says="integer"),
+    Bad("training.steps", "--training.steps ''", says="integer"),
+    Bad("training.steps", toml="[training]\nsteps = true", says="integer"),
+    Bad("training.steps", toml="[training]\nsteps = '10'", says="'10'"),
+    Bad("training.steps", toml="[training]\nsteps = 2024-01-01", says="integer"),
+    Bad("compile.enable", toml='[compile]\nenable = "true"', says="'true'"),
+    Bad("compile.enable", "--compile.enable True", says="'True'"),
+    Bad("compile.enable", "--compile.enable 1", says="boolean"),
+    Bad("optimizer.lr", "--optimizer.lr fast", says="'fast'"),
+    Bad("job.name", toml="[job]\nname = 2024", says="string"),
+    Bad("metrics.peak_tflops", "--metrics.peak_tflops H100", says="'H100'"),
+    Bad("activation_checkpoint.selective", "--activation_checkpoint.selective ops", says="'ops'"),
+    # Out of range
+    Bad("optimizer.lr", "--optimizer.lr nan", says="finite"),
+    Bad("optimizer.lr", "--optimizer.lr inf", says="finite"),
+    Bad("optimizer.lr", "--optimizer.lr 0"),
+    Bad("optimizer.lr", "--optimizer.lr=-3e-4", says="-0.0003"),
+    Bad("optimizer.beta2", "--optimizer.beta2 1.0", says="less than 1"),
+    Bad("training.steps", "--training.steps 0", says="got 0"),
+    Bad("training.steps", "--training.steps -1", says="got -1"),
+    Bad("training.max_norm", "--training.max_norm 0"),
+    Bad("lr_scheduler.decay_ratio", "--lr_scheduler.decay_ratio 1.5", says="got 1.5"),
+    Bad("data.validation_percent", "--data.validation_percent 51", says="got 51"),
+    Bad("debug.seed", f"--debug.seed {2**63}", says="less than"),
+    Bad("parallelism.data_parallel_shard_degree", "--parallelism.data_parallel_shard_degree 0"),
+    # Not one of the choices
+    Bad("training.dtype", "--training.dtype float16", says="'bfloat16'"),
+    Bad("activation_checkpoint.mode", "--activation_checkpoint.mode on", says="'selective'"),
+    Bad("data.source", "--data.source c5", says="'c4'"),
+    Bad("model.name", "--model.name lama3", says="did you mean 'llama3'?"),
+    Bad("model.flavor", "--model.flavor debugmodle", says="did you mean 'debugmodel'?"),
+    # Names that would leave the run's folder, or surprise a shell
+    Bad("job.name", "--job.name ''"),
+    Bad("job.name", "--job.name a/b"),
+    Bad("job.name", "--job.name ../x"),
+    Bad("job.name", "--job.name .."),
+    Bad("job.name", "--job.name 'a;touch x'"),
+    Bad("job.name", "--job.name=--x"),
+    Bad("job.name", "--job.name 'a\n'"),
+    Bad("job.name", "--job.name " + 65 * "x"),
+    Bad("job.output_dir", "--job.output_dir=", says="at least 1"),
+    Bad("data.tokenizer", "--data.tokenizer=", says="at least 1"),
+    # No such key, table or spelling
+    Bad("training.step", "--training.step 1", says="did you mean training.steps?"),
+    Bad("training.lr", toml="[training]\nlr = 1", says="did you mean optimizer.lr?"),
+    Bad("traning", "--traning.steps 1", says="did you mean [training]?"),
+    Bad("traning", toml="[traning]\nsteps = 1", says="did you mean [training]?"),
+    Bad("job.name", toml="[job.name]\nx = 1", says="string"),
+    Bad("steps", toml="steps = 1", says="must stand in a [table]"),
+    Bad("job", toml="[[job]]\nname = 'x'", says="must stand in a [table]"),
+    Bad("'--steps'", "--steps 1", says="not --section.key"),
+    Bad("'-training.steps'", "-training.steps=1", says="not --section.key"),
+    Bad("'--a.b.c'", "--a.b.c 1", says="not --section.key"),
+    Bad("'--training.'", "--training. 1", says="not --section.key"),
+    Bad("'extra'", "--training.steps 1 extra", says="not --section.key"),
+    Bad("--training.steps", "--training.steps", says="needs a value"),
+    Bad("--training.steps", "--training.steps --compile.enable=true", says="needs a value"),
+    Bad(FILE, toml="[training\nsteps = 1", says="line 1"),
+    Bad(FILE, toml="[training]\nsteps = 1\nsteps = 2"),
+    # What does not fit together
+    Bad("parallelism", f"--{TP} 2", says="do not make 3 ranks", ranks=3),
+    Bad("parallelism", f"--{TP} 4", says="do not make 2 ranks"),
+    Bad("parallelism", "--parallelism.data_parallel_shard_degree 2 " + HSDP + " 2", says="2 ranks"),
+    Bad("parallelism.context_parallel_degree", "--parallelism.context_parallel_degree 2"),
+    Bad("parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_degree 2"),
+    Bad("parallelism.expert_parallel_degree", "--parallelism.expert_parallel_degree 2"),
+    Bad(TP, f"--{TP} 3 --model.flavor 8B", says="n_heads", ranks=3),
+    Bad(TP, f"--{TP} 4", says="n_kv_heads", ranks=4),
+    Bad(TP, f"--{TP} 5", says="hidden_dim", ranks=5),
+    Bad(TP, f"--{TP} 2 --model.vocab_size 321", says="model.vocab_size"),
+    Bad(TP, f"--{TP} 2 --training.seq_len 255", says="training.seq_len"),
+    Bad("training.global_batch_size", "--training.global_batch_size 24", says="multiple"),
+    Bad("training.global_batch_size", "--training.global_batch_size 4", says="multiple"),
+    Bad("training.mixed_precision_param",
+        "--training.dtype float64 --training.mixed_precision_param bfloat16", says="float32"),
+    Bad("training.mixed_precision_reduce",
+        "--training.dtype bfloat16 --training.mixed_precision_reduce bfloat16", says="float32"),
+    Bad("activation_checkpoint.selective",
+        toml="[activation_checkpoint]\nmode = 'full'\nselective = 2", says="does nothing"),
+    Bad("activation_checkpoint.selective",
+        toml="[activation_checkpoint]\nmode = 'none'\nselective = 2", says="does nothing"),
+    Bad("lr_scheduler.total_steps", "--lr_scheduler.total_steps 99", says="training.steps"),
+    Bad("data.path", "--data.source files", says="what to read"),
+    Bad("data.path", "--data.source huggingface", says="what to read"),
+    Bad("data.path", "--data.path *.txt", says="does nothing"),
+    Bad("data.subset", "--data.source c4 --data.subset en", says="does nothing"),
+    Bad("data.text_key", "--data.text_key content", says="does nothing"),
+    Bad("data.text_key", "--data.source c4 --data.text_key content", says="does nothing"),
+    Bad("data.validation_percent", "--data.validation_percent 0", says="more than 0"),
+]  # fmt: skip
+
+
+def write(folder: Path, toml: str) -> Path:
+    path = folder / FILE
+    path.write_text(toml)
+    return path
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_launcher_refuses_by_name(
+    bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the ranks were started"))
+    arguments = [str(write(tmp_path, bad.toml)), *bad.overrides]
+    code = launch.main(arguments, {"NGPU": str(bad.ranks)})
+    errors = capsys.readouterr().err
+    assert code == exit_codes.BAD_CONFIG
+    assert errors.strip()
+    assert bad.says in errors
+    # One mistake is not told as several, on keys that are right.
+    assert all(bad.key in line for line in errors.splitlines()), errors
+
+
+def test_launcher_names_a_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert launch.main([str(tmp_path / "absent.toml")], {}) == exit_codes.BAD_CONFIG
+    assert "absent.toml" in capsys.readouterr().err
+
+
+UNFINDABLE = [
+    Bad("data.tokenizer", "--data.tokenizer nope", says="cl100k_base"),
+    Bad("data.tokenizer", "--data.tokenizer absent.model", says="absent.model"),
+    Bad("data.tokenizer", "--data.tokenizer absent.json", says="absent.json"),
+    Bad("data.tokenizer", "--data.tokenizer broken.model", says="line 1"),
+    Bad("data.tokenizer", "--data.tokenizer broken.json", says="broken.json"),
+    Bad("data.path", "--data.source files --data.path absent/*.txt", says="absent/*.txt"),
+    Bad("data.path", "--data.source files --data.path .", says="no file"),
+    Bad("data.text_key", "--data.source files --data.path rows.jsonl", says="only content"),
+    Bad("data.path", "--data.source files --data.path {rows.jsonl,broken.json}", says="no file"),
+    Bad("data.path", "--data.source files --data.path *.*", says="mixes tables"),
+    Bad("data.validation_percent", "--data.source files --data.path one.txt", says="validation"),
+    Bad("model.vocab_size", "--model.vocab_size 257", says="258"),
+]
+
+
+@pytest.mark.parametrize("bad", UNFINDABLE, ids=str)
+def test_trainer_refuses_by_name_what_only_it_can_find(
+    bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.model").write_text("not a rank file\n")
+    Path("broken.json").write_text("{")
+    Path("rows.jsonl").write_text('{"content": "text"}\n')
+    Path("one.txt").write_text("text")
+    config = load_config(write(tmp_path, bad.toml), bad.overrides)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is tested
+        resolve(config, world_size=2)
+    assert bad.key in str(caught.value)
+    assert bad.says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Bad("training.steps", "--training.steps ten"),
+        Bad(TP, f"--{TP} 4", ranks=4),
+        # Only the trainer opens the tokenizer: its code has to come through torchrun.
+        Bad("data.tokenizer", "--data.tokenizer nope", ranks=1),
+    ],
+    ids=str,
+)
+def test_the_command_line_ends_with_code_2_and_no_traceback(bad: Bad, tmp_path: Path):
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "NGPU": str(bad.ranks)}
+    done = subprocess.run(
+        [ROOT / "run_train.sh", *bad.overrides],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == exit_codes.BAD_CONFIG, done.stderr
+    assert bad.key in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == [], "a refused run leaves nothing behind"

@@ -1,0 +1,30 @@
+"""Help and schema say everything that can be set."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import config
+from config import JobConfig
+from config.describe import help_text, schema_text
+
+FIELDS = {
+    f"{section}.{name}": field
+    for section, of_section in JobConfig.model_fields.items()
+    for name, field in type(of_section.default).model_fields.items()
+}
+
+
+def test_schema_on_disk_is_current():
+    on_disk = Path(config.__file__).with_name("schema.json").read_text()
+    assert on_disk == schema_text(), "run: python -m config schema"
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_every_key_has_a_description_and_stands_in_the_help(key: str):
+    field: Any = FIELDS[key]
+    assert field.description
+    assert field.description.strip()
+    (line,) = [li for li in help_text().splitlines() if li.split()[:1] == [f"--{key}"]]
+    assert line.endswith(")"), "type and range"

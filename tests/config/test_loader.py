@@ -1,0 +1,172 @@
+"""Which value wins, how it may be written, and that mistakes are told together and by name."""
+
+from pathlib import Path
+
+import pytest
+
+from config import ConfigError, JobConfig, dump_toml, load_config
+from config.job_config import LrScheduler, Training
+
+DEBUG_MODEL = Path(__file__).parents[2] / "train_configs" / "debug_model.toml"
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nsteps = 7\nseq_len = 512\n")
+    return path
+
+
+def mistakes(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    return caught.value.messages
+
+
+def test_command_line_beats_file_beats_default(toml: Path):
+    training = load_config(toml, ["--training.steps", "9"]).training
+    assert training == Training(steps=9, seq_len=512)
+    assert training.gc_freq == Training().gc_freq
+
+
+@pytest.mark.parametrize("overrides", [["--training.steps", "9"], ["--training.steps=9"]])
+def test_both_spellings_of_an_override(toml: Path, overrides: list[str]):
+    assert load_config(toml, overrides).training.steps == 9
+
+
+def test_the_last_override_wins(toml: Path):
+    assert load_config(toml, ["--training.steps=9", "--training.steps=8"]).training.steps == 8
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ("2024", "2024"),
+        ("1e3", "1e3"),
+        ("true", "true"),
+        ("2024-01-01", "2024-01-01"),
+        ("plain", "plain"),
+        ('"quoted"', "quoted"),
+        ("'2024'", "2024"),
+    ],
+)
+def test_a_text_key_takes_what_was_typed(toml: Path, raw: str, text: str):
+    assert load_config(toml, ["--job.name", raw]).job.name == text
+
+
+def test_a_value_may_hold_anything_after_an_equals_sign(toml: Path):
+    overrides = ["--validation.sample_prompt=--steps=3", "--data.path=", "--data.subset", "a=b"]
+    config = load_config(toml, overrides)
+    assert config.validation.sample_prompt == "--steps=3"
+    assert config.data.path == ""
+    assert config.data.subset == "a=b"
+
+
+def test_a_value_is_one_value(toml: Path):
+    (message,) = mistakes(toml, "--training.steps", "3\nseq_len = 4")
+    assert "training.steps" in message
+
+
+MANY_OVERRIDES = [
+    *("--job.name", "2024"),
+    *("--job.output_dir", 'C:\\runs "été"\t'),
+    *("--model.vocab_size", "512"),
+    *("--data.path", "/data/**/*.txt"),
+    *("--training.global_batch_size", "64"),
+    *("--training.dtype", "float64"),
+    *("--optimizer.lr", "1"),
+    *("--optimizer.eps", "1e-30"),
+    *("--lr_scheduler.total_steps", "1_000"),
+    *("--lr_scheduler.min_lr_factor", "0.1234567890123456789"),
+    *("--parallelism.data_parallel_shard_degree", "2"),
+    *("--activation_checkpoint.selective", "2"),
+    *("--compile.enable", "true"),
+    *("--validation.sample_prompt", "def f():\r\n    '''\u2028\x7f'''\n"),
+    *("--metrics.peak_tflops", "989.5"),
+    *("--debug.seed", str(2**63 - 1)),
+]
+
+
+@pytest.mark.parametrize("overrides", [[], MANY_OVERRIDES], ids=["as it is", "many overrides"])
+def test_what_is_dumped_loads_as_the_same(tmp_path: Path, overrides: list[str]):
+    config = load_config(DEBUG_MODEL, overrides)
+    dumped = tmp_path / "dumped.toml"
+    dumped.write_text(dump_toml(config), encoding="utf-8")
+    assert load_config(dumped, []) == config
+    changed = {key[2:] for key in overrides[::2]}
+    defaults = JobConfig().model_dump()
+    for section, values in config.model_dump().items():
+        for key, value in values.items():
+            # Every override took effect, or the comparison above proves nothing.
+            assert f"{section}.{key}" not in changed or value != defaults[section][key]
+
+
+def test_absent_stays_absent(toml: Path):
+    assert load_config(toml, []).lr_scheduler == LrScheduler()
+    assert "total_steps" not in dump_toml(load_config(toml, []))
+
+
+@pytest.mark.parametrize("text", ["[training\nsteps = 3", "steps: 3", "[job]\nname='a'\nname='b'"])
+def test_a_syntax_error_names_the_file(tmp_path: Path, text: str):
+    path = tmp_path / "broken.toml"
+    path.write_text(text)
+    (message,) = mistakes(path)
+    assert message.startswith(str(path))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    not_text = tmp_path / "binary.toml"
+    not_text.write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "absent.toml", tmp_path, not_text):
+        (message,) = mistakes(path)
+        assert message.startswith(str(path))
+
+
+def test_all_mistakes_at_once_each_where_it_was_made(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text("steps = 3\n[training]\nseq_len = 0\ngc_freq = 1.5\n[modle]\nname = 'llama3'\n")
+    overrides = ["--steps", "3", "--optimizer.lr", "fast", "--debug.seed=-1", "--compile.enable"]
+    origins = {
+        "steps": str(path),
+        "training.seq_len": str(path),
+        "training.gc_freq": str(path),
+        "modle": str(path),
+        "'--steps'": "command line",
+        "optimizer.lr": "command line",
+        "debug.seed": "command line",
+        "--compile.enable": "command line",
+    }
+    messages = mistakes(path, *overrides)
+    assert len(messages) == len(origins)
+    for key, origin in origins.items():
+        assert sum(message.startswith(f"{origin}: {key}") for message in messages) == 1, key
+
+
+def test_the_branches_of_a_union_are_one_mistake(toml: Path):
+    (message,) = mistakes(toml, "--activation_checkpoint.selective", "0")
+    assert message.count("activation_checkpoint.selective") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "suggested"),
+    [
+        ("--training.step=3", "training.steps?"),
+        ("--training.stpes=3", "training.steps?"),
+        ("--training.global-batch-size=3", "training.global_batch_size?"),
+        ("--training.lr=3", "optimizer.lr?"),
+        ("--traning.steps=3", "[training]?"),
+    ],
+)
+def test_unknown_keys_and_tables_suggest_a_known_one(toml: Path, override: str, suggested: str):
+    (message,) = mistakes(toml, override)
+    assert "unknown" in message
+    assert message.endswith(suggested)
+
+
+def test_nothing_near_suggests_nothing(toml: Path):
+    assert all("did you mean" not in m for m in mistakes(toml, "--training.zzz=3", "--zzz.steps=3"))
+
+
+def test_sections_are_frozen(toml: Path):
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(toml, []).training.steps = 3  # type: ignore[misc]

@@ -1,0 +1,114 @@
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from config.job_config import Data
+from data.sources import ShuffledDocuments, Source, build_sources
+
+
+def shuffled(count: int, seed: int = 0) -> ShuffledDocuments:
+    texts = [str(i) for i in range(count)]
+    indices = np.arange(count)
+    return ShuffledDocuments(texts, indices, seed=seed, name="training", fingerprint="")
+
+
+def files(folder: Path, percent: float = 30.0) -> Data:
+    return Data(source="files", path=str(folder / "**/*.txt"), validation_percent=percent)
+
+
+def epoch(source: Source, count: int) -> list[str]:
+    return list(islice(source.documents(0, 1, 0), count))
+
+
+def write_files(folder: Path, names: list[str]) -> None:
+    """Files of two pieces each, that say whose they are."""
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{name}\n" * (30_000 // len(name)))
+
+
+def names_in(source: Source | None) -> set[str]:
+    """The files that a source reads, one epoch through."""
+    assert source is not None
+    count = int(source.description.split()[0].replace(",", ""))
+    return {text.split()[0] for text in epoch(source, count)}
+
+
+@pytest.mark.parametrize(("n_documents", "n_rows"), [(1, 3), (10, 1), (10, 4), (10, 10), (7, 16)])
+def test_rows_read_every_document_once_an_epoch(n_documents: int, n_rows: int) -> None:
+    source = shuffled(n_documents)
+    for epochs in (1, 3):
+        total = epochs * n_documents
+        ledger: Counter[str] = Counter()
+        for row in range(n_rows):
+            own = len(range(row, total, n_rows))
+            ledger.update(islice(source.documents(row, n_rows, 0), own))
+        assert ledger == {str(i): epochs for i in range(n_documents)}
+
+
+def test_row_can_start_anywhere() -> None:
+    source = shuffled(10)
+    whole = list(islice(source.documents(2, 4, 0), 40))
+    for start in range(30):
+        assert list(islice(source.documents(2, 4, start), 10)) == whole[start : start + 10]
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    first, second = np.array(epoch(shuffled(50), 100)).reshape(2, 50)
+    assert not np.array_equal(first, second)
+    assert epoch(shuffled(50), 100) == [*first, *second]
+    assert epoch(shuffled(50, seed=1), 50) != [*first]
+
+
+def test_held_out_files_are_whole_and_stay_on_their_side(tmp_path: Path) -> None:
+    names = [f"{folder}/{i}.txt" for folder in "ab" for i in range(50)]
+    write_files(tmp_path, names)
+    sides = [names_in(source) for source in build_sources(files(tmp_path), 0)]
+    train, held_out = sides
+    assert train | held_out == set(names)
+    assert not train & held_out
+    assert 15 <= len(held_out) <= 45
+
+    # Whatever other files there are, and wherever the folder is.
+    kept = names[::3]
+    for name in set(names) - set(kept):
+        (tmp_path / name).unlink()
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    fewer = [names_in(source) for source in build_sources(files(moved), 1)]
+    assert fewer == [side & set(kept) for side in sides]
+
+
+def test_fingerprint_tells_other_data(tmp_path: Path) -> None:
+    names = [f"a/{i}.txt" for i in range(20)]
+    write_files(tmp_path, names)
+
+    def fingerprint(seed: int = 0, percent: float = 30.0) -> str:
+        return build_sources(files(tmp_path, percent), seed)[0].fingerprint
+
+    before = fingerprint()
+    assert fingerprint() == before
+    assert fingerprint(seed=1) != before
+    assert fingerprint(percent=0.0) != before
+    path = tmp_path / names[7]
+    text = path.read_text()
+    path.write_text(text.replace("a/", "A/"))  # of the same size
+    edited = fingerprint()
+    path.write_text(text + "\n")
+    assert len({before, edited, fingerprint()}) == 3
+
+
+@pytest.mark.parametrize("percent", [1e-9, 50.0])
+def test_side_without_documents_is_an_error(tmp_path: Path, percent: float) -> None:
+    write_files(tmp_path, ["a/0.txt"])
+    with pytest.raises(ValueError, match=r"for \w+; see data\.validation_percent"):
+        build_sources(files(tmp_path, percent), 0)
+    assert build_sources(files(tmp_path, 0.0), 0)[1] is None
+
+
+def test_builtin_needs_nothing() -> None:
+    train, held_out = build_sources(Data(), 0)
+    assert held_out is not None
+    assert "import" in "".join(epoch(train, 20))

@@ -1,0 +1,152 @@
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from config.job_config import Data
+from data.sources import build_sources
+from data.tables import HubStream, Tables
+
+TEXTS = ["plain", "", "two\nlines", "\N{WAVING HAND SIGN} caf\u00e9", "\0", "<|end_of_text|>"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def write(path: Path, texts: list[str], key: str = "text") -> None:
+    rows = [{"id": i, key: text} for i, text in enumerate(texts)]
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def files(folder: Path, percent: float = 0.0) -> Data:
+    return Data(source="files", path=str(folder / "*"), validation_percent=percent)
+
+
+@pytest.mark.parametrize("key", ["text", "body"])
+def test_rows_of_all_files_are_documents(tmp_path: Path, key: str) -> None:
+    names = ["a.jsonl", "b.parquet", "c.jsonl"]
+    for i, name in enumerate(names):
+        write(tmp_path / name, TEXTS[i:], key)
+    tables = Tables([(tmp_path / name, name) for name in names], key)
+    assert [tables[i] for i in range(len(tables))] == TEXTS + TEXTS[1:] + TEXTS[2:]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"body": "a"}\n', r"data\.text_key: .*bad\.jsonl has no column 'text', only body"),
+        (b'{"text": "a"}\n{"text": null}\n', r"data\.text_key: .*bad\.jsonl, row 1, is null"),
+        (b'{"text": null}\n', r"data\.text_key: 'text' of .*bad\.jsonl is null, not text"),
+        (b'{"text": 1}\n', r"data\.text_key: 'text' of .*bad\.jsonl is int64, not text"),
+        (b'{"text": "a"}\n{"text": 1}\n', r"data\.text_key: 'text' of .*bad\.jsonl"),
+        (b'{"text": "a"}\n{"text": "b\n', r"bad\.jsonl: .*JSON parse error"),
+        (b'{"text": "caf\xe9"}\n', r"bad\.jsonl: row 0 is not UTF-8"),
+        (b"", r"data\.path: .*bad\.jsonl is empty"),
+    ],
+)
+def test_bad_table_is_named_at_the_start(tmp_path: Path, content: bytes, message: str) -> None:
+    write(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        build_sources(files(tmp_path), 0)
+
+
+def test_broken_parquet_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", TEXTS)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"a\.parquet"):
+        build_sources(files(tmp_path), 0)
+
+
+def test_tables_and_plain_text_do_not_mix(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "b.txt").write_text("plain")
+    with pytest.raises(ValueError, match=r"data\.path mixes tables with .*b\.txt"):
+        build_sources(files(tmp_path), 0)
+
+
+def test_held_out_rows_are_apart_and_stay_on_their_side(tmp_path: Path) -> None:
+    texts = {name: [f"{name} {i}" for i in range(200)] for name in ("a.jsonl", "b.parquet")}
+    for name, rows in texts.items():
+        write(tmp_path / name, rows)
+
+    def sides(seed: int) -> list[set[str]]:
+        sources = build_sources(files(tmp_path, percent=25.0), seed)
+        counts = [int(source.description.split()[0]) for source in sources if source]
+        return [
+            set(islice(source.documents(0, 1, 0), count))
+            for source, count in zip(sources, counts, strict=True)
+            if source
+        ]
+
+    train, held_out = sides(seed=0)
+    assert train | held_out == {*texts["a.jsonl"], *texts["b.parquet"]}
+    assert not train & held_out
+    assert 60 <= len(held_out) <= 140
+    # Rows that are appended and files that go change no other row's side.
+    write(tmp_path / "a.jsonl", [*texts["a.jsonl"], *(f"new {i}" for i in range(100))])
+    (tmp_path / "b.parquet").unlink()
+    assert sides(seed=1)[1] & {*texts["a.jsonl"]} == held_out & {*texts["a.jsonl"]}
+
+
+def hub(folder: Path, counts: list[int], suffix: str) -> list[str]:
+    """A dataset of as many training files, as the hub has them; its training texts."""
+    texts = [[f"{file}-{i}" for i in range(count)] for file, count in enumerate(counts)]
+    for file, rows in enumerate(texts):
+        write(folder / f"train-{file:05}-of-{len(counts):05}{suffix}", rows)
+    write(folder / f"validation-00000-of-00001{suffix}", ["held out"])
+    return [text for rows in texts for text in rows]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("n_rows", [1, 2, 3, 5, 7])
+def test_rows_of_the_batch_share_the_stream(tmp_path: Path, n_rows: int, suffix: str) -> None:
+    texts = hub(tmp_path / "data", [5, 9, 6], suffix)
+    stream = HubStream(str(tmp_path / "data"), "", "train", "text")
+    ledger: Counter[str] = Counter()
+    for row in range(n_rows):
+        read = list(islice(stream.documents(row, n_rows, 0), 3 * len(texts)))
+        count = len(set(read))
+        assert read == (read[:count] * len(read))[: len(read)], "every epoch is the same"
+        ledger.update(read[: 2 * count])
+        for start in (1, count, 2 * count + 1):
+            assert next(stream.documents(row, n_rows, start)) == read[start]
+    assert ledger == dict.fromkeys(texts, 2)
+
+
+def test_rows_without_documents_are_an_error(tmp_path: Path) -> None:
+    hub(tmp_path / "data", [3], ".jsonl")
+    stream = HubStream(str(tmp_path / "data"), "", "train", "text")
+    assert next(stream.documents(2, 4, 0)) == "0-2"
+    with pytest.raises(ValueError, match="no document for row 3 of 4"):
+        next(stream.documents(3, 4, 0))
+
+
+def test_hub_dataset_needs_both_splits_and_the_column(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    hub(path, [3], ".jsonl")
+    config = Data(source="huggingface", path=str(path))
+    train, held_out = build_sources(config, 0)
+    assert held_out is not None
+    assert next(held_out.documents(0, 1, 0)) == "held out"
+    assert train.fingerprint != held_out.fingerprint
+    other, _ = build_sources(config.model_copy(update={"text_key": "id"}), 0)
+    assert other.fingerprint != train.fingerprint
+    with pytest.raises(ValueError, match=r"data\.text_key: 'id' of document 0 of row 0 is 0"):
+        next(other.documents(0, 1, 0))
+    (path / "validation-00000-of-00001.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"data\.path: cannot open .*\(validation\)"):
+        build_sources(config, 0)

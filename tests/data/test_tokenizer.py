@@ -1,0 +1,188 @@
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from data.tokenizer import Tokenizer, load_tokenizer
+
+RANDOM = "".join(map(chr, np.random.default_rng(0).integers(0, 0xD800, 5000)))
+TEXTS = [
+    "",
+    "Hello, the other world's 12345 words.\r\n\n  \t end",
+    "\N{WAVING HAND SIGN}\N{EMOJI MODIFIER FITZPATRICK TYPE-3} caf\u00e9 \u6f22\u5b57",
+    "\0\0 a \0",
+    "<|begin_of_text|><|end_of_text|> and <|reserved_special_token_0|>",
+    "x" * 10_000 + " " * 10_000,
+    RANDOM,
+]
+MERGES = [b"th", b"he", b"the", b" the", b"12", b"123", b"1234"]
+
+
+def assert_says_what_it_read(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int64
+        assert ids.max(initial=0) < tokenizer.n_vocab
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist()), "markers are text"
+        assert tokenizer.decode(ids.tolist()) == text
+    assert tokenizer.bos_id != tokenizer.eos_id
+    assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.n_vocab
+
+
+def test_bytes_are_the_tokens() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert_says_what_it_read(tokenizer)
+    for text in TEXTS:
+        assert tokenizer.encode(text).tolist() == list(text.encode())
+    assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (258, 256, 257)
+
+
+def rank_lines(tokens: list[bytes]) -> list[bytes]:
+    return [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
+
+
+def write_ranks(path: Path, tokens: list[bytes]) -> str:
+    path.write_bytes(b"\n".join(rank_lines(tokens)) + b"\n")
+    return str(path)
+
+
+BYTES = [bytes([value]) for value in range(256)]
+
+
+@pytest.mark.parametrize("suffix", [".model", ".tiktoken"])
+def test_rank_file_is_llama3s(tmp_path: Path, suffix: str) -> None:
+    tokens = BYTES + MERGES
+    tokenizer = load_tokenizer(write_ranks(tmp_path / f"tokenizer{suffix}", tokens))
+    assert_says_what_it_read(tokenizer)
+    # As published: 256 special tokens after the ranks, these two first.
+    assert tokenizer.n_vocab == len(tokens) + 256
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (len(tokens), len(tokens) + 1)
+    # Words keep the blank before them, and numbers are split into three digits at most.
+    words = [tokens[i] for i in tokenizer.encode("the other 1234")]
+    assert words == [b"the", b" ", b"o", b"the", b"r", b" ", b"123", b"4"]
+    assert tokens[tokenizer.encode("on the")[-1]] == b" the"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*rank_lines(BYTES), b"!! 256"], "line 257: not a token and its rank"),
+        ([b"YQ== x", *rank_lines(BYTES)], "line 1: not a token and its rank"),
+        ([b"\x0a\x0e\x0a\x05<unk>", *rank_lines(BYTES)], "line 1: not a token and its rank"),
+        (rank_lines(BYTES)[:-1], "not all 256 single bytes"),
+        ([], "not all 256 single bytes"),
+        ([*rank_lines(BYTES), b"dGg= 255"], "ranks are not 0 to 256"),
+        ([*rank_lines(BYTES), b"dGg= 300"], "ranks are not 0 to 256"),
+        ([*rank_lines(BYTES), b"YQ== 256"], "ranks are not 0 to 256"),
+    ],
+)
+def test_malformed_rank_file_is_named(tmp_path: Path, lines: list[bytes], message: str) -> None:
+    path = tmp_path / "broken.model"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ValueError, match=rf"data\.tokenizer: .*broken\.model.*{message}"):
+        load_tokenizer(str(path))
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Any]:
+    """A byte-level BPE as ``tokenizers`` writes it."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the other words of the world"] * 10, trainer)
+    return json.loads(tokenizer.to_str())
+
+
+def load_json(folder: Path, content: dict[str, Any]) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    return load_tokenizer(str(path))
+
+
+def test_tokenizer_json(tmp_path: Path, trained: dict[str, Any]) -> None:
+    tokenizer = load_json(tmp_path, trained)
+    assert_says_what_it_read(tokenizer)
+    assert len(tokenizer.encode("the other words")) < 8, "nothing was merged"
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+
+
+def test_tokenizer_json_cuts_and_pads_no_document(tmp_path: Path, trained: dict[str, Any]) -> None:
+    limits = tokenizers.Tokenizer.from_str(json.dumps(trained))
+    limits.enable_truncation(max_length=4)
+    limits.enable_padding(length=4)
+    assert_says_what_it_read(load_json(tmp_path, json.loads(limits.to_str())))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "broken.json"),
+        ('{"model": {"type": "unheard of"}}', "broken.json"),
+        (
+            '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
+            "broken.json has none of the",
+        ),
+    ],
+)
+def test_malformed_tokenizer_json_is_named(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"data\.tokenizer: .*{message}"):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("name", ["missing.model", "missing.json", "unknown"])
+def test_what_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / name) if "." in name else name
+    with pytest.raises(ValueError, match=rf"data\.tokenizer: .*{name}"):
+        load_tokenizer(path)
+
+
+def test_failed_download_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(name: str) -> tiktoken.Encoding:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(ValueError, match=r"cl100k_base is downloaded on first use, .*no route"):
+        load_tokenizer("cl100k_base")
+
+
+def test_ids_of_no_token_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in cl100k_base, where a model may draw one."""
+    encoding = tiktoken.Encoding(
+        name="gap",
+        pat_str=".",
+        mergeable_ranks={byte: rank for rank, byte in enumerate(BYTES)},
+        special_tokens={"<|endoftext|>": 300},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    tokenizer = load_tokenizer("cl100k_base")
+    assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (301, 300, 300)
+    assert tokenizer.decode([*b"a", 280, *b"b"]) == "ab"
+
+
+def test_fingerprints_tell_a_merge(tmp_path: Path, trained: dict[str, Any]) -> None:
+    swapped = [*MERGES[:2], MERGES[3], MERGES[2], *MERGES[4:]]
+    ranks = [
+        load_tokenizer(write_ranks(tmp_path / f"{i}.model", BYTES + merges)).fingerprint
+        for i, merges in enumerate([MERGES, swapped, MERGES])
+    ]
+    merges = trained["model"]["merges"]
+    edited = trained | {"model": trained["model"] | {"merges": [merges[1], merges[0], *merges[2:]]}}
+    jsons = [load_json(tmp_path, content).fingerprint for content in (trained, edited, trained)]
+    for first, other, again in (ranks, jsons):
+        assert first == again
+        assert first != other
+    assert len({*ranks, *jsons, load_tokenizer("bytes").fingerprint}) == 5

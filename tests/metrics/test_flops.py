@@ -1,0 +1,59 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from metrics.flops import flops_per_token, matmul_parameters, peak_flops
+from models import find_model
+from train import build_on_meta
+
+
+def measured(flavor: str, seq_len: int) -> tuple[float, float]:
+    spec, args = find_model("llama3", flavor)
+    model = build_on_meta(spec, args, torch.float32)
+    return flops_per_token(
+        matmul_parameters(model),
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
+        seq_len=seq_len,
+    )
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_tied"])
+def test_formula_is_three_times_the_multiplications_of_forward(flavor: str) -> None:
+    seq_len = 64
+    spec, args = find_model("llama3", flavor)
+    model = spec.model_cls(replace(args, max_seq_len=seq_len))
+    tokens = torch.zeros(2, seq_len, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens)
+    palm, causal = measured(flavor, seq_len)
+    assert palm * tokens.numel() == 3 * counter.get_total_flops()
+    # The mask leaves half of attention, and nothing else, undone.
+    assert palm - causal == causal - 6 * matmul_parameters(model)
+
+
+def test_published_numbers_of_8b() -> None:
+    spec, args = find_model("llama3", "8B")
+    assert matmul_parameters(build_on_meta(spec, args, torch.float32)) == 7_504_658_432
+    palm, causal = measured("8B", 8192)
+    assert (round(palm / 1e9, 1), round(causal / 1e9, 1)) == (57.9, 51.5)
+
+
+def test_peak_is_given_or_known_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert peak_flops(cpu, 12.5) == 12.5e12
+    assert peak_flops(cpu, None) is None
+    names = {
+        "NVIDIA H200": 989e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA A100-SXM4-40GB": 312e12,
+        "NVIDIA GeForce RTX 4090": None,
+    }
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(cuda, None) == peak

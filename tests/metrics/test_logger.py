@@ -1,0 +1,125 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from config.job_config import Metrics
+from metrics.logger import MetricsLogger
+
+VALUES = {"loss": 0.1 + 0.2, "grad_norm": 1 / 3, "lr": 3e-4 * 0.7}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("metrics.logger.time", SimpleNamespace(perf_counter=clock))
+    return clock
+
+
+def build(folder: Path, *, board: bool = False, **changes: Any) -> MetricsLogger:
+    keywords: dict[str, Any] = {
+        "is_writer": True,
+        "device": torch.device("cpu"),
+        "n_devices": 4,
+        "flops_per_token": (6e6, 5e6),
+        "peak_flops": 1e9,
+    }
+    config = Metrics(log_freq=10, enable_tensorboard=board)
+    return MetricsLogger(folder, config, **(keywords | changes))
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_line_has_every_key_at_full_precision(tmp_path: Path, clock: Clock) -> None:
+    metrics = build(tmp_path)
+    for _ in range(2):
+        metrics.count(tokens=1000, data_wait=0.25)
+        clock.now += 5.0
+    metrics.log(20, 100, VALUES)
+    (record,) = records(tmp_path)
+    assert record.pop("memory_gib") > 0.01
+    assert record == VALUES | {
+        "step": 20,
+        "tokens_per_second": 200.0,
+        "mfu": 6e6 * (200.0 / 4) / 1e9,
+        "mfu_causal": 5e6 * (200.0 / 4) / 1e9,
+        "data_wait": 0.05,
+    }
+
+
+def test_speed_is_since_the_last_line_without_pauses(tmp_path: Path, clock: Clock) -> None:
+    metrics = build(tmp_path)
+    for seconds in (2.0, 4.0):
+        for _ in range(2):
+            metrics.count(tokens=1000, data_wait=0.5)
+            clock.now += seconds
+            with metrics.paused():
+                clock.now += 100.0
+        metrics.log(10, 100, VALUES)
+    speeds = [(record["tokens_per_second"], record["data_wait"]) for record in records(tmp_path)]
+    assert speeds == [(500.0, 0.25), (250.0, 0.125)]
+
+
+def test_unknown_peak_is_no_utilization(tmp_path: Path, clock: Clock) -> None:
+    metrics = build(tmp_path, peak_flops=None)
+    metrics.count(tokens=1, data_wait=0.0)
+    clock.now += 1.0
+    metrics.log(1, 1, VALUES)
+    (record,) = records(tmp_path)
+    assert (record["mfu"], record["mfu_causal"]) == (None, None)
+
+
+def test_resumed_run_adds_lines(tmp_path: Path) -> None:
+    for step in (10, 20):
+        metrics = build(tmp_path)
+        metrics.log_validation(step, 1 / 3)
+        metrics.close()
+    assert records(tmp_path) == [{"step": s, "validation_loss": 1 / 3} for s in (10, 20)]
+
+
+def test_only_the_writer_writes(tmp_path: Path, clock: Clock) -> None:
+    metrics = build(tmp_path, is_writer=False, board=True)
+    metrics.count(tokens=1, data_wait=0.0)
+    clock.now += 1.0
+    metrics.log(1, 1, VALUES)
+    metrics.log_validation(1, 0.5)
+    metrics.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_due_steps_are_the_first_and_every_tenth(tmp_path: Path) -> None:
+    metrics = build(tmp_path)
+    assert [step for step in range(1, 31) if metrics.is_due(step)] == [1, 10, 20, 30]
+
+
+def test_tensorboard_has_what_the_lines_have(tmp_path: Path, clock: Clock) -> None:
+    metrics = build(tmp_path, board=True)
+    for step in (1, 10):
+        metrics.count(tokens=1000 * step, data_wait=0.5)
+        clock.now += 2.0
+        metrics.log(step, 10, VALUES | {"loss": 1.0 / step})
+    metrics.log_validation(10, 0.75)
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    lines = records(tmp_path)
+    tags = {key for line in lines for key in line} - {"step"}
+    assert set(events.Tags()["scalars"]) == tags
+    for tag in tags:
+        points = [(event.step, event.value) for event in events.Scalars(tag)]
+        want = [(line["step"], pytest.approx(line[tag])) for line in lines if tag in line]
+        assert points == want

@@ -1,0 +1,48 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from config.job_config import Optimizer
+from models import find_model
+from models.transformer import Transformer
+from optim.optimizer import build_optimizer
+
+CONFIG = Optimizer(lr=0.5, weight_decay=0.25, beta1=0.8, beta2=0.9, eps=1e-6)
+
+
+def small_model(tie_embeddings: bool) -> Transformer:
+    _, args = find_model("qwen3", "debugmodel")
+    args = replace(args, n_layers=2, vocab_size=64, tie_embeddings=tie_embeddings)
+    return Transformer(args)
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_only_matrices_decay(tie_embeddings: bool) -> None:
+    model = small_model(tie_embeddings)
+    before = {}
+    for fqn, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter)
+        before[fqn] = parameter.detach().clone()
+        parameter.grad = torch.zeros_like(parameter)
+    build_optimizer(model, CONFIG).step()
+    # Without a gradient, decay is all that a step does.
+    decayed = {fqn for fqn, p in model.named_parameters() if not torch.equal(p, before[fqn])}
+    projections = {
+        f"layers.{i}.{name}.weight"
+        for i in range(2)
+        for name in [f"attention.w{x}" for x in "qkvo"] + [f"feed_forward.w{x}" for x in "123"]
+    }
+    assert decayed == projections | ({"output.weight"} if not tie_embeddings else set())
+    for fqn in decayed:
+        torch.testing.assert_close(model.get_parameter(fqn), before[fqn] * (1 - 0.5 * 0.25))
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_every_parameter_is_updated_by_the_same_rule(tie_embeddings: bool) -> None:
+    model = small_model(tie_embeddings)
+    optimizer = build_optimizer(model, CONFIG)
+    given = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(given) == sorted(id(p) for p in model.parameters())
+    rules = [(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups]
+    assert set(rules) == {(0.5, (0.8, 0.9), 1e-6)}

@@ -1,0 +1,71 @@
+"""Every committed TOML is a run that could start: it loads, its model exists, its mesh fits."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import JobConfig, load_config
+from models import find_model
+from parallelisms.support import check_support
+from train import build_on_meta
+
+FOLDER = Path(__file__).parents[1] / "train_configs"
+WORLD_SIZES = {
+    "debug_model": 2,
+    "llama3_1b": 8,
+    "llama3_8b": 64,
+    "llama3_70b": 256,
+    "llama3_405b": 512,
+    "qwen3_0.6b": 8,
+    "qwen3_8b": 64,
+}
+PUBLISHED_PARAMETERS = {
+    "llama3_1b": 1_235_814_400,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+}
+
+
+def load(name: str) -> JobConfig:
+    return load_config(FOLDER / f"{name}.toml", [])
+
+
+def test_no_config_is_left_out():
+    assert {path.stem for path in FOLDER.glob("*.toml")} == set(WORLD_SIZES)
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_it_fits_the_hardware_that_it_is_meant_for(name: str):
+    config = load(name)
+    _, args = find_model(config.model.name, config.model.flavor)
+    check_support(config, args, WORLD_SIZES[name])
+    assert config.training.seq_len <= args.max_seq_len
+    schema, comment = (FOLDER / f"{name}.toml").read_text().splitlines()[:2]
+    assert schema == "#:schema ../config/schema.json"
+    assert comment.startswith("# ")
+    if name in PUBLISHED_PARAMETERS:
+        assert re.search(rf"for {WORLD_SIZES[name]} (GPUs|H100)", comment)
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_a_run_has_its_own_folder(name: str):
+    assert load(name).job.name == name
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_the_model_on_meta_has_the_published_size(name: str):
+    config = load(name)
+    spec, published = find_model(config.model.name, config.model.flavor)
+    assert config.model.vocab_size == published.vocab_size
+    args = replace(published, max_seq_len=config.training.seq_len)
+    dtype = getattr(torch, config.training.dtype)
+    model = build_on_meta(spec, args, dtype)
+    parameters = list(model.parameters())
+    assert sum(p.numel() for p in parameters) == PUBLISHED_PARAMETERS[name]
+    assert {(p.device.type, p.dtype) for p in parameters} == {("meta", dtype)}
