@@ -84,7 +84,9 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
     if vocab_size < tokenizer.n_vocab:
         raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
-    train_source, held_out_source = build_sources(config.data, config.debug.seed)
+    train_source, held_out_source = build_sources(
+        config.data, config.debug.seed, with_held_out=config.validation.enable
+    )
     one_microbatch = config.training.local_batch_size * degrees.batch
     return Job(
         config=config,
@@ -131,13 +133,15 @@ def main(job: Job) -> int:
     # 3. The model on the meta device: shapes only
     args = job.args
     model = build_on_meta(job.spec, args, getattr(torch, training.dtype))
-    n_parameters, matmul_params = (
-        sum(p.numel() for p in model.parameters()),
+    flops = flops_per_token(
         matmul_parameters(model),
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
+        seq_len=training.seq_len,
     )
-    logger.info(
-        "model: %s %s, %s parameters", config.model.name, config.model.flavor, f"{n_parameters:,}"
-    )
+    size = f"{sum(p.numel() for p in model.parameters()):,}"
+    logger.info("model: %s %s, %s parameters", config.model.name, config.model.flavor, size)
 
     # 4. Shard it, then give it memory and weights
     parallelize(
@@ -174,13 +178,10 @@ def main(job: Job) -> int:
         logger.info("weights from %s", config.checkpoint.initial_load_path)
 
     # 7. What is seen
-    flops = flops_per_token(
-        matmul_params,
-        n_layers=args.n_layers,
-        n_heads=args.n_heads,
-        head_dim=args.head_dim,
-        seq_len=training.seq_len,
-    )
+    held_out: list[Batch] = []
+    if job.held_out_source is not None:
+        count = config.validation.steps * loader.microbatches
+        held_out = list(islice(build_loader(job.held_out_source), count))
     metrics = MetricsLogger(
         run_folder,
         config.metrics,
@@ -190,10 +191,6 @@ def main(job: Job) -> int:
         flops_per_token=flops,
         peak_flops=peak_flops(device, config.metrics.peak_tflops),
     )
-    held_out: list[Batch] = []
-    if config.validation.enable and job.held_out_source is not None:
-        count = config.validation.steps * loader.microbatches
-        held_out = list(islice(build_loader(job.held_out_source), count))
 
     def validate() -> None:
         with metrics.paused():
@@ -243,9 +240,8 @@ def main(job: Job) -> int:
             is_last = state.step == training.steps or stop is not None
             if held_out and stop is None and (is_last or state.step % config.validation.freq == 0):
                 validate()
-            if config.checkpoint.enable and (
-                is_last or state.step % config.checkpoint.interval == 0
-            ):
+            is_due = is_last or state.step % config.checkpoint.interval == 0
+            if config.checkpoint.enable and is_due:
                 save()
 
     # 9. The end
@@ -331,14 +327,14 @@ def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | 
 
 
 def start(arguments: list[str]) -> int:
-    """Train the config that ``arguments`` name; what is wrong with it is told without a traceback."""
+    """Train the config that ``arguments`` name; its mistakes are told without a traceback."""
     try:
         config = load_config(Path(arguments[0]), arguments[1:])
         job = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         return refuse(error)
     try:
-        return main(job)
+        return main(job) or exit_codes.DONE
     except ConfigError as error:
         return refuse(error)
 

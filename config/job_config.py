@@ -177,10 +177,10 @@ class Metrics(Section):
 class Profiling(Section):
     enable_trace: bool = False
     """Write a torch profiler trace of every rank to traces/."""
-    trace_freq: Count = 100
-    """Steps between traces; each covers the last 2 of them."""
+    trace_freq: Annotated[int, Field(ge=3)] = 100
+    """Steps between traces, each of the last 2 of them, and between memory snapshots."""
     enable_memory_snapshot: bool = False
-    """Write a CUDA memory snapshot with each log line (view at pytorch.org/memory_viz)."""
+    """Write CUDA memory snapshots to traces/ (view at pytorch.org/memory_viz)."""
 
 
 class Comm(Section):

@@ -67,17 +67,19 @@ class ShuffledDocuments:
         return self._indices[np.argsort(draws, kind="stable")]
 
 
-def build_sources(config: Data, seed: int) -> tuple[Source, Source | None]:
+def build_sources(
+    config: Data, seed: int, *, with_held_out: bool = True
+) -> tuple[Source, Source | None]:
     """Training and held-out documents; raise ``ValueError`` that names what is missing.
 
     Held out is decided by a hash of a file's relative path (and a table's row), so the split is the
-    same on every machine. None: nothing is held out.
+    same on every machine. None: nothing is held out, or it is not asked for.
     """
     if config.source in ("c4", "huggingface"):
         # datasets takes a second to import, so only those who need it wait.
         from data.tables import hub_streams
 
-        return hub_streams(config)
+        return hub_streams(config, with_held_out)
     is_builtin = config.source == "builtin"
     files = builtin_files() if is_builtin else matching_files(config.path)
     texts: Texts
@@ -92,7 +94,7 @@ def build_sources(config: Data, seed: int) -> tuple[Source, Source | None]:
     train = ShuffledDocuments(
         texts, np.flatnonzero(~is_held_out), seed=seed, name="training", fingerprint=fingerprint
     )
-    if config.validation_percent == 0:
+    if config.validation_percent == 0 or not with_held_out:
         return train, None
     held_out = ShuffledDocuments(
         texts, np.flatnonzero(is_held_out), seed=seed, name="validation", fingerprint=fingerprint

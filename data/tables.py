@@ -79,11 +79,12 @@ class HubStream:
                 )
 
 
-def hub_streams(config: Data) -> tuple[HubStream, HubStream]:
-    """The splits "train" and "validation" of the dataset that ``config`` names."""
+def hub_streams(config: Data, with_held_out: bool) -> tuple[HubStream, HubStream | None]:
+    """The split "train" of the dataset that ``config`` names, and "validation" if asked for."""
     default = (config.path, config.subset, config.text_key)
     name, subset, text_key = C4 if config.source == "c4" else default
-    train, held_out = (HubStream(name, subset, s, text_key) for s in ("train", "validation"))
+    train = HubStream(name, subset, "train", text_key)
+    held_out = HubStream(name, subset, "validation", text_key) if with_held_out else None
     return train, held_out
 
 

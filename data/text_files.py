@@ -50,7 +50,12 @@ class TextFiles:
         self._files, self._errors = files, encoding_errors
         counts = [-(-path.stat().st_size // PIECE_BYTES) for path, _ in files]
         self._ends = np.cumsum(counts)
-        self.keys = np.repeat(np.array([name_key(name) for _, name in files], np.uint64), counts)
+        keys = [name_key(name) for _, name in files]
+        if len(files) == 1:
+            # Nothing could be held out of a file alone if it were taken as a whole.
+            keys = [name_key(f"{files[0][1]} {piece}") for piece in range(counts[0])]
+            counts = [1] * counts[0]
+        self.keys = np.repeat(np.array(keys, np.uint64), counts)
         """Of each piece, a uniform uint64 that depends on its file's name alone."""
 
     def __len__(self) -> int:

@@ -18,8 +18,9 @@ def find_model(name: str, flavor: str) -> tuple[ModelSpec, TransformerArgs]:
 
 
 def _unknown(key: str, value: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(value, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    by_lower = {text.lower(): text for text in known}
+    near = difflib.get_close_matches(value.lower(), by_lower, n=1)
+    hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""
     return f"{key}: {value!r} is not one of {', '.join(known)}{hint}"
 
 

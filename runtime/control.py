@@ -33,7 +33,9 @@ class RunControl:
         """Forget the last attempt's outcome and its request to stop."""
         self._is_writer = is_writer
         if is_writer:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            # What a run writes is its owner's alone.
+            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             for name in ("outcome", "stop"):
                 (self._folder / name).unlink(missing_ok=True)
 

@@ -64,7 +64,8 @@ def interrupt(folder: Path, number: signal.Signals, *, whole_session: bool) -> t
     metrics = folder / "debug_model" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no steps in two minutes"
         time.sleep(0.1)
     (os.killpg if whole_session else os.kill)(process.pid, number)
     output, _ = process.communicate(timeout=120)

@@ -41,6 +41,9 @@ class Nodes:
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
+    if not arguments:
+        print(__doc__, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
     try:
         config_path, overrides = Path(arguments[0]), arguments[1:]
         config = load_config(config_path, overrides)

@@ -3,6 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from config.job_config import Data
+from data.sources import build_sources
 from data.text_files import PIECE_BYTES, TextFiles, builtin_files, matching_files
 
 ALPHABETS = {
@@ -108,3 +110,14 @@ def test_glob_without_match_is_an_error(tmp_path: Path) -> None:
     for pattern in (tmp_path / "*.txt", tmp_path / "folder"):
         with pytest.raises(ValueError, match=r"data\.path: no file matches"):
             matching_files(str(pattern))
+
+
+def test_one_file_alone_is_held_out_by_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("a line of text\n" * 20_000)
+    config = Data(source="files", path=str(path), validation_percent=30.0)
+    train, held_out = build_sources(config, 0)
+    assert held_out is not None
+    counts = [int(source.description.split()[0]) for source in (train, held_out)]
+    assert min(counts) > 0
+    assert sum(counts) == len(TextFiles([(path, path.name)], encoding_errors="strict"))

@@ -38,8 +38,10 @@ class Layout:
     world_size: int
     degrees: dict[str, int] = field(default_factory=dict)
     reshard: str = "default"
-    recompute: ActivationCheckpoint = ActivationCheckpoint(mode="none")
-    compile: Compile = Compile()
+    recompute: ActivationCheckpoint = field(
+        default_factory=lambda: ActivationCheckpoint(mode="none")
+    )
+    compile: Compile = field(default_factory=Compile)
     document_mask: bool = False
 
     def __str__(self) -> str:
