@@ -3,11 +3,14 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
+# A name and nothing more: it cannot lead out of the folder.
+FILE_NAME = re.compile(r"\.?\w[\w.-]*")
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
@@ -23,10 +26,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / NAME}: {error}") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{folder / NAME}: not a manifest")
+    for name in manifest["files"]:
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{folder / NAME}: {name!r} is not the name of a file")
     return manifest
 
 
-def faults(folder: Path, manifest: dict[str, Any], names: Iterable[str]) -> list[str]:
+def faults(folder: Path, files: dict[str, Any], names: Iterable[str]) -> list[str]:
     """What is wrong with the files ``names``: missing, or not what was written."""
     found = []
     for name in names:
@@ -35,7 +41,7 @@ def faults(folder: Path, manifest: dict[str, Any], names: Iterable[str]) -> list
         except OSError as error:
             found.append(f"{folder / name}: {error.strerror}")
             continue
-        if actual != manifest["files"][name]:
+        if actual != files[name]:
             found.append(f"{folder / name}: contents are not what was saved")
     return found
 

@@ -26,7 +26,10 @@ class ModelState:
 
 
 class OptimizerState:
-    """Keys are flat (``state.<FQN>.exp_avg``), so pipeline stages and layouts never collide."""
+    """Keys are flat (``state.<FQN>.exp_avg``), so pipeline stages and layouts never collide.
+
+    Only tensors: learning rates and other options are the configuration's to say, also on resume.
+    """
 
     _options = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -37,11 +40,14 @@ class OptimizerState:
         return {
             key: value
             for part, optimizer in self._pairs
-            for key, value in get_optimizer_state_dict(
-                part, optimizer, options=self._options
-            ).items()
+            for key, value in self._flat(part, optimizer).items()
+            if key.startswith("state.")
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for part, optimizer in self._pairs:
-            set_optimizer_state_dict(part, optimizer, state_dict, options=self._options)
+            flat = self._flat(part, optimizer) | state_dict
+            set_optimizer_state_dict(part, optimizer, flat, options=self._options)
+
+    def _flat(self, part: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return get_optimizer_state_dict(part, optimizer, options=self._options)

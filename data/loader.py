@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from config import ConfigError
 from data.sources import Source
 from data.tokenizer import Tokenizer
 
@@ -139,7 +140,7 @@ class BatchLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the union of all ranks' states. Raises ``ValueError`` on other data."""
+        """Continue from the union of all ranks' states. Raises ``ConfigError`` on other data."""
         assert not self._ahead, "the loader has already started"
         own = self.state_dict()
         keys = {
@@ -149,7 +150,8 @@ class BatchLoader:
         }
         for key, name in keys.items():
             if state[key] != own[key]:
-                raise ValueError(f"{name} changed since the checkpoint: {state[key]} to {own[key]}")
+                text = f"{name} changed since the checkpoint: {state[key]} to {own[key]}"
+                raise ConfigError([text])
         self._starts = {row: tuple(state["rows"][str(row)]) for row in self._starts}
         self._microbatches = self._read_from_starts()
 

@@ -1,0 +1,71 @@
+"""A model, its optimizer and some values under a checkpointer: ``train.py`` in small."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from checkpoint.checkpointer import Checkpointer
+from checkpoint.states import ModelState, OptimizerState
+from config.job_config import Checkpoint, Optimizer
+from models import TransformerArgs
+from optim.optimizer import build_optimizer
+from parallelisms.materialize import canonical_fqn, materialize
+from tests.parallelisms.test_materialize import CPU, Layout, build_sharded, digest, small_args
+
+ARGS = replace(small_args("qwen3", "debugmodel"), n_layers=1, dim=32, hidden_dim=48, head_dim=8)
+
+
+@dataclass
+class Values:
+    """State that is JSON."""
+
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+class Run:
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        *,
+        args: TransformerArgs = ARGS,
+        optimizer: Optimizer | None = None,
+        **config: Any,
+    ) -> None:
+        self.model = build_sharded("qwen3", args, layout)
+        materialize(self.model, CPU, seed=1)
+        self.optimizer = build_optimizer(self.model, optimizer or Optimizer())
+        self.values = Values()
+        self.model_state = ModelState([self.model])
+        optimizer_state = OptimizerState([self.model], [self.optimizer])
+        self.checkpointer = Checkpointer(
+            folder,
+            Checkpoint(**config),
+            tensors={"model": self.model_state, "optimizer": optimizer_state},
+            values={"train": self.values},
+        )
+
+    def save(self, *steps: int) -> None:
+        """One optimizer update before each."""
+        for step in steps:
+            for parameter in self.model.parameters():
+                parameter.grad = parameter.detach() - 0.1 * step
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.values.state = {"step": step}
+            self.checkpointer.save(step)
+
+    def digests(self) -> dict[str, str]:
+        """Of every weight and every tensor of the optimizer, as it is there and not as saved."""
+        found = {}
+        for fqn, parameter in self.model.named_parameters():
+            found[canonical_fqn(fqn)] = digest(parameter)
+            for name, value in self.optimizer.state[parameter].items():
+                found[f"{canonical_fqn(fqn)}.{name}"] = digest(value)
+        return found

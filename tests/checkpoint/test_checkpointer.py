@@ -1,0 +1,254 @@
+"""What was saved comes back bit for bit, on any mesh; a failure of one rank is one of all."""
+
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from checkpoint.checkpointer import STATE_FILE, merge
+from checkpoint.states import ModelState
+from config.job_config import Optimizer
+from models import TransformerArgs
+from tests.checkpoint.small_run import ARGS, Run
+from tests.parallelisms.test_materialize import REPLICATE, TP, Layout
+from tests.ranks import GROUP_TIMEOUT, RankPool
+
+LAYOUTS = [Layout(1), Layout(2), Layout(4), Layout(4, {REPLICATE: 2}), Layout(4, {TP: 2})]
+TWO = Layout(2)
+FOREIGN = {"step-999.bak", "old-step-00000500", "step-7", "corrupt-step-00000009-0"}
+LEFTOVERS = {".tmp-step-00000009-dead", ".trash-dead"}
+Loaded = tuple[int | None, dict[str, Any], dict[str, str]]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def save_run(folder: Path, layout: Layout, args: TransformerArgs = ARGS) -> dict[str, str]:
+    run = Run(folder, layout, args=args)
+    run.save(1, 2)
+    return run.digests()
+
+
+def load_runs(folders: list[Path], layout: Layout) -> list[Loaded]:
+    """The step, values and digests that a new run finds in each folder."""
+    found = []
+    for folder in folders:
+        run = Run(folder, layout)
+        step = run.checkpointer.load_latest()
+        found.append((step, run.values.state, run.digests()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, dict[str, str]]:
+    """A folder of checkpoints for each layout, and the digests of the last one."""
+    folders = {tmp_path_factory.mktemp("saved"): layout for layout in LAYOUTS}
+    return {
+        f: ranks.run(save_run, layout.world_size, f, layout)[0] for f, layout in folders.items()
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_any_mesh_loads_what_any_mesh_saved(
+    ranks: RankPool, saved: dict[Path, dict[str, str]], layout: Layout
+) -> None:
+    want = [(2, {"step": 2}, digests) for digests in saved.values()]
+    for found in ranks.run(load_runs, layout.world_size, list(saved), layout):
+        assert found == want
+
+
+def resume_with_other_options(folder: Path) -> None:
+    Run(folder, TWO, optimizer=Optimizer(weight_decay=0.1, beta2=0.95)).save(1)
+    resumed = Run(folder, TWO, optimizer=Optimizer(weight_decay=0.3, beta2=0.99))
+    assert resumed.checkpointer.load_latest() == 1
+    groups = resumed.optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
+    assert {group["betas"][1] for group in groups} == {0.99}
+
+
+def test_optimizer_options_are_the_configurations(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(resume_with_other_options, 2, tmp_path)
+
+
+def save_and_resume(folder: Path, keep: int, steps: list[int]) -> int | None:
+    Run(folder, TWO, keep_latest_k=keep).save(*steps)
+    return Run(folder, TWO).checkpointer.load_latest()
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, {30}), (2, {2, 30}), (0, {1, 2, 30})])
+def test_the_newest_are_kept_and_nothing_foreign_is_touched(
+    ranks: RankPool, tmp_path: Path, keep: int, kept: set[int]
+) -> None:
+    for name in FOREIGN | LEFTOVERS:
+        (tmp_path / name / "inside").mkdir(parents=True)
+    assert set(ranks.run(save_and_resume, 2, tmp_path, keep, [1, 2, 30])) == {30}
+    assert names(tmp_path) == {f"step-{step:08d}" for step in kept} | FOREIGN
+
+
+def test_steps_of_nine_digits_are_newer(ranks: RankPool, tmp_path: Path) -> None:
+    assert set(ranks.run(save_and_resume, 2, tmp_path, 1, [99_999_999, 100_000_000])) == {10**8}
+    assert names(tmp_path) == {"step-100000000"}
+
+
+def test_only_the_owner_may_look(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    ranks.run(save_and_resume, 2, folder, 1, [1])
+    assert {path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())} == {0o700}
+
+
+def save_twice(folder: Path) -> list[dict[str, str]]:
+    run = Run(folder, TWO)
+    found = []
+    for _ in range(2):
+        run.save(1)
+        found.append(run.digests())
+    return found
+
+
+def test_a_step_saved_again_overwrites_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(save_twice, 2, tmp_path)[0]
+    assert first != second
+    [replaced] = tmp_path.glob("replaced-step-00000001-*")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    replaced.rename(elsewhere / "step-00000001")
+    found = ranks.run(load_runs, 2, [tmp_path, elsewhere], TWO)[0]
+    assert [digests for _, _, digests in found] == [second, first]
+
+
+def save_values(folder: Path, values: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Save what each rank has; the error, and what is then found."""
+    run = Run(folder, TWO)
+    run.values.state = values[dist.get_rank()]
+    error = ""
+    try:
+        run.checkpointer.save(1)
+    except RuntimeError as raised:
+        error = str(raised)
+    resumed = Run(folder, TWO)
+    resumed.checkpointer.load_latest()
+    return error, resumed.values.state
+
+
+def test_values_are_the_union_over_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    values = [{"step": 1, "seen": {"a": 2}}, {"step": 1, "seen": {"b": 3}}]
+    union = {"step": 1, "seen": {"a": 2, "b": 3}}
+    assert ranks.run(save_values, 2, tmp_path, values) == [("", union)] * 2
+    assert json.loads((tmp_path / "step-00000001" / STATE_FILE).read_text()) == {"train": union}
+
+
+def test_ranks_that_disagree_save_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    for error, found in ranks.run(save_values, 2, tmp_path, [{"step": 1}, {"step": 2}]):
+        assert "ranks disagree on the state 'step': 1 and 2" in error
+        assert found == {}
+
+
+def save_a_number(folder: Path) -> str:
+    run = Run(folder, TWO)
+    with patch.object(ModelState, "state_dict", lambda self: {"number": 5}):
+        try:
+            run.checkpointer.save(1)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_what_is_not_a_tensor_is_not_saved_as_one(ranks: RankPool, tmp_path: Path) -> None:
+    for error in ranks.run(save_a_number, 2, tmp_path):
+        assert "not published, could not be loaded" in error
+    assert not any(tmp_path.glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"key": 1}, {"key": 2}),
+        ({"key": {"inner": 1}}, {"key": 1}),
+        ({"key": 1}, {"key": {"inner": 1}}),
+        ({"key": 1}, {"key": {}}),
+        ({"outer": {"key": [1, 2]}}, {"outer": {"key": [1]}}),
+    ],
+)
+def test_a_disagreement_is_named(first: dict[str, Any], second: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="'key'"):
+        merge(first, second)
+
+
+def fail_on_one(folder: Path, rank: int, target: str) -> tuple[str, Loaded]:
+    """What this rank raises while ``target`` fails on ``rank``, and what is found afterwards."""
+    run, resumed = Run(folder, TWO), Run(folder, TWO)
+    run.save(1)
+    is_broken = dist.get_rank() == rank
+    error = ""
+    with patch(target, side_effect=OSError("disk on fire")) if is_broken else nullcontext():
+        try:
+            run.save(2)
+            resumed.checkpointer.load_latest()
+        except BaseException as raised:  # DCP's are no Exceptions.
+            error = str(raised)
+    return error, load_runs([folder], TWO)[0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "target", "step"),
+    [
+        (0, "pathlib.Path.mkdir", 1),
+        (1, "os.fsync", 1),
+        (1, "checkpoint.checkpointer.describe_file", 1),
+        (0, "checkpoint.checkpointer.write_manifest", 1),
+        (1, "checkpoint.checkpointer.read_manifest", 2),
+        (0, "torch.load", 2),
+    ],
+)
+def test_no_rank_waits_for_one_that_failed(
+    ranks: RankPool, tmp_path: Path, rank: int, target: str, step: int
+) -> None:
+    begin = time.monotonic()
+    answers = ranks.run(fail_on_one, 2, tmp_path, rank, target)
+    assert time.monotonic() - begin < GROUP_TIMEOUT.total_seconds() / 2
+    for error, (found, values, _) in answers:
+        assert "disk on fire" in error
+        assert (found, values) == (step, {"step": step})
+
+
+def load_initial(folder: Path, args: TransformerArgs) -> tuple[str, dict[str, str], dict[str, str]]:
+    """The error, and the digests before and after."""
+    run = Run(folder / "none", TWO, args=args, initial_load_path=str(folder / "step-00000002"))
+    before, error = run.digests(), ""
+    try:
+        run.checkpointer.load_initial(run.model_state)
+    except ValueError as raised:
+        error = str(raised)
+    return error, before, run.digests()
+
+
+def test_initial_weights_come_without_the_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    digests = ranks.run(save_run, 2, tmp_path, TWO)[0]
+    for error, before, after in ranks.run(load_initial, 2, tmp_path, ARGS):
+        assert not error
+        assert after == {fqn: digests[fqn] for fqn in before}
+        assert after != before
+
+
+def test_broken_initial_weights_are_a_mistake_in_the_configuration(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(save_run, 2, tmp_path, TWO)
+    (tmp_path / "step-00000002" / STATE_FILE).write_text("{}")
+    for error, before, after in ranks.run(load_initial, 2, tmp_path, ARGS):
+        assert error.startswith("checkpoint.initial_load_path: ")
+        assert after == before
+
+
+def test_weights_of_a_deeper_model_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_run, 2, tmp_path, TWO, replace(ARGS, n_layers=2))
+    for error, before, after in ranks.run(load_initial, 2, tmp_path, ARGS):
+        assert "of another model: it also has model.layers.1.attention.k_norm.weight" in error
+        assert after == before

@@ -1,0 +1,235 @@
+"""The same weights on any mesh, bit for bit, and weights that are what they claim to be."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from models import TransformerArgs, find_model
+from models.transformer import FeedForward
+from parallelisms import materialize as subject
+from parallelisms.fsdp import mixed_precision_policy
+from parallelisms.materialize import canonical_fqn, fill_trunc_normal, materialize
+from parallelisms.parallel_dims import ParallelDims
+from parallelisms.parallelize import parallelize
+from tests.ranks import RankPool
+from train import build_on_meta
+
+CPU = torch.device("cpu")
+SEED = 7
+REPLICATE, TP = "data_parallel_replicate_degree", "tensor_parallel_degree"
+ROWS, COLUMNS, STD = 2048, 1024, 0.02
+# Of a standard normal cut at 3: sqrt(1 - 6 phi(3) / (2 Phi(3) - 1)).
+TRUNCATED_STD = 0.98658
+MODELS = [("llama3", "debugmodel"), ("llama3", "debugmodel_tied"), ("qwen3", "debugmodel")]
+Fault = Callable[[], AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Layout:
+    world_size: int
+    degrees: dict[str, int] = field(default_factory=dict)
+    is_wrapped: bool = False
+
+    def __str__(self) -> str:
+        names = {REPLICATE: "replicate", TP: "tp"}
+        parts = [f"{names[key]}{degree}" for key, degree in self.degrees.items()]
+        return "-".join([f"ranks{self.world_size}", *parts, *["wrapped"] * self.is_wrapped])
+
+
+LAYOUTS = [
+    Layout(1),
+    Layout(2),
+    Layout(3),
+    Layout(4),
+    Layout(2, {REPLICATE: 2}),
+    Layout(4, {REPLICATE: 2}),
+    Layout(2, {TP: 2}),
+    Layout(4, {TP: 2}),
+    Layout(4, {TP: 4}),
+    Layout(4, {TP: 2, REPLICATE: 2}),
+    Layout(2, is_wrapped=True),
+]
+
+
+def small_args(name: str, flavor: str) -> TransformerArgs:
+    """61 rows divide by no degree."""
+    args = find_model(name, flavor)[1]
+    return replace(args, n_layers=2, n_kv_heads=4, vocab_size=61, max_seq_len=8)
+
+
+def build_sharded(name: str, args: TransformerArgs, layout: Layout) -> nn.Module:
+    """On the meta device; ``materialize`` gives it weights."""
+    spec, _ = find_model(name, "debugmodel")
+    model = build_on_meta(spec, args, torch.float32)
+    parallelism = Parallelism(**layout.degrees)
+    parallelize(
+        model,
+        ParallelDims.build(parallelism, layout.world_size, "cpu"),
+        facts=spec,
+        parallelism=parallelism,
+        activation_checkpoint=ActivationCheckpoint(mode="full" if layout.is_wrapped else "none"),
+        compile=Compile(enable=layout.is_wrapped),
+        mp_policy=mixed_precision_policy(Training(), CPU),
+    )
+    return model
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of the bytes of the whole tensor."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    content = whole.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    return {canonical_fqn(fqn): digest(p) for fqn, p in model.named_parameters()}
+
+
+def one_process(name: str, flavor: str, seed: int = SEED) -> dict[str, str]:
+    spec, _ = find_model(name, flavor)
+    model = build_on_meta(spec, small_args(name, flavor), torch.float32)
+    materialize(model, CPU, seed=seed)
+    return digests(model)
+
+
+def initialized(
+    layout: Layout, fault: Fault = nullcontext
+) -> dict[tuple[str, str], dict[str, str]]:
+    """Each model's digests, as this rank sees them."""
+    found = {}
+    for name, flavor in MODELS:
+        model = build_sharded(name, small_args(name, flavor), layout)
+        with fault():
+            materialize(model, CPU, seed=SEED)
+        found[name, flavor] = digests(model)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_any_mesh_has_the_weights_of_one_process(ranks: RankPool, layout: Layout) -> None:
+    want = {model: one_process(*model) for model in MODELS}
+    for found in ranks.run(initialized, layout.world_size, layout):
+        assert found == want
+
+
+def random_ops() -> AbstractContextManager:
+    def fill(parameter: torch.Tensor, *, std: float, key: int) -> None:
+        torch.manual_seed(key)
+        parameter.normal_(std=std)
+
+    return patch.object(subject, "fill_trunc_normal", fill)
+
+
+def index_within_shard() -> AbstractContextManager:
+    def local_indices(parameter: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.arange(size) for size in subject._local(parameter).shape]
+
+    return patch.object(subject, "_global_indices", local_indices)
+
+
+@pytest.mark.parametrize("fault", [random_ops, index_within_shard])
+def test_weights_that_follow_the_shards_are_seen(ranks: RankPool, fault: Fault) -> None:
+    one, two = (ranks.run(initialized, n, Layout(n), fault)[0] for n in (1, 2))
+    for model in MODELS:
+        differ = {fqn for fqn in one[model] if one[model][fqn] != two[model][fqn]}
+        assert differ == {fqn for fqn in one[model] if "norm" not in fqn}
+
+
+def fill_meshes() -> None:
+    """Every way to cut an uneven 3-D tensor over 2 x 2 ranks."""
+    shape = (5, 7, 3)
+    whole = torch.empty(shape)
+    fill_trunc_normal(whole, std=1.0, key=SEED)
+    mesh = init_device_mesh("cpu", (2, 2))
+    choices = [Replicate(), Shard(0), Shard(1), Shard(2)]
+    for placements in product(choices, choices):
+        part = distribute_tensor(torch.zeros(shape), mesh, placements)
+        fill_trunc_normal(part, std=1.0, key=SEED)
+        assert torch.equal(part.full_tensor(), whole), placements
+
+
+def test_any_placement_has_the_same_elements(ranks: RankPool) -> None:
+    ranks.run(fill_meshes, 4)
+
+
+def test_blocks_do_not_show() -> None:
+    whole, blocks = torch.empty(100, 30), torch.empty(100, 30)
+    fill_trunc_normal(whole, std=1.0, key=SEED)
+    with patch.object(subject, "BLOCK_ELEMENTS", 70):
+        fill_trunc_normal(blocks, std=1.0, key=SEED)
+    assert torch.equal(whole, blocks)
+
+
+@pytest.mark.parametrize(("name", "flavor"), MODELS)
+def test_seed_and_name_decide(name: str, flavor: str) -> None:
+    first, again, other = (one_process(name, flavor, seed=seed) for seed in (1, 1, 2))
+    matrices = {fqn for fqn in first if "norm" not in fqn}
+    assert first == again
+    assert {fqn for fqn in first if first[fqn] != other[fqn]} == matrices
+    assert len({first[fqn] for fqn in matrices}) == len(matrices)
+
+
+def test_a_forgotten_parameter_is_named() -> None:
+    model = build_on_meta(find_model(*MODELS[0])[0], small_args(*MODELS[0]), torch.float32)
+    forgets_w1 = patch.object(FeedForward, "init_weights", lambda self, fill, std: None)
+    with forgets_w1, pytest.raises(AssertionError, match=r"layers\.1\.feed_forward\.w3\.weight"):
+        materialize(model, CPU, seed=SEED)
+
+
+def test_generator_is_splitmix64() -> None:
+    """The first outputs that are published for the seed 1234567."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    got = subject._uniform(torch.arange(1, 5), 1234567)
+    assert got.tolist() == [((z >> 11) + 0.5) / 2**53 for z in published]
+
+
+def test_distribution_is_a_normal_cut_at_three_std() -> None:
+    x = filled("w", seed=0) / STD
+    n = x.numel()
+    low = 0.5 * math.erfc(3 / math.sqrt(2))
+    assert x.abs().max() <= 3.0
+    assert x.abs().max() > 2.999
+    assert abs(x.mean()) < 4 * TRUNCATED_STD / math.sqrt(n)
+    assert x.std().item() == pytest.approx(TRUNCATED_STD, rel=4 / math.sqrt(2 * n))
+    # Each of 256 equally likely bins is as full as the others.
+    uniform = (torch.special.ndtr(x) - low) / (1 - 2 * low)
+    counts = torch.histc(uniform, bins=256, min=0, max=1)
+    chi_squared = ((counts - n / 256) ** 2 / (n / 256)).sum()
+    assert abs(chi_squared - 255) < 4 * math.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, COLUMNS, COLUMNS + 1, 2 * COLUMNS])
+def test_neighbours_are_independent(lag: int) -> None:
+    x = filled("w", seed=0).flatten()
+    assert_uncorrelated(x[:-lag], x[lag:])
+
+
+@pytest.mark.parametrize(("fqn", "seed"), [("v", 0), ("w", 1), ("layers.1.w", 0)])
+def test_names_and_seeds_are_independent(fqn: str, seed: int) -> None:
+    assert_uncorrelated(filled("w", seed=0), filled(fqn, seed=seed))
+
+
+@cache
+def filled(fqn: str, seed: int) -> torch.Tensor:
+    """A matrix as ``materialize`` fills it, of 2M elements."""
+    tensor = torch.empty(ROWS, COLUMNS)
+    fill_trunc_normal(tensor, std=STD, key=subject._key(seed, fqn))
+    return tensor.double()
+
+
+def assert_uncorrelated(first: torch.Tensor, second: torch.Tensor) -> None:
+    for f in (torch.Tensor.clone, torch.abs):
+        pair = torch.stack([f(first).flatten(), f(second).flatten()])
+        assert abs(torch.corrcoef(pair)[0, 1]) < 4 / math.sqrt(first.numel())

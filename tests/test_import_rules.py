@@ -1,0 +1,178 @@
+"""The architecture, executable: who may import whom, and which names are not ours to take."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIBRARIES = {
+    "config",
+    "runtime",
+    "models",
+    "data",
+    "optim",
+    "checkpoint",
+    "metrics",
+    "parallelisms",
+}
+# What of ours each may import, beside itself. A new folder needs a row.
+MAY_IMPORT: dict[str, set[str]] = {
+    "config": set(),
+    "models": set(),
+    "runtime": {"config"},
+    "checkpoint": {"config", "runtime"},
+    "data": {"config", "runtime"},
+    "metrics": {"config", "runtime"},
+    "optim": {"config", "runtime"},
+    "parallelisms": {"config", "runtime"},
+    "train": LIBRARIES,
+    "tools": LIBRARIES,
+    "benchmarks": LIBRARIES | {"tools", "train"},
+    "tests": LIBRARIES | {"train", "tools", "benchmarks"},
+}
+# Each of these is imported in the one module that wraps it.
+HEAVY = {"datasets", "transformers", "wandb", "fla", "torchao", "matplotlib"}
+
+
+def our_files() -> list[Path]:
+    packages = [path.parent for path in ROOT.glob("*/__init__.py")]
+    found = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
+    return sorted(path.relative_to(ROOT) for path in found)
+
+
+def imports(source: str) -> Iterator[str]:
+    """Every dotted name imported, also inside functions; relative ones start with a dot."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def violations(file: Path, source: str) -> list[str]:
+    """What ``file`` imports and must not."""
+    package = file.parts[0].removesuffix(".py")
+    return [
+        f"{file} imports {name}" for name in imports(source) if not is_allowed(file, package, name)
+    ]
+
+
+def is_allowed(file: Path, package: str, name: str) -> bool:
+    top = name.partition(".")[0]
+    if top == "" or package not in MAY_IMPORT:
+        return False
+    if top in MAY_IMPORT:
+        return top == package or top in MAY_IMPORT[package]
+    if top in sys.stdlib_module_names:
+        return True
+    if package == "config":
+        return top != "torch"
+    if package == "models":
+        knows_shards = file.name.endswith("_sharding.py") or file.name == "model_spec.py"
+        return top == "torch" and (knows_shards or not name.startswith("torch.distributed"))
+    return True
+
+
+def module_of(name: str) -> str | None:
+    """The module of ours that ``name`` is, or is in."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end])
+        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
+            return ".".join(parts[:end])
+    return None
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_imports_follow_the_table() -> None:
+    files = our_files()
+    assert Path("train.py") in files
+    assert {file.parts[0].removesuffix(".py") for file in files} == set(MAY_IMPORT)
+    assert not [text for file in files for text in violations(file, (ROOT / file).read_text())]
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("config/loader.py", "import torch"),
+        ("config/loader.py", "from runtime.log import logger"),
+        ("models/llama3.py", "from parallelisms.fsdp import apply_fsdp"),
+        ("models/llama3.py", "import numpy"),
+        ("models/transformer.py", "import torch.distributed as dist"),
+        ("models/transformer.py", "from torch import distributed"),
+        ("parallelisms/fsdp.py", "from models import find_model"),
+        ("parallelisms/fsdp.py", "def apply():\n    import models.llama3"),
+        ("runtime/log.py", "import metrics"),
+        ("checkpoint/states.py", "if TYPE_CHECKING:\n    from models import ModelSpec"),
+        ("data/loader.py", "from optim import loss"),
+        ("optim/loss.py", "from .grad_norm import clip_grad_norm_"),
+        ("metrics/sample.py", "from . import flops"),
+        ("tools/plan.py", "from train import build_on_meta"),
+        ("train.py", "from tools import plan"),
+        ("data/loader.py", "import tests.ranks"),
+        ("utils/misc.py", "import os"),
+    ],
+)
+def test_a_forbidden_import_is_seen(file: str, source: str) -> None:
+    assert len(violations(Path(file), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("models/transformer_sharding.py", "from torch.distributed.tensor import Shard"),
+        ("parallelisms/fsdp.py", "from runtime.log import logger\nimport torch.distributed"),
+        ("config/loader.py", "import tomli\nfrom config import describe"),
+        ("train.py", "from models import find_model"),
+        ("tests/test_train.py", "import train"),
+    ],
+)
+def test_an_allowed_import_is_not_seen(file: str, source: str) -> None:
+    assert not violations(Path(file), source)
+
+
+def test_there_are_no_cycles() -> None:
+    graph = {}
+    for file in our_files():
+        name = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
+        found = {module_of(imported) for imported in imports((ROOT / file).read_text())}
+        graph[name] = {module for module in found if module is not None} - {name}
+    assert graph["train"] >= {"models", "parallelisms.parallelize"}
+    assert not cycle(graph)
+    assert cycle(graph | {"config.job_config": {"train"}})
+    assert not cycle(MAY_IMPORT)
+
+
+def test_heavy_packages_have_one_door() -> None:
+    doors = defaultdict(set)
+    for file in our_files():
+        for name in imports((ROOT / file).read_text()):
+            if file.parts[0] != "tests" and name.partition(".")[0] in HEAVY:
+                doors[name.partition(".")[0]].add(str(file))
+    assert all(len(files) == 1 for files in doors.values()), doors
+
+
+def test_no_name_hides_a_library() -> None:
+    """The folder of a script comes first on ``sys.path``, so any file's name could hide one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    required = [text for part in (project["dependencies"], *extras) for text in part]
+    libraries = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in required}
+    assert {"datasets", "tokenizers", "torch"} <= libraries
+    ours = {file.stem for file in our_files()} - {"__init__", "__main__"} | set(MAY_IMPORT)
+    assert not ours & (sys.stdlib_module_names | libraries | HEAVY)
