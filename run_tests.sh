@@ -13,4 +13,4 @@ fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest "${marks[@]}" "$@"
+OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest ${marks[@]+"${marks[@]}"} "$@"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.overrides import TorchFunctionMode
 
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
@@ -41,6 +42,7 @@ from parallelisms.fsdp import mixed_precision_policy
 from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
+from parallelisms.replicas import check_replicas
 from parallelisms.support import check_support
 from runtime import exit_codes
 from runtime.compat import set_timeout
@@ -176,6 +178,7 @@ def main(job: Job) -> int:
     elif config.checkpoint.initial_load_path:
         checkpointer.load_initial(model_state)
         logger.info("weights from %s", config.checkpoint.initial_load_path)
+    check_replicas(model, dims.weight_mesh["dp_replicate"])
 
     # 7. What is seen
     held_out: list[Batch] = []
@@ -256,12 +259,22 @@ def main(job: Job) -> int:
     return exit_codes.PREEMPTED if is_preempted else exit_codes.DONE
 
 
+class WithoutInit(TorchFunctionMode):
+    """Leave out the modules' own initialization: on the meta device it fills nothing, but costs
+    the import of a compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return None
+        return func(*args, **(kwargs or {}))
+
+
 def build_on_meta(spec: ModelSpec, args: TransformerArgs, dtype: torch.dtype) -> nn.Module:
     """The model with shapes and dtypes, and no memory."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), WithoutInit():
             return spec.model_cls(args)
     finally:
         torch.set_default_dtype(default_dtype)

@@ -31,7 +31,8 @@ def apply_fsdp(
     fully_shard(units[-1], mesh=fsdp_mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        # A group of one averages nothing either, and a factor would cost a pass over the gradients.
+        if isinstance(module, FSDPModule) and fsdp_mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
             # A factor of 1 still asks for a scaled reduction, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)

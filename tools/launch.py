@@ -23,6 +23,7 @@ from config import JobConfig, load_config
 from models import find_model
 from parallelisms.support import check_support
 from runtime import exit_codes
+from runtime.compat import usable_cpus
 
 TRAINER = Path(__file__).parents[1] / "train.py"
 DEFAULT_CPU_RANKS = 2
@@ -102,7 +103,7 @@ def _number(name: str, text: str, *, at_least: int) -> int:
 
 def cpu_threads(n_ranks: int) -> int:
     """Threads per rank that fill this machine's cores once."""
-    return max(1, len(os.sched_getaffinity(0)) // n_ranks)
+    return max(1, usable_cpus() // n_ranks)
 
 
 def torchrun_arguments(n_ranks: int, nodes: Nodes, log_ranks: str) -> list[str]:

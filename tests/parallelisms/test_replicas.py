@@ -1,0 +1,60 @@
+"""The check that replicas agree sees a single bit, and says where it is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from models import find_model
+from parallelisms.fsdp import mixed_precision_policy
+from parallelisms.materialize import materialize
+from parallelisms.parallel_dims import ParallelDims
+from parallelisms.parallelize import parallelize
+from parallelisms.replicas import check_replicas
+from tests.ranks import RankError, RankPool
+from train import build_on_meta
+
+CPU = torch.device("cpu")
+
+
+def check(changed: str | None, rank: int) -> None:
+    """Flip one bit of ``changed`` on one rank of two replicas of two shards, then compare."""
+    spec, published = find_model("llama3", "debugmodel")
+    args = replace(published, max_seq_len=16, n_layers=2)
+    parallelism = Parallelism(data_parallel_replicate_degree=2)
+    dims = ParallelDims.build(parallelism, dist.get_world_size(), "cpu")
+    model = build_on_meta(spec, args, torch.float32)
+    parallelize(
+        model,
+        dims,
+        facts=spec,
+        parallelism=parallelism,
+        activation_checkpoint=ActivationCheckpoint(mode="full"),
+        compile=Compile(),
+        mp_policy=mixed_precision_policy(Training(mixed_precision_param="float32"), CPU),
+    )
+    materialize(model, CPU, seed=0)
+    if changed is not None and dist.get_rank() == rank:
+        tensor = dict(model.named_parameters()) | dict(model.named_buffers())
+        local = tensor[changed]
+        local = local.to_local() if isinstance(local, DTensor) else local
+        local.detach().view(torch.int32).view(-1)[-1] ^= 1
+    check_replicas(model, dims.weight_mesh["dp_replicate"])
+
+
+def test_replicas_agree(ranks: RankPool) -> None:
+    ranks.run(check, 4, None, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    "name",
+    ["tok_embeddings.weight", "layers.1._checkpoint_wrapped_module.ffn_norm.weight", "rope"],
+)
+def test_a_flipped_bit_is_found_and_named(ranks: RankPool, name: str, rank: int) -> None:
+    canonical = name.replace("_checkpoint_wrapped_module.", "")
+    with pytest.raises(RankError, match=f"replicas differ, first in {canonical}"):
+        ranks.run(check, 4, name, rank)
