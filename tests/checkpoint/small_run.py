@@ -10,7 +10,8 @@ from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
-from tests.parallelisms.test_materialize import CPU, Layout, build_sharded, digest, small_args
+from tests.layouts import CPU, Layout, build_sharded
+from tests.parallelisms.test_materialize import digest, small_args
 
 ARGS = replace(small_args("qwen3", "debugmodel"), n_layers=1, dim=32, hidden_dim=48, head_dim=8)
 
@@ -38,7 +39,7 @@ class Run:
         optimizer: Optimizer | None = None,
         **config: Any,
     ) -> None:
-        self.model = build_sharded("qwen3", args, layout)
+        self.model, _ = build_sharded("qwen3", args, layout)
         materialize(self.model, CPU, seed=1)
         self.optimizer = build_optimizer(self.model, optimizer or Optimizer())
         self.values = Values()

@@ -16,7 +16,7 @@ from checkpoint.states import ModelState
 from config.job_config import Optimizer
 from models import TransformerArgs
 from tests.checkpoint.small_run import ARGS, Run
-from tests.parallelisms.test_materialize import REPLICATE, TP, Layout
+from tests.layouts import REPLICATE, TP, Layout
 from tests.ranks import GROUP_TIMEOUT, RankPool
 
 LAYOUTS = [Layout(1), Layout(2), Layout(4), Layout(4, {REPLICATE: 2}), Layout(4, {TP: 2})]

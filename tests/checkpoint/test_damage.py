@@ -16,7 +16,7 @@ from checkpoint.checkpointer import STATE_FILE
 from checkpoint.manifest import NAME, describe_file
 from checkpoint.reader import METADATA_FILE, Reader
 from tests.checkpoint.small_run import Run
-from tests.parallelisms.test_materialize import Layout
+from tests.layouts import Layout
 from tests.ranks import RankPool
 
 TWO = Layout(2)

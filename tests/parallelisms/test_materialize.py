@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from unittest.mock import patch
@@ -15,37 +15,21 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from config.job_config import ActivationCheckpoint, Compile
 from models import TransformerArgs, find_model
 from models.transformer import FeedForward
 from parallelisms import materialize as subject
-from parallelisms.fsdp import mixed_precision_policy
 from parallelisms.materialize import canonical_fqn, fill_trunc_normal, materialize
-from parallelisms.parallel_dims import ParallelDims
-from parallelisms.parallelize import parallelize
+from tests.layouts import CPU, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankPool
 from train import build_on_meta
 
-CPU = torch.device("cpu")
 SEED = 7
-REPLICATE, TP = "data_parallel_replicate_degree", "tensor_parallel_degree"
 ROWS, COLUMNS, STD = 2048, 1024, 0.02
 # Of a standard normal cut at 3: sqrt(1 - 6 phi(3) / (2 Phi(3) - 1)).
 TRUNCATED_STD = 0.98658
 MODELS = [("llama3", "debugmodel"), ("llama3", "debugmodel_tied"), ("qwen3", "debugmodel")]
 Fault = Callable[[], AbstractContextManager]
-
-
-@dataclass(frozen=True)
-class Layout:
-    world_size: int
-    degrees: dict[str, int] = field(default_factory=dict)
-    is_wrapped: bool = False
-
-    def __str__(self) -> str:
-        names = {REPLICATE: "replicate", TP: "tp"}
-        parts = [f"{names[key]}{degree}" for key, degree in self.degrees.items()]
-        return "-".join([f"ranks{self.world_size}", *parts, *["wrapped"] * self.is_wrapped])
 
 
 LAYOUTS = [
@@ -59,7 +43,7 @@ LAYOUTS = [
     Layout(4, {TP: 2}),
     Layout(4, {TP: 4}),
     Layout(4, {TP: 2, REPLICATE: 2}),
-    Layout(2, is_wrapped=True),
+    Layout(2, recompute=ActivationCheckpoint(mode="full"), compile=Compile(enable=True)),
 ]
 
 
@@ -67,23 +51,6 @@ def small_args(name: str, flavor: str) -> TransformerArgs:
     """61 rows divide by no degree."""
     args = find_model(name, flavor)[1]
     return replace(args, n_layers=2, n_kv_heads=4, vocab_size=61, max_seq_len=8)
-
-
-def build_sharded(name: str, args: TransformerArgs, layout: Layout) -> nn.Module:
-    """On the meta device; ``materialize`` gives it weights."""
-    spec, _ = find_model(name, "debugmodel")
-    model = build_on_meta(spec, args, torch.float32)
-    parallelism = Parallelism(**layout.degrees)
-    parallelize(
-        model,
-        ParallelDims.build(parallelism, layout.world_size, "cpu"),
-        facts=spec,
-        parallelism=parallelism,
-        activation_checkpoint=ActivationCheckpoint(mode="full" if layout.is_wrapped else "none"),
-        compile=Compile(enable=layout.is_wrapped),
-        mp_policy=mixed_precision_policy(Training(), CPU),
-    )
-    return model
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -110,7 +77,7 @@ def initialized(
     """Each model's digests, as this rank sees them."""
     found = {}
     for name, flavor in MODELS:
-        model = build_sharded(name, small_args(name, flavor), layout)
+        model, _ = build_sharded(name, small_args(name, flavor), layout)
         with fault():
             materialize(model, CPU, seed=SEED)
         found[name, flavor] = digests(model)

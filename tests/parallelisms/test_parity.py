@@ -4,7 +4,7 @@ In float64 rounding cannot hide a wrong factor. The batch has unequal counts of 
 rank and microbatch, which an average anywhere would get wrong.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -13,54 +13,23 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from config.job_config import ActivationCheckpoint, Compile
 from data.loader import Batch
 from models import find_model
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
-from parallelisms.fsdp import mixed_precision_policy
 from parallelisms.materialize import canonical_fqn, materialize
-from parallelisms.parallel_dims import ParallelDims
-from parallelisms.parallelize import parallelize
 from runtime.distributed import sum_over
+from tests.layouts import CPU, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankError, RankPool
 from train import build_on_meta, count_valid, run_model
 
-CPU = torch.device("cpu")
 ROWS, SEQ_LEN, LOCAL_ROWS = 12, 32, 1
 MAX_NORM = 0.05
 TOLERANCE = 1e-9
 MODELS = [("llama3", "debugmodel"), ("llama3", "debugmodel_tied"), ("qwen3", "debugmodel")]
 
 
-@dataclass(frozen=True)
-class Layout:
-    world_size: int
-    degrees: dict[str, int] = field(default_factory=dict)
-    reshard: str = "default"
-    recompute: ActivationCheckpoint = field(
-        default_factory=lambda: ActivationCheckpoint(mode="none")
-    )
-    compile: Compile = field(default_factory=Compile)
-    document_mask: bool = False
-
-    def __str__(self) -> str:
-        short = {
-            name.replace("data_parallel_", "").split("_")[0]: d for name, d in self.degrees.items()
-        }
-        text = (
-            "-".join(f"{name}{degree}" for name, degree in short.items())
-            or f"shard{self.world_size}"
-        )
-        extras = [self.reshard] * (self.reshard != "default")
-        extras += [f"{self.recompute.mode}{self.recompute.selective}"] * (
-            self.recompute.mode != "none"
-        )
-        extras += ["compiled"] * self.compile.enable + ["documents"] * self.document_mask
-        return "-".join([text, *extras])
-
-
-REPLICATE, TP = "data_parallel_replicate_degree", "tensor_parallel_degree"
 LAYOUTS = [
     Layout(1),
     Layout(2),
@@ -79,8 +48,6 @@ VARIANTS = [
     Layout(2, recompute=ActivationCheckpoint(mode="selective")),
     Layout(2, recompute=ActivationCheckpoint(mode="selective", selective=3)),
     Layout(4, {TP: 2}, recompute=ActivationCheckpoint(mode="selective")),
-    Layout(2, document_mask=True),
-    Layout(4, {TP: 2}, document_mask=True),
     Layout(2, compile=Compile(enable=True, backend="aot_eager")),
     Layout(4, {TP: 2}, compile=Compile(enable=True, backend="aot_eager")),
 ]
@@ -117,24 +84,12 @@ def one_device(name: str, flavor: str, batch: Batch) -> dict[str, torch.Tensor]:
     return found | {fqn: p.grad for fqn, p in model.named_parameters()}
 
 
-def check_layout(name: str, flavor: str, layout: Layout) -> None:
-    spec, published = find_model(name, flavor)
-    args = replace(published, max_seq_len=SEQ_LEN)
-    batch = global_batch(args.vocab_size, layout.document_mask)
+def check_layout(name: str, flavor: str, layout: Layout, document_mask: bool = False) -> None:
+    args = replace(find_model(name, flavor)[1], max_seq_len=SEQ_LEN)
+    batch = global_batch(args.vocab_size, document_mask)
     want = one_device(name, flavor, batch)
 
-    parallelism = Parallelism(**layout.degrees, fsdp_reshard_after_forward=layout.reshard)
-    dims = ParallelDims.build(parallelism, dist.get_world_size(), "cpu")
-    model = build_on_meta(spec, args, torch.float64)
-    parallelize(
-        model,
-        dims,
-        facts=spec,
-        parallelism=parallelism,
-        activation_checkpoint=layout.recompute,
-        compile=layout.compile,
-        mp_policy=mixed_precision_policy(Training(dtype="float64"), CPU),
-    )
+    model, dims = build_sharded(name, args, layout, dtype="float64")
     materialize(model, CPU, seed=7)
 
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
@@ -179,6 +134,11 @@ def test_layout_matches_one_device(ranks: RankPool, name: str, flavor: str, layo
 @pytest.mark.parametrize("layout", VARIANTS, ids=str)
 def test_variant_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(check_layout, layout.world_size, "qwen3", "debugmodel", layout)
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(4, {TP: 2})], ids=str)
+def test_documents_match_one_device(ranks: RankPool, layout: Layout) -> None:
+    ranks.run(check_layout, layout.world_size, "qwen3", "debugmodel", layout, True)
 
 
 @pytest.mark.parametrize(

@@ -7,35 +7,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from config.job_config import ActivationCheckpoint
 from models import find_model
-from parallelisms.fsdp import mixed_precision_policy
 from parallelisms.materialize import materialize
-from parallelisms.parallel_dims import ParallelDims
-from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
+from tests.layouts import CPU, REPLICATE, Layout, build_sharded
 from tests.ranks import RankError, RankPool
-from train import build_on_meta
-
-CPU = torch.device("cpu")
 
 
 def check(changed: str | None, rank: int) -> None:
     """Flip one bit of ``changed`` on one rank of two replicas of two shards, then compare."""
-    spec, published = find_model("llama3", "debugmodel")
-    args = replace(published, max_seq_len=16, n_layers=2)
-    parallelism = Parallelism(data_parallel_replicate_degree=2)
-    dims = ParallelDims.build(parallelism, dist.get_world_size(), "cpu")
-    model = build_on_meta(spec, args, torch.float32)
-    parallelize(
-        model,
-        dims,
-        facts=spec,
-        parallelism=parallelism,
-        activation_checkpoint=ActivationCheckpoint(mode="full"),
-        compile=Compile(),
-        mp_policy=mixed_precision_policy(Training(mixed_precision_param="float32"), CPU),
-    )
+    args = replace(find_model("llama3", "debugmodel")[1], max_seq_len=16, n_layers=2)
+    layout = Layout(4, {REPLICATE: 2}, recompute=ActivationCheckpoint(mode="full"))
+    model, dims = build_sharded("llama3", args, layout)
     materialize(model, CPU, seed=0)
     if changed is not None and dist.get_rank() == rank:
         tensor = dict(model.named_parameters()) | dict(model.named_buffers())

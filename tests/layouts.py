@@ -1,0 +1,55 @@
+"""Ways to spread a model over ranks, and the model spread that way."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn as nn
+
+from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from models import TransformerArgs, find_model
+from parallelisms.fsdp import mixed_precision_policy
+from parallelisms.parallel_dims import ParallelDims
+from parallelisms.parallelize import parallelize
+from train import build_on_meta
+
+CPU = torch.device("cpu")
+REPLICATE, TP = "data_parallel_replicate_degree", "tensor_parallel_degree"
+
+
+@dataclass(frozen=True)
+class Layout:
+    world_size: int
+    degrees: dict[str, int] = field(default_factory=dict)
+    reshard: str = "default"
+    recompute: ActivationCheckpoint = ActivationCheckpoint(mode="none")  # noqa: RUF009, frozen
+    compile: Compile = Compile()  # noqa: RUF009, frozen
+
+    def __str__(self) -> str:
+        names = {REPLICATE: "replicate", TP: "tp"}
+        parts = [f"ranks{self.world_size}"]
+        parts += [f"{names[key]}{degree}" for key, degree in self.degrees.items()]
+        if self.reshard != "default":
+            parts.append(self.reshard)
+        if self.recompute.mode != "none":
+            parts.append(f"{self.recompute.mode}-{self.recompute.selective}")
+        return "-".join([*parts, *["compiled"] * self.compile.enable])
+
+
+def build_sharded(
+    name: str, args: TransformerArgs, layout: Layout, *, dtype: str = "float32"
+) -> tuple[nn.Module, ParallelDims]:
+    """Still on the meta device; ``materialize`` gives it weights."""
+    spec, _ = find_model(name, "debugmodel")
+    parallelism = Parallelism(**layout.degrees, fsdp_reshard_after_forward=layout.reshard)
+    dims = ParallelDims.build(parallelism, layout.world_size, "cpu")
+    model = build_on_meta(spec, args, getattr(torch, dtype))
+    parallelize(
+        model,
+        dims,
+        facts=spec,
+        parallelism=parallelism,
+        activation_checkpoint=layout.recompute,
+        compile=layout.compile,
+        mp_policy=mixed_precision_policy(Training(dtype=dtype), CPU),
+    )
+    return model, dims
