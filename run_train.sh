@@ -4,8 +4,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tools/find_python.sh"
 
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-  exec "$PYTHON" -m config help
+  exec "$PYTHON" -P -m config help
 fi
+# -P: what lies in the folder this is called from is not ours to import.
 # Ranks get their own signals. torchrun would die of these and leave its ranks behind.
 trap '' USR1 USR2
-exec "$PYTHON" -m tools.launch "${CONFIG_FILE:-$ROOT/train_configs/debug_model.toml}" "$@"
+exec "$PYTHON" -P -m tools.launch "${CONFIG_FILE:-$ROOT/train_configs/debug_model.toml}" "$@"

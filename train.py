@@ -50,18 +50,23 @@ from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed, sum_over
 from runtime.log import init_logging, logger
 
+NOT_FINITE = "a gradient norm that is not finite"
+
 
 @dataclass(frozen=True)
 class Job:
     """What is asked for, with everything checked that can be wrong with it."""
 
     config: JobConfig
+    """Resolved: what was absent and follows from the rest is in it."""
     spec: ModelSpec
     args: TransformerArgs
     tokenizer: Tokenizer
     train_source: Source
     held_out_source: Source | None
     global_batch_size: int
+    total_steps: int
+    """The horizon of the learning rate's schedule."""
 
 
 @dataclass
@@ -89,15 +94,25 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     train_source, held_out_source = build_sources(
         config.data, config.debug.seed, with_held_out=config.validation.enable
     )
+    if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
+        raise ValueError("profiling.enable_memory_snapshot: needs a CUDA device")
     one_microbatch = config.training.local_batch_size * degrees.batch
+    batch_size = config.training.global_batch_size or one_microbatch
+    total_steps = config.lr_scheduler.total_steps or config.training.steps
+    resolved = {
+        "model": config.model.model_copy(update={"vocab_size": vocab_size}),
+        "training": config.training.model_copy(update={"global_batch_size": batch_size}),
+        "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),
+    }
     return Job(
-        config=config,
+        config=config.model_copy(update=resolved),
         spec=spec,
         args=replace(published_args, vocab_size=vocab_size, max_seq_len=config.training.seq_len),
         tokenizer=tokenizer,
         train_source=train_source,
         held_out_source=held_out_source,
-        global_batch_size=config.training.global_batch_size or one_microbatch,
+        global_batch_size=batch_size,
+        total_steps=total_steps,
     )
 
 
@@ -160,7 +175,6 @@ def main(job: Job) -> int:
 
     # 5. Optimizer; its learning rate is a function of the step
     optimizer = build_optimizer(model, config.optimizer)
-    total_steps = config.lr_scheduler.total_steps or training.steps
     parameters = list(model.parameters())
 
     # 6. Checkpoint: resume from the newest that verifies
@@ -175,6 +189,8 @@ def main(job: Job) -> int:
     resumed = checkpointer.load_latest()
     if resumed is not None:
         logger.info("resumed from step %d of %s", resumed, run_folder)
+        if resumed >= training.steps:
+            logger.info("nothing to do: training.steps is %d", training.steps)
     elif config.checkpoint.initial_load_path:
         checkpointer.load_initial(model_state)
         logger.info("weights from %s", config.checkpoint.initial_load_path)
@@ -193,6 +209,7 @@ def main(job: Job) -> int:
         n_devices=world_size,
         flops_per_token=flops,
         peak_flops=peak_flops(device, config.metrics.peak_tflops),
+        resumed=resumed,
     )
 
     def validate() -> None:
@@ -221,7 +238,7 @@ def main(job: Job) -> int:
             n_tokens = sum_over(count_valid(microbatches), dims.batch_mesh)
             loss = forward_backward(microbatches, n_tokens)
             grad_norm = clip_grad_norm_(parameters, training.max_norm)
-            lr = config.optimizer.lr * lr_factor(state.step, config.lr_scheduler, total_steps)
+            lr = config.optimizer.lr * lr_factor(state.step, config.lr_scheduler, job.total_steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
@@ -229,7 +246,7 @@ def main(job: Job) -> int:
 
             state.tokens += int(n_tokens)
             metrics.count(int(n_tokens), data_wait)
-            if metrics.is_due(state.step):
+            if metrics.is_due(state.step) or state.step == training.steps:
                 global_loss = sum_over(loss, dims.batch_mesh).item()
                 values = {"loss": global_loss, "grad_norm": grad_norm.item(), "lr": lr}
                 metrics.log(state.step, training.steps, values)
@@ -241,9 +258,13 @@ def main(job: Job) -> int:
 
             stop = control.agreed_stop()
             is_last = state.step == training.steps or stop is not None
+            is_due = is_last or state.step % config.checkpoint.interval == 0
+            # One value that is not finite spreads to all weights: those must not replace good ones.
+            if (is_due or metrics.is_due(state.step)) and not grad_norm.isfinite():
+                stop = NOT_FINITE
+                break
             if held_out and stop is None and (is_last or state.step % config.validation.freq == 0):
                 validate()
-            is_due = is_last or state.step % config.checkpoint.interval == 0
             if config.checkpoint.enable and is_due:
                 save()
 
@@ -255,6 +276,8 @@ def main(job: Job) -> int:
     control.report("outcome", "done" if stop is None else f"stopped {stop}")
     dist.barrier()
     dist.destroy_process_group()
+    if stop == NOT_FINITE:
+        return exit_codes.DO_NOT_REQUEUE
     is_preempted = stop is not None and stop.startswith("SIG") and config.checkpoint.enable
     return exit_codes.PREEMPTED if is_preempted else exit_codes.DONE
 
@@ -328,10 +351,9 @@ def written_text(model: nn.Module, job: Job) -> str:
 
 
 def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | None) -> None:
-    if stop is not None:
-        logger.info("stopped by %s after step %d; the same command resumes", stop, step)
-    else:
-        logger.info("done: %d steps; more --training.steps extend the run", step)
+    what = f"done: {step} steps" if stop is None else f"stopped by {stop} after step {step}"
+    hint = "more --training.steps extend the run" if stop is None else "the same command resumes"
+    logger.info(f"{what}; {hint}" if config.checkpoint.enable else f"{what}; nothing was saved")
     logger.info("log of all steps: %s", run_folder / "metrics.jsonl")
     if config.checkpoint.enable:
         logger.info("checkpoints: %s", run_folder / "checkpoints")

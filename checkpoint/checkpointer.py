@@ -170,7 +170,8 @@ class Checkpointer:
         # DCP raises for what is missing or of another shape, but ignores what is left over.
         unread = set.intersection(*self._on_all(unwanted))
         if unread:
-            raise ValueError(f"{folder} is of another model: it also has {min(unread)}")
+            text = f"{folder} is of another model: it also has {min(unread)}"
+            raise ConfigError([f"model.name or model.flavor: {text}"])
         dcp.load(state, storage_reader=reader)
         for name, stateful in tensors.items():
             stateful.load_state_dict(state[name])

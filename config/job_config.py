@@ -184,10 +184,10 @@ class Profiling(Section):
 
 
 class Comm(Section):
-    init_timeout_seconds: Count = 300
+    init_timeout_seconds: Count = 600
     """Limit of a collective until the first step is done."""
-    train_timeout_seconds: Count = 100
-    """Limit of a collective afterwards."""
+    train_timeout_seconds: Count = 300
+    """Limit of a collective afterwards, and of what others wait for, such as a save."""
 
 
 class Debug(Section):

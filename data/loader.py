@@ -144,9 +144,9 @@ class BatchLoader:
         assert not self._ahead, "the loader has already started"
         own = self.state_dict()
         keys = {
-            "source": "the documents of [data]",
+            "source": "the documents of [data], or debug.seed, which orders them",
             "tokenizer": "data.tokenizer",
-            "global_batch_size": "training.global_batch_size",
+            "global_batch_size": "training.global_batch_size (absent, it follows the ranks)",
         }
         for key, name in keys.items():
             if state[key] != own[key]:

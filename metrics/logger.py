@@ -1,13 +1,14 @@
 """One line per logged step, on the console, in metrics.jsonl and in TensorBoard."""
 
 import json
+import math
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -28,11 +29,13 @@ class MetricsLogger:
         n_devices: int,
         flops_per_token: tuple[float, float],
         peak_flops: float | None,
+        resumed: int | None = None,
     ) -> None:
         self._config, self._device, self._n_devices = config, device, n_devices
         self._flops, self._peak = flops_per_token, peak_flops
-        self._file = (folder / "metrics.jsonl").open("a") if is_writer else None
-        self._board = _open_board(folder) if is_writer and config.enable_tensorboard else None
+        has_board = is_writer and config.enable_tensorboard
+        self._file = _open_log(folder / "metrics.jsonl", resumed) if is_writer else None
+        self._board = _open_board(folder, resumed) if has_board else None
         self._reset()
 
     def is_due(self, step: int) -> bool:
@@ -48,8 +51,10 @@ class MetricsLogger:
     def paused(self) -> Iterator[None]:
         """Leave what is done inside out of the speed: validation, checkpoints."""
         begin = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - begin
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - begin
 
     def log(self, step: int, last_step: int, values: dict[str, float]) -> None:
         """Write ``values`` (loss, grad_norm, lr, ...) and the speed since the last call."""
@@ -83,7 +88,9 @@ class MetricsLogger:
 
     def write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            # JSON has no NaN.
+            finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         if self._board is not None:
             for name, value in record.items():
@@ -111,11 +118,20 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def _open_board(folder: Path) -> Any:
+def _open_log(path: Path, resumed: int | None) -> TextIO:
+    """Without the lines of steps that a resumed run makes again."""
+    if resumed is not None and path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= resumed))
+    return path.open("a")
+
+
+def _open_board(folder: Path, resumed: int | None) -> Any:
     # Not everybody writes TensorBoard events, and its import is slow.
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"))
+    purged = None if resumed is None else resumed + 1
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
 
 
 def _duration(seconds: float) -> str:

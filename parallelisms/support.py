@@ -101,6 +101,9 @@ REFUSALS = (
             "does nothing unless activation_checkpoint.mode is selective",
             lambda run: run.config.activation_checkpoint.mode != "selective"
             and run.config.activation_checkpoint.selective != "op"),
+    Refusal("compile.backend", "does nothing without compile.enable",
+            lambda run: run.config.compile.backend != "inductor"
+            and not run.config.compile.enable),
     Refusal("lr_scheduler.total_steps", "must not be less than training.steps", _is_horizon_passed),
     Refusal("data.path", "must say what to read with data.source files or huggingface",
             lambda run: run.config.data.source in ("files", "huggingface")

@@ -5,6 +5,7 @@
 step) and ``stop`` (anyone may write it: save at the next step and end).
 """
 
+import fcntl
 import os
 import signal
 import time
@@ -13,6 +14,8 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+
+from config import ConfigError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A terminal's Ctrl-C reaches a rank twice, once by way of torchrun. Later ones mean it.
@@ -30,12 +33,21 @@ class RunControl:
             signal.signal(number, self._receive)
 
     def begin(self, is_writer: bool) -> None:
-        """Forget the last attempt's outcome and its request to stop."""
+        """Forget the last attempt's outcome and its request to stop.
+
+        Raises ``ConfigError`` if another run has the folder, until that one ends.
+        """
         self._is_writer = is_writer
         if is_writer:
             # What a run writes is its owner's alone.
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._lock = (self._folder / "lock").open("w")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                folder = self._folder.parent
+                raise ConfigError([f"job.name: a run is writing to {folder} now"]) from None
             for name in ("outcome", "stop"):
                 (self._folder / name).unlink(missing_ok=True)
 

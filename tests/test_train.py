@@ -58,15 +58,19 @@ def curve(folder: Path) -> dict[int, tuple[float, float]]:
     return {r["step"]: (r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r}
 
 
-def interrupt(folder: Path, number: signal.Signals, *, whole_session: bool) -> tuple[int, str]:
-    """Start a long run and stop it once it has made a few steps."""
-    process = start(folder, 2, **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"})
+def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:
     metrics = folder / "debug_model" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no steps in two minutes"
         time.sleep(0.1)
+
+
+def interrupt(folder: Path, number: signal.Signals, *, whole_session: bool) -> tuple[int, str]:
+    """Start a long run and stop it once it has made a few steps."""
+    process = start(folder, 2, **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"})
+    wait_for_steps(folder, process)
     (os.killpg if whole_session else os.kill)(process.pid, number)
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
@@ -141,6 +145,35 @@ def test_stopped_run_saves_and_resumes(
     resumed = run(tmp_path, 2, **overrides)
     assert f"resumed from step {step} " in resumed
     assert sorted(curve(tmp_path)) == list(range(1, step + 3))
+
+
+def test_another_model_or_batch_is_refused_by_name(uninterrupted: Path) -> None:
+    for key, value in (("model.name", "qwen3"), ("training.global_batch_size", "16")):
+        process = start(uninterrupted, 2, **{"training.steps": "7", key: value})
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 2, output
+        assert key in output
+        assert "Traceback" not in output
+
+
+def test_second_run_of_the_same_job_is_refused(tmp_path: Path) -> None:
+    first = start(tmp_path, 1, **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"})
+    wait_for_steps(tmp_path, first)
+    second = start(tmp_path, 1, **{"training.steps": "6"})
+    output, _ = second.communicate(timeout=120)
+    assert second.returncode == 2, output
+    assert "job.name" in output
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait(120) == 75
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    broken = {"optimizer.lr": "1e300", "lr_scheduler.warmup_steps": "0", "training.steps": "6"}
+    process = start(tmp_path, 1, **broken)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 93, output
+    assert "not finite" in output
+    assert not list((tmp_path / "debug_model").glob("checkpoints/step-*"))
 
 
 def test_log_line_says_what_users_look_for(uninterrupted: Path) -> None:

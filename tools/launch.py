@@ -53,8 +53,12 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         _, args = find_model(config.model.name, config.model.flavor)
         check_support(config, args, n_ranks * nodes.count)
         command = torchrun_arguments(n_ranks, nodes, environment.get("LOG_RANK") or "0")
+        Path(config.job.output_dir).mkdir(parents=True, exist_ok=True)
     except ValueError as error:
         print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    except OSError as error:
+        print(f"job.output_dir: {error}", file=sys.stderr)
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
@@ -138,10 +142,13 @@ def _run(arguments: list[str], config: JobConfig) -> int:
         return known.pop()
     except SignalException:
         # torchrun passed the signal on and waited: what became of the ranks is in their outcome.
-        is_saved = outcome.exists() and outcome.read_text().startswith("stopped SIG")
-        return exit_codes.PREEMPTED if is_saved else 1
+        is_stopped = outcome.exists() and outcome.read_text().startswith("stopped SIG")
+        return exit_codes.PREEMPTED if is_stopped and config.checkpoint.enable else 1
     return exit_codes.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ))
+    try:
+        sys.exit(main(sys.argv[1:], os.environ))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -57,6 +57,7 @@ BAD = [
     Bad("job.name", toml="[job]\nname = 2024", says="string"),
     Bad("metrics.peak_tflops", "--metrics.peak_tflops H100", says="'H100'"),
     Bad("activation_checkpoint.selective", "--activation_checkpoint.selective ops", says="'ops'"),
+    Bad("compile.backend", "--compile.backend aot_eager", says="compile.enable"),
     # Out of range
     Bad("optimizer.lr", "--optimizer.lr nan", says="finite"),
     Bad("optimizer.lr", "--optimizer.lr inf", says="finite"),

@@ -123,3 +123,22 @@ def test_tensorboard_has_what_the_lines_have(tmp_path: Path, clock: Clock) -> No
         points = [(event.step, event.value) for event in events.Scalars(tag)]
         want = [(line["step"], pytest.approx(line[tag])) for line in lines if tag in line]
         assert points == want
+
+
+def test_resumed_log_has_every_step_once(tmp_path: Path, clock: Clock) -> None:
+    for resumed, steps in ((None, (10, 20, 30)), (10, (20, 30))):
+        metrics = build(tmp_path, resumed=resumed)
+        for step in steps:
+            clock.now += 1.0
+            metrics.count(tokens=1, data_wait=0.0)
+            metrics.log(step, 100, VALUES)
+        metrics.close()
+    assert [record["step"] for record in records(tmp_path)] == [10, 20, 30]
+
+
+def test_log_is_json_also_without_numbers(tmp_path: Path, clock: Clock) -> None:
+    metrics = build(tmp_path)
+    clock.now += 1.0
+    metrics.count(tokens=1, data_wait=0.0)
+    metrics.log(10, 100, VALUES | {"loss": float("nan")})
+    assert records(tmp_path)[0]["loss"] is None
