@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.overrides import TorchFunctionMode
 
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
@@ -34,6 +33,7 @@ from metrics.logger import MetricsLogger
 from metrics.profiling import profiler
 from metrics.sample import sample
 from models import ModelSpec, TransformerArgs, find_model
+from models.meta import build_on_meta
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED, cross_entropy_sum
 from optim.optimizer import build_optimizer
@@ -280,27 +280,6 @@ def main(job: Job) -> int:
         return exit_codes.DO_NOT_REQUEUE
     is_preempted = stop is not None and stop.startswith("SIG") and config.checkpoint.enable
     return exit_codes.PREEMPTED if is_preempted else exit_codes.DONE
-
-
-class WithoutInit(TorchFunctionMode):
-    """Leave out the modules' own initialization: on the meta device it fills nothing, but costs
-    the import of a compiler."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", "") == "torch.nn.init":
-            return None
-        return func(*args, **(kwargs or {}))
-
-
-def build_on_meta(spec: ModelSpec, args: TransformerArgs, dtype: torch.dtype) -> nn.Module:
-    """The model with shapes and dtypes, and no memory."""
-    default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"), WithoutInit():
-            return spec.model_cls(args)
-    finally:
-        torch.set_default_dtype(default_dtype)
 
 
 def run_model(

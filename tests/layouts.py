@@ -7,10 +7,10 @@ import torch.nn as nn
 
 from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
 from models import TransformerArgs, find_model
+from models.meta import build_on_meta
 from parallelisms.fsdp import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
-from train import build_on_meta
 
 CPU = torch.device("cpu")
 REPLICATE, TP = "data_parallel_replicate_degree", "tensor_parallel_degree"

@@ -9,8 +9,8 @@ import torch
 
 from config import JobConfig, load_config
 from models import find_model
+from models.meta import build_on_meta
 from parallelisms.support import check_support
-from train import build_on_meta
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
 WORLD_SIZES = {

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops
 from models import find_model
-from train import build_on_meta
+from models.meta import build_on_meta
 
 
 def measured(flavor: str, seq_len: int) -> tuple[float, float]:

@@ -6,8 +6,8 @@ import torch.nn as nn
 
 from metrics.sample import TEMPERATURE, sample
 from models import find_model
+from models.meta import build_on_meta
 from parallelisms.materialize import materialize
-from train import build_on_meta
 
 SEQ_LEN, N_IDS = 96, 300
 

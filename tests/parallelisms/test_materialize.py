@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from config.job_config import ActivationCheckpoint, Compile
 from models import TransformerArgs, find_model
+from models.meta import build_on_meta
 from models.transformer import FeedForward
 from parallelisms import materialize as subject
 from parallelisms.materialize import canonical_fqn, fill_trunc_normal, materialize
 from tests.layouts import CPU, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankPool
-from train import build_on_meta
 
 SEED = 7
 ROWS, COLUMNS, STD = 2048, 1024, 0.02

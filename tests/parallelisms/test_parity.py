@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from config.job_config import ActivationCheckpoint, Compile
 from data.loader import Batch
 from models import find_model
+from models.meta import build_on_meta
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
 from parallelisms.materialize import canonical_fqn, materialize
 from runtime.distributed import sum_over
 from tests.layouts import CPU, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankError, RankPool
-from train import build_on_meta, count_valid, run_model
+from train import count_valid, run_model
 
 ROWS, SEQ_LEN, LOCAL_ROWS = 12, 32, 1
 MAX_NORM = 0.05
