@@ -33,7 +33,7 @@ ARGS = TransformerArgs(
     max_seq_len=512,
 )  # fmt: skip
 BATCH_SIZE = 4
-STEPS, WARMUP_STEPS = 25, 5
+STEPS, WARMUP_STEPS = 40, 5
 
 
 class Step(NamedTuple):

@@ -40,9 +40,12 @@ class RunControl:
         self._is_writer = is_writer
         if is_writer:
             # What a run writes is its owner's alone.
-            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = (self._folder / "lock").open("w")
+            try:
+                self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                self._lock = (self._folder / "lock").open("w")
+            except OSError as error:
+                raise ConfigError([f"job.output_dir: {error}"]) from None
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

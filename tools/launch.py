@@ -53,12 +53,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         _, args = find_model(config.model.name, config.model.flavor)
         check_support(config, args, n_ranks * nodes.count)
         command = torchrun_arguments(n_ranks, nodes, environment.get("LOG_RANK") or "0")
-        Path(config.job.output_dir).mkdir(parents=True, exist_ok=True)
     except ValueError as error:
         print(error, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
-    except OSError as error:
-        print(f"job.output_dir: {error}", file=sys.stderr)
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
