@@ -332,6 +332,8 @@ def written_text(model: nn.Module, job: Job) -> str:
 def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | None) -> None:
     what = f"done: {step} steps" if stop is None else f"stopped by {stop} after step {step}"
     hint = "more --training.steps extend the run" if stop is None else "the same command resumes"
+    if stop == NOT_FINITE:
+        hint = "not saved, and the same command would come here again"
     logger.info(f"{what}; {hint}" if config.checkpoint.enable else f"{what}; nothing was saved")
     logger.info("log of all steps: %s", run_folder / "metrics.jsonl")
     if config.checkpoint.enable:
