@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
+from config.job_config import Parallelism
 from data.loader import Batch, BatchLoader
 from data.sources import Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -38,8 +39,9 @@ from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED, cross_entropy_sum
 from optim.optimizer import build_optimizer
 from optim.schedule import lr_factor
-from parallelisms.fsdp import mixed_precision_policy
+from parallelisms.gradient_reduction import begin_microbatch
 from parallelisms.materialize import materialize
+from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
@@ -94,8 +96,11 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     train_source, held_out_source = build_sources(
         config.data, config.debug.seed, with_held_out=config.validation.enable
     )
-    if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
-        raise ValueError("profiling.enable_memory_snapshot: needs a CUDA device")
+    if not torch.cuda.is_available():
+        if config.profiling.enable_memory_snapshot:
+            raise ValueError("profiling.enable_memory_snapshot: needs a CUDA device")
+        if config.parallelism.fsdp_cpu_offload:
+            raise ValueError("parallelism.fsdp_cpu_offload: needs a CUDA device to offload from")
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
     total_steps = config.lr_scheduler.total_steps or config.training.steps
@@ -171,7 +176,7 @@ def main(job: Job) -> int:
         mp_policy=mixed_precision_policy(training, device),
     )
     materialize(model, device, seed=config.debug.seed)
-    forward_backward = partial(run_model, model, device)
+    forward_backward = partial(run_model, model, device, config.parallelism)
 
     # 5. Optimizer; its learning rate is a function of the step
     optimizer = build_optimizer(model, config.optimizer)
@@ -283,11 +288,16 @@ def main(job: Job) -> int:
 
 
 def run_model(
-    model: nn.Module, device: torch.device, microbatches: list[Batch], n_tokens: torch.Tensor
+    model: nn.Module,
+    device: torch.device,
+    parallelism: Parallelism,
+    microbatches: list[Batch],
+    n_tokens: torch.Tensor,
 ) -> torch.Tensor:
     """Forward and backward of each microbatch; this rank's part of the step's loss."""
     total = torch.zeros((), device=device)
     for batch in microbatches:
+        begin_microbatch(model, parallelism, is_last=batch is microbatches[-1])
         loss = loss_sum(model, batch, device) / n_tokens.to(device)
         loss.backward()
         total = total + loss.detach()

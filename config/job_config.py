@@ -73,9 +73,11 @@ class Training(Section):
     dtype: Dtype = "float32"
     """Dtype of weights, gradients and optimizer state. float64 runs everything in float64."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of compute under FSDP. auto: bfloat16 where the hardware has it, else float32."""
+    """Dtype of compute. auto: bfloat16 where the hardware has it, else float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of gradient reduction under FSDP."""
+    """Dtype of gradient reduction over data-parallel ranks."""
+    mixed_precision_output: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the logits. auto: that of compute. The loss is float32 at least in any case."""
     max_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Global gradient norm to clip to."""
     gc_freq: Count = 50
@@ -110,10 +112,13 @@ class LrScheduler(Section):
 
 
 class Parallelism(Section):
+    data_parallel: Literal["fsdp2", "simple_fsdp", "ddp"] = "fsdp2"
+    """fsdp2: each rank keeps a shard of weights, gradients and optimizer state. simple_fsdp: the
+    same, as DTensor operations that a compiler can see. ddp: each rank keeps everything."""
     data_parallel_replicate_degree: Count = 1
-    """Copies of the sharded model (HSDP)."""
+    """Copies of the sharded model (HSDP). With ddp: all the ranks that are left."""
     data_parallel_shard_degree: Literal[-1] | Count = -1
-    """Ranks that share one copy of the weights (FSDP2). -1: the ranks that are left."""
+    """Ranks that share one copy of the weights (FSDP). -1: the ranks that are left."""
     tensor_parallel_degree: Count = 1
     """Ranks that split each matrix, with sequence parallelism between them."""
     context_parallel_degree: Count = 1
@@ -122,8 +127,18 @@ class Parallelism(Section):
     """Ranks that split the layers."""
     expert_parallel_degree: Count = 1
     """Ranks that split the experts."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered weights after forward. default: yes, but for the last unit."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] | Count = "default"
+    """Free gathered weights after forward. default: yes, but for the last unit. never: keep them
+    for the whole step. An integer: keep them spread over groups of that many ranks."""
+    fsdp_reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
+    """When gradients are reduced to shards. last_microbatch: less traffic, but until then every
+    rank holds whole gradients."""
+    fsdp_forward_prefetch: NonNegative = 0
+    """Units gathered ahead in forward; 0: PyTorch's own order."""
+    fsdp_backward_prefetch: NonNegative = 0
+    """Units gathered ahead in backward; 0: PyTorch's own order, one ahead."""
+    fsdp_cpu_offload: bool = False
+    """Keep shards, gradients and optimizer state in host memory, and update them there."""
 
 
 class ActivationCheckpoint(Section):

@@ -23,36 +23,46 @@ _SAVED_OPS = {
 }
 
 
-def apply_activation_checkpoint(blocks: nn.ModuleDict, *, config: ActivationCheckpoint) -> None:
-    """Wrap the blocks as ``config`` says. Mutates ``blocks``; FQNs gain a wrapper's name."""
-    if config.mode == "none":
-        return
-    by_op = config.mode == "selective" and config.selective == "op"
+def apply_activation_checkpoint(
+    blocks: nn.ModuleDict, *, config: ActivationCheckpoint, frees_weights: bool
+) -> None:
+    """Wrap the blocks as ``config`` says. Mutates ``blocks``; FQNs gain a wrapper's name.
+
+    ``frees_weights``: blocks that gather their weights themselves let go of them only when they
+    are recomputed. Those that ``config`` leaves alone then recompute what is cheap, to do so.
+    """
     every = config.selective if isinstance(config.selective, int) else 1
-    if config.mode == "full":
-        every = 1
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if by_op else {}
-    wrapped = 0
+    by_op = config.mode == "selective" and config.selective == "op"
+    recomputed = Counter[str]()
     for index, (name, block) in enumerate(blocks.items()):
-        if index % every == 0:
-            # Nothing in the models is random, so no RNG state is kept.
-            blocks[name] = checkpoint_wrapper(block, preserve_rng_state=False, **options)
-            wrapped += 1
-    what = "selected ops of" if by_op else "the whole of"
-    logger.info("activation checkpoint: recompute %s %d of %d blocks", what, wrapped, len(blocks))
+        options: dict[str, Any] = {}
+        if by_op:
+            what, options = "half of the matmuls", {"context_fn": partial(_saving_matmuls, 2)}
+        elif config.mode == "full" or (config.mode == "selective" and index % every == 0):
+            what = "everything"
+        elif frees_weights:
+            what, options = "no matmuls", {"context_fn": partial(_saving_matmuls, 1)}
+        else:
+            continue
+        # Nothing in the models is random, so no RNG state is kept.
+        blocks[name] = checkpoint_wrapper(block, preserve_rng_state=False, **options)
+        recomputed[what] += 1
+    for what, count in recomputed.items():
+        text = "activation checkpoint: %d of %d blocks recompute %s"
+        logger.info(text, count, len(blocks), what)
 
 
-def _selective_contexts() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(partial(_policy, Counter()))
+def _saving_matmuls(every: int) -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(partial(_policy, every, Counter()))
 
 
 def _policy(
-    matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any
+    every: int, matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Save attention and every second matmul: half the memory for a sixth of the products."""
+    """Save attention and every n-th matmul. Every second: half the memory, a sixth of the work."""
     if op is _aten.mm.default:
+        is_saved = matmuls[ctx.is_recompute] % every == 0
         matmuls[ctx.is_recompute] += 1
-        is_saved = matmuls[ctx.is_recompute] % 2 == 1
     else:
         is_saved = op in _SAVED_OPS
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,12 +1,20 @@
-"""Fully sharded data parallel: FSDP2, and HSDP on a 2-D mesh."""
+"""Fully sharded data parallel: FSDP2 on a 1-D mesh, HSDP on a 2-D one (arXiv 2304.11277)."""
 
-import torch
+from dataclasses import replace
+
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
 
-from config.job_config import Parallelism, Training
-from runtime.distributed import compute_dtype
+from config.job_config import Parallelism
+from parallelisms.gradient_reduction import sum_gradients
 from runtime.log import logger
 
 
@@ -23,34 +31,48 @@ def apply_fsdp(
     Runs on one rank too: it shards nothing there but sets the mixed precision, so no second
     mechanism for that exists. Gradients are summed over ranks, never averaged.
     """
-    reshard = parallelism.fsdp_reshard_after_forward != "never"
-    for unit in units[:-1]:
-        fully_shard(unit, mesh=fsdp_mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
-    # Backward starts with the last unit; resharding it would only gather it again.
-    reshard = parallelism.fsdp_reshard_after_forward == "always"
-    fully_shard(units[-1], mesh=fsdp_mesh, mp_policy=mp_policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy)
-    for module in model.modules():
-        # A group of one averages nothing either, and a factor would cost a pass over the gradients.
-        if isinstance(module, FSDPModule) and fsdp_mesh.size() > 1:
-            module.set_gradient_divide_factor(1.0)
-            # A factor of 1 still asks for a scaled reduction, which gloo does not have.
-            module.set_force_sum_reduction_for_comms(True)
+    reshard = parallelism.fsdp_reshard_after_forward
+    offload = OffloadPolicy()
+    if parallelism.fsdp_cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=fsdp_mesh.device_type != "cpu")
+    n_shards = fsdp_mesh.size(-1)
+    for unit in units:
+        # Backward starts with the last unit; resharding it would only gather it again.
+        is_kept = reshard == "never" or (reshard == "default" and unit is units[-1])
+        fully_shard(
+            unit,
+            mesh=fsdp_mesh,
+            reshard_after_forward=reshard if isinstance(reshard, int) else not is_kept,
+            shard_placement_fn=lambda parameter: shard_placement(parameter, n_shards),
+            mp_policy=replace(mp_policy, output_dtype=None),
+            offload_policy=offload,
+        )
+    # The units hold every parameter; the root is what casts the logits.
+    fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
+    sum_gradients(model, fsdp_mesh)
+    _prefetch([unit[0] for unit in units], parallelism)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
         "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s, reshard after forward %s",
-        len(units), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype,
-        parallelism.fsdp_reshard_after_forward,
+        len(units), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype, reshard,
     )  # fmt: skip
 
 
-def mixed_precision_policy(training: Training, device: torch.device) -> MixedPrecisionPolicy:
-    """Compute and reduction dtypes; with weights that are not float32, one dtype for everything."""
-    is_mixed = training.dtype == "float32"
-    reduce_dtype = training.mixed_precision_reduce if is_mixed else training.dtype
-    return MixedPrecisionPolicy(
-        param_dtype=compute_dtype(training, device),
-        reduce_dtype=getattr(torch, reduce_dtype),
-        # The blocks' rope must keep its precision.
-        cast_forward_inputs=False,
-    )
+def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:
+    """Rows, unless there are fewer than ranks while another dim, the longest, splits evenly."""
+    shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+    even = [dim for dim in range(1, len(shape)) if shape[dim] % n_shards == 0]
+    if shape[0] >= n_shards or not even:
+        return Shard(0)
+    return Shard(max(even, key=lambda dim: shape[dim]))
+
+
+def _prefetch(units: list[nn.Module], parallelism: Parallelism) -> None:
+    """Start the gathers of that many units ahead of their use."""
+    ahead, behind = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
+    for index, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule)
+        if ahead:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
+        if behind:
+            unit.set_modules_to_backward_prefetch(units[max(0, index - behind) : index][::-1])

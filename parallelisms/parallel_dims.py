@@ -24,22 +24,21 @@ class Degrees:
 
 def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
     """Replace -1 by the ranks that are left; ``ValueError`` if the product is not the world."""
-    fixed = {
+    degrees = {
         "pp": config.pipeline_parallel_degree,
         "dp_replicate": config.data_parallel_replicate_degree,
+        "dp_shard": abs(config.data_parallel_shard_degree),
         "cp": config.context_parallel_degree,
         "tp": config.tensor_parallel_degree,
     }
-    product = math.prod(fixed.values())
-    shard = config.data_parallel_shard_degree
-    if shard == -1:
-        shard = world_size // product
-    if shard * product != world_size:
-        text = " * ".join(
-            f"{name} {degree}" for name, degree in (fixed | {"dp_shard": shard}).items()
-        )
+    if config.data_parallel_shard_degree == -1:
+        degrees["dp_shard"] = world_size // math.prod(degrees.values())
+    if math.prod(degrees.values()) != world_size:
+        text = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
         raise ValueError(f"parallelism: the degrees {text} do not make {world_size} ranks")
-    return Degrees(dp_shard=shard, **fixed)
+    if config.data_parallel == "ddp":
+        degrees |= {"dp_replicate": degrees["dp_replicate"] * degrees["dp_shard"], "dp_shard": 1}
+    return Degrees(**degrees)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from config.job_config import ActivationCheckpoint, Compile, Parallelism
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
+from parallelisms.ddp import apply_ddp
 from parallelisms.fsdp import apply_fsdp
 from parallelisms.parallel_dims import ParallelDims
+from parallelisms.simple_fsdp import apply_simple_fsdp
 from parallelisms.tensor_parallel import apply_tensor_parallel
 
 
@@ -39,12 +41,22 @@ def parallelize(
     """Shard a model that is still on the meta device. Mutates ``model``.
 
     The order is the contract: tensor parallel names plain submodules; checkpointing wraps blocks;
-    compile sees what it wrapped; FSDP goes last, over whatever the others made.
+    compile sees what it wrapped; data parallel goes last, over whatever the others made.
     """
     if dims.degrees.tp > 1:
         plan = facts.tensor_parallel_plan(model.args)
         apply_tensor_parallel(model, dims.weight_mesh["tp"], plan=plan)
-    apply_activation_checkpoint(facts.blocks(model), config=activation_checkpoint)
-    apply_compile(facts.blocks(model), config=compile)
-    units = facts.fsdp_units(model)
-    apply_fsdp(model, dims.fsdp_mesh, units=units, parallelism=parallelism, mp_policy=mp_policy)
+    is_simple = parallelism.data_parallel == "simple_fsdp"
+    apply_activation_checkpoint(
+        facts.blocks(model),
+        config=activation_checkpoint,
+        frees_weights=is_simple and parallelism.fsdp_reshard_after_forward != "never",
+    )
+    apply_compile(facts.blocks(model), config=compile, buckets_collectives=is_simple)
+    mesh, units = dims.fsdp_mesh, facts.fsdp_units(model)
+    if parallelism.data_parallel == "fsdp2":
+        apply_fsdp(model, mesh, units=units, parallelism=parallelism, mp_policy=mp_policy)
+    elif is_simple:
+        apply_simple_fsdp(model, mesh, weight_mesh=dims.weight_mesh, mp_policy=mp_policy)
+    else:
+        apply_ddp(model, dims.weight_mesh["dp_replicate"], units=units, mp_policy=mp_policy)

@@ -70,7 +70,50 @@ def _is_horizon_passed(run: Run) -> bool:
     return total is not None and total < run.config.training.steps
 
 
+def _is_ddp(run: Run) -> bool:
+    return run.config.parallelism.data_parallel == "ddp"
+
+
+def _is_simple_fsdp(run: Run) -> bool:
+    return run.config.parallelism.data_parallel == "simple_fsdp"
+
+
+def _is_not_fsdp2(run: Run) -> bool:
+    return run.config.parallelism.data_parallel != "fsdp2"
+
+
+def _is_reshard_group_uneven(run: Run) -> bool:
+    group, shards = run.config.parallelism.fsdp_reshard_after_forward, run.degrees.dp_shard
+    return isinstance(group, int) and (group in (1, shards) or shards % group != 0)
+
+
 REFUSALS = (
+    Refusal("parallelism.data_parallel_shard_degree", "ddp does not shard",
+            lambda run: _is_ddp(run)
+            and run.config.parallelism.data_parallel_shard_degree not in (-1, 1)),
+    Refusal("parallelism.data_parallel_replicate_degree",
+            "with ddp, the ranks that are left hold copies: leave it out or name their number",
+            lambda run: _is_ddp(run) and run.config.parallelism.data_parallel_replicate_degree
+            not in (1, run.degrees.dp_replicate)),
+    Refusal("parallelism.fsdp_reshard_after_forward", "does nothing with ddp",
+            lambda run: _is_ddp(run)
+            and run.config.parallelism.fsdp_reshard_after_forward != "default"),
+    Refusal("parallelism.fsdp_reshard_after_forward", "simple_fsdp knows default and never",
+            lambda run: _is_simple_fsdp(run)
+            and run.config.parallelism.fsdp_reshard_after_forward not in ("default", "never")),
+    Refusal("parallelism.fsdp_reshard_after_forward",
+            "an integer must divide the sharding ranks, and be neither 1 nor all of them",
+            _is_reshard_group_uneven),
+    Refusal("parallelism.fsdp_reduce_gradients",
+            "needs fsdp2: ddp reduces after the last microbatch, simple_fsdp after each",
+            lambda run: _is_not_fsdp2(run)
+            and run.config.parallelism.fsdp_reduce_gradients != "every_microbatch"),
+    Refusal("parallelism.fsdp_forward_prefetch", "needs fsdp2",
+            lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_forward_prefetch > 0),
+    Refusal("parallelism.fsdp_backward_prefetch", "needs fsdp2",
+            lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_backward_prefetch > 0),
+    Refusal("parallelism.fsdp_cpu_offload", "needs fsdp2",
+            lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Refusal("parallelism.context_parallel_degree", "context parallelism is not built yet",
             lambda run: run.degrees.cp > 1),
     Refusal("parallelism.pipeline_parallel_degree", "pipeline parallelism is not built yet",
@@ -97,6 +140,9 @@ REFUSALS = (
     Refusal("training.mixed_precision_reduce", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32"
             and run.config.training.mixed_precision_reduce != "float32"),
+    Refusal("training.mixed_precision_output", "does nothing unless training.dtype is float32",
+            lambda run: run.config.training.dtype != "float32"
+            and run.config.training.mixed_precision_output != "auto"),
     Refusal("activation_checkpoint.selective",
             "does nothing unless activation_checkpoint.mode is selective",
             lambda run: run.config.activation_checkpoint.mode != "selective"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from config.job_config import ActivationCheckpoint, Compile
+from config.job_config import ActivationCheckpoint, Compile, Parallelism
 from data.loader import Batch
 from models import find_model
 from models.meta import build_on_meta
@@ -21,7 +21,7 @@ from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
 from parallelisms.materialize import canonical_fqn, materialize
 from runtime.distributed import sum_over
-from tests.layouts import CPU, REPLICATE, TP, Layout, build_sharded
+from tests.layouts import CPU, MODE, REDUCE, REPLICATE, RESHARD, TP, Layout, build_sharded
 from tests.ranks import RankError, RankPool
 from train import count_valid, run_model
 
@@ -43,8 +43,32 @@ LAYOUTS = [
     Layout(4, {TP: 2, REPLICATE: 2}),
 ]
 VARIANTS = [
-    Layout(2, reshard="always"),
-    Layout(2, reshard="never"),
+    Layout(4, {RESHARD: 2}),
+    Layout(2, {REDUCE: "last_microbatch"}),
+    Layout(2, {REDUCE: "last_microbatch", RESHARD: "never"}),
+    Layout(4, {REDUCE: "last_microbatch", REPLICATE: 2}),
+    Layout(1, {MODE: "ddp"}),
+    Layout(2, {MODE: "ddp"}),
+    Layout(4, {MODE: "ddp"}),
+    Layout(4, {MODE: "ddp", TP: 2}),
+    Layout(1, {MODE: "simple_fsdp"}),
+    Layout(2, {MODE: "simple_fsdp"}),
+    Layout(3, {MODE: "simple_fsdp"}),
+    Layout(4, {MODE: "simple_fsdp"}),
+    Layout(4, {MODE: "simple_fsdp", RESHARD: "never"}),
+    Layout(2, {MODE: "simple_fsdp", REPLICATE: 2}),
+    Layout(4, {MODE: "simple_fsdp", REPLICATE: 2}),
+    Layout(2, {MODE: "simple_fsdp", TP: 2}),
+    Layout(4, {MODE: "simple_fsdp", TP: 2}),
+    Layout(4, {MODE: "simple_fsdp", TP: 2, REPLICATE: 2}),
+    Layout(2, {MODE: "simple_fsdp"}, compile=Compile(enable=True, backend="aot_eager")),
+    Layout(4, {MODE: "simple_fsdp", TP: 2}, compile=Compile(enable=True, backend="aot_eager")),
+    Layout(2, {MODE: "simple_fsdp"}, recompute=ActivationCheckpoint(mode="full")),
+    Layout(2, {MODE: "simple_fsdp"}, recompute=ActivationCheckpoint(mode="selective")),
+    Layout(2, {MODE: "ddp"}, recompute=ActivationCheckpoint(mode="selective")),
+    Layout(2, {MODE: "ddp"}, compile=Compile(enable=True, backend="aot_eager")),
+    Layout(2, {RESHARD: "always"}),
+    Layout(2, {RESHARD: "never"}),
     Layout(2, recompute=ActivationCheckpoint(mode="full")),
     Layout(2, recompute=ActivationCheckpoint(mode="selective")),
     Layout(2, recompute=ActivationCheckpoint(mode="selective", selective=3)),
@@ -80,7 +104,7 @@ def one_device(name: str, flavor: str, batch: Batch) -> dict[str, torch.Tensor]:
     model = build_on_meta(spec, args, torch.float64)
     materialize(model, CPU, seed=7)
     found = {"logits": model(*batch.inputs).detach()}
-    found["loss"] = run_model(model, CPU, [batch], count_valid([batch]))
+    found["loss"] = run_model(model, CPU, Parallelism(), [batch], count_valid([batch]))
     found["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     return found | {fqn: p.grad for fqn, p in model.named_parameters()}
 
@@ -100,7 +124,7 @@ def check_layout(name: str, flavor: str, layout: Layout, document_mask: bool = F
     logits = torch.cat([model(*microbatch.inputs).detach() for microbatch in microbatches])
     assert_close(logits, torch.cat([want["logits"][rows] for rows in slices]), "logits")
     n_tokens = sum_over(count_valid(microbatches), dims.batch_mesh)
-    loss = run_model(model, CPU, microbatches, n_tokens)
+    loss = run_model(model, CPU, Parallelism(**layout.parallelism), microbatches, n_tokens)
     assert_close(sum_over(loss, dims.batch_mesh), want["loss"], "loss")
     assert_close(clip_grad_norm_(list(model.parameters()), MAX_NORM), want["norm"], "norm")
     for fqn, parameter in model.named_parameters():

@@ -1,0 +1,121 @@
+"""What data parallelism sends in a step, and whether computing takes long enough to hide it."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from config.job_config import Parallelism
+from parallelisms.parallel_dims import ParallelDims
+from runtime.log import logger
+
+# Of the peak that well-tuned training reaches.
+ATTAINED = 0.55
+PROBE_BYTES, PROBES = 1 << 26, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes that each rank sends in one step, by collective, with ring algorithms."""
+
+    all_gather: float
+    reduce_scatter: float
+    all_reduce: float
+
+
+def warn_of_traffic(
+    dims: ParallelDims,
+    parallelism: Parallelism,
+    mp_policy: MixedPrecisionPolicy,
+    *,
+    n_parameters: int,
+    n_tokens: int,
+    microbatches: int,
+    flops_per_token: float,
+    peak_flops: float,
+) -> None:
+    """Measure the links, and warn if ``n_tokens`` per rank and microbatch are too few to hide it.
+
+    The weights travel once or twice per microbatch whatever its size, so only tokens outweigh them:
+    8 bytes a parameter against 6 FLOPs a parameter and token. A collective.
+    """
+    # Tensor parallel divides both sides alike.
+    traffic = step_traffic(
+        parallelism,
+        mp_policy,
+        n_parameters=n_parameters,
+        n_shards=dims.weight_mesh["dp_shard_cp"].size(),
+        n_replicas=dims.weight_mesh["dp_replicate"].size(),
+        microbatches=microbatches,
+    )
+    seconds = 0.0
+    for name, sent in (
+        ("dp_shard_cp", traffic.all_gather + traffic.reduce_scatter),
+        ("dp_replicate", traffic.all_reduce),
+    ):
+        if sent > 0:
+            seconds += sent / _bus_bandwidth(dims.weight_mesh[name])
+    needed = seconds * ATTAINED * peak_flops / flops_per_token / microbatches
+    if n_tokens < needed:
+        logger.warning(
+            "%s tokens per rank and microbatch: the links need %.1f ms a step, which %s would hide",
+            f"{n_tokens:,}", 1e3 * seconds, f"{round(needed):,}",
+        )  # fmt: skip
+
+
+def step_traffic(
+    parallelism: Parallelism,
+    mp_policy: MixedPrecisionPolicy,
+    *,
+    n_parameters: int,
+    n_shards: int,
+    n_replicas: int,
+    microbatches: int,
+) -> Traffic:
+    """The closed form: (n-1)/n of the whole per gather or scatter, twice that per all-reduce.
+
+    As if every unit were resharded after forward: the last one, and an embedding that is not
+    tied, are gathered once less.
+    """
+    assert mp_policy.param_dtype is not None
+    assert mp_policy.reduce_dtype is not None
+    weights = n_parameters * mp_policy.param_dtype.itemsize
+    gradients = n_parameters * mp_policy.reduce_dtype.itemsize
+    mode, is_kept = parallelism.data_parallel, parallelism.fsdp_reshard_after_forward == "never"
+    gathers = (1 if is_kept else 2) * microbatches
+    scatters = reductions = microbatches
+    if mode == "fsdp2":
+        reductions = 1
+        if is_kept:
+            gathers = 1
+        if parallelism.fsdp_reduce_gradients == "last_microbatch":
+            scatters = 1
+    elif mode == "ddp":
+        reductions = 1
+    over_shards, over_replicas = 1 - 1 / n_shards, 1 - 1 / n_replicas
+    return Traffic(
+        all_gather=gathers * weights * over_shards,
+        reduce_scatter=scatters * gradients * over_shards,
+        all_reduce=2 * reductions * gradients / n_shards * over_replicas,
+    )
+
+
+def _bus_bandwidth(mesh: DeviceMesh) -> float:
+    """Bytes per second that each rank of a 1-D mesh sends in an all-gather; the best of a few."""
+    group, size = mesh.get_group(), mesh.size()
+    part = torch.zeros(PROBE_BYTES // size, dtype=torch.uint8, device=mesh.device_type)
+    whole = part.new_empty(part.numel() * size)
+    best = 0.0
+    for _ in range(PROBES):
+        begin = time.perf_counter()
+        dist.all_gather_into_tensor(whole, part, group=group)
+        # The host waits for the result, and so for the collective.
+        whole[-1].item()
+        best = max(best, (whole.numel() - part.numel()) / (time.perf_counter() - begin))
+    # The slowest rank's: all have to decide alike.
+    slowest = torch.tensor(best, dtype=torch.float64, device=mesh.device_type)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)
+    return slowest.item()
