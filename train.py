@@ -46,6 +46,7 @@ from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
 from parallelisms.support import check_support
+from parallelisms.traffic import warn_of_traffic
 from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.control import RunControl
@@ -162,10 +163,13 @@ def main(job: Job) -> int:
         head_dim=args.head_dim,
         seq_len=training.seq_len,
     )
-    size = f"{sum(p.numel() for p in model.parameters()):,}"
-    logger.info("model: %s %s, %s parameters", config.model.name, config.model.flavor, size)
+    n_parameters = sum(p.numel() for p in model.parameters())
+    logger.info(
+        "model: %s %s, %s parameters", config.model.name, config.model.flavor, f"{n_parameters:,}"
+    )
 
     # 4. Shard it, then give it memory and weights
+    mp_policy = mixed_precision_policy(training, device)
     parallelize(
         model,
         dims,
@@ -173,9 +177,10 @@ def main(job: Job) -> int:
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
-        mp_policy=mixed_precision_policy(training, device),
+        mp_policy=mp_policy,
     )
-    materialize(model, device, seed=config.debug.seed)
+    is_offloaded = config.parallelism.fsdp_cpu_offload
+    materialize(model, device, seed=config.debug.seed, is_offloaded=is_offloaded)
     forward_backward = partial(run_model, model, device, config.parallelism)
 
     # 5. Optimizer; its learning rate is a function of the step
@@ -199,7 +204,19 @@ def main(job: Job) -> int:
     elif config.checkpoint.initial_load_path:
         checkpointer.load_initial(model_state)
         logger.info("weights from %s", config.checkpoint.initial_load_path)
-    check_replicas(model, dims.weight_mesh["dp_replicate"])
+    check_replicas(model, dims.weight_mesh)
+    peak = peak_flops(device, config.metrics.peak_tflops)
+    if peak is not None:
+        warn_of_traffic(
+            dims,
+            config.parallelism,
+            mp_policy,
+            n_parameters=n_parameters,
+            n_tokens=training.local_batch_size * training.seq_len,
+            microbatches=loader.microbatches,
+            flops_per_token=flops[0],
+            peak_flops=peak,
+        )
 
     # 7. What is seen
     held_out: list[Batch] = []
@@ -213,7 +230,7 @@ def main(job: Job) -> int:
         device=device,
         n_devices=world_size,
         flops_per_token=flops,
-        peak_flops=peak_flops(device, config.metrics.peak_tflops),
+        peak_flops=peak,
         resumed=resumed,
     )
 

@@ -1,6 +1,7 @@
 """Fully sharded data parallel: FSDP2 on a 1-D mesh, HSDP on a 2-D one (arXiv 2304.11277)."""
 
 from dataclasses import replace
+from typing import cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -50,7 +51,7 @@ def apply_fsdp(
     # The units hold every parameter; the root is what casts the logits.
     fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
     sum_gradients(model, fsdp_mesh)
-    _prefetch([unit[0] for unit in units], parallelism)
+    _prefetch([cast(FSDPModule, unit[0]) for unit in units], parallelism)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
         "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s, reshard after forward %s",
@@ -67,11 +68,10 @@ def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:
     return Shard(max(even, key=lambda dim: shape[dim]))
 
 
-def _prefetch(units: list[nn.Module], parallelism: Parallelism) -> None:
+def _prefetch(units: list[FSDPModule], parallelism: Parallelism) -> None:
     """Start the gathers of that many units ahead of their use."""
     ahead, behind = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
     for index, unit in enumerate(units):
-        assert isinstance(unit, FSDPModule)
         if ahead:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
         if behind:

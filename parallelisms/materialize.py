@@ -22,10 +22,18 @@ BLOCK_ELEMENTS = 1 << 22
 WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def materialize(model: nn.Module, device: torch.device, *, seed: int) -> None:
-    """Allocate the shards on ``device`` and let ``model.init_weights`` fill them, in place."""
+def materialize(
+    model: nn.Module, device: torch.device, *, seed: int, is_offloaded: bool = False
+) -> None:
+    """Allocate the shards on ``device`` and let ``model.init_weights`` fill them, in place.
+
+    ``is_offloaded``: parameters live in host memory, and only buffers on ``device``.
+    """
     with keep_shared(model):
-        model.to_empty(device=device)
+        model.to_empty(device=torch.device("cpu") if is_offloaded else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
     tensors = {canonical_fqn(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
     with torch.no_grad():
         for tensor in tensors.values():

@@ -7,7 +7,7 @@ else, so a compiler sees all of it in a block's graph and may bucket and overlap
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -46,7 +46,8 @@ def apply_simple_fsdp(
         places[parameter].append((path, name))
     weights: dict[nn.Module, list[_Weight]] = defaultdict(list)
     for parameter, shared in places.items():
-        dp_placements, sharded = _shard(parameter, fsdp_mesh, weight_mesh)
+        shard = shard_placement(parameter, fsdp_mesh.size(-1))
+        sharded = _sharded(parameter, shard, fsdp_mesh, weight_mesh)
         for path, name in shared:
             model.get_submodule(path).register_parameter(name, sharded)
         owner = model
@@ -54,10 +55,10 @@ def apply_simple_fsdp(
             owner, shared = model.get_submodule(path), [("", name)]
         # What several modules share is gathered once, while the whole model runs.
         weights[owner].append(
-            _Weight(tuple(shared), fsdp_mesh, dp_placements, whole=parameter, mp_policy=mp_policy)
+            _Weight(tuple(shared), _dims(fsdp_mesh), shard, whole=parameter, mp_policy=mp_policy)
         )
     for module, own in weights.items():
-        module.__class__ = _gathering(type(module))
+        module.__class__ = _gathering(cast(Any, type(module)))
         module.__dict__["_weights"] = own
     if mp_policy.output_dtype is not None:
         model.register_forward_hook(partial(_cast, mp_policy.output_dtype))
@@ -74,8 +75,9 @@ class _Weight:
 
     places: tuple[tuple[str, str], ...]
     """Submodules that have it, below the one whose forward it is gathered for, and its names."""
-    fsdp_mesh: DeviceMesh
-    dp_placements: tuple[Placement, ...]
+    meshes: list[DeviceMesh]
+    """1-D: replicas if there are any, then shards."""
+    shard: Shard
     whole: nn.Parameter
     """On the meta device: one device's parameter, or tensor parallel's DTensor."""
     mp_policy: MixedPrecisionPolicy
@@ -84,7 +86,7 @@ class _Weight:
         """Let plain attributes, the whole weight, hide the parameter."""
         places = [(module.get_submodule(path), name) for path, name in self.places]
         first, name = places[0]
-        whole = self.gather(first._parameters[name])
+        whole = self.gather(first.get_parameter(name))
         for place, name in places:
             place.__dict__[name] = whole
 
@@ -96,61 +98,67 @@ class _Weight:
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole weight in the compute dtype; its gradient is summed in the reduction's."""
         assert isinstance(parameter, DTensor)
-        whole = self.whole
-        if isinstance(whole, DTensor):
-            part = whole.to_local()
-            parameter = DTensor.from_local(
-                parameter.to_local(),
-                self.fsdp_mesh,
-                self.dp_placements,
-                run_check=False,
-                shape=part.shape,
-                stride=part.stride(),
-            )
-        gathered = parameter.redistribute(
-            placements=[Replicate()] * self.fsdp_mesh.ndim,
-            forward_dtype=self.mp_policy.param_dtype,
+        part = self.whole.to_local() if isinstance(self.whole, DTensor) else self.whole
+        *replicate_meshes, shard_mesh = self.meshes
+        local = parameter.to_local()
+        # First in forward, where nothing travels, is last in backward: replicas exchange shards.
+        for mesh in replicate_meshes:
+            copy = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+            local = self._whole_over(copy, forward_dtype=None)
+        shard = DTensor.from_local(
+            local, shard_mesh, [self.shard], run_check=False, shape=part.shape, stride=part.stride()
+        )
+        local = self._whole_over(shard, forward_dtype=self.mp_policy.param_dtype)
+        if not isinstance(self.whole, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            self.whole.device_mesh,
+            self.whole.placements,
+            run_check=False,
+            shape=self.whole.shape,
+            stride=self.whole.stride(),
+        )
+
+    def _whole_over(self, tensor: DTensor, forward_dtype: torch.dtype | None) -> torch.Tensor:
+        """Gathered over a 1-D mesh in forward, its gradient reduced over it in backward."""
+        whole = tensor.redistribute(
+            placements=[Replicate()],
+            forward_dtype=forward_dtype,
             backward_dtype=self.mp_policy.reduce_dtype,
-        ).to_local(grad_placements=[Partial()] * self.fsdp_mesh.ndim)
-        if isinstance(whole, DTensor):
-            return DTensor.from_local(
-                gathered,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
-        return gathered
+        )
+        return whole.to_local(grad_placements=[Partial()])
 
 
-def _shard(
-    parameter: nn.Parameter, fsdp_mesh: DeviceMesh, weight_mesh: DeviceMesh
-) -> tuple[tuple[Placement, ...], nn.Parameter]:
-    """This rank's shard of a parameter that every data-parallel rank holds whole."""
-    shard = shard_placement(parameter, fsdp_mesh.size(-1))
-    dp_placements = (*[Replicate()] * (fsdp_mesh.ndim - 1), shard)
+def _sharded(
+    parameter: nn.Parameter, shard: Shard, fsdp_mesh: DeviceMesh, weight_mesh: DeviceMesh
+) -> nn.Parameter:
+    """What this rank keeps of a parameter that every data-parallel rank holds whole."""
     whole = parameter.detach()
     part = whole.to_local() if isinstance(whole, DTensor) else whole
-    sharded = distribute_tensor(part, fsdp_mesh, dp_placements, src_data_rank=None)
-    if isinstance(parameter, DTensor):
-        (tp_placement,) = parameter.placements
-        if isinstance(tp_placement, Shard) and tp_placement.dim == shard.dim:
+    *replicate_meshes, shard_mesh = _dims(fsdp_mesh)
+    local = distribute_tensor(part, shard_mesh, [shard], src_data_rank=None).to_local()
+    mesh, own, others = fsdp_mesh, cast(Placement, shard), list[Placement]()
+    if isinstance(whole, DTensor):
+        mesh = weight_mesh[(*_names(fsdp_mesh), *_names(whole.device_mesh))]
+        others = list(whole.placements)
+        if shard in others:
             # Tensor parallel cut this dim first, though its mesh dim comes last.
-            tp_size = parameter.device_mesh.size()
-            shard = _StridedShard(shard.dim, split_factor=tp_size)
-        fsdp_dims, tp_dims = fsdp_mesh.mesh_dim_names, parameter.device_mesh.mesh_dim_names
-        assert fsdp_dims is not None
-        assert tp_dims is not None
-        sharded = DTensor.from_local(
-            sharded.to_local(),
-            weight_mesh[(*fsdp_dims, *tp_dims)],
-            (*dp_placements[:-1], shard, tp_placement),
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return dp_placements, nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            own = _StridedShard(shard.dim, split_factor=whole.device_mesh.size())
+    placements = [*(Replicate() for _ in replicate_meshes), own, *others]
+    sharded = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names
+
+
+def _dims(mesh: DeviceMesh) -> list[DeviceMesh]:
+    return [mesh[name] for name in _names(mesh)]
 
 
 @cache

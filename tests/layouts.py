@@ -37,10 +37,16 @@ class Layout:
 
 
 def build_sharded(
-    name: str, args: TransformerArgs, layout: Layout, *, dtype: str = "float32"
+    name: str,
+    args: TransformerArgs,
+    layout: Layout,
+    *,
+    dtype: str = "float32",
+    compute_dtype: str = "auto",
 ) -> tuple[nn.Module, ParallelDims]:
     """Still on the meta device; ``materialize`` gives it weights."""
     spec, _ = find_model(name, "debugmodel")
+    training = Training(dtype=dtype, mixed_precision_param=compute_dtype)
     parallelism = Parallelism(**layout.parallelism)
     dims = ParallelDims.build(parallelism, layout.world_size, "cpu")
     model = build_on_meta(spec, args, getattr(torch, dtype))
@@ -51,6 +57,6 @@ def build_sharded(
         parallelism=parallelism,
         activation_checkpoint=layout.recompute,
         compile=layout.compile,
-        mp_policy=mixed_precision_policy(Training(dtype=dtype), CPU),
+        mp_policy=mixed_precision_policy(training, CPU),
     )
     return model, dims

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from config import load_config
 from runtime import exit_codes
@@ -38,6 +39,8 @@ class Bad:
 
 TP = "parallelism.tensor_parallel_degree"
 HSDP = "--parallelism.data_parallel_replicate_degree"
+DDP, SIMPLE = "--parallelism.data_parallel ddp", "--parallelism.data_parallel simple_fsdp"
+RESHARD = "--parallelism.fsdp_reshard_after_forward"
 FILE = "run.toml"
 
 BAD = [
@@ -109,6 +112,24 @@ BAD = [
     Bad("parallelism", f"--{TP} 2", says="do not make 3 ranks", ranks=3),
     Bad("parallelism", f"--{TP} 4", says="do not make 2 ranks"),
     Bad("parallelism", "--parallelism.data_parallel_shard_degree 2 " + HSDP + " 2", says="2 ranks"),
+    Bad("parallelism.data_parallel_shard_degree",
+        f"{DDP} --parallelism.data_parallel_shard_degree 2", says="does not shard"),
+    Bad("parallelism.data_parallel_replicate_degree", f"{DDP} {HSDP} 2", says="leave", ranks=4),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{DDP} {RESHARD} never", says="ddp"),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{SIMPLE} {RESHARD} always", says="default"),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{SIMPLE} {RESHARD} 2", says="never", ranks=4),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 2", says="divide"),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 3", says="divide", ranks=4),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 0", says="got 0"),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} sometimes", says="'never'"),
+    Bad("parallelism.fsdp_reduce_gradients",
+        f"{SIMPLE} --parallelism.fsdp_reduce_gradients last_microbatch", says="fsdp2"),
+    Bad("parallelism.fsdp_forward_prefetch", f"{DDP} --parallelism.fsdp_forward_prefetch 1"),
+    Bad("parallelism.fsdp_backward_prefetch", f"{DDP} --parallelism.fsdp_backward_prefetch 1"),
+    Bad("parallelism.fsdp_cpu_offload", f"{SIMPLE} --parallelism.fsdp_cpu_offload true"),
+    Bad("parallelism.data_parallel", "--parallelism.data_parallel fsdp", says="'fsdp2'"),
+    Bad("training.mixed_precision_output",
+        "--training.dtype float64 --training.mixed_precision_output float32", says="float32"),
     Bad("parallelism.context_parallel_degree", "--parallelism.context_parallel_degree 2"),
     Bad("parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_degree 2"),
     Bad("parallelism.expert_parallel_degree", "--parallelism.expert_parallel_degree 2"),
@@ -177,6 +198,8 @@ UNFINDABLE = [
     Bad("data.path", "--data.source files --data.path *.*", says="mixes tables"),
     Bad("data.validation_percent", "--data.source files --data.path one.txt", says="validation"),
     Bad("model.vocab_size", "--model.vocab_size 257", says="258"),
+    Bad("parallelism.fsdp_cpu_offload", "--parallelism.fsdp_cpu_offload true", says="CUDA"),
+    Bad("profiling.enable_memory_snapshot", "--profiling.enable_memory_snapshot true", says="CUDA"),
 ]
 
 
@@ -185,6 +208,7 @@ def test_trainer_refuses_by_name_what_only_it_can_find(
     bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("broken.model").write_text("not a rank file\n")
     Path("broken.json").write_text("{")
     Path("rows.jsonl").write_text('{"content": "text"}\n')

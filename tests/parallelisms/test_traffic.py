@@ -1,0 +1,102 @@
+"""The closed form of what data parallelism sends, and the warning made of it."""
+
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from config.job_config import Parallelism
+from parallelisms import traffic as subject
+from parallelisms.parallel_dims import ParallelDims
+from parallelisms.traffic import Traffic, step_traffic, warn_of_traffic
+from tests.ranks import RankPool
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PARAMETERS = 1_000
+
+
+def sent(n_shards: int, n_replicas: int, microbatches: int, **keys: str) -> Traffic:
+    return step_traffic(
+        Parallelism(**keys),
+        MIXED,
+        n_parameters=PARAMETERS,
+        n_shards=n_shards,
+        n_replicas=n_replicas,
+        microbatches=microbatches,
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "gathered", "scattered", "reduced"),
+    [
+        # Bytes per parameter and step of 3 microbatches, of 4 ranks.
+        ({}, (4, 1), 3 * 2 * 2 * 3 / 4, 3 * 4 * 3 / 4, 0),
+        ({"fsdp_reshard_after_forward": "never"}, (4, 1), 2 * 3 / 4, 3 * 4 * 3 / 4, 0),
+        ({"fsdp_reduce_gradients": "last_microbatch"}, (4, 1), 3 * 2 * 2 * 3 / 4, 4 * 3 / 4, 0),
+        ({}, (2, 2), 3 * 2 * 2 / 2, 3 * 4 / 2, 2 * 4 / 2 / 2),
+        ({"data_parallel": "ddp"}, (1, 4), 0, 0, 2 * 4 * 3 / 4),
+        ({"data_parallel": "simple_fsdp"}, (2, 2), 3 * 2 * 2 / 2, 3 * 4 / 2, 3 * 2 * 4 / 2 / 2),
+        ({}, (1, 1), 0, 0, 0),
+    ],
+)
+def test_closed_form(
+    keys: dict[str, str],
+    ranks: tuple[int, int],
+    gathered: float,
+    scattered: float,
+    reduced: float,
+) -> None:
+    found = sent(*ranks, microbatches=3, **keys)
+    want = (PARAMETERS * gathered, PARAMETERS * scattered, PARAMETERS * reduced)
+    assert (found.all_gather, found.reduce_scatter, found.all_reduce) == pytest.approx(want)
+
+
+def warnings(bandwidth: float, n_tokens: int) -> list[str]:
+    """What a rank of 1,000 shards would be told on links of ``bandwidth`` bytes per second."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    parallelism = Parallelism()
+    dims = ParallelDims.build(parallelism, 2, "cpu")
+    large = lambda *args, **kwargs: step_traffic(*args, **kwargs | {"n_shards": 1_000_000})  # noqa: E731
+    subject.logger.addHandler(handler)
+    with (
+        patch.object(subject, "_bus_bandwidth", lambda mesh: bandwidth),
+        patch.object(subject, "step_traffic", large),
+    ):
+        warn_of_traffic(
+            dims,
+            parallelism,
+            MIXED,
+            n_parameters=8_000_000_000,
+            n_tokens=n_tokens,
+            microbatches=2,
+            flops_per_token=6 * 8e9,
+            peak_flops=1e15,
+        )
+    subject.logger.removeHandler(handler)
+    return records
+
+
+@pytest.mark.parametrize(("bandwidth", "needed"), [(450e9, 1630), (350e9, 2095), (50e9, 14667)])
+def test_warning_knows_how_many_tokens_hide_the_traffic(
+    ranks: RankPool, bandwidth: float, needed: int
+) -> None:
+    """8 bytes a parameter against 6 FLOPs a parameter and token, at 550 TFLOP/s."""
+    (few, *_) = ranks.run(warnings, 2, bandwidth, needed - 1)
+    (enough, *_) = ranks.run(warnings, 2, bandwidth, needed + 1)
+    assert len(few) == 1
+    assert f"{needed:,} would hide" in few[0]
+    assert enough == []
+
+
+def measured_bandwidth() -> float:
+    return subject._bus_bandwidth(ParallelDims.build(Parallelism(), 2, "cpu").fsdp_mesh)
+
+
+def test_bandwidth_is_measured_and_agreed_upon(ranks: RankPool) -> None:
+    first, second = ranks.run(measured_bandwidth, 2)
+    assert first == second
+    assert 1e7 < first < 1e12
