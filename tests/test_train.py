@@ -113,8 +113,10 @@ def test_resolved_config_runs_again(uninterrupted: Path, tmp_path: Path) -> None
         (1, {}),
         (4, {"parallelism.tensor_parallel_degree": "2"}),
         (4, {"parallelism.data_parallel_replicate_degree": "2"}),
+        (2, {"parallelism.data_parallel": "ddp"}),
+        (2, {"parallelism.data_parallel": "simple_fsdp"}),
     ],
-    ids=["one-device", "tp2", "replicate2"],
+    ids=["one-device", "tp2", "replicate2", "ddp", "simple_fsdp"],
 )
 def test_any_mesh_trains_the_same_model(
     uninterrupted: Path, tmp_path: Path, n_ranks: int, overrides: dict[str, str]
@@ -123,6 +125,16 @@ def test_any_mesh_trains_the_same_model(
     got, want = curve(tmp_path), curve(uninterrupted)
     assert got.keys() == want.keys()
     for step, values in want.items():
+        assert got[step] == pytest.approx(values, rel=1e-9), f"step {step}"
+
+
+def test_a_run_changes_its_data_parallelism_on_resume(uninterrupted: Path, tmp_path: Path) -> None:
+    for steps, mode in (("2", "simple_fsdp"), ("4", "ddp"), ("6", "fsdp2")):
+        output = run(tmp_path, 2, **{"training.steps": steps, "parallelism.data_parallel": mode})
+    assert "resumed from step 4" in output
+    got = curve(tmp_path)
+    assert sorted(got) == list(range(1, 7))
+    for step, values in curve(uninterrupted).items():
         assert got[step] == pytest.approx(values, rel=1e-9), f"step {step}"
 
 

@@ -21,7 +21,7 @@ from models.meta import build_on_meta
 from models.transformer import FeedForward
 from parallelisms import materialize as subject
 from parallelisms.materialize import canonical_fqn, fill_trunc_normal, materialize
-from tests.layouts import CPU, REPLICATE, TP, Layout, build_sharded
+from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankPool
 
 SEED = 7
@@ -44,6 +44,15 @@ LAYOUTS = [
     Layout(4, {TP: 4}),
     Layout(4, {TP: 2, REPLICATE: 2}),
     Layout(2, recompute=ActivationCheckpoint(mode="full"), compile=Compile(enable=True)),
+    Layout(1, {MODE: "ddp"}),
+    Layout(4, {MODE: "ddp"}),
+    Layout(4, {MODE: "ddp", TP: 2}),
+    Layout(1, {MODE: "simple_fsdp"}),
+    Layout(2, {MODE: "simple_fsdp"}),
+    Layout(4, {MODE: "simple_fsdp"}),
+    Layout(4, {MODE: "simple_fsdp", REPLICATE: 2}),
+    Layout(4, {MODE: "simple_fsdp", TP: 2}),
+    Layout(4, {MODE: "simple_fsdp", TP: 2, REPLICATE: 2}),
 ]
 
 

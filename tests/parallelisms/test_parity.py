@@ -4,17 +4,19 @@ In float64 rounding cannot hide a wrong factor. The batch has unequal counts of 
 rank and microbatch, which an average anywhere would get wrong.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
 from data.loader import Batch
@@ -91,9 +93,11 @@ VARIANTS = [
 ]
 
 
-def args_of(name: str, is_tied: bool) -> TransformerArgs:
+def args_of(name: str, is_tied: bool, has_narrow_keys: bool) -> TransformerArgs:
+    """A small model; with narrow keys, wk and wv have fewer rows than four ranks."""
     args = find_model(name, "debugmodel")[1]
-    return replace(args, n_layers=2, max_seq_len=SEQ_LEN, tie_embeddings=is_tied)
+    args = replace(args, n_layers=2, max_seq_len=SEQ_LEN, tie_embeddings=is_tied)
+    return replace(args, n_kv_heads=1, head_dim=2) if has_narrow_keys else args
 
 
 @cache
@@ -125,10 +129,10 @@ class Step:
 
 @cache
 def one_device(
-    name: str, is_tied: bool, document_mask: bool
+    name: str, is_tied: bool, document_mask: bool, has_narrow_keys: bool
 ) -> tuple[list[torch.Tensor], list[Step], dict[str, torch.Tensor]]:
     """The plain model on the whole batch: logits before and after, steps, weights at the end."""
-    args = args_of(name, is_tied)
+    args = args_of(name, is_tied, has_narrow_keys)
     batch = global_batch(args.vocab_size, document_mask)
     model = build_on_meta(find_model(name, "debugmodel")[0], args, torch.float64)
     materialize(model, CPU, seed=7)
@@ -150,10 +154,19 @@ def cloned(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.clone()
 
 
-def check_layout(name: str, is_tied: bool, layout: Layout, document_mask: bool = False) -> None:
-    args = args_of(name, is_tied)
+def check_layout(
+    name: str,
+    is_tied: bool,
+    layout: Layout,
+    document_mask: bool = False,
+    has_narrow_keys: bool = False,
+) -> list[str]:
+    """Compare with one device; the FQNs of what is not sharded over dim 0."""
+    args = args_of(name, is_tied, has_narrow_keys)
     batch = global_batch(args.vocab_size, document_mask)
-    want_logits, want_steps, want_weights = one_device(name, is_tied, document_mask)
+    want_logits, want_steps, want_weights = one_device(
+        name, is_tied, document_mask, has_narrow_keys
+    )
     model, dims = build_sharded(name, args, layout, dtype="float64")
     materialize(model, CPU, seed=7)
     # Forward gives the modules whole weights for a while.
@@ -186,9 +199,13 @@ def check_layout(name: str, is_tied: bool, layout: Layout, document_mask: bool =
         optimizer.step()
         optimizer.zero_grad()
     check_logits(want_logits[1])
+    others = []
     for fqn, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         assert_close(parameter.full_tensor(), want_weights[fqn], fqn)
+        if Shard(0) not in parameter.placements:
+            others.append(fqn)
+    return others
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
@@ -216,6 +233,13 @@ def test_documents_match_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(check_layout, layout.world_size, "qwen3", True, layout, True)
 
 
+@pytest.mark.parametrize("mode", ["fsdp2", "simple_fsdp"])
+def test_fewer_rows_than_ranks_are_sharded_by_columns(ranks: RankPool, mode: str) -> None:
+    layout = Layout(4, {MODE: mode})
+    found = ranks.run(check_layout, 4, "llama3", False, layout, False, True)[0]
+    assert found == [f"layers.{n}.attention.{w}.weight" for n in (0, 1) for w in ("wk", "wv")]
+
+
 def averaged() -> AbstractContextManager:
     return patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
 
@@ -231,12 +255,15 @@ def without_reduce_scatter() -> AbstractContextManager:
     return patch("parallelisms.simple_fsdp.Partial", Replicate)
 
 
-@contextmanager
-def without_all_reduce() -> Iterator[None]:
-    original = FSDPModule.set_requires_all_reduce
-    never = lambda self, value: original(self, False)  # noqa: E731
-    with patch.object(FSDPModule, "set_requires_all_reduce", never):
-        yield
+def without_all_reduce() -> AbstractContextManager:
+    """Of gradients; losses and norms are scalars."""
+    original = dist.all_reduce
+
+    def of_scalars(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if tensor.ndim == 0:
+            original(tensor, *args, **kwargs)
+
+    return patch.object(dist, "all_reduce", of_scalars)
 
 
 def check_fault(fault: Callable[[], AbstractContextManager], layout: Layout) -> str:
