@@ -37,8 +37,7 @@ def apply_simple_fsdp(
     """Shard over the last dim of ``fsdp_mesh``, replicate over the one before it if there is one.
 
     Mutates ``model``: parameters become DTensors with FSDP2's placements and unchanged names, on
-    dims of ``weight_mesh``. While a module's forward runs, a plain attribute with the whole weight
-    hides the parameter of that name.
+    dims of ``weight_mesh``. In a module's forward, and only there, they read as whole weights.
     """
     places: dict[nn.Parameter, list[tuple[str, str]]] = defaultdict(list)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -47,7 +46,7 @@ def apply_simple_fsdp(
     weights: dict[nn.Module, list[_Weight]] = defaultdict(list)
     for parameter, shared in places.items():
         shard = shard_placement(parameter, fsdp_mesh.size(-1))
-        sharded = _sharded(parameter, shard, fsdp_mesh, weight_mesh)
+        sharded = _shard_of(parameter, shard, fsdp_mesh, weight_mesh)
         for path, name in shared:
             model.get_submodule(path).register_parameter(name, sharded)
         owner = model
@@ -57,9 +56,12 @@ def apply_simple_fsdp(
         weights[owner].append(
             _Weight(tuple(shared), _dims(fsdp_mesh), shard, whole=parameter, mp_policy=mp_policy)
         )
-    for module, own in weights.items():
-        module.__class__ = _gathering(cast(Any, type(module)))
-        module.__dict__["_weights"] = own
+    for module in model.modules():
+        names = tuple(name for name, _ in module.named_parameters(recurse=False))
+        if names or module in weights:
+            module.__class__ = _gathering(cast(Any, type(module)), names)
+            gathering = cast(_Gathering, module)
+            gathering._sharded, gathering._whole = weights[module], {}
     if mp_policy.output_dtype is not None:
         model.register_forward_hook(partial(_cast, mp_policy.output_dtype))
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
@@ -82,18 +84,17 @@ class _Weight:
     """On the meta device: one device's parameter, or tensor parallel's DTensor."""
     mp_policy: MixedPrecisionPolicy
 
-    def show(self, module: nn.Module) -> None:
-        """Let plain attributes, the whole weight, hide the parameter."""
-        places = [(module.get_submodule(path), name) for path, name in self.places]
+    def show(self, owner: nn.Module) -> None:
+        places = [(cast(_Gathering, owner.get_submodule(path)), name) for path, name in self.places]
         first, name = places[0]
         whole = self.gather(first.get_parameter(name))
         for place, name in places:
-            place.__dict__[name] = whole
+            place._whole[name] = whole
 
-    def hide(self, module: nn.Module) -> None:
+    def hide(self, owner: nn.Module) -> None:
         for path, name in self.places:
             # A forward that failed, or recomputation that had enough, may not have come this far.
-            module.get_submodule(path).__dict__.pop(name, None)
+            cast(_Gathering, owner.get_submodule(path))._whole.pop(name, None)
 
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole weight in the compute dtype; its gradient is summed in the reduction's."""
@@ -130,7 +131,7 @@ class _Weight:
         return whole.to_local(grad_placements=[Partial()])
 
 
-def _sharded(
+def _shard_of(
     parameter: nn.Parameter, shard: Shard, fsdp_mesh: DeviceMesh, weight_mesh: DeviceMesh
 ) -> nn.Parameter:
     """What this rank keeps of a parameter that every data-parallel rank holds whole."""
@@ -161,24 +162,34 @@ def _dims(mesh: DeviceMesh) -> list[DeviceMesh]:
     return [mesh[name] for name in _names(mesh)]
 
 
-@cache
-def _gathering(cls: type[nn.Module]) -> type[nn.Module]:
-    """``cls``, with a forward that sees whole weights.
+class _Gathering(nn.Module):
+    """Mixed into a module's class: while its forward runs, weights are whole.
 
     A class and not hooks: the ids of hooks differ, so every block would be compiled anew.
     """
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        weights: list[_Weight] = self.__dict__["_weights"]
+    _sharded: list[_Weight]
+    _whole: dict[str, torch.Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            for weight in weights:
+            for weight in self._sharded:
                 weight.show(self)
-            return cls.forward(self, *args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
-            for weight in weights:
+            for weight in self._sharded:
                 weight.hide(self)
 
-    return type(f"SimpleFSDP{cls.__name__}", (cls,), {"forward": forward})
+
+@cache
+def _gathering(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """``cls``, whose parameters of these names are the whole weights when there are any."""
+    properties = {name: property(partial(_whole_or_sharded, name=name)) for name in names}
+    return type(f"SimpleFSDP{cls.__name__}", (_Gathering, cls), properties)
+
+
+def _whole_or_sharded(module: _Gathering, name: str) -> torch.Tensor | None:
+    return module._whole[name] if name in module._whole else module._parameters[name]
 
 
 def _cast(

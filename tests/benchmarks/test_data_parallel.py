@@ -1,0 +1,144 @@
+"""What is counted is what the modes have to hold and to send, by a closed form."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.counting import count_collectives, count_memory, mark, profiled
+from benchmarks.data_parallel import MICROBATCHES, Mode, build, count_mode
+from models import TransformerArgs, find_model
+from models.meta import build_on_meta
+from parallelisms.parallel_dims import resolve_degrees
+from tests.layouts import CPU, MODE, REDUCE, REPLICATE, RESHARD
+from tests.ranks import RankPool
+
+RANKS = 2
+ARGS = TransformerArgs(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=128, vocab_size=256,
+    max_seq_len=16,
+)  # fmt: skip
+SIMPLE = {MODE: "simple_fsdp"}
+
+# Bytes that a rank of two sends to gather a unit: half of it. To reduce it, as many.
+EMBEDDING = 4 * ARGS.vocab_size * ARGS.dim / RANKS
+LAST = EMBEDDING + 4 * ARGS.dim / RANKS
+BLOCKS = ARGS.n_layers * 4 * (3 * 64 * 64 + 3 * 64 * 128 + 2 * 64) / RANKS
+WHOLE = EMBEDDING + BLOCKS + LAST
+UNITS = ARGS.n_layers + 2
+# The parameters of a block, and those outside of blocks.
+INSIDE, OUTSIDE = 9 * ARGS.n_layers, 3
+# Forwards of earlier microbatches stay in FSDP2's order of prefetching, so backward ends with a
+# gather of the unit that ended the microbatch before, in vain.
+IN_VAIN = MICROBATCHES - 1
+
+
+def per_step(calls: int, size: float) -> tuple[int, float]:
+    return MICROBATCHES * calls, MICROBATCHES * size
+
+
+REDUCED = {"reduce_scatter": per_step(UNITS, WHOLE)}
+EXPECTED: list[tuple[dict[str, Any], dict[str, tuple[int, float]]]] = [
+    ({MODE: "ddp"}, {"all_reduce": (UNITS, 2 * WHOLE)}),
+    # The last unit is kept from forward to backward.
+    ({}, REDUCED | {"all_gather": (
+        MICROBATCHES * (2 * UNITS - 1) + IN_VAIN,
+        MICROBATCHES * (2 * WHOLE - LAST) + IN_VAIN * LAST,
+    )}),
+    ({RESHARD: "always"}, REDUCED | {"all_gather": (
+        MICROBATCHES * 2 * UNITS + IN_VAIN, MICROBATCHES * 2 * WHOLE + IN_VAIN * LAST
+    )}),
+    ({RESHARD: "never"}, REDUCED | {"all_gather": (UNITS + IN_VAIN, WHOLE + IN_VAIN * LAST)}),
+    ({RESHARD: "never", REDUCE: "last_microbatch"}, {
+        "all_gather": (UNITS + IN_VAIN, WHOLE + IN_VAIN * LAST),
+        "reduce_scatter": (UNITS, WHOLE),
+    }),
+    # Only blocks are recomputed, so only theirs are gathered again.
+    (SIMPLE, {
+        "all_gather": per_step(2 * INSIDE + OUTSIDE, WHOLE + BLOCKS),
+        "reduce_scatter": per_step(INSIDE + OUTSIDE, WHOLE),
+    }),
+    (SIMPLE | {RESHARD: "never"}, {
+        "all_gather": per_step(INSIDE + OUTSIDE, WHOLE),
+        "reduce_scatter": per_step(INSIDE + OUTSIDE, WHOLE),
+    }),
+]  # fmt: skip
+
+
+def test_collectives_are_those_of_the_closed_form(ranks: RankPool) -> None:
+    """With real ranks, and in the group that sends nothing."""
+    modes = [Mode(str(parallelism), parallelism) for parallelism, _ in EXPECTED]
+    real = ranks.run(_collectives, RANKS, modes)
+    assert real[0] == real[1]
+    with sending_nothing(RANKS):
+        for mode, counted, (_, expected) in zip(modes, real[0], EXPECTED, strict=True):
+            assert counted == expected, mode
+            counts = count_mode(mode, ARGS, CPU)
+            assert nonzero(counts.calls, counts.sent) == expected, mode
+
+
+def _collectives(modes: list[Mode]) -> list[dict[str, tuple[int, float]]]:
+    found = []
+    for mode in modes:
+        step = build(mode, ARGS, CPU).step
+        step()
+        counted = count_collectives(profiled(step), resolve_degrees(mode.settings, RANKS))
+        found.append(nonzero(*counted))
+    return found
+
+
+def nonzero(calls: dict[str, int], sent: dict[str, float]) -> dict[str, tuple[int, float]]:
+    return {kind: (calls[kind], sent[kind]) for kind in calls if calls[kind] and kind != "scalar"}
+
+
+@pytest.mark.parametrize("reshard", ["default", "never"])
+@pytest.mark.parametrize("mesh", [{}, {REPLICATE: 2}], ids=["fsdp", "hsdp"])
+def test_simple_fsdp_needs_no_more_memory_than_fsdp2(mesh: dict[str, Any], reshard: str) -> None:
+    with sending_nothing(4):
+        keys = mesh | {RESHARD: reshard}
+        ours, simple = (count_mode(Mode("", keys | mode), ARGS, CPU) for mode in ({}, SIMPLE))
+    assert (simple.parameters, simple.optimizer) == (ours.parameters, ours.optimizer)
+    assert simple.peak <= ours.peak
+
+
+def test_what_is_held_is_a_shard() -> None:
+    model = build_on_meta(find_model("llama3", "debugmodel")[0], ARGS, torch.float32)
+    tensors = list(model.parameters())
+    whole = 4 * sum(tensor.numel() for tensor in tensors)
+    assert whole == RANKS * WHOLE
+    with sending_nothing(RANKS):
+        for parallelism, shards in (({MODE: "ddp"}, 1), (SIMPLE, RANKS)):
+            counts = count_mode(Mode("", parallelism), ARGS, CPU)
+            assert counts.parameters == whole / shards
+            # Two moments, and a float32 count of steps for each tensor.
+            assert counts.optimizer == 2 * whole / shards + 4 * len(tensors)
+            assert whole / shards <= counts.gradients < 1.1 * whole / shards
+
+
+def test_a_gradient_is_what_backward_leaves() -> None:
+    kept = []
+
+    def step() -> None:
+        mark("forward begins")
+        activation = torch.empty(1000, dtype=torch.uint8)
+        mark("forward ends")
+        kept.append(torch.empty(300, dtype=torch.uint8))
+        temporary = torch.empty(20, dtype=torch.uint8)
+        del activation, temporary
+        mark("backward ends")
+
+    assert count_memory(profiled(step), CPU) == (300, 1020)
+
+
+@contextmanager
+def sending_nothing(n_ranks: int) -> Iterator[None]:
+    """Be rank 0 of a group whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
