@@ -50,6 +50,10 @@ def apply_fsdp(
         )
     # The units hold every parameter; the root is what casts the logits.
     fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
+    for unit in units:
+        # A lookup's backward needs no weights.
+        if all(isinstance(module, nn.Embedding) for module in unit):
+            cast(FSDPModule, unit[0]).set_unshard_in_backward(False)
     sum_gradients(model, fsdp_mesh)
     _prefetch([cast(FSDPModule, unit[0]) for unit in units], parallelism)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)

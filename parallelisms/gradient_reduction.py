@@ -34,7 +34,6 @@ def begin_microbatch(model: nn.Module, parallelism: Parallelism, *, is_last: boo
     model.set_requires_gradient_sync(is_last or not waits)
     # Replicas exchange only the step's sum of their shards.
     model.set_requires_all_reduce(is_last)
-    model.set_is_last_backward(is_last)
     if parallelism.fsdp_reshard_after_forward == "never":
         # Weights kept for a whole backward may as well be kept until they change.
         model.set_reshard_after_backward(is_last)

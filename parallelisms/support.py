@@ -102,6 +102,11 @@ REFUSALS = (
             lambda run: _is_simple_fsdp(run)
             and run.config.parallelism.fsdp_reshard_after_forward not in ("default", "never")),
     Refusal("parallelism.fsdp_reshard_after_forward",
+            "simple_fsdp gathers again what it recomputes: never needs activation_checkpoint none",
+            lambda run: _is_simple_fsdp(run)
+            and run.config.parallelism.fsdp_reshard_after_forward == "never"
+            and run.config.activation_checkpoint.mode != "none"),
+    Refusal("parallelism.fsdp_reshard_after_forward",
             "an integer must divide the sharding ranks, and be neither 1 nor all of them",
             _is_reshard_group_uneven),
     Refusal("parallelism.fsdp_reduce_gradients",

@@ -77,27 +77,25 @@ def step_traffic(
 ) -> Traffic:
     """The closed form: (n-1)/n of the whole per gather or scatter, twice that per all-reduce.
 
-    As if every unit were resharded after forward: the last one, and an embedding that is not
-    tied, are gathered once less.
+    As if every weight were gathered twice, for forward and backward: those that backward does not
+    gather again, an embedding's and by default the last unit's, are counted once too often.
     """
     assert mp_policy.param_dtype is not None
     assert mp_policy.reduce_dtype is not None
     weights = n_parameters * mp_policy.param_dtype.itemsize
     gradients = n_parameters * mp_policy.reduce_dtype.itemsize
-    mode, is_kept = parallelism.data_parallel, parallelism.fsdp_reshard_after_forward == "never"
-    gathers = (1 if is_kept else 2) * microbatches
-    scatters = reductions = microbatches
-    if mode == "fsdp2":
-        reductions = 1
-        if is_kept:
-            gathers = 1
-        if parallelism.fsdp_reduce_gradients == "last_microbatch":
-            scatters = 1
-    elif mode == "ddp":
-        reductions = 1
+    mode, reshard = parallelism.data_parallel, parallelism.fsdp_reshard_after_forward
+    is_fsdp2 = mode == "fsdp2"
     over_shards, over_replicas = 1 - 1 / n_shards, 1 - 1 / n_replicas
+    forward_gathers = 1 if is_fsdp2 and reshard == "never" else microbatches
+    backward_gathers = 0 if reshard == "never" else microbatches
+    # What stays spread over a smaller group is gathered over that group.
+    over_kept = 1 - 1 / reshard if isinstance(reshard, int) else over_shards
+    is_once = is_fsdp2 and parallelism.fsdp_reduce_gradients == "last_microbatch"
+    scatters = 1 if is_once else microbatches
+    reductions = microbatches if mode == "simple_fsdp" else 1
     return Traffic(
-        all_gather=gathers * weights * over_shards,
+        all_gather=weights * (forward_gathers * over_shards + backward_gathers * over_kept),
         reduce_scatter=scatters * gradients * over_shards,
         all_reduce=2 * reductions * gradients / n_shards * over_replicas,
     )

@@ -118,6 +118,7 @@ BAD = [
     Bad("parallelism.fsdp_reshard_after_forward", f"{DDP} {RESHARD} never", says="ddp"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{SIMPLE} {RESHARD} always", says="default"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{SIMPLE} {RESHARD} 2", says="never", ranks=4),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{SIMPLE} {RESHARD} never", says="recomputes"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 2", says="divide"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 3", says="divide", ranks=4),
     Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 0", says="got 0"),
@@ -199,6 +200,16 @@ UNFINDABLE = [
     Bad("data.validation_percent", "--data.source files --data.path one.txt", says="validation"),
     Bad("model.vocab_size", "--model.vocab_size 257", says="258"),
     Bad("parallelism.fsdp_cpu_offload", "--parallelism.fsdp_cpu_offload true", says="CUDA"),
+    Bad(
+        "activation_checkpoint.mode",
+        "--compile.enable true --activation_checkpoint.mode full " + SIMPLE,
+        says="compile",
+    ),
+    Bad(
+        "activation_checkpoint.mode",
+        f"--compile.enable true --activation_checkpoint.selective 2 --{TP} 2",
+        says="compile",
+    ),
     Bad("profiling.enable_memory_snapshot", "--profiling.enable_memory_snapshot true", says="CUDA"),
 ]
 

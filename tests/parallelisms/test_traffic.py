@@ -1,6 +1,7 @@
 """The closed form of what data parallelism sends, and the warning made of it."""
 
 import logging
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +18,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 PARAMETERS = 1_000
 
 
-def sent(n_shards: int, n_replicas: int, microbatches: int, **keys: str) -> Traffic:
+def sent(n_shards: int, n_replicas: int, microbatches: int, **keys: Any) -> Traffic:
     return step_traffic(
         Parallelism(**keys),
         MIXED,
@@ -34,6 +35,7 @@ def sent(n_shards: int, n_replicas: int, microbatches: int, **keys: str) -> Traf
         # Bytes per parameter and step of 3 microbatches, of 4 ranks.
         ({}, (4, 1), 3 * 2 * 2 * 3 / 4, 3 * 4 * 3 / 4, 0),
         ({"fsdp_reshard_after_forward": "never"}, (4, 1), 2 * 3 / 4, 3 * 4 * 3 / 4, 0),
+        ({"fsdp_reshard_after_forward": 2}, (4, 1), 3 * 2 * (3 / 4 + 1 / 2), 3 * 4 * 3 / 4, 0),
         ({"fsdp_reduce_gradients": "last_microbatch"}, (4, 1), 3 * 2 * 2 * 3 / 4, 4 * 3 / 4, 0),
         ({}, (2, 2), 3 * 2 * 2 / 2, 3 * 4 / 2, 2 * 4 / 2 / 2),
         ({"data_parallel": "ddp"}, (1, 4), 0, 0, 2 * 4 * 3 / 4),
@@ -42,7 +44,7 @@ def sent(n_shards: int, n_replicas: int, microbatches: int, **keys: str) -> Traf
     ],
 )
 def test_closed_form(
-    keys: dict[str, str],
+    keys: dict[str, Any],
     ranks: tuple[int, int],
     gathered: float,
     scattered: float,
