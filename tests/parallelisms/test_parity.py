@@ -36,7 +36,12 @@ MAX_NORM, TOLERANCE = 0.05, 1e-9
 # Steps, each with so many microbatches.
 ACCUMULATION = (1, 3, 1, 3, 3)
 OPTIMIZER = Optimizer(lr=1e-2)
-MODELS = [(name, is_tied) for name in ("llama3", "qwen3") for is_tied in (False, True)]
+MODELS = [
+    pytest.param("llama3", False),
+    pytest.param("llama3", True, marks=pytest.mark.slow),
+    pytest.param("qwen3", False, marks=pytest.mark.slow),
+    pytest.param("qwen3", True),
+]
 LAST = {REDUCE: "last_microbatch"}
 
 FSDP2 = [
