@@ -95,7 +95,7 @@ def train_beside(turns: Connection) -> tuple[list[Step], list[Step]]:
     }
     arguments = [part for key, value in overrides.items() for part in (f"--{key}", value)]
     config = load_config(ROOT / "train_configs/debug_model.toml", arguments)
-    train.BatchLoader = PatientLoader
+    train.BatchLoader = PatientLoader  # type: ignore[misc]
     train.main(replace(train.resolve(config, world_size=1), args=ARGS))
     turns.send(False)
     return ours[WARMUP_STEPS:], theirs[WARMUP_STEPS:]

@@ -109,6 +109,11 @@ REFUSALS = (
     Refusal("parallelism.fsdp_reshard_after_forward",
             "an integer must divide the sharding ranks, and be neither 1 nor all of them",
             _is_reshard_group_uneven),
+    # Its groups would be made by some of the ranks, and the others would be waited for.
+    Refusal("parallelism.fsdp_reshard_after_forward",
+            "an integer does not go with tensor or pipeline parallelism",
+            lambda run: isinstance(run.config.parallelism.fsdp_reshard_after_forward, int)
+            and run.degrees.tp * run.degrees.pp > 1),
     Refusal("parallelism.fsdp_reduce_gradients",
             "needs fsdp2: ddp reduces after the last microbatch, simple_fsdp after each",
             lambda run: _is_not_fsdp2(run)

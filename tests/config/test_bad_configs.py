@@ -121,6 +121,7 @@ BAD = [
     Bad("parallelism.fsdp_reshard_after_forward", f"{SIMPLE} {RESHARD} never", says="recomputes"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 2", says="divide"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 3", says="divide", ranks=4),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 2 --{TP} 2", says="tensor", ranks=8),
     Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} 0", says="got 0"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{RESHARD} sometimes", says="'never'"),
     Bad("parallelism.fsdp_reduce_gradients",
