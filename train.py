@@ -42,7 +42,7 @@ from optim.schedule import lr_factor
 from parallelisms.gradient_reduction import begin_microbatch
 from parallelisms.materialize import materialize
 from parallelisms.mixed_precision import mixed_precision_policy
-from parallelisms.parallel_dims import Degrees, ParallelDims
+from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
 from parallelisms.support import check_support
@@ -88,7 +88,8 @@ class TrainState:
 def resolve(config: JobConfig, world_size: int) -> Job:
     """Look up and open what the config names; raise ``ValueError`` before any process group."""
     spec, published_args = find_model(config.model.name, config.model.flavor)
-    degrees = check_support(config, published_args, world_size)
+    has_gpu = torch.cuda.is_available()
+    degrees = check_support(config, published_args, world_size, has_gpu=has_gpu)
     tokenizer = load_tokenizer(config.data.tokenizer)
     # Multiples of 64 suit both tensor cores and any tensor parallel degree.
     vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
@@ -97,8 +98,6 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     train_source, held_out_source = build_sources(
         config.data, config.debug.seed, with_held_out=config.validation.enable
     )
-    if not torch.cuda.is_available():
-        refuse_without_gpu(config, degrees)
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
     total_steps = config.lr_scheduler.total_steps or config.training.steps
@@ -117,22 +116,6 @@ def resolve(config: JobConfig, world_size: int) -> Job:
         global_batch_size=batch_size,
         total_steps=total_steps,
     )
-
-
-def refuse_without_gpu(config: JobConfig, degrees: Degrees) -> None:
-    if config.profiling.enable_memory_snapshot:
-        raise ValueError("profiling.enable_memory_snapshot: needs a CUDA device")
-    if config.parallelism.fsdp_cpu_offload:
-        raise ValueError("parallelism.fsdp_cpu_offload: needs a CUDA device to offload from")
-    has_dtensors = degrees.tp > 1 or config.parallelism.data_parallel == "simple_fsdp"
-    recompute = config.activation_checkpoint
-    is_whole = recompute.mode == "full" or isinstance(recompute.selective, int)
-    if config.compile.enable and has_dtensors and is_whole:
-        # It saves attention's random state together with the mesh, and then confuses them.
-        raise ValueError(
-            "activation_checkpoint.mode: without a GPU, PyTorch 2.13 cannot compile blocks that are"
-            " recomputed as a whole under tensor parallel or simple_fsdp"
-        )
 
 
 @record

@@ -28,6 +28,7 @@ class Run:
     config: JobConfig
     shape: ModelShape
     degrees: Degrees
+    has_gpu: bool
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,15 @@ class Refusal:
     applies: Callable[[Run], bool]
 
 
-def check_support(config: JobConfig, shape: ModelShape, world_size: int) -> Degrees:
+def check_support(
+    config: JobConfig, shape: ModelShape, world_size: int, *, has_gpu: bool
+) -> Degrees:
     """The degrees of this run; raise ``ConfigError`` with every refusal that applies."""
     try:
         degrees = resolve_degrees(config.parallelism, world_size)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    run = Run(config, shape, degrees)
+    run = Run(config, shape, degrees, has_gpu)
     refused = [f"{row.key}: {row.reason}" for row in REFUSALS if row.applies(run)]
     if refused:
         raise ConfigError(refused)
@@ -87,6 +90,13 @@ def _is_reshard_group_uneven(run: Run) -> bool:
     return isinstance(group, int) and (group in (1, shards) or shards % group != 0)
 
 
+def _compiles_whole_recomputation(run: Run) -> bool:
+    recompute = run.config.activation_checkpoint
+    is_whole = recompute.mode == "full" or isinstance(recompute.selective, int)
+    has_dtensors = run.degrees.tp > 1 or _is_simple_fsdp(run)
+    return run.config.compile.enable and is_whole and has_dtensors
+
+
 REFUSALS = (
     Refusal("parallelism.data_parallel_shard_degree", "ddp does not shard",
             lambda run: _is_ddp(run)
@@ -124,6 +134,8 @@ REFUSALS = (
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_backward_prefetch > 0),
     Refusal("parallelism.fsdp_cpu_offload", "needs fsdp2",
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
+    Refusal("parallelism.fsdp_cpu_offload", "needs a GPU to offload from",
+            lambda run: run.config.parallelism.fsdp_cpu_offload and not run.has_gpu),
     Refusal("parallelism.context_parallel_degree", "context parallelism is not built yet",
             lambda run: run.degrees.cp > 1),
     Refusal("parallelism.pipeline_parallel_degree", "pipeline parallelism is not built yet",
@@ -157,6 +169,13 @@ REFUSALS = (
             "does nothing unless activation_checkpoint.mode is selective",
             lambda run: run.config.activation_checkpoint.mode != "selective"
             and run.config.activation_checkpoint.selective != "op"),
+    # It saves attention's random state and the mesh for backward, and then takes one for the other.
+    Refusal("activation_checkpoint.mode",
+            "without a GPU, PyTorch 2.13 cannot compile blocks that are recomputed as a whole with"
+            " tensor parallel or simple_fsdp",
+            lambda run: _compiles_whole_recomputation(run) and not run.has_gpu),
+    Refusal("profiling.enable_memory_snapshot", "needs a CUDA device",
+            lambda run: run.config.profiling.enable_memory_snapshot and not run.has_gpu),
     Refusal("compile.backend", "does nothing without compile.enable",
             lambda run: run.config.compile.backend != "inductor"
             and not run.config.compile.enable),

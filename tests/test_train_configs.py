@@ -44,7 +44,7 @@ def test_no_config_is_left_out():
 def test_it_fits_the_hardware_that_it_is_meant_for(name: str):
     config = load(name)
     _, args = find_model(config.model.name, config.model.flavor)
-    check_support(config, args, WORLD_SIZES[name])
+    check_support(config, args, WORLD_SIZES[name], has_gpu=True)
     assert config.training.seq_len <= args.max_seq_len
     schema, comment = (FOLDER / f"{name}.toml").read_text().splitlines()[:2]
     assert schema == "#:schema ../config/schema.json"

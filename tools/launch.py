@@ -51,7 +51,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         n_ranks = ranks_per_node(environment)
         nodes = find_nodes(environment)
         _, args = find_model(config.model.name, config.model.flavor)
-        check_support(config, args, n_ranks * nodes.count)
+        has_gpu = torch.cuda.is_available()
+        check_support(config, args, n_ranks * nodes.count, has_gpu=has_gpu)
         command = torchrun_arguments(n_ranks, nodes, environment.get("LOG_RANK") or "0")
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -150,6 +150,18 @@ BAD = [
         toml="[activation_checkpoint]\nmode = 'full'\nselective = 2", says="does nothing"),
     Bad("activation_checkpoint.selective",
         toml="[activation_checkpoint]\nmode = 'none'\nselective = 2", says="does nothing"),
+    Bad("parallelism.fsdp_cpu_offload", "--parallelism.fsdp_cpu_offload true", says="GPU"),
+    Bad(
+        "activation_checkpoint.mode",
+        "--compile.enable true --activation_checkpoint.mode full " + SIMPLE,
+        says="compile",
+    ),
+    Bad(
+        "activation_checkpoint.mode",
+        f"--compile.enable true --activation_checkpoint.selective 2 --{TP} 2",
+        says="compile",
+    ),
+    Bad("profiling.enable_memory_snapshot", "--profiling.enable_memory_snapshot true", says="CUDA"),
     Bad("lr_scheduler.total_steps", "--lr_scheduler.total_steps 99", says="training.steps"),
     Bad("data.path", "--data.source files", says="what to read"),
     Bad("data.path", "--data.source huggingface", says="what to read"),
@@ -171,6 +183,7 @@ def write(folder: Path, toml: str) -> Path:
 def test_launcher_refuses_by_name(
     bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the ranks were started"))
     arguments = [str(write(tmp_path, bad.toml)), *bad.overrides]
     code = launch.main(arguments, {"NGPU": str(bad.ranks)})
@@ -200,18 +213,6 @@ UNFINDABLE = [
     Bad("data.path", "--data.source files --data.path *.*", says="mixes tables"),
     Bad("data.validation_percent", "--data.source files --data.path one.txt", says="validation"),
     Bad("model.vocab_size", "--model.vocab_size 257", says="258"),
-    Bad("parallelism.fsdp_cpu_offload", "--parallelism.fsdp_cpu_offload true", says="CUDA"),
-    Bad(
-        "activation_checkpoint.mode",
-        "--compile.enable true --activation_checkpoint.mode full " + SIMPLE,
-        says="compile",
-    ),
-    Bad(
-        "activation_checkpoint.mode",
-        f"--compile.enable true --activation_checkpoint.selective 2 --{TP} 2",
-        says="compile",
-    ),
-    Bad("profiling.enable_memory_snapshot", "--profiling.enable_memory_snapshot true", says="CUDA"),
 ]
 
 
@@ -220,7 +221,6 @@ def test_trainer_refuses_by_name_what_only_it_can_find(
     bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("broken.model").write_text("not a rank file\n")
     Path("broken.json").write_text("{")
     Path("rows.jsonl").write_text('{"content": "text"}\n')

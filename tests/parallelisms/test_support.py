@@ -23,7 +23,7 @@ def refused(bad: Bad, folder: Path) -> list[str]:
     except ValueError:
         return []
     with pytest.raises(ConfigError) as caught:
-        check_support(config, args, bad.ranks)
+        check_support(config, args, bad.ranks, has_gpu=False)
     return caught.value.messages
 
 
@@ -40,7 +40,7 @@ def test_what_is_not_in_the_table_runs():
     config = JobConfig()
     _, args = find_model(config.model.name, config.model.flavor)
     for world_size in (1, 2, 3, 8, 1024):
-        assert check_support(config, args, world_size).dp_shard == world_size
+        assert check_support(config, args, world_size, has_gpu=True).dp_shard == world_size
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Shape:
 @pytest.mark.parametrize("size", ["n_heads", "n_kv_heads", "hidden_dim"])
 def test_tensor_parallel_has_to_divide_each_size_of_the_model(size: str):
     config = JobConfig(parallelism=Parallelism(tensor_parallel_degree=4))
-    assert check_support(config, Shape(), world_size=4).tp == 4
+    assert check_support(config, Shape(), world_size=4, has_gpu=True).tp == 4
     with pytest.raises(ConfigError) as caught:
-        check_support(config, Shape(**{size: 6}), world_size=4)
+        check_support(config, Shape(**{size: 6}), world_size=4, has_gpu=True)
     (message,) = caught.value.messages
     assert message.endswith(size)
 
