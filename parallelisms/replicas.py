@@ -22,7 +22,7 @@ def check_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
 
     Raises ``RuntimeError`` that names the first one that differs. A collective.
     """
-    found = []
+    found, agreed = [], []
     for mesh, copies in _replicated(model, weight_mesh):
         digests = torch.stack([_digest(local).to(mesh.device_type) for local in copies.values()])
         # The complement's maximum is the complement of the minimum: one reduction gives both.
@@ -34,10 +34,12 @@ def check_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
             fqn = list(copies)[int(is_different.nonzero()[0])]
             found.append(f"replicas along {dim} differ, first in {fqn}")
         else:
-            logger.info("replicas: %d along %s agree in %d tensors", mesh.size(), dim, len(copies))
+            agreed.append(f"{len(copies)} tensors on {mesh.size()} ranks of {dim}")
     # Only now, for other ranks may see nothing and would wait in the next comparison.
     if found:
         raise RuntimeError("; ".join(found))
+    if agreed:
+        logger.info("replicas agree: %s", ", ".join(agreed))
 
 
 @torch.no_grad()

@@ -61,8 +61,8 @@ def warn_of_traffic(
     needed = seconds * ATTAINED * peak_flops / flops_per_token / microbatches
     if n_tokens < needed:
         logger.warning(
-            "%s tokens per rank and microbatch: the links need %.1f ms a step, which %s would hide",
-            f"{n_tokens:,}", 1e3 * seconds, f"{round(needed):,}",
+            "%s tokens per rank and microbatch do not hide the %.1f ms that weights and gradients "
+            "travel in a step; %s would", f"{n_tokens:,}", 1e3 * seconds, f"{round(needed):,}",
         )  # fmt: skip
 
 
@@ -102,18 +102,16 @@ def step_traffic(
 
 
 def _bus_bandwidth(mesh: DeviceMesh) -> float:
-    """Bytes per second that each rank of a 1-D mesh sends in an all-gather; the best of a few."""
-    group, size = mesh.get_group(), mesh.size()
-    part = torch.zeros(PROBE_BYTES // size, dtype=torch.uint8, device=mesh.device_type)
-    whole = part.new_empty(part.numel() * size)
-    best = 0.0
+    """Bytes per second that each rank of a 1-D mesh sends in an all-reduce; the best of a few."""
+    probe = torch.zeros(PROBE_BYTES // 4, device=mesh.device_type)
+    sent, best = 2 * (1 - 1 / mesh.size()) * PROBE_BYTES, 0.0
     for _ in range(PROBES):
         begin = time.perf_counter()
-        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.all_reduce(probe, group=mesh.get_group())
         # The host waits for the result, and so for the collective.
-        whole[-1].item()
-        best = max(best, (whole.numel() - part.numel()) / (time.perf_counter() - begin))
-    # The slowest rank's: all have to decide alike.
+        probe[-1].item()
+        best = max(best, sent / (time.perf_counter() - begin))
+    # The slowest rank's: all have to come to the same.
     slowest = torch.tensor(best, dtype=torch.float64, device=mesh.device_type)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=mesh.get_group())
     return slowest.item()

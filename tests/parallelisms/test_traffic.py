@@ -90,7 +90,7 @@ def test_warning_knows_how_many_tokens_hide_the_traffic(
     (few, *_) = ranks.run(warnings, 2, bandwidth, needed - 1)
     (enough, *_) = ranks.run(warnings, 2, bandwidth, needed + 1)
     assert len(few) == 1
-    assert f"{needed:,} would hide" in few[0]
+    assert f"step; {needed:,} would" in few[0]
     assert enough == []
 
 
