@@ -134,16 +134,18 @@ class Parallelism(Section):
     """When gradients are reduced to shards. last_microbatch: less traffic, but until then every
     rank holds whole gradients."""
     fsdp_forward_prefetch: NonNegative = 0
-    """Units gathered ahead in forward; 0: PyTorch's own order."""
+    """Units gathered ahead in forward, at the price of their memory; 0: PyTorch's own order."""
     fsdp_backward_prefetch: NonNegative = 0
-    """Units gathered ahead in backward; 0: PyTorch's own order, one ahead."""
+    """Units gathered ahead in backward, more than one at the price of their memory; 0: PyTorch's
+    own order, one ahead."""
     fsdp_cpu_offload: bool = False
     """Keep shards, gradients and optimizer state in host memory, and update them there."""
 
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "selective", "full"] = "selective"
-    """What backward recomputes. full: every block."""
+    """What backward recomputes. full: every block. none: nothing, but what frees gathered weights
+    under simple_fsdp."""
     selective: Literal["op"] | Count = "op"
     """With mode selective. op: keep attention and every second matmul, recompute the rest.
     An integer n: recompute every n-th block as a whole."""

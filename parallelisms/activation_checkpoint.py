@@ -28,8 +28,8 @@ def apply_activation_checkpoint(
 ) -> None:
     """Wrap the blocks as ``config`` says. Mutates ``blocks``; FQNs gain a wrapper's name.
 
-    ``frees_weights``: blocks that gather their weights themselves let go of them only when they
-    are recomputed. Those that ``config`` leaves alone then recompute what is cheap, to do so.
+    ``frees_weights``: blocks that gather their weights themselves let go of them only if they are
+    recomputed. Blocks that ``config`` leaves alone then recompute what is cheap.
     """
     every = config.selective if isinstance(config.selective, int) else 1
     by_op = config.mode == "selective" and config.selective == "op"
@@ -37,11 +37,17 @@ def apply_activation_checkpoint(
     for index, (name, block) in enumerate(blocks.items()):
         options: dict[str, Any] = {}
         if by_op:
-            what, options = "half of the matmuls", {"context_fn": partial(_saving_matmuls, 2)}
+            what, options = (
+                "all but attention and half of the matmuls",
+                {"context_fn": partial(_saving_matmuls, 2)},
+            )
         elif config.mode == "full" or (config.mode == "selective" and index % every == 0):
-            what = "everything"
+            what = "all"
         elif frees_weights:
-            what, options = "no matmuls", {"context_fn": partial(_saving_matmuls, 1)}
+            what, options = (
+                "all but attention and matmuls",
+                {"context_fn": partial(_saving_matmuls, 1)},
+            )
         else:
             continue
         # Nothing in the models is random, so no RNG state is kept.

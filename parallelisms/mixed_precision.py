@@ -1,3 +1,5 @@
+"""One policy of dtypes for every data-parallel mode."""
+
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -46,14 +46,15 @@ def parallelize(
     if dims.degrees.tp > 1:
         plan = facts.tensor_parallel_plan(model.args)
         apply_tensor_parallel(model, dims.weight_mesh["tp"], plan=plan)
-    is_simple = parallelism.data_parallel == "simple_fsdp"
+    mesh, is_simple = dims.fsdp_mesh, parallelism.data_parallel == "simple_fsdp"
+    gathers = is_simple and mesh.size(-1) > 1
     apply_activation_checkpoint(
         facts.blocks(model),
         config=activation_checkpoint,
-        frees_weights=is_simple and parallelism.fsdp_reshard_after_forward != "never",
+        frees_weights=gathers and parallelism.fsdp_reshard_after_forward != "never",
     )
     apply_compile(facts.blocks(model), config=compile, buckets_collectives=is_simple)
-    mesh, units = dims.fsdp_mesh, facts.fsdp_units(model)
+    units = facts.fsdp_units(model)
     if parallelism.data_parallel == "fsdp2":
         apply_fsdp(model, mesh, units=units, parallelism=parallelism, mp_policy=mp_policy)
     elif is_simple:

@@ -1,4 +1,4 @@
-"""Replicas agree by construction. This proves it, and makes agree those that do not."""
+"""Replicas agree by construction. This proves it, and makes those that differ agree."""
 
 from collections.abc import Iterator
 

@@ -51,6 +51,7 @@ def apply_simple_fsdp(
             model.get_submodule(path).register_parameter(name, sharded)
         owner = model
         if len(shared) == 1:
+            ((path, name),) = shared
             owner, shared = model.get_submodule(path), [("", name)]
         # What several modules share is gathered once, while the whole model runs.
         weights[owner].append(

@@ -62,10 +62,10 @@ def _is_text_key_idle(run: Run) -> bool:
     return run.config.data.source in ("builtin", "c4") and run.config.data.text_key != "text"
 
 
-def _is_batch_uneven(run: Run) -> bool:
+def _microbatches(run: Run) -> float:
     training = run.config.training
     per_microbatch = training.local_batch_size * run.degrees.batch
-    return (training.global_batch_size or per_microbatch) % per_microbatch != 0
+    return (training.global_batch_size or per_microbatch) / per_microbatch
 
 
 def _is_horizon_passed(run: Run) -> bool:
@@ -86,7 +86,8 @@ def _is_not_fsdp2(run: Run) -> bool:
 
 
 def _is_reshard_group_uneven(run: Run) -> bool:
-    group, shards = run.config.parallelism.fsdp_reshard_after_forward, run.degrees.dp_shard
+    group = run.config.parallelism.fsdp_reshard_after_forward
+    shards = run.degrees.dp_shard * run.degrees.cp
     return isinstance(group, int) and (group in (1, shards) or shards % group != 0)
 
 
@@ -132,6 +133,13 @@ REFUSALS = (
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_forward_prefetch > 0),
     Refusal("parallelism.fsdp_backward_prefetch", "needs fsdp2",
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_backward_prefetch > 0),
+    Refusal("parallelism.fsdp_backward_prefetch",
+            "does nothing with fsdp_reshard_after_forward never",
+            lambda run: run.config.parallelism.fsdp_reshard_after_forward == "never"
+            and run.config.parallelism.fsdp_backward_prefetch > 0),
+    Refusal("parallelism.fsdp_reduce_gradients", "does nothing with one microbatch per step",
+            lambda run: _microbatches(run) == 1
+            and run.config.parallelism.fsdp_reduce_gradients != "every_microbatch"),
     Refusal("parallelism.fsdp_cpu_offload", "needs fsdp2",
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Refusal("parallelism.fsdp_cpu_offload", "needs a GPU to offload from",
@@ -155,7 +163,7 @@ REFUSALS = (
             _tp_splits(lambda run: run.config.training.seq_len)),
     Refusal("training.global_batch_size",
             "must be a multiple of training.local_batch_size times the data-parallel ranks",
-            _is_batch_uneven),
+            lambda run: not _microbatches(run).is_integer()),
     Refusal("training.mixed_precision_param", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32"
             and run.config.training.mixed_precision_param != "auto"),

@@ -62,7 +62,8 @@ def warn_of_traffic(
     if n_tokens < needed:
         logger.warning(
             "%s tokens per rank and microbatch do not hide the %.1f ms that weights and gradients "
-            "travel in a step; %s would", f"{n_tokens:,}", 1e3 * seconds, f"{round(needed):,}",
+            "travel in a step, %s would: raise training.local_batch_size or training.seq_len, or "
+            "see docs/data_parallel.md", f"{n_tokens:,}", 1e3 * seconds, f"{round(needed):,}",
         )  # fmt: skip
 
 

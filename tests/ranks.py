@@ -4,6 +4,7 @@ Importing torch in four processes costs far more than most tests, so it is done 
 Every call makes a process group of its own; a call that fails or hangs costs the pool its life.
 """
 
+import gc
 import os
 import tempfile
 import traceback
@@ -94,6 +95,8 @@ def _serve(connection: Connection) -> None:
                 timeout=GROUP_TIMEOUT,
             )
             result = function(*args)
+            # Models hold groups, in cycles, and groups hold threads.
+            gc.collect()
             dist.destroy_process_group()
             connection.send((True, result))
         except BaseException:

@@ -129,8 +129,10 @@ def test_any_mesh_trains_the_same_model(
 
 
 def test_a_run_changes_its_data_parallelism_on_resume(uninterrupted: Path, tmp_path: Path) -> None:
-    for steps, mode in (("2", "simple_fsdp"), ("4", "ddp"), ("6", "fsdp2")):
-        output = run(tmp_path, 2, **{"training.steps": steps, "parallelism.data_parallel": mode})
+    kept = {"parallelism.fsdp_reshard_after_forward": "never", "validation.freq": "1"}
+    for steps, mode, keys in (("2", "simple_fsdp", {}), ("4", "ddp", {}), ("6", "fsdp2", kept)):
+        keys = {"training.steps": steps, "parallelism.data_parallel": mode} | keys
+        output = run(tmp_path, 2, **keys)
     assert "resumed from step 4" in output
     got = curve(tmp_path)
     assert sorted(got) == list(range(1, 7))

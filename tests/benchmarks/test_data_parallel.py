@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.counting import count_collectives, count_memory, mark, profiled
-from benchmarks.data_parallel import MICROBATCHES, Mode, build, count_mode
+from benchmarks.data_parallel import MICROBATCHES, Mode, build, count_mode, precision
+from config.job_config import Parallelism
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
+from parallelisms.traffic import step_traffic
 from tests.layouts import CPU, MODE, REDUCE, REPLICATE, RESHARD
 from tests.ranks import RankPool
 
@@ -94,6 +96,39 @@ def test_simple_fsdp_needs_no_more_memory_than_fsdp2(mesh: dict[str, Any], resha
         ours, simple = (count_mode(Mode("", keys | mode), ARGS, CPU) for mode in ({}, SIMPLE))
     assert (simple.parameters, simple.optimizer) == (ours.parameters, ours.optimizer)
     assert simple.peak <= ours.peak
+
+
+@pytest.mark.parametrize(
+    ("keys", "skipped"),
+    [
+        ({}, LAST + EMBEDDING),
+        ({RESHARD: "always"}, EMBEDDING),
+        ({RESHARD: "never"}, 0),
+        ({RESHARD: 2}, EMBEDDING),
+        ({REPLICATE: 2}, LAST + EMBEDDING),
+        ({REPLICATE: 2} | SIMPLE, LAST + EMBEDDING),
+        ({MODE: "ddp"}, 0),
+    ],
+    ids=str,
+)
+def test_estimated_traffic_is_counted_traffic(keys: dict[str, Any], skipped: float) -> None:
+    """But for the gathers that backward does not need."""
+    with sending_nothing(4):
+        counted = count_mode(Mode("", keys), ARGS, CPU).sent
+    degrees = resolve_degrees(Parallelism(**keys), 4)
+    estimate = step_traffic(
+        Parallelism(**keys),
+        precision(CPU),
+        n_parameters=int(WHOLE * RANKS / 4),
+        n_shards=degrees.dp_shard,
+        n_replicas=degrees.dp_replicate,
+        microbatches=MICROBATCHES,
+    )
+    group = keys.get(RESHARD) if isinstance(keys.get(RESHARD), int) else degrees.dp_shard
+    vain = MICROBATCHES * skipped * RANKS * (1 - 1 / group)
+    assert counted["all_gather"] == pytest.approx(estimate.all_gather - vain)
+    assert counted["reduce_scatter"] == pytest.approx(estimate.reduce_scatter)
+    assert counted["all_reduce"] == pytest.approx(estimate.all_reduce)
 
 
 def test_what_is_held_is_a_shard() -> None:

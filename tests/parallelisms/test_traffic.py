@@ -56,17 +56,20 @@ def test_closed_form(
 
 
 def warnings(bandwidth: float, n_tokens: int) -> list[str]:
-    """What a rank of 1,000 shards would be told on links of ``bandwidth`` bytes per second."""
+    """What a rank of very many would be told on links of ``bandwidth`` bytes per second."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     parallelism = Parallelism()
     dims = ParallelDims.build(parallelism, 2, "cpu")
-    large = lambda *args, **kwargs: step_traffic(*args, **kwargs | {"n_shards": 1_000_000})  # noqa: E731
+
+    def of_many(*args: Any, **kwargs: Any) -> Traffic:
+        return step_traffic(*args, **kwargs | {"n_shards": 1_000_000})
+
     subject.logger.addHandler(handler)
     with (
         patch.object(subject, "_bus_bandwidth", lambda mesh: bandwidth),
-        patch.object(subject, "step_traffic", large),
+        patch.object(subject, "step_traffic", of_many),
     ):
         warn_of_traffic(
             dims,
@@ -90,7 +93,7 @@ def test_warning_knows_how_many_tokens_hide_the_traffic(
     (few, *_) = ranks.run(warnings, 2, bandwidth, needed - 1)
     (enough, *_) = ranks.run(warnings, 2, bandwidth, needed + 1)
     assert len(few) == 1
-    assert f"step; {needed:,} would" in few[0]
+    assert f"step, {needed:,} would" in few[0]
     assert enough == []
 
 
