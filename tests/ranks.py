@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=60)
+# Caches inside PyTorch keep meshes, which keep groups, which keep threads that poll.
+CALLS_OF_A_LIFE = 30
 
 
 class RankError(AssertionError):
@@ -28,9 +30,13 @@ class RankError(AssertionError):
 class RankPool:
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._calls = 0
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """``function(*args)`` on each rank of a group of ``world_size``; the ranks' results."""
+        self._calls += 1
+        if self._calls % CALLS_OF_A_LIFE == 0:
+            self.close()
         while len(self._workers) < world_size:
             self._workers.append(_start_worker())
         connections = [connection for _, connection in self._workers[:world_size]]
