@@ -31,31 +31,27 @@ def apply_activation_checkpoint(
     ``frees_weights``: blocks that gather their weights themselves let go of them only if they are
     recomputed. Blocks that ``config`` leaves alone then recompute what is cheap.
     """
-    every = config.selective if isinstance(config.selective, int) else 1
-    by_op = config.mode == "selective" and config.selective == "op"
-    recomputed = Counter[str]()
+    counts = Counter[str]()
     for index, (name, block) in enumerate(blocks.items()):
-        options: dict[str, Any] = {}
-        if by_op:
-            what, options = (
-                "all but attention and half of the matmuls",
-                {"context_fn": partial(_saving_matmuls, 2)},
-            )
-        elif config.mode == "full" or (config.mode == "selective" and index % every == 0):
-            what = "all"
-        elif frees_weights:
-            what, options = (
-                "all but attention and matmuls",
-                {"context_fn": partial(_saving_matmuls, 1)},
-            )
-        else:
-            continue
-        # Nothing in the models is random, so no RNG state is kept.
-        blocks[name] = checkpoint_wrapper(block, preserve_rng_state=False, **options)
-        recomputed[what] += 1
-    for what, count in recomputed.items():
+        what = _recomputed(config, index) or (ALL_BUT_MATMULS if frees_weights else "")
+        if what:
+            # Nothing in the models is random, so no RNG state is kept.
+            blocks[name] = checkpoint_wrapper(block, preserve_rng_state=False, **_OPTIONS[what])
+            counts[what] += 1
+    for what, count in counts.items():
         text = "activation checkpoint: %d of %d blocks recompute %s"
         logger.info(text, count, len(blocks), what)
+
+
+def _recomputed(config: ActivationCheckpoint, index: int) -> str:
+    """What ``config`` wants of the block of that index; "" is nothing."""
+    if config.mode == "none":
+        return ""
+    if config.mode == "full":
+        return ALL
+    if config.selective == "op":
+        return ALL_BUT_HALF
+    return ALL if index % config.selective == 0 else ""
 
 
 def _saving_matmuls(every: int) -> tuple[Any, Any]:
@@ -72,3 +68,13 @@ def _policy(
     else:
         is_saved = op in _SAVED_OPS
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+ALL = "all"
+ALL_BUT_MATMULS = "all but attention and matmuls"
+ALL_BUT_HALF = "all but attention and half of the matmuls"
+_OPTIONS: dict[str, dict[str, Any]] = {
+    ALL: {},
+    ALL_BUT_MATMULS: {"context_fn": partial(_saving_matmuls, 1)},
+    ALL_BUT_HALF: {"context_fn": partial(_saving_matmuls, 2)},
+}

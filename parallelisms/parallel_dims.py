@@ -24,14 +24,15 @@ class Degrees:
 
 def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
     """Replace -1 by the ranks that are left; ``ValueError`` if the product is not the world."""
+    shard = config.data_parallel_shard_degree
     degrees = {
         "pp": config.pipeline_parallel_degree,
         "dp_replicate": config.data_parallel_replicate_degree,
-        "dp_shard": abs(config.data_parallel_shard_degree),
+        "dp_shard": 1 if shard == -1 else shard,
         "cp": config.context_parallel_degree,
         "tp": config.tensor_parallel_degree,
     }
-    if config.data_parallel_shard_degree == -1:
+    if shard == -1:
         degrees["dp_shard"] = world_size // math.prod(degrees.values())
     if math.prod(degrees.values()) != world_size:
         text = " * ".join(f"{name} {degree}" for name, degree in degrees.items())

@@ -23,13 +23,13 @@ def check_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
     Raises ``RuntimeError`` that names the first one that differs. A collective.
     """
     found, agreed = [], []
-    for mesh, copies in _replicated(model, weight_mesh):
+    for dim, copies in _replicated(model, weight_mesh):
+        mesh = weight_mesh[dim]
         digests = torch.stack([_digest(local).to(mesh.device_type) for local in copies.values()])
         # The complement's maximum is the complement of the minimum: one reduction gives both.
         extremes = torch.stack([digests, ~digests])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group())
         is_different = (extremes[0] != ~extremes[1]).cpu()
-        dim = "".join(mesh.mesh_dim_names or ())
         if is_different.any():
             fqn = list(copies)[int(is_different.nonzero()[0])]
             found.append(f"replicas along {dim} differ, first in {fqn}")
@@ -50,17 +50,17 @@ def sync_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
     load them into the ranks whose coordinate on the replicating dims is 0, then call this. It is
     what ``sync_module_states`` was to ``FullyShardedDataParallel``.
     """
-    for mesh, copies in _replicated(model, weight_mesh):
+    for dim, copies in _replicated(model, weight_mesh):
         # Offloaded parameters are on the host, buffers are not.
         for device in ("cpu", "cuda"):
             tensors = [local for local in copies.values() if local.device.type == device]
             if tensors:
-                dist._broadcast_coalesced(mesh.get_group(), tensors, BUCKET_BYTES, 0)
+                dist._broadcast_coalesced(weight_mesh.get_group(dim), tensors, BUCKET_BYTES, 0)
 
 
 def _replicated(
     model: nn.Module, weight_mesh: DeviceMesh
-) -> Iterator[tuple[DeviceMesh, dict[str, torch.Tensor]]]:
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Each mesh dim of several ranks, with this rank's part of what it replicates, by FQN."""
     named = {
         canonical_fqn(fqn): tensor
@@ -72,7 +72,7 @@ def _replicated(
             continue
         copies = {fqn: _local(tensor) for fqn, tensor in named.items() if _is_copy(tensor, dim)}
         if copies:
-            yield weight_mesh[dim], copies
+            yield dim, copies
 
 
 def _is_copy(tensor: torch.Tensor, dim: str) -> bool:

@@ -55,7 +55,7 @@ def apply_simple_fsdp(
             owner, shared = model.get_submodule(path), [("", name)]
         # What several modules share is gathered once, while the whole model runs.
         weights[owner].append(
-            _Weight(tuple(shared), _dims(fsdp_mesh), shard, whole=parameter, mp_policy=mp_policy)
+            _Weight(tuple(shared), _dims(fsdp_mesh), shard, template=parameter, mp_policy=mp_policy)
         )
     for module in model.modules():
         names = tuple(name for name, _ in module.named_parameters(recurse=False))
@@ -81,8 +81,8 @@ class _Weight:
     meshes: list[DeviceMesh]
     """1-D: replicas if there are any, then shards."""
     shard: Shard
-    whole: nn.Parameter
-    """On the meta device: one device's parameter, or tensor parallel's DTensor."""
+    template: nn.Parameter
+    """What it is when whole, on the meta device: under tensor parallel a DTensor."""
     mp_policy: MixedPrecisionPolicy
 
     def show(self, owner: nn.Module) -> None:
@@ -100,29 +100,29 @@ class _Weight:
     def gather(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole weight in the compute dtype; its gradient is summed in the reduction's."""
         assert isinstance(parameter, DTensor)
-        part = self.whole.to_local() if isinstance(self.whole, DTensor) else self.whole
+        part = self.template.to_local() if isinstance(self.template, DTensor) else self.template
         *replicate_meshes, shard_mesh = self.meshes
         local = parameter.to_local()
         # First in forward, where nothing travels, is last in backward: replicas exchange shards.
         for mesh in replicate_meshes:
             copy = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-            local = self._whole_over(copy, forward_dtype=None)
+            local = self._gathered_over(copy, forward_dtype=None)
         shard = DTensor.from_local(
             local, shard_mesh, [self.shard], run_check=False, shape=part.shape, stride=part.stride()
         )
-        local = self._whole_over(shard, forward_dtype=self.mp_policy.param_dtype)
-        if not isinstance(self.whole, DTensor):
+        local = self._gathered_over(shard, forward_dtype=self.mp_policy.param_dtype)
+        if not isinstance(self.template, DTensor):
             return local
         return DTensor.from_local(
             local,
-            self.whole.device_mesh,
-            self.whole.placements,
+            self.template.device_mesh,
+            self.template.placements,
             run_check=False,
-            shape=self.whole.shape,
-            stride=self.whole.stride(),
+            shape=self.template.shape,
+            stride=self.template.stride(),
         )
 
-    def _whole_over(self, tensor: DTensor, forward_dtype: torch.dtype | None) -> torch.Tensor:
+    def _gathered_over(self, tensor: DTensor, forward_dtype: torch.dtype | None) -> torch.Tensor:
         """Gathered over a 1-D mesh in forward, its gradient reduced over it in backward."""
         whole = tensor.redistribute(
             placements=[Replicate()],

@@ -7,7 +7,7 @@ rank and microbatch, which an average anywhere would get wrong.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -65,10 +65,10 @@ MATRIX = [
     Layout(2, {MODE: "simple_fsdp", REPLICATE: 2}),
     Layout(4, {MODE: "simple_fsdp", REPLICATE: 2}),
     *DDP,
-]
-# What goes through the same code for every model.
-TENSOR_PARALLEL = [
+    # Divides no dim.
     Layout(3),
+]
+TENSOR_PARALLEL = [
     Layout(2, {TP: 2}),
     Layout(4, {TP: 2}),
     Layout(4, {TP: 2, REPLICATE: 2}),
@@ -163,6 +163,7 @@ def check_layout(
     name: str,
     is_tied: bool,
     layout: Layout,
+    *,
     document_mask: bool = False,
     has_narrow_keys: bool = False,
 ) -> list[str]:
@@ -237,13 +238,15 @@ def test_variant_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     "layout", [Layout(2), Layout(4, {TP: 2}), Layout(2, {MODE: "simple_fsdp"})], ids=str
 )
 def test_documents_match_one_device(ranks: RankPool, layout: Layout) -> None:
-    ranks.run(check_layout, layout.world_size, "qwen3", True, layout, True)
+    check = partial(check_layout, document_mask=True)
+    ranks.run(check, layout.world_size, "qwen3", True, layout)
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "simple_fsdp"])
 def test_fewer_rows_than_ranks_are_sharded_by_columns(ranks: RankPool, mode: str) -> None:
     layout = Layout(4, {MODE: mode})
-    found = ranks.run(check_layout, 4, "llama3", False, layout, False, True)[0]
+    check = partial(check_layout, has_narrow_keys=True)
+    found = ranks.run(check, 4, "llama3", False, layout)[0]
     assert found == [f"layers.{n}.attention.{w}.weight" for n in (0, 1) for w in ("wk", "wv")]
 
 

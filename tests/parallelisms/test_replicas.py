@@ -17,10 +17,8 @@ from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankPool
 
 FSDP2 = Layout(4, {REPLICATE: 2})
-LAYOUTS = [
+REPLICATED = [
     FSDP2,
-    Layout(4, {REPLICATE: 2, TP: 2}),
-    Layout(4),
     Layout(4, {MODE: "ddp"}),
     Layout(4, {MODE: "simple_fsdp", REPLICATE: 2}),
     Layout(8, {MODE: "simple_fsdp", REPLICATE: 2, TP: 2}),
@@ -104,6 +102,6 @@ def test_every_dim_that_replicates_is_compared(
     assert f"replicas along {dim} differ, first in {name}" in found
 
 
-@pytest.mark.parametrize("layout", [FSDP2, *LAYOUTS[3:]], ids=str)
+@pytest.mark.parametrize("layout", REPLICATED, ids=str)
 def test_sync_gives_all_replicas_the_values_of_the_first(ranks: RankPool, layout: Layout) -> None:
     ranks.run(sync, layout.world_size, layout)
