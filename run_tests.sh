@@ -7,7 +7,7 @@ cd "$ROOT"
 
 marks=(-m "not slow")
 if [[ ${1:-} == --all ]]; then
-  marks=()
+  marks=(--full)
   shift
 fi
 "$PYTHON" -m ruff check .

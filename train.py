@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import islice
@@ -27,13 +27,11 @@ from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Parallelism
 from data.loader import Batch, BatchLoader
-from data.sources import Source, build_sources
-from data.tokenizer import Tokenizer, load_tokenizer
+from job import Job, check_resume, facts_of, resolve
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops
 from metrics.logger import MetricsLogger
 from metrics.profiling import profiler
 from metrics.sample import sample
-from models import ModelSpec, TransformerArgs, find_model
 from models.meta import build_on_meta
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED, cross_entropy_sum
@@ -45,31 +43,16 @@ from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
-from parallelisms.support import check_support
 from parallelisms.traffic import warn_of_traffic
 from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed, sum_over
 from runtime.log import init_logging, logger
+from runtime.together import raise_everywhere
 
 NOT_FINITE = "a gradient norm that is not finite"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is asked for, with everything checked that can be wrong with it."""
-
-    config: JobConfig
-    """Resolved: what was absent and follows from the rest is in it."""
-    spec: ModelSpec
-    args: TransformerArgs
-    tokenizer: Tokenizer
-    train_source: Source
-    held_out_source: Source | None
-    global_batch_size: int
-    total_steps: int
-    """The horizon of the learning rate's schedule."""
+NOT_SAVED = "checkpoints that could not be saved"
 
 
 @dataclass
@@ -83,39 +66,6 @@ class TrainState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.tokens = state_dict["step"], state_dict["tokens"]
-
-
-def resolve(config: JobConfig, world_size: int) -> Job:
-    """Look up and open what the config names; raise ``ValueError`` before any process group."""
-    spec, published_args = find_model(config.model.name, config.model.flavor)
-    has_gpu = torch.cuda.is_available()
-    degrees = check_support(config, published_args, world_size, has_gpu=has_gpu)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    # Multiples of 64 suit both tensor cores and any tensor parallel degree.
-    vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
-    if vocab_size < tokenizer.n_vocab:
-        raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
-    train_source, held_out_source = build_sources(
-        config.data, config.debug.seed, with_held_out=config.validation.enable
-    )
-    one_microbatch = config.training.local_batch_size * degrees.batch
-    batch_size = config.training.global_batch_size or one_microbatch
-    total_steps = config.lr_scheduler.total_steps or config.training.steps
-    resolved = {
-        "model": config.model.model_copy(update={"vocab_size": vocab_size}),
-        "training": config.training.model_copy(update={"global_batch_size": batch_size}),
-        "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),
-    }
-    return Job(
-        config=config.model_copy(update=resolved),
-        spec=spec,
-        args=replace(published_args, vocab_size=vocab_size, max_seq_len=config.training.seq_len),
-        tokenizer=tokenizer,
-        train_source=train_source,
-        held_out_source=held_out_source,
-        global_batch_size=batch_size,
-        total_steps=total_steps,
-    )
 
 
 @record
@@ -138,6 +88,7 @@ def main(job: Job) -> int:
     build_loader = partial(
         BatchLoader,
         tokenizer=job.tokenizer,
+        vocab_size=job.args.vocab_size,
         seq_len=training.seq_len,
         local_batch_size=training.local_batch_size,
         global_batch_size=job.global_batch_size,
@@ -191,6 +142,8 @@ def main(job: Job) -> int:
         config.checkpoint,
         tensors={"model": model_state, "optimizer": OptimizerState([model], [optimizer])},
         values={"data": loader, "train": state},
+        facts=facts_of(job),
+        check=partial(check_resume, job),
     )
     resumed = checkpointer.load_latest()
     if resumed is not None:
@@ -235,25 +188,48 @@ def main(job: Job) -> int:
             loss = validation_loss(model, held_out, device, dims.batch_mesh)
             metrics.log_validation(state.step, loss)
 
-    def save() -> None:
-        with metrics.paused():
-            folder = checkpointer.save(state.step)
-            control.report("progress", str(state.step))
+    def finish_save() -> None:
+        folder = checkpointer.finish()
+        if folder is not None:
+            control.report("progress", str(checkpointer.newest))
             logger.info("saved %s", folder)
+
+    def save(*, is_last: bool) -> None:
+        with metrics.paused():
+            finish_save()
+            checkpointer.begin(state.step)
+            if is_last or config.checkpoint.async_mode == "disabled":
+                finish_save()
 
     # 8. The loop
     gc.disable()  # Ranks that collect at different times wait for each other.
     stop: str | None = None
+    max_unsaved = config.checkpoint.max_unsaved_steps or 3 * config.checkpoint.interval
     if held_out and state.step == 0:
         validate()
     with profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step:
-        while state.step < training.steps and stop is None:
-            state.step += 1
+        while state.step < training.steps:
             begin = time.perf_counter()
-            microbatches = list(islice(loader, loader.microbatches))
+            microbatches, mistake = take_step(loader)
             data_wait = time.perf_counter() - begin
-            # Fixed before the first backward: the loss is divided by the step's global count.
-            n_tokens = sum_over(count_valid(microbatches), dims.batch_mesh)
+            # All that ranks must agree on, in one reduction. The loss is divided by the count of
+            # the whole step, so that comes before the first backward.
+            agreed = control.agree(
+                tokens=count_valid(microbatches),
+                mistakes=int(mistake is not None),
+                writers=int(checkpointer.is_writing),
+            )
+            if agreed["mistakes"]:
+                raise_everywhere(mistake)
+            if checkpointer.is_begun and agreed["writers"] == 0:
+                finish_save()
+            if control.stop is not None:
+                # What was taken is not committed: the run that resumes takes it again.
+                stop = control.stop
+                break
+
+            state.step += 1
+            n_tokens = agreed["tokens"] * dims.batch_mesh.size() // world_size
             loss = forward_backward(microbatches, n_tokens)
             grad_norm = clip_grad_norm_(parameters, training.max_norm)
             lr = config.optimizer.lr * lr_factor(state.step, config.lr_scheduler, job.total_steps)
@@ -261,10 +237,13 @@ def main(job: Job) -> int:
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
+            loader.commit(microbatches)
 
-            state.tokens += int(n_tokens)
-            metrics.count(int(n_tokens), data_wait)
-            if metrics.is_due(state.step) or state.step == training.steps:
+            state.tokens += n_tokens
+            metrics.count(n_tokens, data_wait)
+            is_last = state.step == training.steps
+            is_saved = config.checkpoint.enable and state.step % config.checkpoint.interval == 0
+            if metrics.is_due(state.step) or is_last:
                 global_loss = sum_over(loss, dims.batch_mesh).item()
                 values = {"loss": global_loss, "grad_norm": grad_norm.item(), "lr": lr}
                 metrics.log(state.step, training.steps, values)
@@ -273,31 +252,43 @@ def main(job: Job) -> int:
                 gc.collect(1)
             if state.step - (resumed or 0) == 1:
                 set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
-
-            stop = control.agreed_stop()
-            is_last = state.step == training.steps or stop is not None
-            is_due = is_last or state.step % config.checkpoint.interval == 0
             # One value that is not finite spreads to all weights: those must not replace good ones.
-            if (is_due or metrics.is_due(state.step)) and not grad_norm.isfinite():
+            is_seen = is_saved or is_last or metrics.is_due(state.step)
+            if is_seen and not grad_norm.isfinite():
                 stop = NOT_FINITE
                 break
-            if held_out and stop is None and (is_last or state.step % config.validation.freq == 0):
+            if held_out and (is_last or state.step % config.validation.freq == 0):
                 validate()
-            if config.checkpoint.enable and is_due:
-                save()
+            if is_saved:
+                save(is_last=is_last)
+            if config.checkpoint.enable and state.step - checkpointer.newest > max_unsaved:
+                stop = NOT_SAVED
+                break
 
     # 9. The end
+    is_unsaved = config.checkpoint.enable and checkpointer.newest != state.step
+    if is_unsaved and stop not in (NOT_FINITE, NOT_SAVED):
+        save(is_last=True)
+        if checkpointer.newest != state.step:
+            stop = NOT_SAVED
     metrics.close()
+    checkpointer.close()
     if stop is None and config.validation.sample_tokens > 0:
         logger.info("the model writes:\n%s", written_text(model, job))
     log_whereabouts(config, run_folder, state.step, stop)
-    control.report("outcome", "done" if stop is None else f"stopped {stop}")
+    if stop != NOT_SAVED:
+        control.report("outcome", "done" if stop is None else f"stopped {stop}")
     dist.barrier()
     dist.destroy_process_group()
-    if stop == NOT_FINITE:
-        return exit_codes.DO_NOT_REQUEUE
-    is_preempted = stop is not None and stop.startswith("SIG") and config.checkpoint.enable
-    return exit_codes.PREEMPTED if is_preempted else exit_codes.DONE
+    return exit_code(stop, is_saved=config.checkpoint.enable)
+
+
+def take_step(loader: BatchLoader) -> tuple[list[Batch], ValueError | None]:
+    """The microbatches of a step, or what is wrong with the data."""
+    try:
+        return list(islice(loader, loader.microbatches)), None
+    except ValueError as error:
+        return [], error
 
 
 def run_model(
@@ -305,13 +296,14 @@ def run_model(
     device: torch.device,
     parallelism: Parallelism,
     microbatches: list[Batch],
-    n_tokens: torch.Tensor,
+    n_tokens: int,
 ) -> torch.Tensor:
     """Forward and backward of each microbatch; this rank's part of the step's loss."""
     total = torch.zeros((), device=device)
     for batch in microbatches:
         begin_microbatch(model, parallelism, is_last=batch is microbatches[-1])
-        loss = loss_sum(model, batch, device) / n_tokens.to(device)
+        # A step in which no label counts has a loss of 0.
+        loss = loss_sum(model, batch, device) / max(n_tokens, 1)
         loss.backward()
         total = total + loss.detach()
     return total
@@ -322,9 +314,9 @@ def loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tens
     return cross_entropy_sum(logits, batch.labels.to(device, non_blocking=True))
 
 
-def count_valid(microbatches: list[Batch]) -> torch.Tensor:
-    """Labels of this rank that count, as an int64 on the CPU."""
-    return torch.stack([(batch.labels != IGNORED).sum() for batch in microbatches]).sum()
+def count_valid(microbatches: list[Batch]) -> int:
+    """Labels of this rank that count."""
+    return sum(int((batch.labels != IGNORED).sum()) for batch in microbatches)
 
 
 @torch.no_grad()
@@ -333,7 +325,7 @@ def validation_loss(
 ) -> float:
     """Cross entropy in nats per held-out token, over all ranks."""
     loss = torch.stack([loss_sum(model, batch, device) for batch in batches]).sum()
-    n_tokens = sum_over(count_valid(batches), batch_mesh)
+    n_tokens = sum_over(torch.tensor(count_valid(batches)), batch_mesh)
     return sum_over(loss, batch_mesh).item() / int(n_tokens)
 
 
@@ -363,6 +355,15 @@ def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | 
         logger.info("checkpoints: %s", run_folder / "checkpoints")
     if config.metrics.enable_tensorboard:
         logger.info("curves: tensorboard --logdir %s", run_folder / "tensorboard")
+
+
+def exit_code(stop: str | None, *, is_saved: bool) -> int:
+    if stop == NOT_FINITE:
+        return exit_codes.DO_NOT_REQUEUE
+    if stop == NOT_SAVED:
+        return exit_codes.FAILED
+    is_preempted = stop is not None and stop.startswith("SIG") and is_saved
+    return exit_codes.PREEMPTED if is_preempted else exit_codes.DONE
 
 
 def start(arguments: list[str]) -> int:

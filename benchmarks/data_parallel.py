@@ -140,14 +140,14 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device) -> Trainee:
     optimizer = build_optimizer(model, Optimizer(weight_decay=0.0))
     rows = slice(None) if mode.is_alone else slice(rank, rank + 1)
     batches = microbatches(args, n_ranks, rows)
-    n_tokens = torch.tensor(MICROBATCHES * n_ranks * args.max_seq_len)
+    n_tokens = MICROBATCHES * n_ranks * args.max_seq_len
     model.register_forward_pre_hook(lambda *_: mark("forward begins"))
     model.register_forward_hook(lambda *_: mark("forward ends"))
     needs_autocast = mode.is_alone and device.type == "cuda"
 
     def step() -> torch.Tensor:
         with torch.autocast(device.type, mp_policy.param_dtype, enabled=needs_autocast):
-            loss = run_model(model, device, parallelism, batches, n_tokens / scale)
+            loss = run_model(model, device, parallelism, batches, n_tokens // scale)
         mark("backward ends")
         clip(MAX_NORM)
         optimizer.step()

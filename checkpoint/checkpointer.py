@@ -1,36 +1,50 @@
 """Save, publish, find and load checkpoints. Owns names, folders and proofs, never tensors.
 
-A checkpoint is written to a temporary folder of its own, hashed, listed in a manifest, fsynced and
-renamed to ``step-00000100``: visible means complete. The newest is the newest that verifies.
+A checkpoint is written to a temporary folder of its own, hashed as it is written, listed in a
+manifest, fsynced and renamed to ``step-00000100``: visible means complete. The newest is the newest
+that verifies. A thread writes; the collectives, and the renaming, are the trainer's own.
 """
 
 import json
-import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from checkpoint.manifest import (
-    describe_file,
-    faults,
-    read_manifest,
-    sync_folder,
-    write_durably,
-    write_manifest,
+from checkpoint.manifest import read_manifest, sync_folder, write_manifest
+from checkpoint.storage import (
+    INDEX_FILE,
+    Entry,
+    HashedFile,
+    Reader,
+    read_index,
+    write_index,
+    write_parts,
 )
-from checkpoint.reader import METADATA_FILE, Reader, unlisted
+from checkpoint.store import (
+    STATE_FILE,
+    delete,
+    problems_of,
+    published,
+    purge,
+    read_state,
+    set_aside,
+    sizes_of,
+)
 from config import ConfigError
 from config.job_config import Checkpoint
 from runtime.log import logger
-
-STATE_FILE = "state.json"
-T = TypeVar("T")
+from runtime.together import RankFailure, gather, on_first
 
 
 class Stateful(Protocol):
@@ -38,9 +52,23 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Save:
+    """One that was begun."""
+
+    step: int
+    scratch: Path
+    values: dict[str, Any]
+    written: Future[tuple[dict[str, Any], dict[str, Entry]]]
+
+
 class Checkpointer:
     """``tensors`` go through DCP, any mesh to any mesh. ``values`` are JSON: what is saved is the
-    union over ranks of their state dicts, and ranks that disagree on a key are an error."""
+    union over ranks of their state dicts, and ranks that disagree on a key are an error.
+
+    ``facts`` go into the manifest. ``check`` is called with the manifest of what is to be resumed
+    and raises ``ConfigError`` if that is not this run.
+    """
 
     def __init__(
         self,
@@ -49,165 +77,209 @@ class Checkpointer:
         *,
         tensors: dict[str, Stateful],
         values: dict[str, Stateful],
+        facts: dict[str, Any],
+        check: Callable[[dict[str, Any]], None],
     ) -> None:
         self._folder, self._config = folder, config
         self._tensors, self._values = tensors, values
+        self._facts, self._check = facts, check
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self.attempt: str = on_first(lambda: uuid.uuid4().hex)
+        """Identifies this process's part of the run."""
+        self.newest = 0
+        """Step of the newest checkpoint that this attempt loaded or published; 0: none."""
+        self._lineage: dict[str, Any] = {"run": self.attempt, "parent": None}
+        self._verified: set[str] = set()
+        self._save: Save | None = None
+        self._items: list[WriteItem] = []
+        self._host: dict[Any, torch.Tensor] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
 
-    def save(self, step: int) -> Path:
-        """Write the state of ``step`` and publish it; return its folder. A collective."""
-        published = self._folder / f"step-{step:08d}"
-        scratch = self._on_first(partial(self._open_scratch, published.name))
-        # One writer thread: with more, DCP loses write errors (pytorch#191391).
-        writer = dcp.FileSystemWriter(scratch, thread_count=1, sync_files=True)
-        state = {name: stateful.state_dict() for name, stateful in self._tensors.items()}
-        dcp.save(state, storage_writer=writer)
-        parts = self._on_all(partial(self._describe_part, scratch))
-        self._on_first(partial(self._publish, scratch, published, step, parts))
-        return published
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes what was begun."""
+        return self._save is not None and not self._save.written.done()
 
-    def load_latest(self) -> int | None:
-        """Restore the newest checkpoint that verifies; return its step, None if there is none."""
-        if not self._config.enable:
+    @property
+    def is_begun(self) -> bool:
+        """Whether a save waits for ``finish``; equal on all ranks."""
+        return self._save is not None
+
+    def begin(self, step: int) -> None:
+        """Start to save the state of ``step``; it may change as soon as this returns. A collective.
+
+        With ``async_mode`` the state is copied to host memory and written meanwhile. What fails is
+        told by ``finish``, which must come before the next ``begin``.
+        """
+        assert self._save is None, "the last save was not finished"
+        try:
+            scratch = on_first(partial(self._open_scratch, step))
+            state = {name: stateful.state_dict() for name, stateful in self._tensors.items()}
+            planner = dcp.DefaultSavePlanner()
+            planner.set_up_planner(state, is_coordinator=self._rank == 0)
+            self._items = self._items or _plan(planner)
+            values = {name: deepcopy(s.state_dict()) for name, s in self._values.items()}
+        except RankFailure as error:
+            self._tell_failure(step, error)
+            return
+        resolve: Callable[[WriteItem], Any] = planner.resolve_data
+        if self._config.async_mode == "async":
+            resolve = self._stage(resolve)
+        path = scratch / f"rank-{self._rank:05d}.bin"
+        written = self._thread.submit(write_parts, path, self._items, resolve)
+        self._save = Save(step, scratch, values, written)
+        if self._config.async_mode == "disabled":
+            written.exception()
+
+    def finish(self) -> Path | None:
+        """Wait for what was begun, publish it and return its folder. A collective.
+
+        None: nothing was begun, or it failed, which is logged; older checkpoints are untouched.
+        """
+        save, self._save = self._save, None
+        if save is None:
             return None
-        for folder in self._on_first(self._published):
-            problems = self._verify(folder)
-            if not problems:
-                self._load(folder, self._tensors)
-                self._load_values(folder)
-                return _step(folder)
-            self._set_aside(folder, problems)
+        try:
+            parts = gather(lambda: (save.values, *save.written.result()))
+            folder = on_first(partial(self._publish, save, parts))
+        except RankFailure as error:
+            self._tell_failure(save.step, error)
+            if self._rank == 0:
+                shutil.rmtree(save.scratch, ignore_errors=True)
+            return None
+        self.newest = save.step
+        self._verified.add(folder.name)
+        if self._rank == 0 and self._config.keep_latest_k:
+            keep, every = self._config.keep_latest_k, self._config.keep_every
+            self._thread.submit(
+                purge, self._folder, keep=keep, keep_every=every, verified=self._verified
+            )
+        return folder
+
+    def close(self) -> None:
+        """Wait for the thread, which may be deleting what is not kept."""
+        self._thread.shutdown()
+
+    def load_latest(self, *, leave: Collection[str] = ()) -> int | None:
+        """Restore the newest checkpoint that verifies; return its step, None if there is none.
+
+        ``leave``: values that stay as they are. Raises ``ConfigError`` if the checkpoint is not of
+        this run, or if there are checkpoints and none verifies. A collective.
+        """
+        assert self._save is None, "a save is not finished"
+        damaged: dict[Path, list[str]] = {}
+        for folder in on_first(partial(published, self._folder)):
+            problems = _verify(folder)
+            if problems:
+                damaged[folder] = problems
+                continue
+            manifest = on_first(partial(read_manifest, folder))
+            self._check(manifest)
+            self._load(folder, manifest, self._tensors)
+            self._load_values(folder, leave)
+            # Only now: where nothing verifies, everything stays in its place.
+            for bad, found in damaged.items():
+                aside = on_first(partial(set_aside, bad, "corrupt"))
+                logger.warning("checkpoint set aside as %s: %s", aside, "; ".join(found))
+            self.newest = manifest["step"]
+            self._verified.add(folder.name)
+            parent = {key: manifest[key] for key in ("run", "attempt", "step")}
+            self._lineage = {"run": manifest["run"], "parent": parent}
+            return self.newest
+        if damaged:
+            found = [problem for problems in damaged.values() for problem in problems]
+            text = "no checkpoint verifies, so nothing was loaded or changed; start another name"
+            raise ConfigError([f"job.name: {text}: {'; '.join(found)}"])
         return None
 
     def load_initial(self, model: Stateful) -> None:
         """Take the weights from ``initial_load_path``; ``ConfigError`` if it does not verify."""
         folder = Path(self._config.initial_load_path)
-        problems = self._verify(folder)
+        problems = _verify(folder)
         if problems:
             raise ConfigError([f"checkpoint.initial_load_path: {problem}" for problem in problems])
-        self._load(folder, {"model": model})
+        manifest = on_first(partial(read_manifest, folder))
+        self._load(folder, manifest, {"model": model})
+        parent = {key: manifest[key] for key in ("run", "attempt", "step")}
+        self._lineage = {"run": self.attempt, "parent": parent}
 
-    def _open_scratch(self, name: str) -> Path:
+    def _open_scratch(self, step: int) -> Path:
         """A new folder to write to. What earlier attempts left behind goes first: it takes room."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._delete([*self._folder.glob(".tmp-step-*"), *self._folder.glob(".trash-*")])
-        scratch = self._folder / f".tmp-{name}-{uuid.uuid4().hex[:8]}"
+        delete([*self._folder.glob(".tmp-step-*"), *self._folder.glob(".trash-*")])
+        scratch = self._folder / f".tmp-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         scratch.mkdir(mode=0o700)
         return scratch
 
-    def _describe_part(self, scratch: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """This rank's values, and its files as the manifest has them."""
-        values = {name: stateful.state_dict() for name, stateful in self._values.items()}
-        mine = sorted(path for path in scratch.iterdir() if self._is_mine(path))
-        return values, {path.name: describe_file(path) for path in mine}
+    def _stage(self, resolve: Callable[[WriteItem], Any]) -> Callable[[WriteItem], torch.Tensor]:
+        """Copy this rank's items to host memory, which is kept for the next save."""
+        for item in self._items:
+            tensor = resolve(item).detach()
+            is_cuda = tensor.device.type == "cuda"
+            if item.index not in self._host:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
+                self._host[item.index] = host
+            self._host[item.index].copy_(tensor, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return lambda item: self._host[item.index]
 
-    def _publish(self, scratch: Path, published: Path, step: int, parts: list[Any]) -> None:
+    def _publish(self, save: Save, parts: list[Any]) -> Path:
         state: dict[str, Any] = {}
-        files: dict[str, Any] = {}
-        for values, described in parts:
+        files: dict[str, dict[str, Any]] = {}
+        for rank, (values, description, _) in enumerate(parts):
             state = merge(state, values)
-            files |= described
-        write_durably(scratch / STATE_FILE, json.dumps(state).encode())
-        files[STATE_FILE] = describe_file(scratch / STATE_FILE)
-        problems = unlisted(scratch, files)
-        if problems:
-            raise ValueError(f"not published, could not be loaded: {'; '.join(problems)}")
-        write_manifest(scratch, files, {"step": step, "world_size": self._world_size})
-        sync_folder(scratch)
-        if published.exists():
+            files[f"rank-{rank:05d}.bin"] = description
+        state_file = HashedFile(save.scratch / STATE_FILE)
+        state_file.write(json.dumps(state).encode())
+        files[STATE_FILE] = state_file.close()
+        written = [entries for _, _, entries in parts]
+        files[INDEX_FILE] = write_index(save.scratch / INDEX_FILE, written)
+        sizes = sizes_of({"files": files})
+        # Nothing is published that could not be read: short writes, parts that are missing.
+        read_index(save.scratch, sizes)
+        if any((save.scratch / name).stat().st_size != size for name, size in sizes.items()):
+            raise OSError("a file is shorter than what was written to it")
+        facts = {"step": save.step, "world_size": self._world_size, "attempt": self.attempt}
+        write_manifest(save.scratch, files, {**facts, **self._lineage, **self._facts})
+        sync_folder(save.scratch)
+        folder = self._folder / f"step-{save.step:08d}"
+        if folder.exists():
             # The same step again, after a failed verification or an extended run: never overwrite.
-            published.rename(self._folder / f"replaced-{published.name}-{uuid.uuid4().hex[:8]}")
-        scratch.rename(published)
+            set_aside(folder, "replaced")
+        save.scratch.rename(folder)
         sync_folder(self._folder)
-        if self._config.keep_latest_k:
-            self._delete(self._published()[self._config.keep_latest_k :])
+        return folder
 
-    def _delete(self, folders: Iterable[Path]) -> None:
-        for folder in folders:
-            # Renamed first, so that a half-deleted folder is never a candidate.
-            trash = self._folder / f".trash-{uuid.uuid4().hex}"
-            folder.rename(trash)
-            # What stays, as files that are open do on NFS, the next save tries again.
-            shutil.rmtree(trash, ignore_errors=True)
+    def _tell_failure(self, step: int, error: Exception) -> None:
+        text = "ALARM: step %d was not saved (newest checkpoint: %s): %s"
+        logger.error(text, step, self.newest or "none", error)
 
-    def _published(self) -> list[Path]:
-        """Published checkpoints, the newest first."""
-        found = [p for p in self._folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
-        return sorted(found, key=_step, reverse=True)
-
-    def _verify(self, folder: Path) -> list[str]:
-        """What is wrong with a checkpoint. A collective: each rank hashes a share of the files."""
-        found = self._on_all(partial(self._faults_of_share, folder))
-        return sorted({problem for problems in found for problem in problems})
-
-    def _faults_of_share(self, folder: Path) -> list[str]:
-        try:
-            manifest = read_manifest(folder)
-        except ValueError as error:
-            return [str(error)]
-        files = {METADATA_FILE: None, STATE_FILE: None} | manifest["files"]
-        share = sorted(files)[self._rank :: self._world_size]
-        problems = faults(folder, files, share)
-        # Read only now that its hash is right; it says which of the files will be read.
-        if METADATA_FILE in share and not problems:
-            problems = unlisted(folder, files)
-        return problems
-
-    def _set_aside(self, folder: Path, problems: list[str]) -> None:
-        name = f"corrupt-{folder.name}-{uuid.uuid4().hex[:8]}"
-        aside = self._on_first(lambda: folder.rename(folder.with_name(name)))
-        logger.warning("checkpoint set aside as %s: %s", aside, "; ".join(problems))
-
-    def _load(self, folder: Path, tensors: dict[str, Stateful]) -> None:
+    def _load(self, folder: Path, manifest: dict[str, Any], tensors: dict[str, Stateful]) -> None:
         state = {name: stateful.state_dict() for name, stateful in tensors.items()}
-        reader = Reader(folder)
-        wanted = {f"{name}.{key}" for name, part in state.items() for key in part}
+        wanted = {f"{name}.{key}": t for name, part in state.items() for key, t in part.items()}
+        index: dict[str, Entry] = {}
 
-        def unwanted() -> set[str]:
-            saved = reader.read_metadata().state_dict_metadata
-            return {key for key in saved if key.partition(".")[0] in tensors} - wanted
+        def differences() -> tuple[list[str], set[str]]:
+            index.update(read_index(folder, sizes_of(manifest)))
+            ours = {fqn for fqn in index if fqn.partition(".")[0] in tensors}
+            # Only weights alone may change their dtype: a run that resumes goes on as it was.
+            has_dtype = tensors is self._tensors
+            return _differences(index, wanted, has_dtype=has_dtype), ours - wanted.keys()
 
-        # DCP raises for what is missing or of another shape, but ignores what is left over.
-        unread = set.intersection(*self._on_all(unwanted))
-        if unread:
-            text = f"{folder} is of another model: it also has {min(unread)}"
+        answers = gather(differences)
+        problems = on_first(partial(_merge_differences, answers))
+        if problems:
+            text = f"{folder} is of another model: {'; '.join(problems)}"
             raise ConfigError([f"model.name or model.flavor: {text}"])
-        dcp.load(state, storage_reader=reader)
+        dcp.load(state, storage_reader=Reader(folder, index))
         for name, stateful in tensors.items():
             stateful.load_state_dict(state[name])
 
-    def _load_values(self, folder: Path) -> None:
-        state = self._on_first(lambda: json.loads((folder / STATE_FILE).read_bytes()))
-        for name, stateful in self._values.items():
-            stateful.load_state_dict(state[name])
-
-    def _is_mine(self, path: Path) -> bool:
-        """DCP's data files are named after their rank; what belongs to all is rank 0's."""
-        named = re.match(r"__(\d+)_", path.name)
-        return int(named.group(1)) == self._rank if named else self._rank == 0
-
-    def _on_first(self, act: Callable[[], T]) -> T:
-        """Let rank 0 act; what it returns, on every rank."""
-        return cast(T, self._on_all(lambda: act() if self._rank == 0 else None)[0])
-
-    def _on_all(self, act: Callable[[], T]) -> list[T]:
-        """What ``act`` returns on each rank. If one raises, all raise: none may wait."""
-        result: T | None = None
-        cause: Exception | None = None
-        try:
-            result = act()
-        except Exception as error:
-            cause = error
-        gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, (result, cause and f"{type(cause).__name__}: {cause}"))
-        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]
-        if failures:
-            raise RuntimeError("checkpoint: " + "; ".join(failures)) from cause
-        return [answer for answer, _ in gathered]
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    def _load_values(self, folder: Path, leave: Collection[str]) -> None:
+        state = on_first(partial(read_state, folder))
+        for name in self._values.keys() - leave:
+            self._values[name].load_state_dict(state[name])
 
 
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -219,3 +291,48 @@ def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         elif union.setdefault(key, value) != value:
             raise ValueError(f"ranks disagree on the state {key!r}: {union[key]!r} and {value!r}")
     return union
+
+
+def _plan(planner: dcp.DefaultSavePlanner) -> list[WriteItem]:
+    """What this rank is to write: what several hold, one writes. A collective."""
+    plans = gather(lambda: _tensors_only(planner.create_local_plan()))
+    shares: list[SavePlan] = []
+    on_first(lambda: shares.extend(planner.create_global_plan(plans)[0]))
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, shares or None)
+    return planner.finish_plan(mine[0]).items
+
+
+def _tensors_only(plan: SavePlan) -> SavePlan:
+    others = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    if others:
+        raise ValueError(f"not a tensor, so it could not be loaded: {others[0]}")
+    return plan
+
+
+def _verify(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint. A collective: each rank hashes a share of the files."""
+    found = gather(partial(problems_of, folder, dist.get_rank(), dist.get_world_size()))
+    return on_first(lambda: sorted({problem for problems in found for problem in problems}))
+
+
+def _differences(
+    index: dict[str, Entry], wanted: dict[str, torch.Tensor], *, has_dtype: bool
+) -> list[str]:
+    found = []
+    for fqn, tensor in wanted.items():
+        want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        if fqn not in index:
+            found.append(f"it has no {fqn}")
+            continue
+        have = (index[fqn].dtype, index[fqn].shape)
+        if have[not has_dtype :] != want[not has_dtype :]:
+            found.append(f"its {fqn} is {have[0]} {have[1]}, not {want[0]} {want[1]}")
+    return found
+
+
+def _merge_differences(answers: list[tuple[list[str], set[str]]]) -> list[str]:
+    """The first of each kind. Left over is what no rank wants: stages want different tensors."""
+    left_over = set.intersection(*(unread for _, unread in answers))
+    found = sorted({problem for problems, _ in answers for problem in problems})
+    return found[:1] + [f"it also has {fqn}" for fqn in sorted(left_over)[:1]]

@@ -1,6 +1,5 @@
-"""The list that makes a folder a checkpoint: every file with its size and SHA-256."""
+"""The list that makes a folder a checkpoint: what it is of, and every file's size and hash."""
 
-import hashlib
 import json
 import os
 import re
@@ -8,28 +7,43 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from checkpoint.storage import HashedFile, describe_file, read_file
+
 NAME = "manifest.json"
 # A name and nothing more: it cannot lead out of the folder.
-FILE_NAME = re.compile(r"\.?\w[\w.-]*")
+FILE_NAME = re.compile(r"\w[\w.-]*")
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
-    """Write and fsync ``manifest.json`` for ``files``, as ``describe_file`` gives them."""
-    write_durably(folder / NAME, json.dumps({**facts, "files": files}, indent=1).encode())
+    """Write and fsync ``manifest.json`` for ``files``, each with its size and hash."""
+    content = {**facts, "files": files}
+    file = HashedFile(folder / NAME)
+    file.write(json.dumps({"checksum": _checksum(content), **content}, indent=1).encode())
+    file.close()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest; raise ``ValueError`` if there is none that can be read."""
+    """The manifest; raise ``ValueError`` if there is none, or it is not what was written."""
+    path = folder / NAME
     try:
-        manifest = json.loads((folder / NAME).read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / NAME}: {error}") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise ValueError(f"{folder / NAME}: not a manifest")
-    for name in manifest["files"]:
+        content = json.loads(read_file(path))
+        checksum = content.pop("checksum")
+        files = {name: (d["size"] + 0, d["xxh3_128"]) for name, d in content["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if checksum != _checksum(content):
+        raise ValueError(f"{path}: contents are not what was saved")
+    for name in files:
         if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"{folder / NAME}: {name!r} is not the name of a file")
-    return manifest
+            raise ValueError(f"{path}: {name!r} is not the name of a file")
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """The manifest lists all hashes but its own; this is that one."""
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def faults(folder: Path, files: dict[str, Any], names: Iterable[str]) -> list[str]:
@@ -39,25 +53,11 @@ def faults(folder: Path, files: dict[str, Any], names: Iterable[str]) -> list[st
         try:
             actual = describe_file(folder / name)
         except OSError as error:
-            found.append(f"{folder / name}: {error.strerror}")
+            found.append(f"{folder / name}: {error.strerror or error}")
             continue
         if actual != files[name]:
             found.append(f"{folder / name}: contents are not what was saved")
     return found
-
-
-def describe_file(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"size": path.stat().st_size, "sha256": digest}
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

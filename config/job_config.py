@@ -165,8 +165,34 @@ class Checkpoint(Section):
     """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: NonNegative = 3
     """Checkpoints to keep; 0 keeps all."""
+    keep_every: NonNegative = 0
+    """Keep checkpoints of multiples of that many steps for good; 0: none."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: copy the state to host memory, and write it while training goes on."""
+    max_unsaved_steps: Count | None = None
+    """A save that fails is an alarm; so many steps without a new checkpoint end the run.
+    Absent: three intervals."""
     initial_load_path: str = ""
     """Checkpoint folder to take the weights from when the run has no checkpoint of its own."""
+
+
+class Numerics(Section):
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite never updates the weights. stop: end the run there.
+    skip: go on with the next step."""
+    max_skipped: Count = 3
+    """skip: so many steps in a row that are not finite end the run."""
+    on_spike: Literal["ignore", "rollback"] = "ignore"
+    """A loss or gradient norm far above the recent ones. rollback: go back to the newest verified
+    checkpoint and leave out the data since then."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """Steps that a spike is compared with."""
+    spike_sigmas: Annotated[float, Field(gt=0.0)] = 6.0
+    """Standard deviations above their mean that make a spike."""
+    max_rollbacks: Count = 3
+    """Rollbacks in a run; one more ends it."""
+    replica_check_freq: NonNegative = 0
+    """Steps between bitwise comparisons of replicas; 0: only before the first step."""
 
 
 class Validation(Section):
@@ -185,6 +211,11 @@ class Validation(Section):
 class Metrics(Section):
     log_freq: Count = 10
     """Steps between log lines."""
+    enable_ledger: bool = False
+    """Write what each step consumed to ledger/; `python -m tools.check_ledger` reads it."""
+    straggler_window: NonNegative = 0
+    """Steps after which the ranks' compute times are compared, to name those that are slow in three
+    windows; 0: never."""
     enable_tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
@@ -212,6 +243,9 @@ class Debug(Section):
     """Seeds the weights and the order of the data."""
     deterministic: bool = False
     """Deterministic kernels only; slower."""
+    determinism: Literal["same_mesh", "elastic"] = "same_mesh"
+    """Which runs are equal bit for bit. same_mesh: those on equal meshes. elastic: also those whose
+    data_parallel_shard_degree, a power of two, differs; gradients are added in a fixed order."""
 
 
 class JobConfig(Section):
@@ -227,6 +261,7 @@ class JobConfig(Section):
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
+    numerics: Numerics = Numerics()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()

@@ -15,12 +15,20 @@ from data.tokenizer import Tokenizer
 
 MAX_EMPTY_DOCUMENTS = 100_000
 
-# Of each row, the document in which its next sequence starts, and where.
-Starts = dict[int, tuple[int, int]]
+# A document of a row, counted from 0, and a token in it.
+Place = tuple[int, int]
+
+
+class Span(NamedTuple):
+    """Which part of its row a sequence is: from its first token to the next sequence's first."""
+
+    row: int
+    start: Place
+    end: Place
 
 
 class Batch(NamedTuple):
-    """One microbatch of this rank; all (b, s) int64 on the CPU."""
+    """One microbatch of this rank; its tensors are (b, s) int64 on the CPU."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -29,6 +37,8 @@ class Batch(NamedTuple):
     """Place within its document; None: within the sequence."""
     document_ids: torch.Tensor | None
     """Documents to attend within; None: attend to the whole past."""
+    spans: tuple[Span, ...] = ()
+    """Of each row, what was read."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -40,22 +50,24 @@ class RowReader:
     """One row of the global batch: its documents, concatenated and cut into sequences."""
 
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, row: int, n_rows: int, start: tuple[int, int]
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        row: int,
+        start: Place,
+        *,
+        n_rows: int,
+        vocab_size: int,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
+        self._row, self._start = row, start
         self._next_document, self._cursor = start
         self._texts = source.documents(row, n_rows, self._next_document)
         # What is read ahead, three facts per token: its id, its document, its place in that.
         self._buffer = np.empty((3, 0), np.int64)
 
-    @property
-    def position(self) -> tuple[int, int]:
-        """After a read: the document in which the next sequence starts, and where."""
-        _, document, place = self._buffer[:, self._cursor]
-        return int(document), int(place)
-
-    def read(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """seq_len + 1 tokens and the number of each one's document.
+    def read(self, seq_len: int) -> tuple[np.ndarray, np.ndarray, Span]:
+        """seq_len + 1 tokens, the number of each one's document, and what part of the row it is.
 
         The next read starts at the last of them, so every token is predicted exactly once.
         """
@@ -67,9 +79,21 @@ class RowReader:
         if len(documents) > 1:
             self._buffer = np.concatenate(documents, axis=1)[:, self._cursor :]
             self._cursor = 0
-        tokens, numbers, _ = self._buffer[:, self._cursor : self._cursor + seq_len + 1]
+        tokens, numbers, places = self._buffer[:, self._cursor : self._cursor + seq_len + 1]
+        self._check_ids(tokens, numbers)
         self._cursor += seq_len
-        return tokens, numbers
+        start, self._start = self._start, (int(numbers[-1]), int(places[-1]))
+        return tokens, numbers, Span(self._row, start, self._start)
+
+    def _check_ids(self, tokens: np.ndarray, numbers: np.ndarray) -> None:
+        """No other guard is certain: an embedding that is split takes a foreign id for zeros."""
+        if tokens.min() >= 0 and tokens.max() < self._vocab_size:
+            return
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0]
+        raise ValueError(
+            f"data: {self._source.description}: document {numbers[bad]} of row {self._row} has the"
+            f" id {tokens[bad]}; model.vocab_size is {self._vocab_size}"
+        )
 
     def _read_document(self) -> np.ndarray:
         """The next document that has text."""
@@ -94,6 +118,7 @@ class BatchLoader:
         source: Source,
         tokenizer: Tokenizer,
         *,
+        vocab_size: int,
         seq_len: int,
         local_batch_size: int,
         global_batch_size: int,
@@ -103,16 +128,16 @@ class BatchLoader:
         prefetch: int,
     ) -> None:
         assert global_batch_size % (local_batch_size * degree) == 0, "rows left over"
-        self._source, self._tokenizer = source, tokenizer
+        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
         self._seq_len, self._document_mask = seq_len, document_mask
         self._n_rows, self._prefetch = global_batch_size, prefetch
         self.microbatches = global_batch_size // (local_batch_size * degree)
         """Microbatches of one step."""
         firsts = [(a * degree + rank) * local_batch_size for a in range(self.microbatches)]
         self._rows = [range(first, first + local_batch_size) for first in firsts]
-        self._starts: Starts = {row: (0, 0) for rows in self._rows for row in rows}
+        self._starts: dict[int, Place] = {row: (0, 0) for rows in self._rows for row in rows}
         self._microbatches = self._read_from_starts()
-        self._ahead: deque[Future[tuple[Batch, Starts]]] = deque()
+        self._ahead: deque[Future[Batch]] = deque()
         # What it runs refers to no loader, so that a loader that is dropped takes it along.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
 
@@ -122,13 +147,16 @@ class BatchLoader:
     def __next__(self) -> Batch:
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(self._thread.submit(next, self._microbatches))
-        batch, starts = self._ahead[0].result()
+        batch = self._ahead[0].result()
         self._ahead.popleft()
-        self._starts |= starts
         return batch
 
+    def commit(self, microbatches: list[Batch]) -> None:
+        """Count what was taken as trained on: a finished step. The state is what was committed."""
+        self._starts |= {span.row: span.end for batch in microbatches for span in batch.spans}
+
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last microbatch taken, which ended a step.
+        """The place after the last step committed.
 
         This rank's part; the union over ranks is the state of the whole.
         """
@@ -155,9 +183,16 @@ class BatchLoader:
         self._starts = {row: tuple(state["rows"][str(row)]) for row in self._starts}
         self._microbatches = self._read_from_starts()
 
-    def _read_from_starts(self) -> Iterator[tuple[Batch, Starts]]:
+    def _read_from_starts(self) -> Iterator[Batch]:
         readers = {
-            row: RowReader(self._source, self._tokenizer, row, self._n_rows, start)
+            row: RowReader(
+                self._source,
+                self._tokenizer,
+                row,
+                start,
+                n_rows=self._n_rows,
+                vocab_size=self._vocab_size,
+            )
             for row, start in self._starts.items()
         }
         return _read_microbatches(readers, self._rows, self._seq_len, self._document_mask)
@@ -165,22 +200,27 @@ class BatchLoader:
 
 def _read_microbatches(
     readers: dict[int, RowReader], microbatches: list[range], seq_len: int, document_mask: bool
-) -> Iterator[tuple[Batch, Starts]]:
-    """Each microbatch of rows, and where the rows' next ones start; step after step."""
+) -> Iterator[Batch]:
+    """Each microbatch of rows, step after step."""
     while True:
         for rows in microbatches:
-            batch = _assemble([readers[row].read(seq_len) for row in rows], document_mask)
-            yield batch, {row: readers[row].position for row in rows}
+            yield _assemble([readers[row].read(seq_len) for row in rows], document_mask)
 
 
-def _assemble(sequences: list[tuple[np.ndarray, np.ndarray]], document_mask: bool) -> Batch:
-    tokens = torch.from_numpy(np.stack([tokens for tokens, _ in sequences]))
+def _assemble(sequences: list[tuple[np.ndarray, np.ndarray, Span]], document_mask: bool) -> Batch:
+    tokens = torch.from_numpy(np.stack([tokens for tokens, _, _ in sequences]))
     positions = document_ids = None
     if document_mask:
-        numbers = np.stack([numbers[:-1] for _, numbers in sequences])
+        numbers = np.stack([numbers[:-1] for _, numbers, _ in sequences])
         document_ids = torch.from_numpy(numbers)
         positions = torch.from_numpy(_places(numbers))
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, document_ids)
+    return Batch(
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        positions,
+        document_ids,
+        tuple(span for _, _, span in sequences),
+    )
 
 
 def _places(numbers: np.ndarray) -> np.ndarray:

@@ -2,22 +2,25 @@
 
 ``torchrun`` and ``srun`` flatten exit codes, so the state that launchers need is in files:
 ``outcome`` (done, or stopped and why; absent means failure), ``progress`` (newest checkpoint's
-step) and ``stop`` (anyone may write it: save at the next step and end).
+step), ``stop`` (anyone may write it: save at the next step and end) and ``failures``.
 """
 
 import fcntl
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
 from config import ConfigError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+STOP_FILE = "stop file"
 # A terminal's Ctrl-C reaches a rank twice, once by way of torchrun. Later ones mean it.
 INSIST_SECONDS = 3.0
 
@@ -29,6 +32,8 @@ class RunControl:
         self._folder = folder
         self._signal: signal.Signals | None = None
         self._received = 0.0
+        self.stop: str | None = None
+        """Why to end after this step, if so: a signal's name or the stop file."""
         for number in SIGNALS:
             signal.signal(number, self._receive)
 
@@ -39,31 +44,31 @@ class RunControl:
         """
         self._is_writer = is_writer
         if is_writer:
-            # What a run writes is its owner's alone.
             try:
+                # What a run writes is its owner's alone.
                 self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._folder.mkdir(mode=0o700, exist_ok=True)
-                self._lock = (self._folder / "lock").open("w")
+                self._lock = lock_run(self._folder)
             except OSError as error:
                 raise ConfigError([f"job.output_dir: {error}"]) from None
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                folder = self._folder.parent
-                raise ConfigError([f"job.name: a run is writing to {folder} now"]) from None
             for name in ("outcome", "stop"):
                 (self._folder / name).unlink(missing_ok=True)
 
-    def agreed_stop(self) -> str | None:
-        """The reason to stop after this step, the same on all ranks. A collective, on the CPU."""
-        code = int(self._signal or 0)
-        if self._is_writer and (self._folder / "stop").exists():
-            code = code or -1
-        codes = torch.tensor([code, -code])
-        dist.all_reduce(codes, op=dist.ReduceOp.MAX)
-        if codes[0] > 0:
-            return signal.Signals(int(codes[0])).name
-        return "stop file" if codes[1] > 0 else None
+    def agree(self, **counts: int) -> dict[str, int]:
+        """The sums over all ranks of ``counts``: what ranks tell each other at each step.
+
+        The same reduction, on the CPU, carries the requests to stop: ``stop`` is equal on all ranks
+        after it. A collective.
+        """
+        requests = {number.name: int(number == self._signal) for number in SIGNALS}
+        has_file = self._is_writer and (self._folder / "stop").exists()
+        mine = {**counts, **requests, STOP_FILE: int(has_file)}
+        sums = torch.tensor(list(mine.values()))
+        dist.all_reduce(sums)
+        agreed = dict(zip(mine, sums.tolist(), strict=True))
+        reasons = [name for name in (*requests, STOP_FILE) if agreed[name]]
+        self.stop = self.stop or next(iter(reasons), None)
+        return {name: agreed[name] for name in counts}
 
     def report(self, name: str, text: str) -> None:
         """Write ``control/<name>`` as a whole: readers see the old text or the new."""
@@ -78,3 +83,21 @@ class RunControl:
             os._exit(128 + number)
         if self._signal is None:
             self._signal, self._received = signal.Signals(number), now
+
+
+def lock_run(folder: Path) -> TextIO:
+    """Hold the ``control/`` folder until the file returned is closed.
+
+    Raises ``ConfigError`` that says who holds it, if somebody does.
+    """
+    file = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        who = f"process {file.read().strip()} is writing to {folder.parent} now"
+        raise ConfigError([f"job.name: {who}"]) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file

@@ -1,8 +1,12 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.ranks import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="full counts of trials, not a tenth")
 
 
 @pytest.fixture(scope="session")
@@ -10,3 +14,16 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def trials(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """Of a full count of trials, how many to make now."""
+    is_full = request.config.getoption("--full")
+    return lambda count: count if is_full else max(1, count // 10)
+
+
+@pytest.fixture
+def seen(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Say what was seen, for the scorecard in docs/reliability.md."""
+    return lambda text: request.node.user_properties.append(("seen", text))

@@ -50,6 +50,8 @@ class Run:
             Checkpoint(**config),
             tensors={"model": self.model_state, "optimizer": optimizer_state},
             values={"train": self.values},
+            facts={},
+            check=lambda manifest: None,
         )
 
     def save(self, *steps: int) -> None:
@@ -60,7 +62,8 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.values.state = {"step": step}
-            self.checkpointer.save(step)
+            self.checkpointer.begin(step)
+            self.checkpointer.finish()
 
     def digests(self) -> dict[str, str]:
         """Of every weight and every tensor of the optimizer, as it is there and not as saved."""

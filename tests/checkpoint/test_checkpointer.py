@@ -11,10 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from checkpoint.checkpointer import STATE_FILE, merge
+from checkpoint.checkpointer import merge
 from checkpoint.states import ModelState
+from checkpoint.store import STATE_FILE
 from config.job_config import Optimizer
 from models import TransformerArgs
+from runtime.log import logger
 from tests.checkpoint.small_run import ARGS, Run
 from tests.layouts import REPLICATE, TP, Layout
 from tests.ranks import GROUP_TIMEOUT, RankPool
@@ -77,8 +79,10 @@ def test_optimizer_options_are_the_configurations(ranks: RankPool, tmp_path: Pat
     ranks.run(resume_with_other_options, 2, tmp_path)
 
 
-def save_and_resume(folder: Path, keep: int, steps: list[int]) -> int | None:
-    Run(folder, TWO, keep_latest_k=keep).save(*steps)
+def save_and_resume(folder: Path, keep: int, steps: list[int], **config: int) -> int | None:
+    run = Run(folder, TWO, keep_latest_k=keep, **config)
+    run.save(*steps)
+    run.checkpointer.close()
     return Run(folder, TWO).checkpointer.load_latest()
 
 
@@ -123,15 +127,20 @@ def test_a_step_saved_again_overwrites_nothing(ranks: RankPool, tmp_path: Path) 
     assert [digests for _, _, digests in found] == [second, first]
 
 
+def begin_and_finish(run: Run, step: int) -> str:
+    """What the alarm says, if there is one."""
+    run.checkpointer.begin(step)
+    with patch.object(logger, "error") as alarm:
+        folder = run.checkpointer.finish()
+    assert (folder is None) == alarm.called
+    return str(alarm.call_args)
+
+
 def save_values(folder: Path, values: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """Save what each rank has; the error, and what is then found."""
     run = Run(folder, TWO)
     run.values.state = values[dist.get_rank()]
-    error = ""
-    try:
-        run.checkpointer.save(1)
-    except RuntimeError as raised:
-        error = str(raised)
+    error = begin_and_finish(run, 1)
     resumed = Run(folder, TWO)
     resumed.checkpointer.load_latest()
     return error, resumed.values.state
@@ -140,7 +149,7 @@ def save_values(folder: Path, values: list[dict[str, Any]]) -> tuple[str, dict[s
 def test_values_are_the_union_over_ranks(ranks: RankPool, tmp_path: Path) -> None:
     values = [{"step": 1, "seen": {"a": 2}}, {"step": 1, "seen": {"b": 3}}]
     union = {"step": 1, "seen": {"a": 2, "b": 3}}
-    assert ranks.run(save_values, 2, tmp_path, values) == [("", union)] * 2
+    assert ranks.run(save_values, 2, tmp_path, values) == [("None", union)] * 2
     assert json.loads((tmp_path / "step-00000001" / STATE_FILE).read_text()) == {"train": union}
 
 
@@ -152,17 +161,18 @@ def test_ranks_that_disagree_save_nothing(ranks: RankPool, tmp_path: Path) -> No
 
 def save_a_number(folder: Path) -> str:
     run = Run(folder, TWO)
-    with patch.object(ModelState, "state_dict", lambda self: {"number": 5}):
-        try:
-            run.checkpointer.save(1)
-        except RuntimeError as error:
-            return str(error)
-    return ""
+    state = {"number": 5}
+    with (
+        patch.object(ModelState, "state_dict", lambda self: state),
+        patch.object(logger, "error") as alarm,
+    ):
+        run.checkpointer.begin(1)
+    return str(alarm.call_args)
 
 
 def test_what_is_not_a_tensor_is_not_saved_as_one(ranks: RankPool, tmp_path: Path) -> None:
     for error in ranks.run(save_a_number, 2, tmp_path):
-        assert "not published, could not be loaded" in error
+        assert "not a tensor, so it could not be loaded: model.number" in error
     assert not any(tmp_path.glob("step-*"))
 
 
@@ -186,11 +196,14 @@ def fail_on_one(folder: Path, rank: int, target: str) -> tuple[str, Loaded]:
     run, resumed = Run(folder, TWO), Run(folder, TWO)
     run.save(1)
     is_broken = dist.get_rank() == rank
-    error = ""
-    with patch(target, side_effect=OSError("disk on fire")) if is_broken else nullcontext():
+    with (
+        patch(target, side_effect=OSError("disk on fire")) if is_broken else nullcontext(),
+        patch.object(logger, "error") as alarm,
+    ):
         try:
             run.save(2)
             resumed.checkpointer.load_latest()
+            error = str(alarm.call_args)
         except BaseException as raised:  # DCP's are no Exceptions.
             error = str(raised)
     return error, load_runs([folder], TWO)[0]
@@ -201,10 +214,11 @@ def fail_on_one(folder: Path, rank: int, target: str) -> tuple[str, Loaded]:
     [
         (0, "pathlib.Path.mkdir", 1),
         (1, "os.fsync", 1),
-        (1, "checkpoint.checkpointer.describe_file", 1),
+        (1, "checkpoint.checkpointer.write_parts", 1),
         (0, "checkpoint.checkpointer.write_manifest", 1),
-        (1, "checkpoint.checkpointer.read_manifest", 2),
-        (0, "torch.load", 2),
+        (1, "checkpoint.checkpointer.read_index", 2),
+        (0, "checkpoint.checkpointer.read_state", 2),
+        (1, "checkpoint.storage.Reader.read_data", 2),
     ],
 )
 def test_no_rank_waits_for_one_that_failed(

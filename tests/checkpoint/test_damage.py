@@ -3,27 +3,29 @@
 import json
 import os
 import pickle
+import random
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from checkpoint.checkpointer import STATE_FILE
-from checkpoint.manifest import NAME, describe_file
-from checkpoint.reader import METADATA_FILE, Reader
+from checkpoint.manifest import NAME, read_manifest, write_manifest
+from checkpoint.storage import INDEX_FILE, describe_file
+from checkpoint.store import STATE_FILE, problems_of
+from config import ConfigError
 from tests.checkpoint.small_run import Run
 from tests.layouts import Layout
 from tests.ranks import RankPool
 
+T = TypeVar("T")
 TWO = Layout(2)
 OLDER, NEWER = "step-00000001", "step-00000002"
-FILES = ("__0_0.distcp", "__1_0.distcp", METADATA_FILE, STATE_FILE)
+FILES = ("rank-00000.bin", "rank-00001.bin", INDEX_FILE, STATE_FILE)
 FOREIGN = ("step-999.bak", "old-step-500", ".tmp-step-00000003-dead", "step-3", "step-0000000a")
-Found = tuple[int | None, dict[str, Any], dict[str, str]]
 
 
 def flip_bit(path: Path) -> None:
@@ -40,24 +42,44 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Let ``change`` have the files that the manifest lists."""
-    manifest = json.loads(path.read_text())
-    change(manifest["files"])
-    path.write_text(json.dumps(manifest))
+def forge(change: Callable[[Path], object], path: Path) -> None:
+    """Let ``change`` write another file, and list that one in the manifest."""
+    change(path)
+    manifest = read_manifest(path.parent)
+    manifest["files"][path.name] = describe_file(path)
+    rewrite(path.parent, manifest)
 
 
-def list_as(name: str, path: Path) -> None:
+def rewrite(folder: Path, manifest: dict[str, Any]) -> None:
+    (folder / NAME).unlink()
+    write_manifest(folder, manifest.pop("files"), manifest)
+
+
+def list_as(name: Any, path: Path) -> None:
     """Also list state.json by another name, with the right size and hash."""
-    change_manifest(path, lambda files: files.update({name: files[STATE_FILE]}))
+    manifest = read_manifest(path.parent)
+    manifest["files"][name] = manifest["files"][STATE_FILE]
+    rewrite(path.parent, manifest)
 
 
-def forge(change: Callable[[Metadata], object], path: Path) -> None:
-    """Write another ``.metadata``, and a manifest that it agrees with."""
-    metadata = Reader(path.parent).read_metadata()
-    path.write_bytes(pickle.dumps(change(metadata) or metadata))
-    entry = {METADATA_FILE: describe_file(path)}
-    change_manifest(path.with_name(NAME), lambda files: files.update(entry))
+def unlist(name: str, path: Path) -> None:
+    manifest = read_manifest(path.parent)
+    del manifest["files"][name]
+    rewrite(path.parent, manifest)
+
+
+def change_entry(change: dict[str, Any], path: Path) -> None:
+    """Of the first tensor."""
+    index = json.loads(path.read_text())
+    next(iter(index.values())).update(change)
+    path.write_text(json.dumps(index))
+
+
+def change_part(change: dict[str, Any], path: Path) -> None:
+    """Of the first part of the first tensor."""
+    index = json.loads(path.read_text())
+    next(iter(index.values()))["parts"][0].update(change)
+    path.write_text(json.dumps(index))
 
 
 class Evil:
@@ -67,43 +89,89 @@ class Evil:
         return os._exit, (1,)
 
 
-def hold_evil(metadata: Metadata) -> None:
-    metadata.planner_data = Evil()
+def become_link(path: Path) -> None:
+    """To the same bytes, elsewhere."""
+    elsewhere = path.parent.parent / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    path.rename(elsewhere / path.name)
+    path.symlink_to(elsewhere / path.name)
 
 
-def hold_bytes(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
+def become_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
-def read_elsewhere(metadata: Metadata) -> None:
-    for entry in metadata.storage_data.values():
-        entry.relative_path = f"../{OLDER}/{entry.relative_path}"
+def become_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
+ENTRIES: dict[str, dict[str, Any]] = {
+    "foreign dtype": {"dtype": "system"},
+    "dtype that is none": {"dtype": ["float32"]},
+    "negative shape": {"shape": [-1]},
+    "fractional shape": {"shape": [0.5]},
+    "shape in words": {"shape": ["many"]},
+    "no shape": {"shape": None},
+    "giant shape": {"shape": [10**30]},
+    "no parts": {"parts": []},
+    "parts that are none": {"parts": "all"},
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "part above": {"file": f"../{OLDER}/rank-00000.bin"},
+    "part at the root": {"file": "/etc/passwd"},
+    "part of no file": {"file": None},
+    "unlisted file": {"file": "rank-00009.bin"},
+    "negative start": {"start": -64},
+    "start beyond the end": {"start": 2**40},
+    "start between elements": {"start": 1},
+    "giant part": {"sizes": [2**40]},
+    "negative part": {"sizes": [-1]},
+    "part outside": {"offsets": [2**40]},
+    "part of other dims": {"sizes": [1, 1, 1, 1]},
+    "code in a part": {"__reduce__": "os.system"},
+}
+TEXTS = {
+    "pickle": pickle.dumps(Evil()),
+    "list": b"[]",
+    "null": b"null",
+    "abyss": b"[" * 100_000,
+    "giant number": b'{"a": ' + b"9" * 10_000 + b"}",
+    "not utf-8": b"\xff\xfe{}",
+}
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    f"{damage.__name__} {name}": (name, damage)
+    for name in (*FILES, NAME)
+    for damage in (flip_bit, truncate, empty, Path.unlink)
+}
+ATTACKS: dict[str, tuple[str, Callable[[Path], object]]] = {
     **{
-        f"{damage.__name__} {name}": (name, damage)
+        f"{attack.__name__} {name}": (name, attack)
         for name in (*FILES, NAME)
-        for damage in (flip_bit, truncate, empty, Path.unlink)
+        for attack in (become_link, become_pipe, become_folder)
     },
+    **{f"unlisted {name}": (NAME, partial(unlist, name)) for name in FILES},
     **{
-        f"manifest {text}": (NAME, partial(Path.write_text, data=text))
-        for text in ("{}", "[]", "null", '{"files": []}', '{"files": {}}')
-    },
-    **{
-        f"unlisted {name}": (NAME, partial(change_manifest, change=lambda f, n=name: f.pop(n)))
-        for name in FILES
-    },
-    **{
-        f"listed {name}": (NAME, partial(list_as, name))
+        f"listed {name!r}": (NAME, partial(list_as, name))
         for name in (f"../{OLDER}/{STATE_FILE}", f"/{STATE_FILE}", "..", ".", "", "a/b", "a\0")
     },
-    "pickle": (METADATA_FILE, partial(forge, lambda _: Evil())),
-    "pickle inside": (METADATA_FILE, partial(forge, hold_evil)),
-    "bytes": (METADATA_FILE, partial(forge, hold_bytes)),
-    "elsewhere": (METADATA_FILE, partial(forge, read_elsewhere)),
-    "another object": (METADATA_FILE, partial(forge, lambda metadata: metadata.storage_meta)),
+    **{
+        f"{name} {text}": (name, partial(forge, partial(Path.write_bytes, data=data)))
+        for name in (INDEX_FILE, STATE_FILE)
+        for text, data in TEXTS.items()
+    },
+    **{f"manifest {text}": (NAME, partial(Path.write_bytes, data=d)) for text, d in TEXTS.items()},
+    **{
+        text: (INDEX_FILE, partial(forge, partial(change_entry, change)))
+        for text, change in ENTRIES.items()
+    },
+    **{
+        text: (INDEX_FILE, partial(forge, partial(change_part, change)))
+        for text, change in PARTS.items()
+    },
 }
+Found = tuple[int | None, dict[str, Any], dict[str, str]]
 
 
 def save_two(folder: Path) -> list[Found]:
@@ -125,39 +193,136 @@ def load_all(folders: list[Path]) -> list[Found]:
     return found
 
 
+def errors_of_loading(folders: list[Path], *, is_initial: bool) -> list[str]:
+    """What each folder is refused for; the weights must be as they were."""
+    found = []
+    for folder in folders:
+        run = Run(folder, TWO, initial_load_path=str(folder / NEWER))
+        before = run.digests()
+        from_path = partial(run.checkpointer.load_initial, run.model_state)
+        load = from_path if is_initial else run.checkpointer.load_latest
+        with pytest.raises(ConfigError) as raised:
+            load()
+        assert run.digests() == before
+        found.append(str(raised.value))
+    return found
+
+
+def opened_by(paths: set[str], function: Callable[..., T], *args: Any) -> T:
+    """Call ``function`` and add all that is opened meanwhile to ``paths``."""
+    is_on = True
+
+    def note(event: str, details: tuple[Any, ...]) -> None:
+        if is_on and event == "open" and isinstance(details[0], str):
+            paths.add(details[0])
+
+    sys.addaudithook(note)
+    try:
+        return function(*args)
+    finally:
+        is_on = False
+
+
+def load_and_watch(folders: list[Path]) -> tuple[list[Found], set[str]]:
+    paths: set[str] = set()
+    return opened_by(paths, load_all, folders), paths
+
+
 @pytest.fixture(scope="module")
 def intact(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
     folder = tmp_path_factory.mktemp("intact")
     return folder, ranks.run(save_two, 2, folder)[0]
 
 
-def test_the_one_before_a_damaged_checkpoint_is_loaded(
-    ranks: RankPool, intact: tuple[Path, list[Found]], tmp_path: Path
-) -> None:
-    source, (_, older, _) = intact
-    folders = [tmp_path / str(index) for index in range(len(DAMAGES))]
-    for folder, (name, damage) in zip(folders, DAMAGES.values(), strict=True):
+def copies(
+    source: Path, target: Path, damages: dict[str, tuple[str, Callable[[Path], object]]]
+) -> list[Path]:
+    """A copy of the run for each damage, done to the newer of its checkpoints."""
+    folders = [target / str(index) / "checkpoints" for index in range(len(damages))]
+    for folder, (name, damage) in zip(folders, damages.values(), strict=True):
         shutil.copytree(source, folder)
         damage(folder / NEWER / name)
+    return folders
+
+
+@pytest.mark.row(6, "A damaged checkpoint is set aside and the one before it is used")
+def test_the_one_before_a_damaged_checkpoint_is_loaded(
+    ranks: RankPool, intact: tuple[Path, list[Found]], tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    source, (_, older, _) = intact
+    folders = copies(source, tmp_path, DAMAGES)
     for results in ranks.run(load_all, 2, folders):
         for damaged, found in zip(DAMAGES, results, strict=True):
             assert found == older, damaged
     for folder in folders:
         [aside] = folder.glob(f"corrupt-{NEWER}-*")
         assert {path.name for path in folder.iterdir()} == {OLDER, aside.name}
+    seen(f"{len(DAMAGES)} of {len(DAMAGES)} damages")
 
 
-def test_without_an_intact_checkpoint_nothing_is_loaded(
+@pytest.mark.row(24, "A hostile checkpoint runs no code and reads nothing outside of itself")
+def test_nothing_in_a_checkpoint_is_run_or_leads_outside(
+    ranks: RankPool, intact: tuple[Path, list[Found]], tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    source, (_, older, _) = intact
+    folders = copies(source, tmp_path, ATTACKS)
+    for texts in ranks.run(partial(errors_of_loading, is_initial=True), 2, folders):
+        assert all(text.startswith("checkpoint.initial_load_path: ") for text in texts)
+    for results, opened in ranks.run(load_and_watch, 2, folders):
+        for attack, found in zip(ATTACKS, results, strict=True):
+            assert found == older, attack
+        # What is opened lies in a checkpoint; links are refused by the system, not followed.
+        ours = {path for path in opened if path.startswith(str(tmp_path))}
+        assert ours
+        assert not [path for path in ours if "elsewhere" in path or ".." in path]
+        assert not [path for path in opened - ours if path.startswith(("/etc", str(source)))]
+    seen(f"{len(ATTACKS)} attacks through resume and initial_load_path: 0 executed, 0 outside")
+
+
+def test_where_nothing_verifies_nothing_is_loaded_or_changed(
     ranks: RankPool, intact: tuple[Path, list[Found]], tmp_path: Path
 ) -> None:
-    source, (untouched, _, _) = intact
+    source, _ = intact
     folders = [tmp_path / name for name in FILES]
     for folder in folders:
         shutil.copytree(source, folder)
         for step in (OLDER, NEWER):
             flip_bit(folder / step / folder.name)
-    for results in ranks.run(load_all, 2, folders):
-        assert results == [untouched] * len(folders)
+    for texts in ranks.run(partial(errors_of_loading, is_initial=False), 2, folders):
+        assert all("no checkpoint verifies" in text for text in texts)
+        assert all(OLDER in text and NEWER in text for text in texts)
+    for folder in folders:
+        assert {path.name for path in folder.iterdir()} == {OLDER, NEWER}
+
+
+@pytest.mark.row(5, "Bit rot is noticed")
+def test_no_flipped_bit_and_no_zeroed_page_is_missed(
+    intact: tuple[Path, list[Found]],
+    tmp_path: Path,
+    trials: Callable[[int], int],
+    seen: Callable[[str], None],
+) -> None:
+    folder = tmp_path / NEWER
+    shutil.copytree(intact[0] / NEWER, folder)
+    want, draws = read_manifest(folder), random.Random(0)
+    n_flips, n_pages, missed = trials(1000), trials(200), []
+    for trial in range(n_flips + n_pages):
+        path = draws.choice(sorted(folder.iterdir()))
+        content = path.read_bytes()
+        damaged = bytearray(content)
+        place = draws.randrange(len(content))
+        if trial < n_flips:
+            damaged[place] ^= 1 << draws.randrange(8)
+        else:
+            damaged[place : place + 4096] = bytes(len(damaged[place : place + 4096]))
+        path.write_bytes(damaged)
+        # White space of the manifest may change: it says the same.
+        if damaged != content and not problems_of(folder) and read_manifest(folder) != want:
+            missed.append((path.name, place))
+        path.write_bytes(content)
+    assert not missed
+    assert not problems_of(folder)
+    seen(f"{n_flips} flipped bits and {n_pages} zeroed pages: 0 missed")
 
 
 def test_what_is_not_read_does_not_matter(
@@ -167,6 +332,7 @@ def test_what_is_not_read_does_not_matter(
     folder = tmp_path / "checkpoints"
     shutil.copytree(source, folder)
     (folder / NEWER / "notes.txt").write_text("the good one")
+    (folder / NEWER / ".metadata").write_bytes(pickle.dumps(Evil()))
     for name in FOREIGN:
         shutil.copytree(source / OLDER, folder / name)
     assert ranks.run(load_all, 2, [folder]) == [[newer], [newer]]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from config import load_config
+from job import resolve
 from runtime import exit_codes
 from tools import launch
-from train import resolve
 
 ROOT = Path(__file__).parents[2]
 

@@ -54,6 +54,7 @@ def shuffled(texts: list[str], fingerprint: str = "texts") -> ShuffledDocuments:
 def build(source: Source, degree: int = 1, rank: int = 0, **changes: Any) -> BatchLoader:
     keywords: dict[str, Any] = {
         "tokenizer": UNIQUE,
+        "vocab_size": UNIQUE.n_vocab,
         "seq_len": SEQ_LEN,
         "local_batch_size": 1,
         "global_batch_size": ROWS,
@@ -72,10 +73,12 @@ def build_all(source: Source, degree: int, local: int, **changes: Any) -> list[B
 def take_step(loaders: list[BatchLoader]) -> Batch:
     """One global batch, put together from all ranks' microbatches by the order of its rows."""
     of_ranks = [list(islice(loader, loader.microbatches)) for loader in loaders]
+    for loader, batches in zip(loaders, of_ranks, strict=True):
+        loader.commit(batches)
     in_order = [batch for microbatch in zip(*of_ranks, strict=True) for batch in microbatch]
-    return Batch(
-        *(None if parts[0] is None else torch.cat(parts) for parts in zip(*in_order, strict=True))
-    )
+    *tensors, spans = zip(*in_order, strict=True)
+    whole = (None if parts[0] is None else torch.cat(parts) for parts in tensors)
+    return Batch(*whole, sum(spans, ()))
 
 
 def true_row(source: Source, row: int, length: int) -> tuple[list[int], list[int]]:
@@ -135,12 +138,18 @@ def test_every_token_is_predicted_once_an_epoch() -> None:
 
 
 class CountsPrefetched(BatchLoader):
-    """The fault that the state is of what was prepared, and not of what was taken."""
+    """The fault that the state is of what was prepared, and not of what was committed."""
+
+    def commit(self, microbatches: list[Batch]) -> None:
+        super().commit([*microbatches, *(prepared.result() for prepared in self._ahead)])
+
+
+class CountsTaken(BatchLoader):
+    """The fault that the state is of what was taken, and not of what was committed."""
 
     def __next__(self) -> Batch:
         batch = super().__next__()
-        for prepared in self._ahead:
-            self._starts |= prepared.result()[1]
+        self.commit([batch])
         return batch
 
 
@@ -152,6 +161,8 @@ def resume(
     for loader in loaders:
         loader.__class__ = cls
     assert_steps(source, loaders, range(taken))
+    for loader in loaders:
+        next(loader)  # of a step that is never finished
     states = [{"data": loader.state_dict()} for loader in loaders]
     saved = json.loads(json.dumps(reduce(merge, states)))
     assert len(saved["data"]["rows"]) == ROWS
@@ -175,10 +186,11 @@ def test_resume_repeats_and_skips_nothing(
         resume(source, taken, before, after, BatchLoader)
 
 
-def test_resume_test_catches_what_was_prefetched_and_not_taken() -> None:
+@pytest.mark.parametrize("fault", [CountsPrefetched, CountsTaken])
+def test_resume_test_catches_a_state_of_what_was_not_committed(fault: type) -> None:
     source = shuffled(documents(40, longest=20))
     with pytest.raises(AssertionError, match="step 3"):
-        resume(source, 3, (2, 2), (2, 2), CountsPrefetched)
+        resume(source, 3, (2, 2), (2, 2), fault)
 
 
 def test_resume_at_another_sequence_length_goes_on_at_the_same_token() -> None:
@@ -303,8 +315,9 @@ def test_interpreter_exits_cleanly_while_batches_are_prepared() -> None:
         from data.sources import build_sources
         from data.tokenizer import load_tokenizer
         loader = BatchLoader(
-            build_sources(Data(), 0)[0], load_tokenizer("bytes"), seq_len=128, local_batch_size=2,
-            global_batch_size=2, rank=0, degree=1, document_mask=True, prefetch=50,
+            build_sources(Data(), 0)[0], load_tokenizer("bytes"), vocab_size=320, seq_len=128,
+            local_batch_size=2, global_batch_size=2, rank=0, degree=1, document_mask=True,
+            prefetch=50,
         )
         next(loader)
     """

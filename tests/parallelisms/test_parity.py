@@ -194,7 +194,7 @@ def check_layout(
         starts = range(rank * n_rows, ROWS, degree * n_rows)
         microbatches = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
         assert len(microbatches) == count
-        n_tokens = sum_over(count_valid(microbatches), dims.batch_mesh)
+        n_tokens = int(sum_over(torch.tensor(count_valid(microbatches)), dims.batch_mesh))
         loss = run_model(model, CPU, parallelism, microbatches, n_tokens)
         assert_close(sum_over(loss, dims.batch_mesh), want.loss, "loss")
         norm = clip_grad_norm_(list(parameters.values()), MAX_NORM)

@@ -1,0 +1,128 @@
+"""What a run that resumes may change of its configuration: three classes, and each key in one.
+
+frozen: what makes it this run; a change is refused. recorded: what may change the numbers from here
+on; allowed, and told. free: what no number that is trained or validated depends on.
+"""
+
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any
+
+from config.job_config import JobConfig
+from config.loader import ConfigError
+
+
+def _keys(text: str) -> frozenset[str]:
+    """Lines of ``table: key key`` to ``{"table.key", ...}``."""
+    lines = [line.split() for line in text.strip().splitlines()]
+    return frozenset(table.replace(":", ".") + name for table, *names in lines for name in names)
+
+
+FROZEN = _keys("""
+    model: name flavor vocab_size
+    data: source path subset text_key tokenizer document_mask validation_percent
+    training: global_batch_size dtype
+    debug: seed
+""")
+RECORDED = _keys("""
+    training: steps seq_len local_batch_size max_norm
+    training: mixed_precision_param mixed_precision_reduce mixed_precision_output
+    optimizer: lr beta1 beta2 eps weight_decay
+    lr_scheduler: warmup_steps decay_ratio decay_type min_lr_factor total_steps
+    parallelism: data_parallel data_parallel_replicate_degree data_parallel_shard_degree
+    parallelism: tensor_parallel_degree context_parallel_degree pipeline_parallel_degree
+    parallelism: expert_parallel_degree fsdp_reshard_after_forward fsdp_reduce_gradients
+    parallelism: fsdp_forward_prefetch fsdp_backward_prefetch fsdp_cpu_offload
+    activation_checkpoint: mode selective
+    compile: enable backend
+    numerics: on_nonfinite max_skipped on_spike spike_window spike_sigmas max_rollbacks
+    validation: steps
+    debug: deterministic determinism
+""")
+FREE = _keys("""
+    job: name output_dir
+    data: prefetch
+    training: gc_freq
+    checkpoint: enable interval keep_latest_k keep_every async_mode max_unsaved_steps
+    checkpoint: initial_load_path
+    numerics: replica_check_freq
+    validation: enable freq sample_tokens sample_prompt
+    metrics: log_freq enable_ledger straggler_window enable_tensorboard peak_tflops
+    profiling: enable_trace trace_freq enable_memory_snapshot
+    comm: init_timeout_seconds train_timeout_seconds
+""")
+INSTEAD = (
+    "the checkpoint is of another run: a new job.name, with checkpoint.initial_load_path naming the"
+    " checkpoint, takes its weights along"
+)
+# Follows training.seq_len, which may change: what it sizes is computed, not trained.
+NOT_TRAINED = {"max_seq_len"}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """One message per key, such as ``optimizer.lr: 0.003 to 0.001``."""
+
+    frozen: tuple[str, ...]
+    recorded: tuple[str, ...]
+    free: tuple[str, ...]
+    gone: tuple[str, ...]
+    """Keys of the checkpoint that this version does not know; they are not compared."""
+
+    def refuse_frozen(self) -> None:
+        """Raise ``ConfigError`` if a key of this run's identity changed."""
+        if self.frozen:
+            raise ConfigError([f"{change}; {INSTEAD}" for change in self.frozen])
+
+
+def compare(saved: dict[str, Any], now: JobConfig) -> Changes:
+    """What changed since ``saved``, the resolved configuration of a checkpoint as nested dict.
+
+    A key that ``saved`` lacks, of a later version or left out as None, had its default.
+    """
+    before, after = _by_key(JobConfig().model_dump()), _by_key(now.model_dump())
+    known = _by_key(saved)
+    before |= {key: value for key, value in known.items() if key in after}
+    changed = {
+        key: f"{key}: {_shown(before[key])} to {_shown(value)}"
+        for key, value in after.items()
+        if before[key] != value
+    }
+    frozen, recorded, free = (
+        tuple(text for key, text in changed.items() if key in keys)
+        for keys in (FROZEN, RECORDED, FREE)
+    )
+    gone = tuple(f"{key}: {_shown(known[key])}" for key in known if key not in after)
+    return Changes(frozen, recorded, free, gone)
+
+
+def changed_arguments(saved: dict[str, Any], now: Any) -> list[str]:
+    """Where a model's arguments differ: those of a checkpoint, as a dict, and the dataclass now.
+
+    Many change no shape (heads, rotary base, epsilon), so nothing else would notice. A field that
+    ``saved`` lacks, of a later version, had its default.
+    """
+    changed = []
+    for field in fields(now):
+        after = getattr(now, field.name)
+        before = saved.get(field.name, None if field.default is MISSING else field.default)
+        if is_dataclass(after) and isinstance(before, dict):
+            changed += [f"{field.name}.{text}" for text in changed_arguments(before, after)]
+        elif before != after and field.name not in NOT_TRAINED:
+            changed.append(f"{field.name}: {_shown(before)} to {_shown(after)}")
+    gone = saved.keys() - {field.name for field in fields(now)}
+    return changed + [f"{name}: {_shown(saved[name])} to no such argument" for name in sorted(gone)]
+
+
+def _by_key(config: dict[str, Any]) -> dict[str, Any]:
+    """Nested tables to ``section.name``; what is no table stays, to be unknown."""
+    keys: dict[str, Any] = {}
+    for section, table in config.items():
+        is_table = isinstance(table, dict)
+        keys |= {f"{section}.{k}": v for k, v in table.items()} if is_table else {section: table}
+    return keys
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return str(value).lower() if isinstance(value, bool) else repr(value)

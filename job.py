@@ -1,0 +1,89 @@
+"""A configuration becomes a job: what it names is looked up and checked, before any rank."""
+
+import platform
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from config import ConfigError, JobConfig
+from config.changes import changed_arguments, compare
+from data.sources import Source, build_sources
+from data.tokenizer import Tokenizer, load_tokenizer
+from models import ModelSpec, TransformerArgs, find_model
+from parallelisms.support import check_support
+from runtime.log import logger
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for, with everything checked that can be wrong with it."""
+
+    config: JobConfig
+    """Resolved: what was absent and follows from the rest is in it."""
+    spec: ModelSpec
+    args: TransformerArgs
+    tokenizer: Tokenizer
+    train_source: Source
+    held_out_source: Source | None
+    global_batch_size: int
+    total_steps: int
+    """The horizon of the learning rate's schedule."""
+
+
+def resolve(config: JobConfig, world_size: int) -> Job:
+    """Look up and open what the config names; raise ``ValueError`` before any process group."""
+    spec, published_args = find_model(config.model.name, config.model.flavor)
+    has_gpu = torch.cuda.is_available()
+    degrees = check_support(config, published_args, world_size, has_gpu=has_gpu)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    # Multiples of 64 suit both tensor cores and any tensor parallel degree.
+    vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
+    if vocab_size < tokenizer.n_vocab:
+        raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
+    train_source, held_out_source = build_sources(
+        config.data, config.debug.seed, with_held_out=config.validation.enable
+    )
+    one_microbatch = config.training.local_batch_size * degrees.batch
+    batch_size = config.training.global_batch_size or one_microbatch
+    total_steps = config.lr_scheduler.total_steps or config.training.steps
+    resolved = {
+        "model": config.model.model_copy(update={"vocab_size": vocab_size}),
+        "training": config.training.model_copy(update={"global_batch_size": batch_size}),
+        "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),
+    }
+    return Job(
+        config=config.model_copy(update=resolved),
+        spec=spec,
+        args=replace(published_args, vocab_size=vocab_size, max_seq_len=config.training.seq_len),
+        tokenizer=tokenizer,
+        train_source=train_source,
+        held_out_source=held_out_source,
+        global_batch_size=batch_size,
+        total_steps=total_steps,
+    )
+
+
+def facts_of(job: Job) -> dict[str, Any]:
+    """What a checkpoint says of the run that it is of, as JSON."""
+    return {
+        "config": job.config.model_dump(),
+        "model_args": asdict(job.args),
+        "fingerprints": {
+            "tokenizer": job.tokenizer.fingerprint,
+            "data": job.train_source.fingerprint,
+        },
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def check_resume(job: Job, manifest: dict[str, Any]) -> None:
+    """Tell what changed since the checkpoint; raise ``ConfigError`` if it is of another run."""
+    changes = compare(manifest["config"], job.config)
+    changes.refuse_frozen()
+    # Heads, rotary base, epsilon: they change no shape, so that nothing else would notice.
+    arguments = changed_arguments(manifest["model_args"], job.args)
+    if arguments:
+        raise ConfigError([f"model.flavor: {text} since the checkpoint" for text in arguments])
+    for text in (*changes.recorded, *changes.free, *changes.gone):
+        logger.info("changed since the checkpoint: %s", text)

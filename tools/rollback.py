@@ -1,0 +1,47 @@
+"""Go back to an older step of a run: ``python -m tools.rollback RUN_FOLDER STEP``
+
+Later checkpoints are renamed to ``abandoned-step-...``, so that the next start of the run resumes
+from STEP and begins a new lineage there. Nothing is deleted.
+"""
+
+import sys
+from pathlib import Path
+
+from checkpoint.store import problems_of, published, set_aside, step_of
+from runtime import exit_codes
+from runtime.control import lock_run
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2 or not arguments[1].isdecimal():
+        print(__doc__, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    try:
+        roll_back(Path(arguments[0]), int(arguments[1]))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    return exit_codes.DONE
+
+
+def roll_back(run_folder: Path, step: int) -> None:
+    """Make ``step`` the newest checkpoint of a run.
+
+    Raises ``ValueError`` if the run is running, or has no such checkpoint that verifies.
+    """
+    checkpoints = {step_of(folder): folder for folder in published(run_folder / "checkpoints")}
+    if step not in checkpoints:
+        there = ", ".join(str(step) for step in sorted(checkpoints)) or "none"
+        raise ValueError(f"{run_folder}: no checkpoint of step {step}; there are: {there}")
+    with lock_run(run_folder / "control"):
+        problems = problems_of(checkpoints[step])
+        if problems:
+            raise ValueError(f"step {step} does not verify: {'; '.join(problems)}")
+        for later in sorted(number for number in checkpoints if number > step):
+            print(f"set aside: {set_aside(checkpoints[later], 'abandoned')}")
+        (run_folder / "control" / "progress").write_text(f"{step}\n")
+    print(f"the next start of {run_folder} resumes from step {step}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
