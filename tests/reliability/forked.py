@@ -1,0 +1,134 @@
+"""The trainer on real ranks, without the wait for torch: forked from where it is loaded."""
+
+import json
+import math
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # FSDP imports it, in each rank
+
+import train
+from checkpoint.manifest import read_manifest
+from checkpoint.storage import DTYPES, read_index
+from checkpoint.store import published, sizes_of
+from tests.test_train import ROOT, SMALL, records
+
+PATIENCE_SECONDS = 120
+CONFIG = ROOT / "train_configs" / "debug_model.toml"
+QUICK = {"activation_checkpoint.mode": "none", "validation.enable": "false"}
+
+
+@contextmanager
+def started(folder: Path, world_size: int, **overrides: str) -> Iterator[list[BaseProcess]]:
+    """Ranks that train the debug model in ``folder``; killed at the end, if they still run.
+
+    What rank ``r`` says is in ``folder/rank-r.log``.
+    """
+    folder.mkdir(exist_ok=True)
+    keys = SMALL | QUICK | {"job.output_dir": str(folder)} | overrides
+    options = [part for key, value in keys.items() for part in (f"--{key}", value)]
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    port = _free_port()
+    processes = [
+        context.Process(target=_train, args=(folder, options, rank, world_size, port))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def run(folder: Path, world_size: int, **overrides: str) -> None:
+    """Train to the end."""
+    with started(folder, world_size, **overrides) as processes:
+        assert codes(processes) == {0}, log(folder)
+
+
+def codes(processes: list[BaseProcess]) -> set[int | None]:
+    """What they end with."""
+    for process in processes:
+        process.join(PATIENCE_SECONDS)
+    return {process.exitcode for process in processes}
+
+
+def log(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("rank-*.log")))
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of each step, as last trained."""
+    found = {r["step"]: (r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r}
+    return dict(sorted(found.items()))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The newest first."""
+    return published(folder / "debug_model" / "checkpoints")
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint, put together without any of the code that loads it."""
+    whole = {}
+    for fqn, entry in read_index(checkpoint, sizes_of(read_manifest(checkpoint))).items():
+        whole[fqn] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        for part in entry.parts:
+            count = math.prod(part.sizes)
+            if count:
+                data = bytearray((checkpoint / part.file).read_bytes())
+                values = torch.frombuffer(
+                    data, dtype=DTYPES[entry.dtype], count=count, offset=part.start
+                )
+                box = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
+                whole[fqn][box] = values.view(part.sizes)
+    return whole
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Tensors of two checkpoints that are not equal bit for bit, and values that differ."""
+    a, b = tensors(first), tensors(second)
+    found = [fqn for fqn in a.keys() | b.keys() if fqn not in a or fqn not in b]
+    found += [fqn for fqn in a.keys() & b.keys() if not torch.equal(_bits(a[fqn]), _bits(b[fqn]))]
+    states = [json.loads((path / "state.json").read_text()) for path in (first, second)]
+    return found + ["state.json"] * (states[0] != states[1])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _train(folder: Path, options: list[str], rank: int, world_size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    output: Any = (folder / f"rank-{rank}.log").open("w")
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    train.init_logging()
+    sys.exit(train.start([str(CONFIG), *options]))

@@ -1,0 +1,125 @@
+"""A run that was stopped or killed, and started again, is the run that was not."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.store import problems_of, step_of
+from runtime import exit_codes
+from tests.reliability.forked import (
+    PATIENCE_SECONDS,
+    checkpoints,
+    codes,
+    curve,
+    differences,
+    log,
+    run,
+    started,
+)
+from tools.rollback import roll_back
+
+FLOAT32 = {"training.dtype": "float32"}
+STEPS = {"lr_scheduler.total_steps": "40", **FLOAT32}
+LAYOUTS: dict[str, tuple[int, dict[str, str]]] = {
+    "one device": (1, {}),
+    "fsdp, accumulation": (2, {"training.global_batch_size": "12"}),
+    "fsdp, last microbatch": (2, {"parallelism.fsdp_reduce_gradients": "last_microbatch"}),
+    "hsdp": (4, {"parallelism.data_parallel_replicate_degree": "2"}),
+    "tp": (4, {"parallelism.tensor_parallel_degree": "2"}),
+    "ddp": (2, {"parallelism.data_parallel": "ddp"}),
+    "simple_fsdp": (2, {"parallelism.data_parallel": "simple_fsdp"}),
+    "qwen3, documents, asynchronous saves": (
+        2,
+        {"model.name": "qwen3", "data.document_mask": "true", "checkpoint.async_mode": "async"},
+    ),
+    "bfloat16 compute": (2, {"training.mixed_precision_param": "bfloat16"}),
+}
+
+
+def wait_for(condition: Callable[[], Any], processes: list[BaseProcess], folder: Path) -> None:
+    """Until ``condition`` holds, while they all live."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert all(process.is_alive() for process in processes), log(folder)
+        assert time.monotonic() < deadline, log(folder)
+        time.sleep(0.005)
+
+
+@pytest.mark.row(14, "Resumed is uninterrupted, bit for bit, on the same mesh")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resumed_is_uninterrupted(tmp_path: Path, name: str, seen: Callable[[str], None]) -> None:
+    world_size, layout = LAYOUTS[name]
+    keys = STEPS | layout | {"training.steps": "8", "checkpoint.interval": "3"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, world_size, **keys)
+    with started(parts, world_size, **keys) as processes:
+        # Killed somewhere after step 3, in training or in the save of step 6.
+        wait_for(partial(checkpoints, parts), processes, parts)
+        os.kill(processes[-1].pid or 0, signal.SIGKILL)
+        assert codes(processes) & {-signal.SIGKILL}
+    run(parts, world_size, **keys)
+    assert "resumed from step" in log(parts)
+    assert curve(parts) == curve(whole)
+    assert len(curve(whole)) == 8
+    assert not differences(checkpoints(parts)[0], checkpoints(whole)[0])
+    seen(name)
+
+
+@pytest.mark.row(9, "Preemption saves, on all ranks at the same step")
+def test_every_signal_saves_and_resumes(
+    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+) -> None:
+    draws = random.Random(0)
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
+    count, saved = trials(100), 0
+    # Long enough not to end by itself; checkpoints only on demand.
+    endless = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
+    keys = FLOAT32 | endless | {"checkpoint.interval": "100000"}
+    for trial in range(count):
+        number = numbers[trial % len(numbers)]
+        keys["checkpoint.async_mode"] = draws.choice(["async", "disabled"])
+        with started(tmp_path, draws.choice([1, 2, 4]), **keys) as processes:
+            wait_for(partial(has_step_after, tmp_path, saved), processes, tmp_path)
+            for process in draws.sample(processes, len(processes)):
+                time.sleep(draws.uniform(0.0, 0.004))
+                os.kill(process.pid or 0, number)
+            assert codes(processes) == {exit_codes.PREEMPTED}, log(tmp_path)
+        control = tmp_path / "debug_model" / "control"
+        assert (control / "outcome").read_text() == f"stopped {number.name}\n"
+        newest = checkpoints(tmp_path)[0]
+        assert not problems_of(newest)
+        assert step_of(newest) == int((control / "progress").read_text()) > saved
+        saved = step_of(newest)
+    assert sorted(curve(tmp_path)) == list(range(1, max(curve(tmp_path)) + 1))
+    seen(f"{count} of {count} signals (TERM, USR1, USR2, INT; up to 4 ms apart; 1, 2, 4 ranks)")
+
+
+def has_step_after(folder: Path, step: int) -> bool:
+    has_log = (folder / "debug_model" / "metrics.jsonl").exists()
+    return has_log and max(curve(folder), default=0) > step
+
+
+@pytest.mark.row(8, "A rollback starts a new lineage, which restarts follow")
+def test_a_rollback_is_followed(tmp_path: Path, seen: Callable[[str], None]) -> None:
+    keys = STEPS | {"checkpoint.interval": "2", "checkpoint.keep_latest_k": "0"}
+    run(tmp_path, 1, **keys, **{"training.steps": "8"})
+    roll_back(tmp_path / "debug_model", 4)
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 2]
+    slower = {"optimizer.lr": "1e-4"}
+    run(tmp_path, 1, **keys, **slower, **{"training.steps": "5"})
+    run(tmp_path, 1, **keys, **slower, **{"training.steps": "9"})
+    assert "resumed from step 5" in log(tmp_path)
+    assert [step_of(path) for path in checkpoints(tmp_path)] == [9, 8, 6, 5, 4, 2]
+    folder = tmp_path / "debug_model" / "checkpoints"
+    assert len(list(folder.glob("abandoned-step-*"))) == 2
+    with pytest.raises(ValueError, match="there are: 2, 4, 5, 6, 8, 9"):
+        roll_back(tmp_path / "debug_model", 7)
+    seen("back to 4 of 8, on to 5, restarted: on to 9; the old 6 and 8 are set aside")
