@@ -29,16 +29,21 @@ from config.job_config import Parallelism
 from data.loader import Batch, BatchLoader
 from job import Job, check_resume, facts_of, resolve
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops
+from metrics.ledger import Attempt, Ledger
 from metrics.logger import MetricsLogger
 from metrics.profiling import profiler
 from metrics.sample import sample
+from metrics.stragglers import Stragglers
 from models.meta import build_on_meta
-from optim.grad_norm import clip_grad_norm_
+from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.loss import IGNORED, cross_entropy_sum
+from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from optim.schedule import lr_factor
+from optim.spikes import SpikeGuard
+from parallelisms.elastic import GradientTree, apply_elastic
 from parallelisms.gradient_reduction import begin_microbatch
-from parallelisms.materialize import materialize
+from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
@@ -47,12 +52,16 @@ from parallelisms.traffic import warn_of_traffic
 from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.control import RunControl
-from runtime.distributed import init_distributed, set_seed, sum_over
+from runtime.distributed import init_distributed, set_seed, sum_in_order, sum_over
 from runtime.log import init_logging, logger
+from runtime.post_mortem import Witness
 from runtime.together import raise_everywhere
 
-NOT_FINITE = "a gradient norm that is not finite"
+# Why a run ends before its last step, beside signals and the stop file.
+NOT_FINITE = "a loss or gradient that is not finite"
+SPIKES = "too many spikes"
 NOT_SAVED = "checkpoints that could not be saved"
+UNSAVED = (NOT_FINITE, SPIKES, NOT_SAVED)
 
 
 @dataclass
@@ -69,8 +78,8 @@ class TrainState:
 
 
 @record
-def main(job: Job) -> int:
-    """Train as ``job`` says; return the exit code."""
+def main(job: Job, witness: Witness) -> int:
+    """Train as ``job`` says; return the exit code. ``witness`` is told the step."""
     # 1. Ranks: signals first, for they may come at any time
     config, training = job.config, job.config.training
     run_folder = Path(config.job.output_dir) / config.job.name
@@ -126,13 +135,24 @@ def main(job: Job) -> int:
         compile=config.compile,
         mp_policy=mp_policy,
     )
+    is_elastic = config.debug.determinism == "elastic"
+    if is_elastic:
+        apply_elastic(model)
     is_offloaded = config.parallelism.fsdp_cpu_offload
     materialize(model, device, seed=config.debug.seed, is_offloaded=is_offloaded)
-    forward_backward = partial(run_model, model, device, config.parallelism)
+    parameters = list(model.parameters())
+    tree = GradientTree(parameters, mp_policy.reduce_dtype) if is_elastic else None
+    forward_backward = partial(run_model, model, device, config.parallelism, tree=tree)
 
     # 5. Optimizer; its learning rate is a function of the step
-    optimizer = build_optimizer(model, config.optimizer)
-    parameters = list(model.parameters())
+    optimizer = build_optimizer(model, config.optimizer, is_elastic=is_elastic)
+    guard = NonfiniteGuard(
+        optimizer,
+        {canonical_fqn(fqn): parameter for fqn, parameter in model.named_parameters()},
+        weight_mesh=dims.weight_mesh,
+        config=config.numerics,
+    )
+    spikes = SpikeGuard(config.numerics)
 
     # 6. Checkpoint: resume from the newest that verifies
     state = TrainState()
@@ -141,7 +161,7 @@ def main(job: Job) -> int:
         run_folder / "checkpoints",
         config.checkpoint,
         tensors={"model": model_state, "optimizer": OptimizerState([model], [optimizer])},
-        values={"data": loader, "train": state},
+        values={"data": loader, "train": state, "nonfinite": guard, "spikes": spikes},
         facts=facts_of(job),
         check=partial(check_resume, job),
     )
@@ -153,7 +173,7 @@ def main(job: Job) -> int:
     elif config.checkpoint.initial_load_path:
         checkpointer.load_initial(model_state)
         logger.info("weights from %s", config.checkpoint.initial_load_path)
-    check_replicas(model, dims.weight_mesh)
+    logger.info("replicas agree: %s", check_replicas(model, dims.weight_mesh) or "there are none")
     peak = peak_flops(device, config.metrics.peak_tflops)
     if peak is not None:
         warn_of_traffic(
@@ -182,6 +202,13 @@ def main(job: Job) -> int:
         peak_flops=peak,
         resumed=resumed,
     )
+    ledger = None
+    if config.metrics.enable_ledger:
+        ledger = Ledger(run_folder / "ledger", attempt_of(checkpointer, job, dims))
+    stragglers = None
+    if config.metrics.straggler_window > 0:
+        blocks, window = job.spec.blocks(model).values(), config.metrics.straggler_window
+        stragglers = Stragglers(blocks, window=window, device=device)
 
     def validate() -> None:
         with metrics.paused():
@@ -197,14 +224,31 @@ def main(job: Job) -> int:
     def save(*, is_last: bool) -> None:
         with metrics.paused():
             finish_save()
+            if ledger is not None:
+                ledger.sync()
             checkpointer.begin(state.step)
             if is_last or config.checkpoint.async_mode == "disabled":
                 finish_save()
+
+    def roll_back() -> None:
+        """To the newest checkpoint; the data go on where they are, so that the spike's are left."""
+        with metrics.paused():
+            finish_save()
+            spiked = state.step
+            if checkpointer.load_latest(leave={"data"}) is None:
+                logger.warning("no checkpoint to go back to")
+                return
+            logger.info("went back from step %d to step %d", spiked, state.step)
+            if ledger is not None:
+                ledger.begin(attempt_of(checkpointer, job, dims, data_after=spiked))
 
     # 8. The loop
     gc.disable()  # Ranks that collect at different times wait for each other.
     stop: str | None = None
     max_unsaved = config.checkpoint.max_unsaved_steps or 3 * config.checkpoint.interval
+    canary_freq = config.numerics.replica_check_freq
+    has_spike_guard = config.numerics.on_spike == "rollback"
+    reads_every_step = has_spike_guard or ledger is not None
     if held_out and state.step == 0:
         validate()
     with profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step:
@@ -229,34 +273,56 @@ def main(job: Job) -> int:
                 break
 
             state.step += 1
+            witness.step = state.step
             n_tokens = agreed["tokens"] * dims.batch_mesh.size() // world_size
-            loss = forward_backward(microbatches, n_tokens)
-            grad_norm = clip_grad_norm_(parameters, training.max_norm)
+            losses = forward_backward(microbatches, n_tokens)
+            norms = local_norms(parameters)
+            grad_norm = clip_grad_norm_(
+                parameters, training.max_norm, norms=norms, is_exact=is_elastic
+            )
             lr = config.optimizer.lr * lr_factor(state.step, config.lr_scheduler, job.total_steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr
+            guard.check(state.step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             loader.commit(microbatches)
-
             state.tokens += n_tokens
             metrics.count(n_tokens, data_wait)
+
+            # What was made of it; only some steps wait for the device
             is_last = state.step == training.steps
             is_saved = config.checkpoint.enable and state.step % config.checkpoint.interval == 0
-            if metrics.is_due(state.step) or is_last:
-                global_loss = sum_over(loss, dims.batch_mesh).item()
-                values = {"loss": global_loss, "grad_norm": grad_norm.item(), "lr": lr}
-                metrics.log(state.step, training.steps, values)
+            is_logged = is_last or metrics.is_due(state.step)
+            extra = {} if stragglers is None else stragglers.finish_step()
+            if is_logged or reads_every_step:
+                loss = (
+                    sum_in_order(losses, dims.batch_mesh)
+                    if is_elastic
+                    else sum_over(losses.sum(), dims.batch_mesh)
+                )
+                values = {"loss": loss.item(), "grad_norm": grad_norm.item()}
+                if ledger is not None:
+                    ledger.log(state.step, microbatches, **values)
+                if is_logged:
+                    skipped = {"skipped_steps": guard.skipped} if guard.skipped else {}
+                    metrics.log(state.step, training.steps, values | {"lr": lr} | skipped | extra)
+                if has_spike_guard and spikes.is_spike(state.step, **values):
+                    if spikes.is_over:
+                        stop = SPIKES
+                        break
+                    roll_back()
+                    continue
+            if (is_logged or is_saved) and guard.look():
+                stop = NOT_FINITE
+                break
             finish_step(state.step)
             if state.step % training.gc_freq == 0:
                 gc.collect(1)
             if state.step - (resumed or 0) == 1:
                 set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
-            # One value that is not finite spreads to all weights: those must not replace good ones.
-            is_seen = is_saved or is_last or metrics.is_due(state.step)
-            if is_seen and not grad_norm.isfinite():
-                stop = NOT_FINITE
-                break
+            if canary_freq and state.step % canary_freq == 0:
+                check_replicas(model, dims.weight_mesh, optimizer)
             if held_out and (is_last or state.step % config.validation.freq == 0):
                 validate()
             if is_saved:
@@ -267,12 +333,14 @@ def main(job: Job) -> int:
 
     # 9. The end
     is_unsaved = config.checkpoint.enable and checkpointer.newest != state.step
-    if is_unsaved and stop not in (NOT_FINITE, NOT_SAVED):
+    if is_unsaved and stop not in UNSAVED:
         save(is_last=True)
         if checkpointer.newest != state.step:
             stop = NOT_SAVED
     metrics.close()
     checkpointer.close()
+    if ledger is not None:
+        ledger.close()
     if stop is None and config.validation.sample_tokens > 0:
         logger.info("the model writes:\n%s", written_text(model, job))
     log_whereabouts(config, run_folder, state.step, stop)
@@ -281,6 +349,22 @@ def main(job: Job) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return exit_code(stop, is_saved=config.checkpoint.enable)
+
+
+def attempt_of(
+    checkpointer: Checkpointer, job: Job, dims: ParallelDims, data_after: int | None = None
+) -> Attempt:
+    """What the ledger says of this start, or of a rollback that leaves out data."""
+    return Attempt(
+        attempt=checkpointer.attempt,
+        parent=checkpointer.parent,
+        resumed_from=checkpointer.newest,
+        data_after=checkpointer.newest if data_after is None else data_after,
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        place=dims.batch_mesh.get_local_rank(),
+        n_rows=job.global_batch_size,
+    )
 
 
 def take_step(loader: BatchLoader) -> tuple[list[Batch], ValueError | None]:
@@ -297,16 +381,21 @@ def run_model(
     parallelism: Parallelism,
     microbatches: list[Batch],
     n_tokens: int,
+    *,
+    tree: GradientTree | None = None,
 ) -> torch.Tensor:
-    """Forward and backward of each microbatch; this rank's part of the step's loss."""
-    total = torch.zeros((), device=device)
+    """Forward and backward of each microbatch; this rank's parts of the step's loss, one each."""
+    losses = []
     for batch in microbatches:
-        begin_microbatch(model, parallelism, is_last=batch is microbatches[-1])
+        is_last = batch is microbatches[-1]
+        begin_microbatch(model, parallelism, is_last=is_last)
         # A step in which no label counts has a loss of 0.
         loss = loss_sum(model, batch, device) / max(n_tokens, 1)
         loss.backward()
-        total = total + loss.detach()
-    return total
+        if tree is not None:
+            tree.end_microbatch(is_last=is_last)
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 def loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -347,7 +436,7 @@ def written_text(model: nn.Module, job: Job) -> str:
 def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | None) -> None:
     what = f"done: {step} steps" if stop is None else f"stopped by {stop} after step {step}"
     hint = "more --training.steps extend the run" if stop is None else "the same command resumes"
-    if stop == NOT_FINITE:
+    if stop in (NOT_FINITE, SPIKES):
         hint = "not saved, and the same command would come here again"
     logger.info(f"{what}; {hint}" if config.checkpoint.enable else f"{what}; nothing was saved")
     logger.info("log of all steps: %s", run_folder / "metrics.jsonl")
@@ -358,7 +447,7 @@ def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | 
 
 
 def exit_code(stop: str | None, *, is_saved: bool) -> int:
-    if stop == NOT_FINITE:
+    if stop in (NOT_FINITE, SPIKES):
         return exit_codes.DO_NOT_REQUEUE
     if stop == NOT_SAVED:
         return exit_codes.FAILED
@@ -368,15 +457,16 @@ def exit_code(stop: str | None, *, is_saved: bool) -> int:
 
 def start(arguments: list[str]) -> int:
     """Train the config that ``arguments`` name; its mistakes are told without a traceback."""
-    try:
-        config = load_config(Path(arguments[0]), arguments[1:])
-        job = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    except ValueError as error:
-        return refuse(error)
-    try:
-        return main(job) or exit_codes.DONE
-    except ConfigError as error:
-        return refuse(error)
+    with Witness(os.environ) as witness:
+        try:
+            config = load_config(Path(arguments[0]), arguments[1:])
+            job = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        except ValueError as error:
+            return refuse(error)
+        try:
+            return main(job, witness) or exit_codes.DONE
+        except ConfigError as error:
+            return refuse(error)
 
 
 def refuse(error: ValueError) -> int:

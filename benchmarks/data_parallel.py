@@ -147,7 +147,7 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device) -> Trainee:
 
     def step() -> torch.Tensor:
         with torch.autocast(device.type, mp_policy.param_dtype, enabled=needs_autocast):
-            loss = run_model(model, device, parallelism, batches, n_tokens // scale)
+            loss = run_model(model, device, parallelism, batches, n_tokens // scale).sum()
         mark("backward ends")
         clip(MAX_NORM)
         optimizer.step()

@@ -27,6 +27,7 @@ from data.loader import Batch, BatchLoader
 from job import resolve
 from metrics.logger import peak_memory_gib
 from models.transformer import Transformer, TransformerArgs
+from runtime.post_mortem import Witness
 
 ROOT = Path(__file__).parents[1]
 ARGS = TransformerArgs(
@@ -97,7 +98,7 @@ def train_beside(turns: Connection) -> tuple[list[Step], list[Step]]:
     arguments = [part for key, value in overrides.items() for part in (f"--{key}", value)]
     config = load_config(ROOT / "train_configs/debug_model.toml", arguments)
     train.BatchLoader = PatientLoader  # type: ignore[misc]
-    train.main(replace(resolve(config, world_size=1), args=ARGS))
+    train.main(replace(resolve(config, world_size=1), args=ARGS), Witness({}))
     turns.send(False)
     return ours[WARMUP_STEPS:], theirs[WARMUP_STEPS:]
 

@@ -85,9 +85,11 @@ class Checkpointer:
         self._facts, self._check = facts, check
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.attempt: str = on_first(lambda: uuid.uuid4().hex)
-        """Identifies this process's part of the run."""
+        """The name of what is done from here to the end, or to the next ``load_latest``."""
         self.newest = 0
         """Step of the newest checkpoint that this attempt loaded or published; 0: none."""
+        self.parent: str | None = None
+        """The attempt that saved what this one resumed from."""
         self._lineage: dict[str, Any] = {"run": self.attempt, "parent": None}
         self._verified: set[str] = set()
         self._save: Save | None = None
@@ -181,10 +183,9 @@ class Checkpointer:
             for bad, found in damaged.items():
                 aside = on_first(partial(set_aside, bad, "corrupt"))
                 logger.warning("checkpoint set aside as %s: %s", aside, "; ".join(found))
-            self.newest = manifest["step"]
             self._verified.add(folder.name)
-            parent = {key: manifest[key] for key in ("run", "attempt", "step")}
-            self._lineage = {"run": manifest["run"], "parent": parent}
+            self._begin_lineage(manifest, run=manifest["run"])
+            self.newest = manifest["step"]
             return self.newest
         if damaged:
             found = [problem for problems in damaged.values() for problem in problems]
@@ -200,8 +201,12 @@ class Checkpointer:
             raise ConfigError([f"checkpoint.initial_load_path: {problem}" for problem in problems])
         manifest = on_first(partial(read_manifest, folder))
         self._load(folder, manifest, {"model": model})
+        self._begin_lineage(manifest, run=self.attempt)
+
+    def _begin_lineage(self, manifest: dict[str, Any], *, run: str) -> None:
         parent = {key: manifest[key] for key in ("run", "attempt", "step")}
-        self._lineage = {"run": self.attempt, "parent": parent}
+        self.attempt, self.parent = on_first(lambda: uuid.uuid4().hex), parent["attempt"]
+        self._lineage = {"run": run, "parent": parent}
 
     def _open_scratch(self, step: int) -> Path:
         """A new folder to write to. What earlier attempts left behind goes first: it takes room."""

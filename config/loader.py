@@ -27,7 +27,7 @@ def load_config(path: Path, overrides: list[str]) -> JobConfig:
     """Read ``path``, apply ``overrides``; raise ``ConfigError`` naming every bad key."""
     try:
         tables = tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not a file, not UTF-8, not TOML
         raise ConfigError([f"{path}: {error}"]) from None
     scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
     mistakes = [f"{path}: {key} must stand in a [table]" for key in scalars]
@@ -59,6 +59,8 @@ def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             mistakes.append(f"command line: {key!r} is not --section.key; see --help")
         elif not is_given:
             mistakes.append(f"command line: {key} needs a value: {key} VALUE or {key}=VALUE")
+        elif not _is_unicode(key + raw):
+            mistakes.append(f"command line: {key}: {raw!r} is not UTF-8")
         else:
             key = key.removeprefix("--")
             values[key] = _parse_value(key, raw)
@@ -70,13 +72,22 @@ def dump_toml(config: JobConfig) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
+def _is_unicode(text: str) -> bool:
+    """Bytes of an argument that are not UTF-8 come as characters that no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _parse_value(key: str, raw: str) -> Any:
     """A TOML value if it reads as one; a text key takes what was typed, quotes or not."""
     section, _, name = key.partition(".")
     field = _fields(section).get(name)
     try:
         (value,) = tomli.loads(f"value = {raw}").values()
-    except ValueError:  # not TOML, or, with line breaks in it, more than one value
+    except (ValueError, RecursionError):  # not TOML, or, with line breaks in it, several values
         return raw
     is_text = field is not None and field.annotation is str
     return raw if is_text and not isinstance(value, str) else value

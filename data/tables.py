@@ -1,6 +1,8 @@
 """Documents in the rows of tables, read through Hugging Face's ``datasets``: local or streamed."""
 
 import hashlib
+import json
+import reprlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -41,7 +43,8 @@ class Tables:
             return self._tables[table][row][self._text_key]
         except UnicodeDecodeError as error:
             path, _ = self._files[table]
-            raise ValueError(f"{path}: row {row} is not UTF-8: {error}") from None
+            text = f"{path}: row {row} is not UTF-8: {error}"
+            raise ValueError(_bad_line(path, self._text_key) or text) from None
 
 
 class HubStream:
@@ -69,7 +72,7 @@ class HubStream:
         number = 0
         while True:
             first = number
-            for record in islice(mine, turn, None, turns):
+            for record in self._read(islice(mine, turn, None, turns), row, number):
                 if number >= start:
                     yield _text(record, self._text_key, f"document {number} of row {row}")
                 number += 1
@@ -77,6 +80,19 @@ class HubStream:
                 raise ValueError(
                     f"data.path: {self.description}, has no document for row {row} of {n_rows}"
                 )
+
+    def _read(
+        self, records: Iterator[dict[str, Any]], row: int, number: int
+    ) -> Iterator[dict[str, Any]]:
+        """Names what cannot be read: ``ValueError`` for its contents, ``OSError`` for the rest."""
+        try:
+            for record in records:
+                yield record
+                number += 1
+        except Exception as error:  # datasets raises its own, pyarrow's and the network's errors
+            kind = ValueError if isinstance(error, ValueError) else OSError
+            where = f"{self.description}: document {number} of row {row}"
+            raise kind(f"data.path: {where} cannot be read: {error!r}") from error
 
 
 def hub_streams(config: Data, with_held_out: bool) -> tuple[HubStream, HubStream | None]:
@@ -96,18 +112,53 @@ def _read_table(path: Path, text_key: str) -> datasets.Dataset:
     try:
         table = read(str(path))
     except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors
-        raise ValueError(f"{path}: {error.__cause__ or error!r}") from error
+        text = f"{path}: {error.__cause__ or error!r}"
+        raise ValueError(_bad_line(path, text_key) or text) from error
     if text_key not in table.column_names:
         columns = ", ".join(table.column_names)
         raise ValueError(f"data.text_key: {path} has no column {text_key!r}, only {columns}")
     dtype = getattr(table.features[text_key], "dtype", "nested")
     if dtype not in ("string", "large_string"):
-        raise ValueError(f"data.text_key: {text_key!r} of {path} is {dtype}, not text")
+        text = f"{text_key!r} of {path} is {dtype}, not text"
+        raise ValueError(f"data.text_key: {_bad_line(path, text_key) or text}")
     table = table.select_columns([text_key])
     empty = table.data[text_key].is_null().index(True).as_py()
     if empty >= 0:
-        raise ValueError(f"data.text_key: {text_key!r} of {path}, row {empty}, is null")
+        text = f"{text_key!r} of {path}, row {empty}, is null"
+        raise ValueError(f"data.text_key: {_bad_line(path, text_key) or text}")
     return table
+
+
+def _bad_line(path: Path, text_key: str) -> str:
+    """The first bad line of a .jsonl file and what is wrong with it: pyarrow tells only a row, and
+    counts from the start of the chunk that it reads. "" for other files, and if no line is bad."""
+    if path.suffix != ".jsonl":
+        return ""
+    start = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            fault = _fault(line, text_key)
+            if fault:
+                return f"{path}, line {number}, byte {start}: {fault}"
+            start += len(line)
+    return ""
+
+
+def _fault(line: bytes, text_key: str) -> str:
+    """What is wrong with a line of JSON; "" if nothing is."""
+    try:
+        record = json.loads(line.decode("utf-8-sig")) if line.strip() else {text_key: ""}
+        if not isinstance(record, dict):
+            return f"{reprlib.repr(record)} is not an object"
+        text = record.get(text_key)
+        if not isinstance(text, str):
+            return f"{text_key!r} is {reprlib.repr(text)}, not text"
+        text.encode()
+    except json.JSONDecodeError as error:
+        return f"{error.msg}, column {error.colno}"
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    return ""
 
 
 def _text(record: dict[str, Any], text_key: str, where: str) -> str:

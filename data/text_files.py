@@ -65,10 +65,12 @@ class TextFiles:
         file = int(np.searchsorted(self._ends, index, side="right"))
         piece = int(index - (self._ends[file - 1] if file else 0))
         path, _ = self._files[file]
+        start, content = _read_piece(path, piece)
         try:
-            return _read_piece(path, piece).decode("utf-8", self._errors)
+            return content.decode("utf-8", self._errors)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: piece {piece} is not UTF-8: {error}") from None
+            text = f"{path}, byte {start + error.start}: not UTF-8: {error.reason}"
+            raise ValueError(text) from None
 
 
 def name_key(name: str) -> int:
@@ -83,11 +85,12 @@ def _python_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
-def _read_piece(path: Path, piece: int) -> bytes:
+def _read_piece(path: Path, piece: int) -> tuple[int, bytes]:
+    """Where the piece starts in the file, and its bytes."""
     with path.open("rb") as file:
         start, end = _cut(file, piece), _cut(file, piece + 1)
         file.seek(start)
-        return file.read(end - start)
+        return start, file.read(end - start)
 
 
 def _cut(file: BinaryIO, piece: int) -> int:

@@ -8,30 +8,54 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from optim.exact_norm import Shards, exact_norm
+
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: list[nn.Parameter],
+    max_norm: float,
+    *,
+    norms: list[torch.Tensor] | None = None,
+    is_exact: bool = False,
+) -> torch.Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``; return the norm.
 
     Each gradient counts once: its local squares are summed over the mesh dims that shard it and
-    not over those that replicate it. Mutates the gradients; no host synchronization.
+    not over those that replicate it. ``norms``: their ``local_norms``, if they are known already.
+    ``is_exact``: to the last bit, the norm does not depend on the mesh, and it is float64. Mutates
+    the gradients; no host synchronization.
     """
     shards: dict[tuple, list[torch.Tensor]] = defaultdict(list)
-    for parameter in parameters:
+    parts: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    for parameter, part in zip(parameters, norms or local_norms(parameters), strict=True):
         if parameter.grad is not None:
-            shards[_sharding_groups(parameter.grad)].append(_local(parameter.grad))
-    squares = []
-    for groups, local in shards.items():
-        norms = torch.stack(torch._foreach_norm(local, 2.0))
-        square = norms.square().sum()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        squares.append(square)
-    norm = torch.stack(squares).sum().sqrt()
+            groups = _sharding_groups(parameter.grad)
+            shards[groups].append(_local(parameter.grad))
+            parts[groups].append(part)
+    n_elements = sum(p.numel() for p in parameters)
+    norm = exact_norm(shards, n_elements) if is_exact else _norm(parts)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for local in shards.values():
         torch._foreach_mul_(local, scale)
     return norm
+
+
+@torch.no_grad()
+def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """The 2-norm of this rank's part of each gradient, 0-d; 0 where there is no gradient."""
+    grads = [_local(p).new_zeros(1) if p.grad is None else _local(p.grad) for p in parameters]
+    return list(torch._foreach_norm(grads, 2.0))
+
+
+def _norm(parts: Shards) -> torch.Tensor:
+    squares = []
+    for groups, norms in parts.items():
+        square = torch.stack(norms).square().sum()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
 
 
 def _sharding_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:

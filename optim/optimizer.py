@@ -2,12 +2,16 @@ import torch
 import torch.nn as nn
 
 from config.job_config import Optimizer
+from optim.padded_adamw import PaddedAdamW
 
 
-def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, config: Optimizer, *, is_elastic: bool = False
+) -> torch.optim.AdamW:
     """AdamW (arXiv 1711.05101) with weight decay on matrices only.
 
     Norms, biases and embeddings do not decay; neither does an output tied to the embedding.
+    ``is_elastic``: how parameters are sharded changes no bit of the result.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     decayed: list[nn.Parameter] = []
@@ -20,4 +24,5 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
         {"params": others, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    kind = PaddedAdamW if is_elastic else torch.optim.AdamW
+    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)

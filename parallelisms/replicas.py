@@ -1,45 +1,49 @@
 """Replicas agree by construction. This proves it, and makes those that differ agree."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelisms.materialize import canonical_fqn
-from runtime.log import logger
 
-BLOCK_ELEMENTS = 1 << 24
+# What a block makes of int64 stays in a CPU's cache.
+BLOCK_WORDS = 1 << 16
 BUCKET_BYTES = 250 << 20
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def check_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
-    """Compare, bit for bit, every parameter and buffer along each dim that replicates it.
+def check_replicas(
+    model: nn.Module, weight_mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None
+) -> str:
+    """Compare, bit for bit, every tensor along each dim that replicates it; say what agrees.
 
-    Raises ``RuntimeError`` that names the first one that differs. A collective.
+    Parameters, buffers and the state of ``optimizer``. Raises ``RuntimeError`` that names the first
+    that differs, and the ranks that are not like most. A collective.
     """
     found, agreed = [], []
-    for dim, copies in _replicated(model, weight_mesh):
+    for dim, copies in _replicated(_named(model, optimizer), weight_mesh):
         mesh = weight_mesh[dim]
         digests = torch.stack([_digest(local).to(mesh.device_type) for local in copies.values()])
-        # The complement's maximum is the complement of the minimum: one reduction gives both.
-        extremes = torch.stack([digests, ~digests])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.get_group())
-        is_different = (extremes[0] != ~extremes[1]).cpu()
-        if is_different.any():
-            fqn = list(copies)[int(is_different.nonzero()[0])]
-            found.append(f"replicas along {dim} differ, first in {fqn}")
+        gathered = [torch.empty_like(digests) for _ in range(mesh.size())]
+        dist.all_gather(gathered, digests, group=mesh.get_group())
+        columns = dict(zip(copies, torch.stack(gathered, dim=1).tolist(), strict=True))
+        different = [fqn for fqn, column in columns.items() if len(set(column)) > 1]
+        if different:
+            ranks = dist.get_process_group_ranks(mesh.get_group())
+            odd = _unlike_most(dict(zip(ranks, columns[different[0]], strict=True)))
+            found.append(f"replicas along {dim} differ, first in {different[0]}: {odd}")
         else:
             agreed.append(f"{len(copies)} tensors on {mesh.size()} ranks of {dim}")
     # Only now, for other ranks may see nothing and would wait in the next comparison.
     if found:
         raise RuntimeError("; ".join(found))
-    if agreed:
-        logger.info("replicas agree: %s", ", ".join(agreed))
+    return ", ".join(agreed)
 
 
 @torch.no_grad()
@@ -50,7 +54,7 @@ def sync_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
     load them into the ranks whose coordinate on the replicating dims is 0, then call this. It is
     what ``sync_module_states`` was to ``FullyShardedDataParallel``.
     """
-    for dim, copies in _replicated(model, weight_mesh):
+    for dim, copies in _replicated(_named(model), weight_mesh):
         # Offloaded parameters are on the host, buffers are not.
         for device in ("cpu", "cuda"):
             tensors = [local for local in copies.values() if local.device.type == device]
@@ -58,14 +62,23 @@ def sync_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
                 dist._broadcast_coalesced(weight_mesh.get_group(dim), tensors, BUCKET_BYTES, 0)
 
 
+def _named(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, torch.Tensor]:
+    """Parameters, then buffers, then what the optimizer keeps, by FQN."""
+    state = [
+        (f"{fqn}.{key}", value)
+        for fqn, parameter in model.named_parameters()
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items()
+    ]
+    named = [*model.named_parameters(), *model.named_buffers(), *state]
+    return {canonical_fqn(fqn): tensor for fqn, tensor in named}
+
+
 def _replicated(
-    model: nn.Module, weight_mesh: DeviceMesh
+    named: Mapping[str, torch.Tensor], weight_mesh: DeviceMesh
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Each mesh dim of several ranks, with this rank's part of what it replicates, by FQN."""
-    named = {
-        canonical_fqn(fqn): tensor
-        for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
     for dim in weight_mesh.mesh_dim_names or ():
         # Stages hold different layers.
         if dim == "pp" or weight_mesh[dim].size() == 1:
@@ -88,10 +101,22 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _digest(local: torch.Tensor) -> torch.Tensor:
     """An int64 that depends on every bit of this rank's part, and on their order."""
-    bits = local.contiguous().view(-1).view(BITS[local.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for block in bits.split(BLOCK_ELEMENTS):
-        # Odd weights: a change of any one element changes the sum modulo 2^64.
-        weights = 2 * torch.arange(block.numel(), device=block.device) + 1
-        total = total * 1_000_003 + (block.to(torch.int64) * weights).sum()
+    data = local.contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 8 or data.storage_offset() % 8:
+        data = F.pad(data, (0, -data.numel() % 8))
+    words = data.view(torch.int64)
+    # Odd weights: a change of any one word changes the sum modulo 2^64.
+    weights = 2 * torch.arange(min(BLOCK_WORDS, words.numel()), device=words.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for block in words.split(BLOCK_WORDS):
+        total = total * 1_000_003 + (block * weights[: block.numel()]).sum()
     return total
+
+
+def _unlike_most(digests: Mapping[int, int]) -> str:
+    """The ranks whose digest is not that of the majority; all of them if there is none."""
+    digest, count = Counter(digests.values()).most_common(1)[0]
+    if 2 * count <= len(digests):
+        return f"one of ranks {', '.join(map(str, digests))}"
+    odd = [str(rank) for rank, other in digests.items() if other != digest]
+    return f"rank {', '.join(odd)} against {count} that agree"

@@ -3,6 +3,7 @@
 The table in ``docs/support.md`` is generated from this one: ``python -m tools.support_table``.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,6 +86,14 @@ def _is_not_fsdp2(run: Run) -> bool:
     return run.config.parallelism.data_parallel != "fsdp2"
 
 
+def _is_elastic(run: Run) -> bool:
+    return run.config.debug.determinism == "elastic"
+
+
+def _is_power_of_two(count: float) -> bool:
+    return math.log2(count).is_integer()
+
+
 def _is_reshard_group_uneven(run: Run) -> bool:
     group = run.config.parallelism.fsdp_reshard_after_forward
     shards = run.degrees.dp_shard * run.degrees.cp
@@ -164,6 +173,32 @@ REFUSALS = (
     Refusal("training.global_batch_size",
             "must be a multiple of training.local_batch_size times the data-parallel ranks",
             lambda run: not _microbatches(run).is_integer()),
+    Refusal("parallelism.data_parallel",
+            "debug.determinism elastic needs fsdp2, whose reduction it replaces",
+            lambda run: _is_elastic(run) and _is_not_fsdp2(run)),
+    Refusal("parallelism.data_parallel_replicate_degree",
+            "debug.determinism elastic does not order the sum over copies",
+            lambda run: _is_elastic(run) and not _is_ddp(run) and run.degrees.dp_replicate > 1),
+    Refusal("parallelism.data_parallel_shard_degree",
+            "debug.determinism elastic adds pairwise: it needs a power of two",
+            lambda run: _is_elastic(run) and not _is_power_of_two(run.degrees.dp_shard)),
+    Refusal("training.global_batch_size",
+            "debug.determinism elastic adds pairwise: it needs a power of two of microbatches",
+            lambda run: _is_elastic(run) and _microbatches(run).is_integer()
+            and not _is_power_of_two(_microbatches(run))),
+    Refusal("parallelism.fsdp_reduce_gradients",
+            "debug.determinism elastic adds pairwise, last_microbatch one after the other",
+            lambda run: _is_elastic(run)
+            and run.config.parallelism.fsdp_reduce_gradients != "every_microbatch"),
+    Refusal("parallelism.context_parallel_degree",
+            "debug.determinism elastic is proved for data and tensor parallel only",
+            lambda run: _is_elastic(run) and run.degrees.cp > 1),
+    Refusal("parallelism.pipeline_parallel_degree",
+            "debug.determinism elastic is proved for data and tensor parallel only",
+            lambda run: _is_elastic(run) and run.degrees.pp > 1),
+    Refusal("parallelism.expert_parallel_degree",
+            "debug.determinism elastic is proved for data and tensor parallel only",
+            lambda run: _is_elastic(run) and run.config.parallelism.expert_parallel_degree > 1),
     Refusal("training.mixed_precision_param", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32"
             and run.config.training.mixed_precision_param != "auto"),

@@ -1,6 +1,10 @@
 """What differs between the PyTorch releases and machines we run on; probed nowhere else."""
 
+import ctypes
 import os
+import signal
+import socket
+import sys
 from datetime import timedelta
 
 import torch
@@ -24,3 +28,20 @@ def set_timeout(timeout: timedelta) -> None:
     """Change the timeout of every process group, now that warm-up is over."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def loopback_interface() -> str:
+    """The name of the network interface that nothing outside this machine can reach."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when process ``parent`` ends. Linux only."""
+    if sys.platform != "linux":
+        return
+    PR_SET_PDEATHSIG = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    # It may have ended before it was asked for.
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)

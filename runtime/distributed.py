@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from config.job_config import Comm, Debug, Training
-from runtime.compat import cpu_has_bfloat16
+from runtime.compat import cpu_has_bfloat16, loopback_interface
 
 
 def init_distributed(comm: Comm) -> torch.device:
@@ -16,6 +16,10 @@ def init_distributed(comm: Comm) -> torch.device:
 
     Under torchrun the environment says who we are; without it this is a group of one.
     """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        # All ranks are on this machine: what they listen on is nobody else's business.
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback_interface())
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -35,10 +39,14 @@ def init_distributed(comm: Comm) -> torch.device:
 def set_seed(debug: Debug) -> None:
     """Seed the global RNG, equal on all ranks. Weights and data do not use it."""
     torch.manual_seed(debug.seed)
-    if debug.deterministic:
+    is_elastic = debug.determinism == "elastic"
+    if debug.deterministic or is_elastic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    if is_elastic:
+        # Kernels split sums over threads, and with fewer ranks a machine has more for each.
+        torch.set_num_threads(1)
 
 
 def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
@@ -57,3 +65,14 @@ def sum_over(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     total = value.detach().clone()
     dist.all_reduce(total, group=mesh.get_group())
     return total
+
+
+def sum_in_order(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of all ranks' values of each microbatch (microbatches,), a scalar, over a 1-D mesh.
+
+    They are added in the order of the global batch's rows, microbatch by microbatch and within it
+    rank by rank, so the same values give the same bits on any number of ranks.
+    """
+    gathered = [torch.empty_like(values) for _ in range(mesh.size())]
+    dist.all_gather(gathered, values.detach().contiguous(), group=mesh.get_group())
+    return torch.stack(gathered, dim=1).flatten().sum()

@@ -1,44 +1,29 @@
-"""Check a run, then start its ranks on this node with torchrun: ``tools.launch CONFIG ...``
+"""Check a run, then start its ranks on this node as torchrun does: ``tools.launch CONFIG ...``
 
 Environment: NGPU (ranks on this node), LOG_RANK, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT;
 inside a Slurm step the node variables come from Slurm. Exits with the trainer's own code,
-which torchrun alone would flatten to 1.
+which torchrun alone would flatten to 1, and with 93 when trying again would not help.
 """
 
-import logging
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from config import JobConfig, load_config
+from config import load_config
 from models import find_model
 from parallelisms.support import check_support
 from runtime import exit_codes
 from runtime.compat import usable_cpus
+from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
+from tools.agent import End, Nodes, run_ranks
 
 TRAINER = Path(__file__).parents[1] / "train.py"
 DEFAULT_CPU_RANKS = 2
-# Seconds that ranks have to save after SIGTERM before torchrun kills them; its default is 30.
-SHUTDOWN_SECONDS = 120
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes of this run, and which one this is."""
-
-    count: int
-    rank: int
-    address: str
-    port: int
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
@@ -53,13 +38,69 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         _, args = find_model(config.model.name, config.model.flavor)
         has_gpu = torch.cuda.is_available()
         check_support(config, args, n_ranks * nodes.count, has_gpu=has_gpu)
-        command = torchrun_arguments(n_ranks, nodes, environment.get("LOG_RANK") or "0")
+        shown = shown_ranks(environment.get("LOG_RANK") or "0")
     except ValueError as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    return _run([*command, str(TRAINER), str(config_path), *overrides], config)
+    program = [str(TRAINER), str(config_path), *overrides]
+    end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown)
+    control = Path(config.job.output_dir) / config.job.name / "control"
+    code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
+    if code == exit_codes.BAD_CONFIG:
+        print(end.message, file=sys.stderr)
+    if nodes.rank > 0:
+        return code
+    if code == exit_codes.FAILED:
+        return fail(end, control)
+    if code in (exit_codes.DONE, exit_codes.PREEMPTED):
+        record_end(control, _outcome(control))
+    return code
+
+
+def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
+    """What the launcher ends with; ``outcome`` is what the run's ``control/outcome`` says."""
+    codes = set(end.codes.values())
+    if end.signal is not None:
+        has_saved = outcome.startswith("stopped SIG") and has_checkpoints
+        # Ranks that die of a signal had not yet come to where they handle it, so nothing is lost.
+        if has_saved or codes <= {-end.signal}:
+            return exit_codes.PREEMPTED
+        return exit_codes.DONE if outcome == "done" and codes == {0} else exit_codes.FAILED
+    # Who waits for a rank that found the config wrong fails too.
+    for code in (exit_codes.BAD_CONFIG, exit_codes.DO_NOT_REQUEUE):
+        if code in codes:
+            return code
+    # The first rank to end makes torchrun terminate those that are still on their way out.
+    if codes - {-signal.SIGTERM} == {exit_codes.PREEMPTED}:
+        return exit_codes.PREEMPTED
+    return exit_codes.DONE if codes == {exit_codes.DONE} else exit_codes.FAILED
+
+
+def fail(end: End, control: Path) -> int:
+    """Tell of a failure, here and in ``control/failures``; return the exit code."""
+    lines = [f"exit codes by rank: {end.codes}"]
+    if end.verdict is not None:
+        lines = end.verdict.lines
+        print(end.verdict.traceback, end="", file=sys.stderr)
+    print("the run failed: " + "\n  ".join(lines), file=sys.stderr)
+    if end.signal is not None:
+        # It was not left to go on, so nobody knows that it would fail again.
+        return exit_codes.FAILED
+    attempt = record_failure(control, lines=lines, codes=end.codes)
+    if attempt < MOST_ATTEMPTS:
+        return exit_codes.FAILED
+    print(
+        f"{attempt} attempts failed without a newer checkpoint than step {published_step(control)}:"
+        f" not trying again. See {control / 'failures'}",
+        file=sys.stderr,
+    )
+    return exit_codes.DO_NOT_REQUEUE
+
+
+def _outcome(control: Path) -> str:
+    path = control / "outcome"
+    return path.read_text().strip() if path.exists() else ""
 
 
 def ranks_per_node(environment: Mapping[str, str]) -> int:
@@ -107,41 +148,9 @@ def cpu_threads(n_ranks: int) -> int:
     return max(1, usable_cpus() // n_ranks)
 
 
-def torchrun_arguments(n_ranks: int, nodes: Nodes, log_ranks: str) -> list[str]:
-    """What torchrun is told before the program; ``log_ranks`` as in LOG_RANK: 0,1"""
-    for rank in log_ranks.split(","):
-        _number("LOG_RANK", rank, at_least=0)
-    arguments = ["--nproc_per_node", str(n_ranks), "--local-ranks-filter", log_ranks]
-    if nodes.count == 1:
-        return [*arguments, "--standalone"]
-    rendezvous = f"{nodes.address}:{nodes.port}"
-    return [
-        *arguments,
-        *("--nnodes", str(nodes.count), "--node_rank", str(nodes.rank)),
-        *("--rdzv_backend", "static", "--rdzv_endpoint", rendezvous),
-    ]
-
-
-def _run(arguments: list[str], config: JobConfig) -> int:
-    outcome = Path(config.job.output_dir) / config.job.name / "control" / "outcome"
-    # Says less than the summary in the error that follows it.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    try:
-        torchrun.run(torchrun.parse_args(arguments))
-    except ChildFailedError as error:
-        # The first rank to end makes torchrun terminate those that are still on their way out.
-        codes = {failure.exitcode for failure in error.failures.values()} - {-signal.SIGTERM}
-        known = codes & {exit_codes.BAD_CONFIG, exit_codes.PREEMPTED, exit_codes.DO_NOT_REQUEUE}
-        if len(known) != 1 or codes != known:
-            raise
-        if exit_codes.BAD_CONFIG in known:
-            print(error.get_first_failure()[1].message, file=sys.stderr)
-        return known.pop()
-    except SignalException:
-        # torchrun passed the signal on and waited: what became of the ranks is in their outcome.
-        is_stopped = outcome.exists() and outcome.read_text().startswith("stopped SIG")
-        return exit_codes.PREEMPTED if is_stopped and config.checkpoint.enable else 1
-    return exit_codes.DONE
+def shown_ranks(text: str) -> set[int]:
+    """The ranks of this node whose output is seen; ``text`` as in LOG_RANK: 0,1"""
+    return {_number("LOG_RANK", rank, at_least=0) for rank in text.split(",")}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ TP = "parallelism.tensor_parallel_degree"
 HSDP = "--parallelism.data_parallel_replicate_degree"
 DDP, SIMPLE = "--parallelism.data_parallel ddp", "--parallelism.data_parallel simple_fsdp"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
+ELASTIC = "--debug.determinism elastic"
 FILE = "run.toml"
 
 BAD = [
@@ -146,6 +147,21 @@ BAD = [
     Bad(TP, f"--{TP} 2 --training.seq_len 255", says="training.seq_len"),
     Bad("training.global_batch_size", "--training.global_batch_size 24", says="multiple"),
     Bad("training.global_batch_size", "--training.global_batch_size 4", says="multiple"),
+    Bad("parallelism.data_parallel", f"{ELASTIC} {DDP}", says="fsdp2"),
+    Bad("parallelism.data_parallel", f"{ELASTIC} {SIMPLE}", says="fsdp2"),
+    Bad("parallelism.data_parallel_replicate_degree", f"{ELASTIC} {HSDP} 2", says="copies"),
+    Bad("parallelism.data_parallel_shard_degree", ELASTIC, says="power of two", ranks=3),
+    Bad("training.global_batch_size",
+        f"{ELASTIC} --training.global_batch_size 48", says="a power of two"),
+    Bad("parallelism.fsdp_reduce_gradients",
+        f"{ELASTIC} --training.global_batch_size 32"
+        " --parallelism.fsdp_reduce_gradients last_microbatch", says="pairwise"),
+    Bad("parallelism.context_parallel_degree",
+        f"{ELASTIC} --parallelism.context_parallel_degree 2", says="proved"),
+    Bad("parallelism.pipeline_parallel_degree",
+        f"{ELASTIC} --parallelism.pipeline_parallel_degree 2", says="proved"),
+    Bad("parallelism.expert_parallel_degree",
+        f"{ELASTIC} --parallelism.expert_parallel_degree 2", says="proved"),
     Bad("training.mixed_precision_param",
         "--training.dtype float64 --training.mixed_precision_param bfloat16", says="float32"),
     Bad("training.mixed_precision_reduce",

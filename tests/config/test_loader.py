@@ -1,5 +1,6 @@
 """Which value wins, how it may be written, and that mistakes are told together and by name."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,17 @@ def test_a_value_is_one_value(toml: Path):
     assert "training.steps" in message
 
 
+@pytest.mark.parametrize("raw", ["[" * 5000, "9" * 5000], ids=["nested", "digits"])
+def test_a_value_that_toml_gives_up_on_is_named(toml: Path, raw: str):
+    (message,) = mistakes(toml, f"--training.steps={raw}")
+    assert "command line: training.steps: " in message
+
+
+def test_bytes_that_are_not_text_are_named(toml: Path):
+    typed = os.fsdecode(b"--job.output_dir=caf\xe9")
+    assert mistakes(toml, typed) == ["command line: --job.output_dir: 'caf\\udce9' is not UTF-8"]
+
+
 MANY_OVERRIDES = [
     *("--job.name", "2024"),
     *("--job.output_dir", 'C:\\runs "été"\t'),
@@ -106,7 +118,17 @@ def test_absent_stays_absent(toml: Path):
     assert "total_steps" not in dump_toml(load_config(toml, []))
 
 
-@pytest.mark.parametrize("text", ["[training\nsteps = 3", "steps: 3", "[job]\nname='a'\nname='b'"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[training\nsteps = 3",
+        "steps: 3",
+        "[job]\nname='a'\nname='b'",
+        "[training]\nsteps = " + "[" * 5000,
+        "[training]\nsteps = " + "9" * 5000,
+    ],
+    ids=["table", "yaml", "twice", "nested", "digits"],
+)
 def test_a_syntax_error_names_the_file(tmp_path: Path, text: str):
     path = tmp_path / "broken.toml"
     path.write_text(text)

@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -47,12 +48,13 @@ def test_rows_of_all_files_are_documents(tmp_path: Path, key: str) -> None:
     ("content", "message"),
     [
         (b'{"body": "a"}\n', r"data\.text_key: .*bad\.jsonl has no column 'text', only body"),
-        (b'{"text": "a"}\n{"text": null}\n', r"data\.text_key: .*bad\.jsonl, row 1, is null"),
-        (b'{"text": null}\n', r"data\.text_key: 'text' of .*bad\.jsonl is null, not text"),
-        (b'{"text": 1}\n', r"data\.text_key: 'text' of .*bad\.jsonl is int64, not text"),
-        (b'{"text": "a"}\n{"text": 1}\n', r"data\.text_key: 'text' of .*bad\.jsonl"),
-        (b'{"text": "a"}\n{"text": "b\n', r"bad\.jsonl: .*JSON parse error"),
-        (b'{"text": "caf\xe9"}\n', r"bad\.jsonl: row 0 is not UTF-8"),
+        (b'{"text": "a"}\n{"text": null}\n', r"data\.text_key: .*bad\.jsonl, line 2, .* is None"),
+        (b'{"text": null}\n', r"data\.text_key: .*bad\.jsonl, line 1, .* is None, not text"),
+        (b'{"text": 1}\n', r"data\.text_key: .*bad\.jsonl, line 1, .* is 1, not text"),
+        (b'{"text": "a"}\n{"text": 1}\n', r"data\.text_key: .*bad\.jsonl, line 2, byte 14: "),
+        (b'{"text": "a"}\n{"text": "b\n', r"bad\.jsonl, line 2, byte 14: .*column 12"),
+        (b'{"text": "a", "text": "b"}\n', r"bad\.jsonl: .*specified twice in row 0"),
+        (b'{"text": "caf\xe9"}\n', r"bad\.jsonl, line 1, byte 0: 'utf-8' codec"),
         (b"", r"data\.path: .*bad\.jsonl is empty"),
     ],
 )
@@ -133,6 +135,28 @@ def test_rows_without_documents_are_an_error(tmp_path: Path) -> None:
     assert next(stream.documents(2, 4, 0)) == "0-2"
     with pytest.raises(ValueError, match="no document for row 3 of 4"):
         next(stream.documents(3, 4, 0))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("bad bytes"), ValueError), (RuntimeError("no answer"), OSError)]
+)
+def test_stream_that_breaks_off_is_named(
+    tmp_path: Path, error: Exception, kind: type[Exception]
+) -> None:
+    hub(tmp_path / "data", [6], ".jsonl")
+    stream = HubStream(str(tmp_path / "data"), "", "train", "text")
+
+    class Broken:
+        num_shards = 1
+
+        def shard(self, count: int, index: int) -> Iterator[dict[str, str]]:
+            yield from ({"text": str(i)} for i in range(7))
+            raise error
+
+    stream._dataset = Broken()
+    # Of two rows that share a file, every second document.
+    with pytest.raises(kind, match=r"document 3 of row 1 cannot be read: .*(bytes|answer)"):
+        list(stream.documents(1, 2, 0))
 
 
 def test_hub_dataset_needs_both_splits_and_the_column(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_line_without_end_is_cut_in_time(tmp_path: Path) -> None:
 
 
 def test_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"0: piece 0 is not UTF-8"):
+    with pytest.raises(ValueError, match=r"0, byte 3: not UTF-8"):
         pieces([b"caf\xe9"], tmp_path)
     assert pieces([b"caf\xe9"], tmp_path, "replace") == ["caf\N{REPLACEMENT CHARACTER}"]
 

@@ -144,7 +144,7 @@ def one_device(
     optimizer = build_optimizer(model, OPTIMIZER)
     logits, steps = [model(*batch.inputs).detach()], []
     for _ in ACCUMULATION:
-        loss = run_model(model, CPU, Parallelism(), [batch], count_valid([batch]))
+        loss = run_model(model, CPU, Parallelism(), [batch], count_valid([batch])).sum()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         gradients = {fqn: cloned(p.grad) for fqn, p in model.named_parameters()}
         steps.append(Step(loss, norm, gradients))
@@ -195,7 +195,7 @@ def check_layout(
         microbatches = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
         assert len(microbatches) == count
         n_tokens = int(sum_over(torch.tensor(count_valid(microbatches)), dims.batch_mesh))
-        loss = run_model(model, CPU, parallelism, microbatches, n_tokens)
+        loss = run_model(model, CPU, parallelism, microbatches, n_tokens).sum()
         assert_close(sum_over(loss, dims.batch_mesh), want.loss, "loss")
         norm = clip_grad_norm_(list(parameters.values()), MAX_NORM)
         assert_close(norm, want.norm, "norm")

@@ -40,7 +40,7 @@ def curve(
         tokens = torch.randint(300, (microbatches, ROWS, SEQ_LEN + 1), generator=generator)
         batches = [Batch(rows[:, :-1], rows[:, 1:], None, None) for rows in tokens]
         n_tokens = int(sum_over(torch.tensor(count_valid(batches)), dims.batch_mesh))
-        loss = run_model(model, CPU, parallelism, batches, n_tokens)
+        loss = run_model(model, CPU, parallelism, batches, n_tokens).sum()
         norm = clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()

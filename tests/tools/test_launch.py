@@ -1,17 +1,25 @@
 """The launcher starts the world that was asked for, and ends with the trainer's own exit code."""
 
+import json
 import signal
-from argparse import Namespace
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from runtime import exit_codes
-from tools import launch
-from tools.launch import DEFAULT_CPU_RANKS, Nodes, find_nodes, ranks_per_node, torchrun_arguments
+from runtime.control import SIGNALS
+from runtime.failures import MOST_ATTEMPTS
+from tools import agent, launch
+from tools.agent import End, Nodes
+from tools.launch import (
+    DEFAULT_CPU_RANKS,
+    exit_code,
+    find_nodes,
+    ranks_per_node,
+    shown_ranks,
+)
 
 SLURM = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "3", "SLURM_STEP_NODELIST": "node[07-09]"}
 
@@ -117,40 +125,71 @@ def test_a_bad_environment_is_a_bad_configuration(
     assert key in capsys.readouterr().err
 
 
-def parsed(nodes: Nodes) -> Namespace:
-    return torchrun.parse_args([*torchrun_arguments(4, nodes, "0,2"), "train.py", "--a.b", "c"])
+def test_ranks_whose_output_is_shown():
+    assert shown_ranks("0") == {0}
+    assert shown_ranks("0,2") == {0, 2}
 
 
-def test_torchrun_on_one_node():
-    arguments = parsed(Nodes(1, 0, "", 20000))
-    assert arguments.standalone
-    assert (arguments.nproc_per_node, arguments.local_ranks_filter) == ("4", "0,2")
-    assert arguments.training_script_args == ["--a.b", "c"]
+@pytest.mark.parametrize(
+    ("codes", "told", "outcome", "code"),
+    [
+        ([0, 0], None, "done", exit_codes.DONE),
+        ([75, 75], None, "stopped SIGTERM", exit_codes.PREEMPTED),
+        ([75, -15], None, "stopped SIGTERM", exit_codes.PREEMPTED),
+        ([75, 1], None, "stopped SIGTERM", exit_codes.FAILED),
+        ([93, -15], None, "", exit_codes.DO_NOT_REQUEUE),
+        ([2, 1], None, "", exit_codes.BAD_CONFIG),
+        ([-9, 1], None, "", exit_codes.FAILED),
+        ([-15, -15], None, "", exit_codes.FAILED),
+        ([75, 75], signal.SIGUSR1, "stopped SIGUSR1", exit_codes.PREEMPTED),
+        ([0, 0], signal.SIGTERM, "done", exit_codes.DONE),
+        ([-10, -10], signal.SIGUSR1, "done", exit_codes.PREEMPTED),
+        ([1, 75], signal.SIGTERM, "", exit_codes.FAILED),
+        ([143, 143], signal.SIGTERM, "", exit_codes.FAILED),
+    ],
+)
+def test_exit_code(codes: list[int], told: signal.Signals | None, outcome: str, code: int):
+    end = End(dict(enumerate(codes)), message="", signal=told, verdict=None)
+    assert exit_code(end, outcome, has_checkpoints=True) == code
 
 
-def test_torchrun_on_several_nodes():
-    arguments = parsed(Nodes(3, 2, "node07", 21234))
-    assert not arguments.standalone
-    assert (arguments.nnodes, arguments.node_rank) == ("3", 2)
-    assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("static", "node07:21234")
+def test_a_run_that_was_told_to_stop_and_does_not_save_has_failed():
+    end = End({0: 0}, message="", signal=signal.SIGTERM, verdict=None)
+    assert exit_code(end, "stopped SIGTERM", has_checkpoints=False) == exit_codes.FAILED
 
 
 def run_trainer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The launcher's code for two ranks of a trainer that does as ``source`` says."""
     config, trainer = folder / "run.toml", folder / "trainer.py"
     config.touch()
-    trainer.write_text(f"import os, signal, sys, time\nrank = os.environ['RANK']\n{source}")
+    control = folder / "default" / "control"
+    control.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "import os, signal, sys, time",
+        f"sys.path.insert(0, {str(launch.TRAINER.parent)!r})",
+        f"control = {str(control)!r}",
+        "rank = os.environ['RANK']",
+    ]
+    trainer.write_text("\n".join([*lines, source]))
     monkeypatch.setattr(launch, "TRAINER", trainer)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+    # Set by the launcher, and to be unset after the test.
+    monkeypatch.setenv("LAUNCHER_PID", "")
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     # torchrun leaves its handlers behind.
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        return launch.main([str(config)], {"NGPU": "2"})
+        return launch.main([str(config), "--job.output_dir", str(folder)], {"NGPU": "2"})
     finally:
+        monkeypatch.undo()
         for number, handler in handlers.items():
             if signal.getsignal(number) != handler:
                 signal.signal(number, handler)
+
+
+def failures(folder: Path) -> list[dict[str, object]]:
+    lines = (folder / "default" / "control" / "failures").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +202,7 @@ def test_the_trainers_exit_code_comes_through(
     # After a failure one rank is slow to end, so torchrun terminates it.
     source = f"time.sleep(60 * ({code} > 0) * int(rank))\nsys.exit({code})"
     assert run_trainer(source, tmp_path, monkeypatch) == code
+    assert not (tmp_path / "default" / "control" / "failures").exists()
 
 
 CRASH = "sys.exit(1)"
@@ -181,8 +221,18 @@ sys.exit(75)
 
 @pytest.mark.parametrize("source", [CRASH, CRASH_AFTER_A_KNOWN_CODE])
 def test_a_crash_is_a_crash(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ChildFailedError):
-        run_trainer(source, tmp_path, monkeypatch)
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
+    assert [record["attempt"] for record in failures(tmp_path)] == [1]
+
+
+def test_a_crash_loop_ends_and_an_end_as_asked_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    codes = [run_trainer(CRASH, tmp_path, monkeypatch) for _ in range(MOST_ATTEMPTS - 1)]
+    codes.append(run_trainer("sys.exit(75)", tmp_path, monkeypatch))
+    codes += [run_trainer(CRASH, tmp_path, monkeypatch) for _ in range(MOST_ATTEMPTS)]
+    assert codes == [1, 1, 75, 1, 1, 93]
+    assert "not trying again" in capsys.readouterr().err
 
 
 TELLS_BUT_IS_NOT_SHOWN = """
@@ -199,3 +249,94 @@ def test_what_any_rank_finds_wrong_is_told(
 ):
     run_trainer(TELLS_BUT_IS_NOT_SHOWN, tmp_path, monkeypatch)
     assert "data.tokenizer: nope" in capsys.readouterr().err
+
+
+SAVES = """
+received = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: received.append(number))
+open(control + '/ready' + rank, 'w').close()
+while not all(os.path.exists(control + '/ready' + other) for other in '01'):
+    time.sleep(0.01)
+if rank == '0':
+    os.kill(os.getppid(), NUMBER)
+while not received:
+    time.sleep(0.01)
+if rank == '0':
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(0.5)
+with open(control + '/outcome', 'w') as file:
+    file.write(f'stopped {signal.Signals(received[0]).name}')
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_every_signal_reaches_the_ranks_and_they_have_time_to_save(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = SAVES.replace("NUMBER", str(int(number)))
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.PREEMPTED
+    outcome = (tmp_path / "default" / "control" / "outcome").read_text()
+    assert outcome == f"stopped {number.name}"
+
+
+def test_ranks_that_take_too_long_to_save_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(agent, "SHUTDOWN_SECONDS", 0)
+    source = SAVES.replace("NUMBER", "signal.SIGTERM")
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
+    assert not (tmp_path / "default" / "control" / "outcome").exists()
+
+
+def test_a_signal_before_ranks_can_handle_it_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = "os.kill(os.getppid(), signal.SIGUSR1) if rank == '0' else None\ntime.sleep(60)"
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.PREEMPTED
+
+
+ONE_HANGS = """
+from runtime.post_mortem import Witness
+with Witness(os.environ) as witness:
+    witness.step = 10 + int(rank)
+    open(control + '/ready' + rank, 'w').close()
+    while not all(os.path.exists(control + '/ready' + other) for other in '01'):
+        time.sleep(0.01)
+    if rank == '1':
+        HANG
+    raise ArithmeticError('a real error')
+"""
+DEAF = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hang", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "did not answer; last heard at"),
+        (DEAF, "in step 11 at"),
+    ],
+    ids=["process", "main-thread"],
+)
+def test_a_rank_that_hangs_is_named_and_ended(
+    hang: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    source = ONE_HANGS.replace("HANG", hang)
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
+    (record,) = failures(tmp_path)
+    (line,) = [line for line in record["ranks"] if line.startswith("rank 1 ")]
+    assert told in line
+    heard = (tmp_path / "default" / "control" / "ready1").stat().st_mtime
+    # torchrun alone would wait 30 seconds for it.
+    assert time.time() - heard < 20
+    error = capsys.readouterr().err
+    assert error.count("ArithmeticError: a real error\n") == 2
+    assert error.count("Traceback") == 1

@@ -1,0 +1,109 @@
+"""Elastic determinism: gradients are added in one order on any number of data-parallel ranks.
+
+Microbatch ``a`` of rank ``r`` is slot a * degree + r of the step, and slots are added pairwise:
+((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). Ranks of one microbatch hold neighboring slots, so the
+lower levels of that tree are between ranks and the upper ones between microbatches. Degrees and
+numbers of microbatches are powers of two.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from runtime.log import logger
+
+
+def apply_elastic(model: nn.Module) -> None:
+    """Let all that ``fully_shard`` made of ``model`` add ranks pairwise. Mutates ``model``."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise ValueError("elastic: nothing is sharded with fully_shard")
+    for module in modules:
+        module.set_custom_reduce_scatter(PairwiseReduceScatter())
+    logger.info("elastic: %d modules add their gradients pairwise over ranks", len(modules))
+
+
+class PairwiseReduceScatter(ReduceScatter):
+    """The sum over ranks, this rank's part of it, added as a tree in the order of the ranks.
+
+    The order inside a backend's own reduce-scatter depends on the number of ranks and on where a
+    value stands in the buffer. This one sends the same bytes; it holds the whole gradients of a
+    unit once more. Each sum is rounded to the dtype of the buffers.
+    """
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """input_tensor (ranks * n,) to output_tensor (n,)."""
+        assert op == dist.ReduceOp.SUM, "sums are not scaled"
+        assert not async_op, "FSDP2 gives the collective a stream of its own"
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        sums = received.view(group.size(), -1)  # (ranks, n), then (ranks / 2, n), ...
+        while len(sums) > 1:
+            sums = sums[::2].add_(sums[1::2])
+        output_tensor.copy_(sums[0])
+
+
+class GradientTree:
+    """Adds the microbatches' gradients pairwise; FSDP2 itself adds each to the sum before it.
+
+    Keeps as many partial sums as there are levels in the tree, each as large as the sharded
+    gradients. Over no parameters it does nothing.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], reduce_dtype: torch.dtype | None) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._reduce_dtype = reduce_dtype
+        # One per level of the tree that waits for its right half, the widest first.
+        self._sums: list[list[torch.Tensor]] = []
+        self._count = 0
+
+    def end_microbatch(self, *, is_last: bool) -> None:
+        """After a backward: take its gradients away, or after the last give back their total."""
+        self._count += 1
+        total = [_take_grad(parameter) for parameter in self._parameters]
+        uncounted = self._count
+        while uncounted % 2 == 0:
+            total = [self._add(*pair) for pair in zip(self._sums.pop(), total, strict=True)]
+            uncounted //= 2
+        self._sums.append(total)
+        if not is_last:
+            return
+        assert len(self._sums) == 1, f"{self._count} microbatches are not a power of two"
+        for parameter, grad in zip(self._parameters, self._sums.pop(), strict=True):
+            parameter.grad = grad
+        self._count = 0
+
+    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """``left``, with ``right`` added in place, rounded as sums between ranks are."""
+        sums = _local(left)
+        sums += _local(right)
+        if self._reduce_dtype not in (None, sums.dtype):
+            sums.copy_(sums.to(self._reduce_dtype))
+        return left
+
+
+def _take_grad(parameter: nn.Parameter) -> torch.Tensor:
+    grad, parameter.grad = parameter.grad, None
+    assert grad is not None, "a parameter took no part in the loss"
+    return grad
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,335 @@
+"""Runs of real loaders that are killed, resumed and rolled back, and the ledger that they leave."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint.checkpointer import merge
+from data.loader import Batch, BatchLoader
+from data.sources import ShuffledDocuments, Source
+from metrics.ledger import Attempt, Ledger
+from tests.data.test_loader import (
+    ROWS,
+    SEQ_LEN,
+    CountsPrefetched,
+    CountsTaken,
+    build,
+    documents,
+)
+from tools import check_ledger
+from tools.check_ledger import Lineage, replay
+
+State = dict[str, Any]
+
+
+def source(seed: int = 5, count: int = 40) -> Source:
+    texts = documents(count, longest=2 * SEQ_LEN)
+    return ShuffledDocuments(
+        texts, np.arange(count), seed=seed, name="training", fingerprint="texts"
+    )
+
+
+def loaders(degree: int, cls: type = BatchLoader) -> list[BatchLoader]:
+    found = [build(source(), degree, rank) for rank in range(degree)]
+    for loader in found:
+        loader.__class__ = cls
+    return found
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the program."""
+
+    world: int
+    last: int
+    """The step that it finished before it ended."""
+    resumed_from: int = 0
+    tp: int = 1
+    """Ranks that read the same rows."""
+    in_step: int = 0
+    """Ranks that logged the next step too, before one that did not was killed."""
+
+
+class Program:
+    """``train.py`` in small: what its checkpoints hold of the data, and its ledger."""
+
+    def __init__(self, folder: Path, cls: type = BatchLoader) -> None:
+        self.folder, self._cls = folder, cls
+        self.saved: dict[int, tuple[str, State]] = {}
+        """Of each step, the attempt that saved it, and the place of the data."""
+        self._attempts = 0
+
+    def run(
+        self,
+        start: Start,
+        *,
+        loaders: Callable[[int, type], list[BatchLoader]] = loaders,
+        first_step: int | None = None,
+        data_of: int | None = None,
+        data_after: int | None = None,
+    ) -> "Program":
+        """``first_step``, and ``data_of``, whose data are restored, are there for faults."""
+        name, self._attempts = f"attempt{self._attempts}", self._attempts + 1
+        self.readers = readers = loaders(start.world // start.tp, self._cls)
+        c = start.resumed_from
+        data = c if data_after is None else data_after
+        if (place := data if data_of is None else data_of) > 0:
+            for reader in readers:
+                reader.load_state_dict(self.saved[place][1])
+        head = Attempt(
+            attempt=name,
+            parent=self.saved[c][0] if c else None,
+            resumed_from=c,
+            data_after=data,
+            world_size=start.world,
+            rank=0,
+            place=0,
+            n_rows=ROWS,
+        )
+        ledgers = [
+            Ledger(self.folder / "ledger", replace(head, rank=rank, place=rank // start.tp))
+            for rank in range(start.world)
+        ]
+        for step in range(first_step or c + 1, start.last + 1):
+            for reader, batches in zip(
+                readers, self._step(step, readers, ledgers, start.tp), strict=True
+            ):
+                reader.commit(batches)
+            self.saved[step] = name, reduce(merge, [reader.state_dict() for reader in readers])
+        if start.in_step:
+            self._step(start.last + 1, readers, ledgers[: start.in_step], start.tp)
+        for ledger in ledgers:
+            ledger.sync()
+            ledger.close()
+        return self
+
+    def _step(
+        self, step: int, readers: list[BatchLoader], ledgers: list[Ledger], tp: int
+    ) -> list[list[Batch]]:
+        taken = [list(islice(reader, reader.microbatches)) for reader in readers]
+        loss = value(taken)
+        for rank, ledger in enumerate(ledgers):
+            ledger.log(step, taken[rank // tp], loss=loss, grad_norm=loss / 3)
+        return taken
+
+
+def value(taken: list[list[Batch]]) -> float:
+    """A number that every token has a part in."""
+    rows = {
+        span.row: zlib.crc32(tokens.numpy())
+        for batches in taken
+        for batch in batches
+        for span, tokens in zip(batch.spans, batch.tokens, strict=True)
+    }
+    return sum(crc / (7 + row) for row, crc in sorted(rows.items()))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Lineage:
+    program = Program(tmp_path_factory.mktemp("uninterrupted")).run(Start(1, last=30))
+    return replay(program.folder)
+
+
+def faults(program: Program, reference: Lineage) -> list[str]:
+    lineage = replay(program.folder)
+    return lineage.violations + check_ledger.compare(lineage, reference)[0]
+
+
+def test_spans_follow_each_other_and_say_what_was_read(uninterrupted: Lineage) -> None:
+    assert sorted(uninterrupted.steps) == list(range(1, 31))
+    assert uninterrupted.violations == []
+    texts = source()
+    for row in range(ROWS):
+        spans = [entry.rows[row].tolist() for entry in uninterrupted.steps.values()]
+        assert spans[0][:3] == [row, 0, 0]
+        assert all(a[3:5] == b[1:3] for a, b in pairwise(spans))
+        # The tokens of all documents up to the last place are all the sequences.
+        document, place = spans[-1][3:5]
+        own = islice(texts.documents(row, ROWS, 0), document)
+        assert sum(len(t.split()) + 2 for t in own if t) + place == len(spans) * SEQ_LEN
+
+
+HISTORIES = {
+    "never stopped": [Start(2, last=9)],
+    "killed before its first step": [Start(2, 0), Start(2, last=4)],
+    "killed and resumed": [Start(2, last=7), Start(2, last=9, resumed_from=4)],
+    "killed in a step": [
+        Start(4, last=7, in_step=3), Start(2, last=9, resumed_from=7, in_step=1),
+        Start(4, last=12, resumed_from=6),
+    ],
+    "other worlds": [
+        Start(4, last=5), Start(1, last=8, resumed_from=4), Start(8, last=9, resumed_from=8),
+        Start(2, last=20, resumed_from=9),
+    ],
+    "rolled back": [
+        Start(2, last=10), Start(2, last=12, resumed_from=10), Start(2, last=8, resumed_from=4),
+        Start(1, last=15, resumed_from=8),
+    ],
+    "tensor parallel": [Start(4, last=5, tp=2), Start(4, last=9, resumed_from=3, tp=4)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_history_is_proved(
+    tmp_path: Path, uninterrupted: Lineage, history: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, starts = Program(tmp_path), HISTORIES[history]
+    for start in starts:
+        program.run(start)
+    assert faults(program, uninterrupted) == []
+    assert check_ledger.main([str(tmp_path)]) == 0
+    told = f"steps 1..{starts[-1].last}: every row of every step consumed exactly once"
+    assert f"{told} by {len(starts)} attempts\n" in capsys.readouterr().out
+
+
+def test_chaos_is_proved(
+    tmp_path: Path, uninterrupted: Lineage, trials: Callable[[int], int]
+) -> None:
+    for seed in range(trials(20)):
+        rng = np.random.default_rng(seed)
+        program, last = Program(tmp_path / str(seed)), 0
+        for _ in range(8):
+            resumed = int(rng.integers(max(0, last - 2), last, endpoint=True))
+            last = int(rng.integers(resumed, resumed + 3, endpoint=True))
+            world = int(rng.choice([1, 2, 4]))
+            program.run(Start(world, last, resumed, in_step=int(rng.integers(0, world))))
+            tear(program, rng)
+        assert faults(program, uninterrupted) == []
+
+
+def tear(program: Program, rng: np.random.Generator) -> None:
+    """Leave half a line, as a rank that is killed while it writes."""
+    files = sorted((program.folder / "ledger").iterdir())
+    with files[rng.integers(len(files))].open("a") as file:
+        file.write('{"step":7,"rows":[[0,'[: rng.integers(1, 20)])
+
+
+def test_data_left_out_on_purpose_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = Program(tmp_path).run(Start(2, last=9))
+    program.run(Start(2, last=8, resumed_from=4), data_after=9)
+    assert check_ledger.main([str(tmp_path)]) == 0
+    assert "by 2 attempts; the data of 5 steps left out on purpose" in capsys.readouterr().out
+    # Gone back further, they are read after all.
+    program.run(Start(2, last=8, resumed_from=3))
+    assert check_ledger.main([str(tmp_path)]) == 0
+    assert "by 3 attempts\n" in capsys.readouterr().out
+
+
+# Faults of the program
+
+
+@pytest.mark.parametrize(
+    ("first", "data_of", "told"),
+    [
+        (6, None, "step 6 without step 5"),
+        (4, None, "step 4 again, although attempt attempt1 was past it"),
+        (5, 5, "row 0 of step 5 starts at "),
+        (5, 3, "row 0 of step 5 starts at "),
+        (5, 0, "row 0 of step 5 starts at (0, 0), but the one before it ended at "),
+    ],
+    ids=["step + 1", "step - 1", "data + 1", "data - 1", "data not restored"],
+)
+def test_wrong_resume_is_named(tmp_path: Path, first: int, data_of: int | None, told: str) -> None:
+    program = Program(tmp_path).run(Start(2, last=7))
+    program.run(Start(2, last=9, resumed_from=4), first_step=first, data_of=data_of)
+    assert told in replay(tmp_path).violations[0]
+
+
+@pytest.mark.parametrize("fault", [CountsPrefetched, CountsTaken])
+def test_position_of_what_was_not_committed_is_named(tmp_path: Path, fault: type) -> None:
+    program = Program(tmp_path, fault).run(Start(2, last=7))
+    # What one rank took for a step that was never finished.
+    next(reader := program.readers[0])
+    program.saved[7] = "attempt0", reduce(merge, [r.state_dict() for r in program.readers])
+    program.run(Start(2, last=9, resumed_from=7))
+    violations = replay(tmp_path).violations
+    assert "row 0 of step 8 starts at " in violations[0]
+    assert isinstance(reader, fault)
+
+
+def test_order_that_depends_on_the_rank_is_seen(tmp_path: Path, uninterrupted: Lineage) -> None:
+    def shuffled_by_rank(degree: int, cls: type) -> list[BatchLoader]:
+        sources = [source(seed=5 + rank) for rank in range(degree)]
+        for each in sources:
+            each.fingerprint = sources[0].fingerprint
+        return [build(each, degree, rank) for rank, each in enumerate(sources)]
+
+    program = Program(tmp_path).run(Start(2, last=4), loaders=shuffled_by_rank)
+    found = faults(program, uninterrupted)
+    # One row of each microbatch is the other rank's.
+    rows = [
+        f"step {s}, row {r}: not the tokens of both" for s in range(1, 5) for r in range(1, ROWS, 2)
+    ]
+    assert found == rows
+
+
+def test_two_ranks_with_one_row_are_named(tmp_path: Path) -> None:
+    def all_first(degree: int, cls: type) -> list[BatchLoader]:
+        return [build(source(), degree, 0) for _ in range(degree)]
+
+    violations = replay(Program(tmp_path).run(Start(2, 1), loaders=all_first).folder).violations
+    assert "step 1: two ranks have row 0" in violations
+    assert "step 1: row 1 was read by no rank" in violations
+
+
+def test_ranks_that_should_share_rows_and_do_not_are_named(tmp_path: Path) -> None:
+    program = Program(tmp_path).run(Start(2, last=2, tp=2))
+    path = tmp_path / "ledger" / "rank-00001.jsonl"
+    path.write_text(path.read_text().replace("[0,0,0,", "[0,0,1,"))
+    assert "step 1: ranks 0 and 1 share rows, and read others" in replay(tmp_path).violations
+    assert program.saved
+
+
+def test_abandoned_branch_is_named(tmp_path: Path) -> None:
+    program = Program(tmp_path).run(Start(1, last=10))
+    abandoned = program.saved[10]
+    program.run(Start(1, last=7, resumed_from=4))
+    program.run(Start(1, last=12, resumed_from=10))
+    assert "attempt attempt2 resumed from step 10, but step 10 was never finished" in (
+        replay(tmp_path).violations
+    )
+    program = Program(tmp_path / "longer").run(Start(1, last=10))
+    program.run(Start(1, last=11, resumed_from=4))
+    program.saved[10] = abandoned
+    program.run(Start(1, last=12, resumed_from=10))
+    assert (
+        "from step 10 of attempt attempt0, but it was made again by attempt1"
+        in (replay(program.folder).violations[0])
+    )
+
+
+def test_crc_is_of_every_token(tmp_path: Path) -> None:
+    tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
+    spans = ((0, (0, 0), (1, 2)), (1, (0, 0), (3, 4)))
+
+    def crcs(sequence: torch.Tensor, name: str) -> list[int]:
+        head = Attempt(
+            attempt=name, parent=None, resumed_from=0, data_after=0, world_size=1, rank=0,
+            place=0, n_rows=2,
+        )  # fmt: skip
+        ledger = Ledger(tmp_path / name / "ledger", head)
+        batch = Batch(
+            sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous(), None, None, spans
+        )
+        ledger.log(1, [batch], loss=1.0, grad_norm=1.0)
+        ledger.close()
+        return replay(tmp_path / name).steps[1].rows[:, 5].tolist()
+
+    before = crcs(tokens, "before")
+    assert before == [zlib.crc32(row.numpy().tobytes()) for row in tokens]
+    for column in range(SEQ_LEN):
+        other = tokens.clone()
+        other[1, column] += 1
+        after = crcs(other, f"after{column}")
+        assert after[0] == before[0]
+        assert after[1] != before[1]

@@ -1,0 +1,79 @@
+"""Run every test of the scorecard and write what was seen into docs/reliability.md.
+
+``python -m tests.reliability.scorecard``, with ``--full`` for the full counts (hours).
+"""
+
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
+
+
+@dataclass
+class Row:
+    promise: str
+    n_tests: int = 0
+    failed: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        result = f"FAILED: {', '.join(self.failed)}" if self.failed else "; ".join(self.seen)
+        return f"{self.promise} | {self.n_tests} | {result}"
+
+
+class Collector:
+    """A pytest plugin: marks of rows, and what their tests say was seen."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Row] = {}
+        self._row_of: dict[str, Row] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if (mark := item.get_closest_marker("row")) is not None:
+                number, promise = mark.args
+                self._row_of[item.nodeid] = self.rows.setdefault(number, Row(promise))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        row = self._row_of[report.nodeid]
+        if report.failed:
+            row.failed.append(report.nodeid.rpartition("::")[2])
+        if report.when == "call":
+            row.n_tests += 1
+            row.seen += [str(text) for name, text in report.user_properties if name == "seen"]
+
+
+def table(rows: dict[int, Row], *, is_full: bool) -> str:
+    counts = "full counts" if is_full else "a tenth of the full counts"
+    machine = f"{os.cpu_count()} CPU cores, torch {torch.__version__}, Python"
+    lines = [
+        f"{counts.capitalize()}, {machine} {platform.python_version()}:",
+        "",
+        "| # | promise | tests | seen |",
+        "|---|---|---|---|",
+        *(f"| {number} | {row} |" for number, row in sorted(rows.items())),
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    collector = Collector()
+    code = pytest.main(["-m", "row", *arguments], plugins=[collector])
+    text = table(collector.rows, is_full="--full" in arguments)
+    print(text)
+    pattern = re.compile(f"{BEGIN}.*{END}", re.DOTALL)
+    page = pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", PAGE.read_text())
+    PAGE.write_text(page)
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""Kills at any moment and another number of ranks each time: the run is the one nobody touched."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from checkpoint.manifest import NAME, read_manifest, write_manifest
+from checkpoint.storage import describe_file
+from checkpoint.store import problems_of, step_of
+from tests.reliability.forked import (
+    PATIENCE_SECONDS,
+    checkpoints,
+    codes,
+    curve,
+    differences,
+    log,
+    run,
+    started,
+)
+from tools.check_ledger import compare, replay
+
+# Four slots a step, on 1, 2 or 4 ranks.
+KEYS = {
+    "debug.determinism": "elastic",
+    "training.dtype": "float32",
+    "training.local_batch_size": "1",
+    "training.global_batch_size": "4",
+    "checkpoint.interval": "2",
+    "metrics.enable_ledger": "true",
+}
+STEPS_PER_KILL = 4
+
+
+def kill_one(folder: Path, processes: list[BaseProcess], draws: random.Random) -> None:
+    """After some progress, at a random moment or while a save is under way."""
+    before = newest_step(folder)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while newest_step(folder) <= before:
+        assert all(process.is_alive() for process in processes), log(folder)
+        assert time.monotonic() < deadline, log(folder)
+        time.sleep(0.005)
+    if draws.random() < 0.5:
+        scratch = folder / "debug_model" / "checkpoints"
+        while time.monotonic() < deadline and not any(scratch.glob(".tmp-step-*")):
+            if not all(process.is_alive() for process in processes):
+                break
+            time.sleep(0.001)
+    else:
+        time.sleep(draws.uniform(0.0, 0.5))
+    os.kill(draws.choice(processes).pid or 0, signal.SIGKILL)
+    # The others notice, and leave by themselves.
+    assert None not in codes(processes), log(folder)
+
+
+def newest_step(folder: Path) -> int:
+    return step_of(found[0]) if (found := checkpoints(folder)) else 0
+
+
+def chaos(folder: Path, n_kills: int, seed: int) -> tuple[int, list[int]]:
+    """Train with ``n_kills``; how many there were in the end, and the world sizes."""
+    draws = random.Random(seed)
+    steps = str(STEPS_PER_KILL * (n_kills + 1))
+    kills, worlds = 0, []
+    while newest_step(folder) < int(steps):
+        worlds.append(draws.choice([1, 2, 4]))
+        mode = draws.choice(["async", "disabled"])
+        keys = KEYS | {"training.steps": steps, "lr_scheduler.total_steps": steps}
+        with started(folder, worlds[-1], **keys, **{"checkpoint.async_mode": mode}) as processes:
+            if kills < n_kills:
+                kill_one(folder, processes, draws)
+                kills += 1
+            else:
+                assert codes(processes) == {0}, log(folder)
+        for path in checkpoints(folder):
+            assert not problems_of(path)
+    return kills, worlds
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory, trials: Callable[[int], int]) -> Path:
+    folder = tmp_path_factory.mktemp("untouched")
+    steps = str(STEPS_PER_KILL * (trials(30) + 1))
+    run(folder, 2, **KEYS, **{"training.steps": steps, "lr_scheduler.total_steps": steps})
+    return folder
+
+
+@pytest.mark.row(17, "Kills, restarts and other numbers of ranks: every token exactly once")
+def test_chaos_changes_nothing(
+    untouched: Path, tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+) -> None:
+    kills, worlds = chaos(tmp_path, trials(30), seed=1)
+    ledgers = [replay(folder / "debug_model") for folder in (tmp_path, untouched)]
+    assert not [text for ledger in ledgers for text in ledger.violations]
+    unequal, text = compare(*ledgers)
+    assert not unequal
+    assert curve(tmp_path) == curve(untouched)
+    assert not differences(checkpoints(tmp_path)[0], checkpoints(untouched)[0])
+    leftovers = [p.name for p in (tmp_path / "debug_model" / "checkpoints").glob(".*")]
+    assert not leftovers
+    seen(f"{kills} kills, {len(worlds)} starts on {worlds} ranks; {text}")
+
+
+def test_a_resume_from_the_wrong_place_is_found(tmp_path: Path) -> None:
+    """What the ledger is there to find: the position of a step that was taken but not trained."""
+    keys = KEYS | {"lr_scheduler.total_steps": "8"}
+    run(tmp_path, 1, **keys, **{"training.steps": "4"})
+    state = checkpoints(tmp_path)[0] / "state.json"
+    rows = json.loads(state.read_text())
+    document, place = rows["data"]["rows"]["2"]
+    rows["data"]["rows"]["2"] = [document, place + 32]
+    replace_file(state, json.dumps(rows))
+    run(tmp_path, 1, **keys, **{"training.steps": "8"})
+    violations = replay(tmp_path / "debug_model").violations
+    assert len(violations) == 1
+    assert "row 2 of step 5" in violations[0]
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Forge a file of a checkpoint, and the manifest that lists it."""
+    path.write_text(text)
+    manifest = read_manifest(path.parent)
+    manifest["files"][path.name] = describe_file(path)
+    (path.parent / NAME).unlink()
+    write_manifest(path.parent, manifest.pop("files"), manifest)

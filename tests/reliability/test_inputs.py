@@ -1,0 +1,284 @@
+"""What comes in: ids, documents and names that are not what they should be."""
+
+import glob
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from unittest.mock import patch
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+
+from config.job_config import Data, Parallelism
+from data.loader import Batch, BatchLoader, RowReader
+from data.sources import ShuffledDocuments, build_sources
+from data.tokenizer import Tokenizer, load_tokenizer
+from parallelisms.materialize import materialize
+from parallelisms.parallel_dims import ParallelDims
+from runtime import exit_codes
+from tests.layouts import CPU, TP, Layout, build_sharded
+from tests.parallelisms.test_materialize import small_args
+from tests.ranks import RankPool
+from tests.test_train import start
+from tools import launch
+
+# Row 19: ids
+
+ARGS = small_args("llama3", "debugmodel")
+VOCAB = ARGS.vocab_size
+LAYOUTS = [Layout(1), Layout(2, {TP: 2}), Layout(4, {TP: 2})]
+
+
+def words(count: int) -> ShuffledDocuments:
+    """Documents of a word each, and one of them the bad one."""
+    texts = [*["good"] * (count - 1), "bad"]
+    return ShuffledDocuments(texts, np.arange(count), seed=0, name="training", fingerprint="")
+
+
+def tokenizer(bad_id: int) -> Tokenizer:
+    ids = {"good": [5, 6, 7], "bad": [8, bad_id, 9]}
+    return Tokenizer(lambda text: np.array(ids[text]), str, VOCAB, 1, 2, "words")
+
+
+def first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
+    """What this rank says as the model is given the documents."""
+    dims = ParallelDims.build(Parallelism(**layout.parallelism), layout.world_size, "cpu")
+    model, _ = build_sharded("llama3", ARGS, layout)
+    materialize(model, CPU, seed=0)
+    loader = BatchLoader(
+        words(24),
+        tokenizer(bad_id),
+        vocab_size=VOCAB,
+        seq_len=ARGS.max_seq_len,
+        local_batch_size=2,
+        global_batch_size=4,
+        rank=dims.batch_mesh.get_local_rank(),
+        degree=dims.batch_mesh.size(),
+        document_mask=False,
+        prefetch=1,
+    )
+    unchecked = patch.object(RowReader, "_check_ids", lambda *_: None)
+    with nullcontext() if is_checked else unchecked, torch.no_grad():
+        for _ in range(6 * loader.microbatches):
+            batch, said = take(loader)
+            if any(everywhere(said)):
+                return [said] if said else []
+            try:
+                model(*batch.inputs)
+            except IndexError:
+                return ["IndexError in the model"]
+            if int(batch.tokens.max()) >= VOCAB:
+                return ["no error"]
+    return []
+
+
+def take(loader: BatchLoader) -> tuple[Batch, str]:
+    try:
+        return next(loader), ""
+    except ValueError as error:
+        return Batch(*[torch.empty(0)] * 2, None, None), str(error)
+
+
+def everywhere(said: str) -> list[str]:
+    """What all ranks say: none may go on alone."""
+    told = [""] * dist.get_world_size()
+    dist.all_gather_object(told, said)
+    return told
+
+
+@pytest.mark.row(19, "No id outside the vocabulary reaches the model")
+@pytest.mark.parametrize("bad_id", [VOCAB, VOCAB + 100, -1])
+def test_foreign_id_is_the_same_error_everywhere(
+    ranks: RankPool, bad_id: int, seen: Callable[[str], None]
+) -> None:
+    said = {
+        text
+        for layout in LAYOUTS
+        for texts in ranks.run(first_epoch, layout.world_size, layout, bad_id, True)
+        for text in texts
+    }
+    (document, row) = next(
+        (number, row)
+        for row in range(4)
+        for number, text in enumerate(islice(words(24).documents(row, 4, 0), 6))
+        if text == "bad"
+    )
+    assert said == {
+        f"data: 24 documents for training: document {document} of row {row} has the id {bad_id};"
+        f" model.vocab_size is {VOCAB}"
+    }
+    seen(f"id {bad_id}: one error text on {len(LAYOUTS)} layouts")
+
+
+def test_without_the_check_a_foreign_id_is_silent_under_tensor_parallelism(
+    ranks: RankPool,
+) -> None:
+    assert ranks.run(first_epoch, 1, LAYOUTS[0], VOCAB, False) == [["IndexError in the model"]]
+    assert ranks.run(first_epoch, 2, LAYOUTS[1], VOCAB, False) == [["no error"]] * 2
+
+
+def test_every_id_of_the_vocabulary_is_legal() -> None:
+    loader = BatchLoader(
+        words(24), tokenizer(VOCAB - 1), vocab_size=VOCAB, seq_len=8, local_batch_size=4,
+        global_batch_size=4, rank=0, degree=1, document_mask=False, prefetch=1,
+    )  # fmt: skip
+    labels = torch.cat([batch.labels for batch in islice(loader, 6)])
+    assert int(labels.max()) == VOCAB - 1
+
+
+# Row 18: documents
+
+
+def lines(count: int) -> bytes:
+    return b"".join(json.dumps({"text": f"text {i}"}).encode() + b"\n" for i in range(count))
+
+
+def table(values: list[object]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": values}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A file that is bad in one place, and what has to be said of it besides its name."""
+
+    file: str
+    content: bytes | None
+    """None: it vanishes once the run has started."""
+    said: str
+
+
+BROKEN = b'{"text": "no end\n'
+PARQUET = table(["a", "b", "c"])
+# Pyarrow reads 10 MiB at a time, and starts to count anew.
+FAR = lines(600_000)
+CORRUPTIONS = {
+    "broken JSON": Corruption("x.jsonl", lines(2) + BROKEN + lines(2), "line 3, byte 38: "),
+    "broken JSON far down": Corruption("x.jsonl", FAR + BROKEN, f"line 600001, byte {len(FAR)}: "),
+    "cut off": Corruption("x.jsonl", lines(3)[:-4], "line 3, byte 38: "),
+    "not an object": Corruption("x.jsonl", lines(2) + b"[1]\n", "line 3, byte 38: "),
+    "zeros": Corruption("x.jsonl", lines(1) + bytes(100) + b"\n", "line 2, byte 19: "),
+    "no text": Corruption("x.jsonl", lines(1) + b'{"a": 1}\n', "line 2, byte 19: 'text' is None"),
+    "null": Corruption("x.jsonl", lines(1) + b'{"text": null}\n', "line 2, byte 19: 'text' is No"),
+    "number": Corruption("x.jsonl", lines(1) + b'{"text": 1}\n', "line 2, byte 19: 'text' is 1"),
+    "not UTF-8 in JSON": Corruption(
+        "x.jsonl", lines(1) + b'{"text": "caf\xe9"}\n', "line 2, byte 19: 'utf-8' codec"
+    ),
+    "lone surrogate": Corruption(
+        "x.jsonl", lines(1) + b'{"text": "\\ud800"}\n', "line 2, byte 19: 'utf-8' codec"
+    ),
+    "empty table": Corruption("x.jsonl", b"", " is empty"),
+    "cut off parquet": Corruption("x.parquet", PARQUET[: len(PARQUET) // 2], "Parquet magic bytes"),
+    "null in parquet": Corruption("x.parquet", table(["a", None]), ", row 1, is null"),
+    "not UTF-8": Corruption("x.txt", b"fine\n" * 9_000 + b"caf\xe9\n", "byte 45003: not UTF-8"),
+    "vanished": Corruption("x.txt", None, "No such file"),
+}
+GOOD = {".jsonl": lines(5), ".parquet": PARQUET, ".txt": b"good text\n" * 100}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def said_of(folder: Path, file: str, content: bytes | None) -> str:
+    """What is said when a run reads that file beside a good one; "" is nothing."""
+    path = folder / file
+    good = GOOD[path.suffix]
+    (folder / f"a{path.suffix}").write_bytes(good)
+    path.write_bytes(good if content is None else content)
+    try:
+        config = Data(source="files", path=str(folder / "*"), validation_percent=0)
+        source, _ = build_sources(config, 0, with_held_out=False)
+        if content is None:
+            path.unlink()
+        loader = BatchLoader(
+            source, load_tokenizer("bytes"), vocab_size=320, seq_len=1024, local_batch_size=1,
+            global_batch_size=1, rank=0, degree=1, document_mask=False, prefetch=1,
+        )  # fmt: skip
+        for _ in islice(loader, 60):
+            pass
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.row(18, "Bad data is refused with its place")
+def test_bad_data_are_refused_with_their_place(tmp_path: Path, seen: Callable[[str], None]) -> None:
+    for name, bad in CORRUPTIONS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        said = said_of(folder, bad.file, bad.content)
+        assert str(folder / bad.file) in said, name
+        assert bad.said in said, name
+    seen(f"{len(CORRUPTIONS)} of {len(CORRUPTIONS)} corruptions named by file and place")
+
+
+@pytest.mark.parametrize("suffix", GOOD)
+def test_good_data_are_not_refused(tmp_path: Path, suffix: str) -> None:
+    assert said_of(tmp_path, f"x{suffix}", GOOD[suffix]) == ""
+
+
+# Row 26: names
+
+HOSTILE = [
+    "a;touch x", "$(touch x)", "`touch x`", "a|touch x", "a&touch x", "a\ntouch x", "a>x", "a<x",
+    "../x", "/tmp/x", "a/../../x", "..", ".", ".x", "-rf", "--x", "a b", "*", "~", "a\0b", "a'b",
+    'a"b', "${HOME}", "a\\b", "a\tb", "\u202ex", "a#b", "%s{0}", "a\n#SBATCH --wrap=x", "x" * 65,
+]  # fmt: skip
+
+
+@pytest.mark.row(26, "No shell, no pickle, no eval")
+def test_hostile_job_names_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seen: Callable[[str], None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("the ranks were started"))
+    Path("run.toml").write_text("")
+    for name in HOSTILE:
+        assert launch.main(["run.toml", f"--job.name={name}"], {"NGPU": "1"}) == (
+            exit_codes.BAD_CONFIG
+        )
+        assert "job.name" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+    seen(f"{len(HOSTILE)} of {len(HOSTILE)} hostile names refused")
+
+
+@pytest.mark.row(26, "No shell, no pickle, no eval")
+def test_hostile_paths_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may be called anything; a run in it touches nothing else."""
+    hostile = "a b;touch x;$(touch y)`touch z`\n'q\"*#$HOME&|>w"
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    for name in (hostile, "tmp", "cwd"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    text = tmp_path / hostile / "text.txt"
+    text.write_text("some text\n" * 2000)
+    process = start(
+        tmp_path / hostile / "out",
+        1,
+        **{
+            "training.steps": "1",
+            "data.source": "files",
+            "data.path": glob.escape(str(text)),
+            "validation.enable": "false",
+        },
+    )
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert (tmp_path / hostile / "out" / "debug_model" / "metrics.jsonl").exists()
+    assert not list((tmp_path / "cwd").iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {hostile, "tmp", "cwd"}
+    assert {path.name for path in (tmp_path / hostile).iterdir()} == {"text.txt", "out"}

@@ -1,0 +1,248 @@
+"""Real runs whose processes die, hang, loop and listen: who notices, who is named, what is left."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.compat import usable_cpus
+from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
+from runtime.failures import MOST_ATTEMPTS
+from tests.test_train import ROOT, start, wait_for_steps
+
+TIMEOUT_SECONDS = 5
+LONG = {
+    "training.steps": "100000",
+    "training.global_batch_size": "12",
+    "lr_scheduler.total_steps": "100000",
+    "checkpoint.interval": "2",
+    "comm.train_timeout_seconds": str(TIMEOUT_SECONDS),
+}
+LISTENS = "0A"
+
+
+@contextmanager
+def long_run(folder: Path, n_ranks: int) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
+    """A run that has saved, of this attempt, and its ranks' process ids."""
+    (folder / "debug_model" / "metrics.jsonl").unlink(missing_ok=True)
+    process = start(folder, n_ranks, **LONG)
+    try:
+        wait_for_steps(folder, process)
+        ranks = ranks_of(process.pid)
+        assert sorted(ranks) == list(range(n_ranks))
+        yield process, ranks
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    found = {}
+    for child in children:
+        lines = Path(f"/proc/{child}/environ").read_text().split("\0")
+        environment = dict(line.split("=", 1) for line in lines if "=" in line)
+        found[int(environment["RANK"])] = int(child)
+    return found
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def are_gone(processes: Iterable[int]) -> bool:
+    return not any(is_running(process) for process in processes)
+
+
+def seconds_until(condition: Callable[[], bool], *, limit: float, after: float = 0.0) -> float:
+    """The seconds, beyond ``after``, until ``condition`` holds; at most ``limit``.
+
+    On a machine whose cores are shared with others, their share longer.
+    """
+    fair = after + limit * max(1.0, os.getloadavg()[0] / usable_cpus())
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < fair, f"not within {fair:.1f} seconds"
+        time.sleep(0.01)
+    return time.monotonic() - begin - after
+
+
+def are_told(folder: Path, count: int) -> bool:
+    return len(failures(folder)) == count
+
+
+def failures(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "debug_model" / "control" / "failures"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def listeners(process: int) -> list[str]:
+    """The addresses that ``process`` listens at."""
+    sockets = set()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # Closed since.
+            sockets.add(os.readlink(file))
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [
+        readable(fields[1].partition(":")[0])
+        for fields in lines
+        if fields[3] == LISTENS and f"socket:[{fields[9]}]" in sockets
+    ]
+
+
+def readable(address: str) -> str:
+    """``address`` is of 32-bit words in this machine's byte order."""
+    words = (address[i : i + 8] for i in range(0, len(address), 8))
+    parsed = ip_address(b"".join(bytes.fromhex(word)[::-1] for word in words))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[int, int]]]:
+    """The process ids of a launcher and of its ranks."""
+    with long_run(tmp_path_factory.mktemp("running"), 2) as (launcher, ranks):
+        yield launcher.pid, ranks
+
+
+@pytest.mark.row(27, "One node opens no port to the outside")
+def test_one_node_opens_no_port_to_the_outside(
+    running: tuple[int, dict[int, int]], seen: Callable[[str], None]
+) -> None:
+    launcher, ranks = running
+    addresses = [
+        address for process in (launcher, *ranks.values()) for address in listeners(process)
+    ]
+    # The store's, and a few of gloo's per rank.
+    assert len(addresses) > len(ranks)
+    assert all(ip_address(address).is_loopback for address in addresses), addresses
+    seen(f"{len(addresses)} sockets that listen, all of them on loopback")
+
+
+def test_a_port_that_is_open_is_seen() -> None:
+    with socket.create_server(("", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
+        assert {"0.0.0.0", "::"} <= set(listeners(os.getpid()))
+    with socket.create_server(("127.0.0.1", 0)):
+        assert "127.0.0.1" in listeners(os.getpid())
+
+
+# After the test above: it ends what both look at.
+@pytest.mark.row(29, "No worker outlives its launcher")
+def test_no_worker_outlives_its_launcher(
+    running: tuple[int, dict[int, int]], seen: Callable[[str], None]
+) -> None:
+    launcher, ranks = running
+    os.kill(launcher, signal.SIGKILL)
+    seconds = seconds_until(lambda: are_gone(ranks.values()), limit=5)
+    seen(f"kill -9 of the launcher: {len(ranks)} of {len(ranks)} ranks gone after {seconds:.1f} s")
+
+
+ORPHANS = """
+import os, sys
+from runtime.compat import die_with_parent
+if os.fork() == 0:
+    if sys.argv[1] == "bound":
+        die_with_parent(int(sys.argv[2]) or os.getppid())
+    print(os.getpid(), flush=True)
+os.read(0, 1)
+"""
+
+
+@pytest.mark.parametrize(("kind", "outlives"), [("bound", False), ("free", True)])
+def test_what_is_bound_to_its_parent_dies_with_it(kind: str, outlives: bool) -> None:
+    command = [sys.executable, "-c", ORPHANS, kind, "0"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    parent = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    if outlives:
+        assert is_running(child)
+        os.kill(child, signal.SIGKILL)
+    seconds_until(lambda: not is_running(child), limit=5)
+
+
+def test_whose_parent_died_before_it_could_be_bound_ends() -> None:
+    # Process 1 is not its parent: as after a launcher that died while its ranks started.
+    command = [sys.executable, "-c", ORPHANS, "bound", "1"]
+    child = subprocess.run(command, cwd=ROOT, input="x", capture_output=True, text=True)
+    assert child.stdout == ""
+
+
+@pytest.mark.row(10, "A dead peer is noticed")
+def test_survivors_of_a_killed_rank_leave_and_the_run_resumes(
+    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+) -> None:
+    seconds, saved = [], 0
+    for trial in range(trials(20)):
+        victim = trial % 2
+        with long_run(tmp_path, 2) as (launcher, ranks):
+            os.kill(ranks[victim], signal.SIGKILL)
+            seconds.append(seconds_until(partial(are_gone, ranks.values()), limit=2))
+            output, _ = launcher.communicate()
+        assert launcher.returncode == FAILED
+        reason = failures(tmp_path)[-1]["reason"]
+        assert re.match(rf"rank {victim} \(.*\) was ended by SIGKILL", reason)
+        assert reason in output
+        assert (f"resumed from step {saved} " in output) == (trial > 0)
+        saved = int((tmp_path / "debug_model" / "control" / "progress").read_text())
+    noticed = f"{len(seconds)} of {len(seconds)} noticed"
+    seen(f"{noticed}; the slowest survivor left after {max(seconds):.1f} s")
+
+
+@pytest.mark.row(11, "A hung rank is noticed and named")
+def test_a_hung_rank_is_named(
+    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+) -> None:
+    seconds = []
+    for trial in range(trials(12)):
+        victim = (trial + 1) % 3
+        with long_run(tmp_path, 3) as (launcher, ranks):
+            os.kill(ranks[victim], signal.SIGSTOP)
+            is_named = partial(are_told, tmp_path, trial + 1)
+            seconds.append(seconds_until(is_named, after=TIMEOUT_SECONDS, limit=2))
+            output, _ = launcher.communicate()
+        assert launcher.returncode in (FAILED, DO_NOT_REQUEUE)
+        reason = failures(tmp_path)[-1]["reason"]
+        assert re.match(rf"rank {victim} \(.*\) did not answer; last heard", reason)
+        assert output.count("did not answer") == 1
+        assert not is_running(ranks[victim])
+    named = f"{len(seconds)} of {len(seconds)} named"
+    seen(f"{named}, the slowest {max(seconds):.1f} s after the timeout")
+
+
+@pytest.mark.row(13, "A crash loop is bounded")
+def test_a_crash_loop_is_bounded(tmp_path: Path, seen: Callable[[str], None]) -> None:
+    # What the run wants to write to is a folder: an error of its own, not of the config.
+    (tmp_path / "debug_model" / "config.toml").mkdir(parents=True)
+    codes: list[int] = []
+    while not codes or codes[-1] not in (DONE, BAD_CONFIG, PREEMPTED, DO_NOT_REQUEUE):
+        assert len(codes) < MOST_ATTEMPTS, codes
+        process = start(tmp_path, 1, **{"training.steps": "6"})
+        output, _ = process.communicate(timeout=240)
+        codes.append(process.returncode)
+    assert codes == [FAILED] * (MOST_ATTEMPTS - 1) + [DO_NOT_REQUEUE], output
+    assert [record["attempt"] for record in failures(tmp_path)] == [1, 2, 3]
+    assert "IsADirectoryError" in failures(tmp_path)[-1]["reason"]
+    assert output.count("Traceback") == 1
+    seen(f"{len(codes)} attempts, then 93")

@@ -1,0 +1,100 @@
+"""What must never get out: secrets of the environment, in no file and no line that a run writes."""
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runtime import exit_codes
+from tests.test_train import start
+
+NAMES = [
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "AWS_SECRET_ACCESS_KEY",
+    "GITHUB_TOKEN",
+    "OPENAI_API_KEY",
+    "SLURM_JWT",
+    "MY_PASSWORD",
+]
+# All that writes something, and writes it within a few steps.
+LOUD = {
+    "training.steps": "4",
+    "checkpoint.interval": "2",
+    "metrics.enable_tensorboard": "true",
+    "metrics.enable_ledger": "true",
+    "profiling.enable_trace": "true",
+    "profiling.trace_freq": "3",
+    "validation.sample_tokens": "4",
+}
+ENDS = {
+    "trained": (exit_codes.DONE, {}),
+    # Told by PyTorch, deep inside, on both ranks.
+    "crashed": (1, {"compile.enable": "true", "compile.backend": "no_such_backend"}),
+    "refused": (exit_codes.BAD_CONFIG, {"training.stepz": "4"}),
+}
+
+
+@pytest.fixture
+def canaries(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Secrets in the environment of what is started, by name."""
+    found = {name: secrets.token_hex(16) for name in NAMES}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+def leaks(folder: Path, output: str, canaries: dict[str, str]) -> set[str]:
+    """Where which secret is."""
+    written = {name: (folder / name).read_bytes() for name in files_in(folder)}
+    written["output"] = output.encode()
+    return {
+        f"{name} in {file}"
+        for file, content in written.items()
+        for name, value in canaries.items()
+        if value.encode() in content or value.encode() in file.encode()
+    }
+
+
+def files_in(folder: Path) -> list[str]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return [str(path.relative_to(folder)) for path in paths]
+
+
+@pytest.mark.row(25, "Secrets are never written")
+@pytest.mark.parametrize("end", ENDS)
+def test_no_secret_is_written(
+    tmp_path: Path,
+    canaries: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+    seen: Callable[[str], None],
+) -> None:
+    # What PyTorch leaves in the folder for temporary files is the run's doing too.
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    code, overrides = ENDS[end]
+    process = start(tmp_path / "out", 2, **LOUD | overrides)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    assert ("Traceback" in output) == (end == "crashed")
+    files = files_in(tmp_path)
+    if end == "trained":
+        kinds = ("metrics.jsonl", "config.toml", "events.out.tfevents", "traces/", "manifest.json")
+        assert all(any(kind in name for name in files) for kind in kinds)
+    assert not leaks(tmp_path, output, canaries)
+    seen(f"{end}: {len(canaries)} secrets, {len(files)} files and the output, 0 found")
+
+
+def test_a_leak_is_seen(tmp_path: Path, canaries: dict[str, str]) -> None:
+    assert not leaks(tmp_path, "output", canaries)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "environment.json").write_text(json.dumps(dict(os.environ)))
+    assert leaks(tmp_path, f"token={canaries['HF_TOKEN']}", canaries) == {
+        "HF_TOKEN in output",
+        *(f"{name} in deep/environment.json" for name in NAMES),
+    }

@@ -1,0 +1,144 @@
+"""No file of ours runs code that it was given as data: no pickle, no eval, no shell.
+
+Most of it are rules of ruff, in ``pyproject.toml``; what ruff does not know is here.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_import_rules import ROOT, our_files
+
+# The one value that is safe, of arguments that make a function run what it reads.
+SAFE_ARGUMENTS = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False}
+# Left out, DCP finds a reader or writer of pickles by itself.
+NEEDED_ARGUMENTS = {
+    "torch.distributed.checkpoint.load": "storage_reader",
+    "torch.distributed.checkpoint.save": "storage_writer",
+    "torch.distributed.checkpoint.async_save": "storage_writer",
+}
+
+
+def by_ruff(folder: Path) -> list[str]:
+    """Where ruff, with the project's rules, sees that a file is dangerous."""
+    command = [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "--no-cache"]
+    config = ["--config", str(ROOT / "pyproject.toml")]
+    done = subprocess.run([*command, *config, "."], cwd=folder, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return [line for line in done.stdout.splitlines() if re.search(r": (TID251|S\d{3}) ", line)]
+
+
+def by_call(file: str, source: str) -> Iterator[str]:
+    """Where a file is dangerous in a way that ruff does not know."""
+    tree = ast.parse(source)
+    origins = dict(_origins(tree))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        first, _, rest = ast.unparse(node.func).partition(".")
+        name = ".".join([origins.get(first, first), *[rest] * bool(rest)])
+        where = f"{file}:{node.lineno}: {name}"
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        for argument in SAFE_ARGUMENTS.keys() & given.keys():
+            value = given[argument]
+            if not isinstance(value, ast.Constant) or value.value is not SAFE_ARGUMENTS[argument]:
+                yield f"{where} with {argument}={ast.unparse(value)}"
+        if NEEDED_ARGUMENTS.get(name) not in (None, *given):
+            yield f"{where} without {NEEDED_ARGUMENTS[name]}"
+        if name in ("__import__", "builtins.__import__"):
+            yield f"{where} hides what is imported"
+
+
+def _origins(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Of each imported name, what it stands for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+@pytest.mark.row(26, "No shell, no pickle, no eval")
+def test_no_file_of_ours_is_dangerous(seen: Callable[[str], None]) -> None:
+    files = our_files()
+    assert {Path("train.py"), Path("checkpoint/storage.py"), Path("tools/launch.py")} <= {*files}
+    assert not [text for file in files for text in by_call(str(file), (ROOT / file).read_text())]
+    assert not by_ruff(ROOT)
+    seen(f"{len(files)} files, 0 findings")
+
+
+DANGEROUS = [
+    "import pickle",
+    "from pickle import loads",
+    "import pickle as p",
+    "def read():\n    from _pickle import Unpickler",
+    "import dill",
+    "import cloudpickle",
+    "import joblib",
+    "import shelve",
+    "import marshal",
+    "import yaml",
+    "import torch\ntorch.load(path, weights_only=True)",
+    "from torch import load",
+    "import torch as t\nt.load(path)",
+    "from torch.serialization import load",
+    "import torch.hub",
+    "import torch\ntorch.jit.load(path)",
+    "from torch.distributed.checkpoint import FileSystemReader",
+    "import torch.distributed.checkpoint as dcp\ndcp.FileSystemWriter(path)",
+    "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save",
+    "import torch.distributed.checkpoint as dcp\ndcp.load(state)",
+    "import torch.distributed.checkpoint as dcp\ndcp.save(state, checkpoint_id=path)",
+    "from torch.distributed import checkpoint\ncheckpoint.async_save(state)",
+    "from torch.distributed.checkpoint import load as read\nread(state)",
+    "read(path, weights_only=False)",
+    "read(path, weights_only=is_safe)",
+    "np.load(path, allow_pickle=True)",
+    "load_dataset(path, trust_remote_code=True)",
+    "eval(text)",
+    "exec(text)",
+    "import builtins\nbuiltins.eval(text)",
+    "__import__(name)",
+    "import importlib\nimportlib.import_module(name)",
+    "import os\nos.system(text)",
+    "import os\nos.popen(text)",
+    "import subprocess\nsubprocess.run(text, shell=True)",
+    "import subprocess\nsubprocess.getoutput(text)",
+    "from subprocess import Popen\nPopen(text, shell=True)",
+    "start(text, shell=True)",
+    "import tempfile\ntempfile.mktemp()",
+]
+
+
+SAFE = [
+    "import torch.distributed.checkpoint as dcp\ndcp.load(state, storage_reader=Reader())",
+    "read(path, weights_only=True, allow_pickle=False)",
+    'import subprocess\nsubprocess.run(["ls", text])',
+    "model.eval()",
+    "import json\njson.loads(text)",
+    "import importlib.util",
+]
+
+
+def test_what_is_dangerous_is_seen_and_nothing_else(tmp_path: Path) -> None:
+    sources = {f"planted{number}.py": text for number, text in enumerate(DANGEROUS + SAFE)}
+    for file, source in sources.items():
+        (tmp_path / file).write_text(source)
+    found = by_ruff(tmp_path)
+    found += [text for file, source in sources.items() for text in by_call(file, source)]
+    seen = {text.partition(":")[0] for text in found}
+    assert [source for file, source in sources.items() if file in seen] == DANGEROUS
+
+
+def test_only_attacks_may_be_made_of_what_is_banned(tmp_path: Path) -> None:
+    for folder in ("tests/reliability", "tests/data", "data"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "planted.py").write_text("import pickle")
+    found = sorted(text.partition(":")[0] for text in by_ruff(tmp_path))
+    assert found == ["data/planted.py", "tests/data/planted.py"]

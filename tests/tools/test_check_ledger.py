@@ -1,0 +1,96 @@
+"""Ledgers that were damaged, and two that are compared."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from tests.metrics import test_ledger
+from tests.metrics.test_ledger import Program, Start
+from tools import check_ledger
+from tools.check_ledger import replay
+
+
+def edited(program: Program, rank: int, edit: Callable[[list[str]], None]) -> list[str]:
+    path = program.folder / "ledger" / f"rank-{rank:05d}.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    edit(lines)
+    path.write_text("".join(lines))
+    return replay(program.folder).violations
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda lines: lines.pop(3), "step 4 without step 3"),
+        (lambda lines: lines.insert(3, lines[3]), "step 3 again"),
+        (lambda lines: lines.__setitem__(3, lines[3][:50] + "\n"), "line 4: torn, and not the"),
+        (lambda lines: lines.__setitem__(2, lines[2].replace("0x1", "0x2")), "differ in loss"),
+        (lambda lines: lines.__setitem__(0, lines[0].replace(":8", ":9")), "differ in n_rows"),
+        (lambda lines: lines.pop(0), "line 1: torn"),
+        (lambda lines: lines.append(lines[0]), "begins twice"),
+        (lambda lines: lines.__setitem__(5, lines[5].replace("[1,", "[9,")), "row 9 is no row"),
+    ],
+)  # fmt: skip
+def test_damage_is_named(tmp_path: Path, edit: Callable[[list[str]], None], told: str) -> None:
+    program = Program(tmp_path).run(Start(2, last=6))
+    assert edited(program, 1, lambda lines: None) == []
+    assert told in "\n".join(edited(program, 1, edit))
+
+
+def test_a_step_that_a_rank_did_not_log_does_not_count(tmp_path: Path) -> None:
+    program = Program(tmp_path).run(Start(2, last=6))
+    assert edited(program, 1, lambda lines: lines.pop()) == []
+    assert sorted(replay(tmp_path).steps) == [1, 2, 3, 4, 5]
+    assert edited(program, 1, lambda lines: lines.__delitem__(slice(4, None))) == [
+        "step 4: rank 1 did not log it, and others went on",
+        "step 5: rank 1 did not log it, and others went on",
+    ]
+
+
+def test_attempt_without_the_first_rank_is_named(tmp_path: Path) -> None:
+    program = Program(tmp_path).run(Start(2, last=3))
+    assert "attempt attempt0: no line of rank 0" in edited(program, 0, list.clear)
+
+
+def test_losses_of_two_runs_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (
+        Program(tmp_path / str(world)).run(Start(world, last=6)).folder for world in (1, 4)
+    )
+    command = [str(one), "--against", str(other)]
+    assert check_ledger.main(command) == 0
+    told = (
+        "steps 1..6 of both: the same tokens; loss equal bit for bit; grad_norm equal bit for bit"
+    )
+    assert told in capsys.readouterr().out
+
+    for path in (other / "ledger").iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[3]["grad_norm"] = (float.fromhex(lines[3]["grad_norm"]) + 2.0).hex()
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert check_ledger.main(command) == 0
+    assert "grad_norm differs by 2 at most, at step 3" in capsys.readouterr().out
+
+
+def test_not_finite_losses_are_logged_and_compared(tmp_path: Path) -> None:
+    values = iter([1.0, float("nan"), 2.0, 1.0, float("nan"), float("inf")])
+    with patch.object(test_ledger, "value", lambda taken: next(values)):
+        lineages = [replay(Program(tmp_path / name).run(Start(1, last=3)).folder) for name in "ab"]
+    assert [lineage.violations for lineage in lineages] == [[], []]
+    told = check_ledger.compare(*lineages)[1]
+    assert "loss differs by inf at most, at step 3" in told
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--against", "a"]])
+def test_usage_is_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_ledger.main(arguments) == 2
+    assert "RUN_FOLDER" in capsys.readouterr().err
+
+
+def test_run_without_a_ledger_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_ledger.main([str(tmp_path)]) == 2
+    assert "metrics.enable_ledger" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""The ranks of this node: start them, pass signals on to them, and tell how they ended.
+
+torchrun's own agent, used as a library: its command gives ranks that save 30 seconds, and ranks
+that hang just as many; it dies of SIGUSR1, and listens on every interface.
+"""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from runtime import exit_codes
+from runtime.control import SIGNALS
+from runtime.post_mortem import Verdict, judge
+
+# Seconds that ranks have to save after a signal before they are killed.
+SHUTDOWN_SECONDS = 120
+# A process that waits for a driver or for a disk does not even hear SIGKILL.
+KILL_SECONDS = 5
+RENDEZVOUS_SECONDS = 900
+# What ranks end with on purpose; the others then are on their way out too.
+MEANT = {
+    exit_codes.DONE,
+    exit_codes.BAD_CONFIG,
+    exit_codes.PREEMPTED,
+    exit_codes.DO_NOT_REQUEUE,
+}
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of this run, and which one this is."""
+
+    count: int
+    rank: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class End:
+    """How this node's ranks ended."""
+
+    codes: dict[int, int]
+    """Exit codes by rank; minus the signal that killed it."""
+    message: str
+    """What the first rank that failed told torchrun."""
+    signal: signal.Signals | None
+    """What the launcher was told to stop by, if it was."""
+    verdict: Verdict | None
+    """Of a failure that no rank meant."""
+
+
+def run_ranks(program: list[str], *, n_ranks: int, nodes: Nodes, shown: set[int]) -> End:
+    """Run Python on ``program`` once per rank of this node; return when all have ended.
+
+    ``shown`` are the ranks of this node whose output is seen.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
+    os.environ["LAUNCHER_PID"] = str(os.getpid())
+    # Says less than what the launcher tells of a failure.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    store = _open_store(nodes)
+    rendezvous = StaticTCPRendezvous(
+        store.host, store.port, nodes.rank, nodes.count, "shardloom", RENDEZVOUS_SECONDS
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=n_ranks,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=("-u", *program),
+        max_restarts=0,
+        master_addr=store.host,
+        master_port=store.port,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        agent = Agent(spec, DefaultLogsSpecs(folder, local_ranks_filter=shown), store)
+        message, received = "", None
+        try:
+            failures = agent.run().failures.values()
+            if failures:
+                message = str(min(failures, key=lambda failure: failure.timestamp).message)
+        except SignalException as error:
+            received = error.sigval
+            agent.judge_failure()
+        finally:
+            # Of those who told us to stop a third time, nobody waits any longer.
+            agent.kill([rank for rank, code in agent.exit_codes().items() if code is None])
+    codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
+    return End(codes, message, received, agent.verdict)
+
+
+def _open_store(nodes: Nodes) -> dist.TCPStore:
+    """The store of the run's ranks and agents; the head node's launcher has it."""
+    timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
+    if nodes.count > 1:
+        is_head = nodes.rank == 0
+        return dist.TCPStore(
+            nodes.address,
+            nodes.port,
+            is_master=is_head,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    # Left to itself, the store would listen on every interface. The agent's own, on the same port
+    # of the same process, will be this one.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+class Agent(LocalElasticAgent):
+    """Asks who failed before it ends the others, and gives ranks time to save after a signal."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, store: dist.Store) -> None:
+        super().__init__(spec, logs)
+        self._ranks_store = store
+        self.verdict: Verdict | None = None
+
+    def exit_codes(self) -> dict[int, int | None]:
+        """Of this node's ranks; None while one runs."""
+        workers = self.get_worker_group().workers
+        ranks = {worker.local_rank: worker.global_rank for worker in workers}
+        return {ranks[local]: process.poll() for local, process in self._processes().items()}
+
+    def judge_failure(self) -> None:
+        """If a rank failed, and for the first time, find out why; end those that hang."""
+        codes = self.exit_codes()
+        if self.verdict is not None or set(codes.values()) <= MEANT | {None}:
+            return
+        world_size = self.get_worker_group().workers[0].world_size
+        try:
+            self.verdict = judge(self._ranks_store, world_size, self.exit_codes)
+        except dist.DistError:
+            lines = ["the launcher of the head node does not answer"]
+            self.verdict = Verdict(lines, traceback="", silent=list(codes))
+        # What hangs does not hear SIGTERM either, after which torchrun waits 30 seconds.
+        self.kill(self.verdict.silent)
+
+    def kill(self, ranks: list[int]) -> None:
+        """End those of ``ranks`` that run on this node, and what they started, unasked."""
+        for worker in self.get_worker_group().workers:
+            process = self._processes().get(worker.local_rank)
+            if worker.global_rank in ranks and process is not None and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(KILL_SECONDS)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.judge_failure()
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+        # torch 2.11 always takes 30 seconds.
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, timeout=SHUTDOWN_SECONDS)
+
+    def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
+        """Those of this node's ranks, by local rank."""
+        if self._pcontext is None:
+            return {}
+        assert isinstance(self._pcontext, SubprocessContext)
+        handlers = self._pcontext.subprocess_handlers
+        return {local: handler.proc for local, handler in handlers.items()}
