@@ -74,6 +74,7 @@ class GradientTree:
         self._sums: list[list[torch.Tensor]] = []
         self._count = 0
 
+    @torch.no_grad()
     def end_microbatch(self, *, is_last: bool) -> None:
         """After a backward: take its gradients away, or after the last give back their total."""
         self._count += 1

@@ -117,6 +117,6 @@ def _unlike_most(digests: Mapping[int, int]) -> str:
     """The ranks whose digest is not that of the majority; all of them if there is none."""
     digest, count = Counter(digests.values()).most_common(1)[0]
     if 2 * count <= len(digests):
-        return f"one of ranks {', '.join(map(str, digests))}"
+        return f"no majority among ranks {', '.join(map(str, digests))}"
     odd = [str(rank) for rank, other in digests.items() if other != digest]
     return f"rank {', '.join(odd)} against {count} that agree"

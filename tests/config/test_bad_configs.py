@@ -204,7 +204,7 @@ def test_launcher_refuses_by_name(
     bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the ranks were started"))
+    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     arguments = [str(write(tmp_path, bad.toml)), *bad.overrides]
     code = launch.main(arguments, {"NGPU": str(bad.ranks)})
     errors = capsys.readouterr().err

@@ -8,11 +8,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from config.job_config import ActivationCheckpoint
+from config.job_config import ActivationCheckpoint, Optimizer
 from models import find_model
+from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.parallel_dims import ParallelDims
-from parallelisms.replicas import check_replicas, sync_replicas
+from parallelisms.replicas import BLOCK_WORDS, _digest, check_replicas, sync_replicas
 from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankPool
 
@@ -36,29 +37,51 @@ def build(layout: Layout, seed: int) -> tuple[nn.Module, ParallelDims]:
 def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's part of every parameter and buffer."""
     return {
-        canonical_fqn(fqn): (t.to_local() if isinstance(t, DTensor) else t).detach()
-        for fqn, t in [*model.named_parameters(), *model.named_buffers()]
+        canonical_fqn(fqn): local(tensor)
+        for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
 
 
-def check(layout: Layout, changed: str, rank: int) -> str:
-    """Flip one bit of ``changed`` on one rank, then compare; what this rank has to say."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def check(layout: Layout, changed: str, *ranks: int) -> str:
+    """Flip a bit of ``changed`` on each of ``ranks``, then compare; what this rank has to say."""
     model, dims = build(layout, seed=0)
-    if dist.get_rank() == rank:
-        local_tensors(model)[changed].view(torch.int32).view(-1)[-1] ^= 1
+    optimizer = build_optimizer(model, Optimizer())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    tensors = local_tensors(model)
+    for fqn, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"{canonical_fqn(fqn)}.{key}"] = local(value)
+    if dist.get_rank() in ranks:
+        tensors[changed].view(-1).view(torch.int32)[-1] ^= 1 << dist.get_rank()
     try:
-        check_replicas(model, dims.weight_mesh)
+        check_replicas(model, dims.weight_mesh, optimizer)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
+def agreed(layout: Layout, has_stepped: bool) -> str:
+    model, dims = build(layout, seed=0)
+    optimizer = build_optimizer(model, Optimizer())
+    if has_stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return check_replicas(model, dims.weight_mesh, optimizer)
+
+
 def sync(layout: Layout) -> None:
     """Start from another model on every rank; end with the first replica's everywhere."""
     model, dims = build(layout, seed=dist.get_rank())
-    for fqn, local in local_tensors(model).items():
+    for fqn, part in local_tensors(model).items():
         if fqn == "rope" or "norm" in fqn:
-            local.fill_(-dist.get_rank())
+            part.fill_(-dist.get_rank())
     with pytest.raises(RuntimeError, match="differ"):
         check_replicas(model, dims.weight_mesh)
     sync_replicas(model, dims.weight_mesh)
@@ -75,12 +98,21 @@ def sync(layout: Layout) -> None:
     ]
     source = int(dims.weight_mesh.mesh[tuple(shards)])
     want, _ = build(layout, seed=source)
-    same = [fqn for fqn, local in local_tensors(want).items() if torch.equal(local, got[fqn])]
+    same = [fqn for fqn, part in local_tensors(want).items() if torch.equal(part, got[fqn])]
     assert same == [fqn for fqn in got if fqn != "rope" and "norm" not in fqn]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("name", ["tok_embeddings.weight", "layers.1.ffn_norm.weight", "rope"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tok_embeddings.weight",
+        "layers.1.ffn_norm.weight",
+        "rope",
+        "layers.0.attention.wq.weight.exp_avg",
+        "output.weight.exp_avg_sq",
+    ],
+)
 def test_a_flipped_bit_is_found_and_named(ranks: RankPool, name: str, rank: int) -> None:
     found = ranks.run(check, 4, FSDP2, name, rank)
     message = f"replicas along dp_replicate differ, first in {name}"
@@ -99,7 +131,70 @@ def test_every_dim_that_replicates_is_compared(
     ranks: RankPool, layout: Layout, name: str, dim: str
 ) -> None:
     found = ranks.run(check, layout.world_size, layout, name, 1)
-    assert f"replicas along {dim} differ, first in {name}" in found
+    assert any(f"replicas along {dim} differ, first in {name}:" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ((3,), "rank 3 against 3 that agree"),
+        ((0,), "rank 0 against 3 that agree"),
+        ((1, 2), "no majority among ranks 0, 1, 2, 3"),
+        ((0, 1, 2), "no majority among ranks 0, 1, 2, 3"),
+    ],
+)
+def test_the_ranks_unlike_most_are_named(ranks: RankPool, odd: tuple[int, ...], said: str) -> None:
+    layout = Layout(4, {MODE: "ddp"})
+    for text in ranks.run(check, 4, layout, "output.weight", *odd):
+        assert text.endswith(f"differ, first in output.weight: {said}")
+
+
+def test_of_two_ranks_both_are_named(ranks: RankPool) -> None:
+    found = ranks.run(check, 4, FSDP2, "output.weight", 3)
+    assert [text[text.rindex(":") :] for text in found[1::2]] == [
+        ": no majority among ranks 1, 3"
+    ] * 2
+
+
+def test_two_of_five_are_named(ranks: RankPool) -> None:
+    text = ranks.run(check, 5, Layout(5, {MODE: "ddp"}), "norm.weight", 1, 4)[0]
+    assert text.endswith("rank 1, 4 against 3 that agree")
+
+
+def test_what_agrees_is_said(ranks: RankPool) -> None:
+    count = 2 * 9 + 3
+    before, after = (ranks.run(agreed, 4, FSDP2, stepped) for stepped in (False, True))
+    # The buffer rope is on all ranks; so are, after a step, the step counts.
+    want = "{} tensors on 2 ranks of dp_replicate, {} tensors on 2 ranks of dp_shard_cp"
+    assert set(before) == {want.format(count + 1, 1)}
+    assert set(after) == {want.format(4 * count + 1, 1 + count)}
+    assert ranks.run(agreed, 1, Layout(1), True) == [""]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("count", [1, 7, 8, 1001, BLOCK_WORDS + 3])
+def test_a_digest_depends_on_every_bit(dtype: torch.dtype, count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    digest = _digest(data.view(dtype))
+    for place in {0, len(data) // 2, len(data) - 1}:
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            assert _digest(data.view(dtype)) != digest
+            data[place] ^= 1 << bit
+    assert _digest(data.view(dtype)) == digest
+    # Neither the place in memory nor the layout is part of it.
+    shifted = torch.cat([torch.ones(1, dtype=dtype), data.view(dtype)])
+    assert _digest(shifted[1:]) == digest
+
+
+def test_a_digest_depends_on_the_order() -> None:
+    values = torch.arange(4 * BLOCK_WORDS, dtype=torch.float64)
+    digests = {int(_digest(values.roll(shift))) for shift in (0, 1, 2, BLOCK_WORDS)}
+    assert len(digests) == 4
+    transposed = values.view(2, -1).t()
+    assert _digest(transposed) == _digest(transposed.contiguous()) != _digest(values)
+    assert _digest(values[:0]) == 0
 
 
 @pytest.mark.parametrize("layout", REPLICATED, ids=str)

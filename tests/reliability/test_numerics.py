@@ -224,7 +224,7 @@ def said(training: Training) -> str:
     ("layout", "whose"),
     [
         (Layout(4, {MODE: "ddp"}), "rank {rank} against 3 that agree"),
-        (Layout(4, {REPLICATE: 2}), "one of ranks {first}, {second}"),
+        (Layout(4, {REPLICATE: 2}), "no majority among ranks {first}, {second}"),
     ],
     ids=str,
 )
@@ -311,5 +311,3 @@ def test_equal_ranks_raise_no_alarm(
     for _ in range(count):
         assert ranks.run(watch, 4, Layout(4), None) == [[], [], [], []]
     seen(f"0 alarms in {count} clean runs of {WINDOWS} windows of {WINDOW} steps")
-
-
