@@ -254,17 +254,18 @@ def main(job: Job, witness: Witness) -> int:
     with profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step:
         while state.step < training.steps:
             begin = time.perf_counter()
-            microbatches, mistake = take_step(loader)
+            microbatches, problem = take_step(loader)
             data_wait = time.perf_counter() - begin
             # All that ranks must agree on, in one reduction. The loss is divided by the count of
             # the whole step, so that comes before the first backward.
             agreed = control.agree(
                 tokens=count_valid(microbatches),
-                mistakes=int(mistake is not None),
+                unread=int(problem is not None),
+                mistakes=int(isinstance(problem, ValueError)),
                 writers=int(checkpointer.is_writing),
             )
-            if agreed["mistakes"]:
-                raise_everywhere(mistake)
+            if agreed["unread"]:
+                raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
             if checkpointer.is_begun and agreed["writers"] == 0:
                 finish_save()
             if control.stop is not None:
@@ -367,11 +368,11 @@ def attempt_of(
     )
 
 
-def take_step(loader: BatchLoader) -> tuple[list[Batch], ValueError | None]:
-    """The microbatches of a step, or what is wrong with the data."""
+def take_step(loader: BatchLoader) -> tuple[list[Batch], Exception | None]:
+    """The microbatches of a step, or what is wrong with the data (ValueError) or with reading."""
     try:
         return list(islice(loader, loader.microbatches)), None
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return [], error
 
 

@@ -52,6 +52,7 @@ class PairwiseReduceScatter(ReduceScatter):
         """input_tensor (ranks * n,) to output_tensor (n,)."""
         assert op == dist.ReduceOp.SUM, "sums are not scaled"
         assert not async_op, "FSDP2 gives the collective a stream of its own"
+        assert group.size().bit_count() == 1, f"{group.size()} ranks are not a power of two"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         sums = received.view(group.size(), -1)  # (ranks, n), then (ranks / 2, n), ...
@@ -86,7 +87,7 @@ class GradientTree:
         self._sums.append(total)
         if not is_last:
             return
-        assert len(self._sums) == 1, f"{self._count} microbatches are not a power of two"
+        assert self._count.bit_count() == 1, f"{self._count} microbatches are not a power of two"
         for parameter, grad in zip(self._parameters, self._sums.pop(), strict=True):
             parameter.grad = grad
         self._count = 0

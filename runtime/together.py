@@ -39,8 +39,12 @@ def gather(act: Callable[[], T]) -> list[T]:
     return [answer for answer, _ in answers]
 
 
-def raise_everywhere(error: Exception | None) -> None:
-    """Raise ``ConfigError`` on every rank with what is wrong on some; None where nothing is."""
+def raise_everywhere(error: Exception | None, *, is_mistake: bool) -> None:
+    """Raise, on every rank, what is wrong on some; ``error`` is None where nothing is.
+
+    ``ConfigError`` if that is the user's mistake, else ``RankFailure``, after which a restart may
+    help. A collective.
+    """
 
     def complain() -> None:
         if error is not None:
@@ -49,7 +53,9 @@ def raise_everywhere(error: Exception | None) -> None:
     try:
         gather(complain)
     except RankFailure as failure:
-        raise ConfigError([str(failure)]) from error
+        if is_mistake:
+            raise ConfigError([str(failure)]) from error
+        raise
 
 
 def _attempt(act: Callable[[], T]) -> tuple[T | None, str, Exception | None]:

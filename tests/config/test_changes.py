@@ -73,10 +73,8 @@ FROZEN_CHANGES: dict[str, Any] = {
     "model__flavor": "8B",
     "model__vocab_size": 512,
     "data__source": "c4",
-    "data__path": "other/*.txt",
     "data__subset": "en",
     "data__text_key": "body",
-    "data__tokenizer": "cl100k_base",
     "data__document_mask": True,
     "data__validation_percent": 3.0,
     "training__global_batch_size": 32,
@@ -109,10 +107,15 @@ def test_messages_tell_before_and_after() -> None:
         job__name="other",
         data__path="b/*.txt",
         debug__seed=7,
+        data__text_key="body",
     )
     found = compare(saved(optimizer__lr=0.003, data__path="a/*.txt"), now)
-    assert found.frozen == ("data.path: 'a/*.txt' to 'b/*.txt'", "debug.seed: 0 to 7")
-    assert found.recorded == ("optimizer.lr: 0.003 to 0.001", "compile.enable: false to true")
+    assert found.frozen == ("data.text_key: 'text' to 'body'", "debug.seed: 0 to 7")
+    assert found.recorded == (
+        "data.path: 'a/*.txt' to 'b/*.txt'",
+        "optimizer.lr: 0.003 to 0.001",
+        "compile.enable: false to true",
+    )
     assert found.free == (
         "job.name: 'default' to 'other'",
         "metrics.peak_tflops: nothing to 989.0",

@@ -33,13 +33,11 @@ def started(folder: Path, world_size: int, **overrides: str) -> Iterator[list[Ba
     What rank ``r`` says is in ``folder/rank-r.log``.
     """
     folder.mkdir(exist_ok=True)
-    keys = SMALL | QUICK | {"job.output_dir": str(folder)} | overrides
-    options = [part for key, value in keys.items() for part in (f"--{key}", value)]
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    port = _free_port()
+    port, arguments = _free_port(), options(folder, **overrides)
     processes = [
-        context.Process(target=_train, args=(folder, options, rank, world_size, port))
+        context.Process(target=_train, args=(folder, arguments, rank, world_size, port))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -51,6 +49,11 @@ def started(folder: Path, world_size: int, **overrides: str) -> Iterator[list[Ba
             process.kill()
         for process in processes:
             process.join()
+
+
+def options(folder: Path, **overrides: str) -> list[str]:
+    keys = SMALL | QUICK | {"job.output_dir": str(folder)} | overrides
+    return [part for key, value in keys.items() for part in (f"--{key}", value)]
 
 
 def run(folder: Path, world_size: int, **overrides: str) -> None:
@@ -117,7 +120,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _train(folder: Path, options: list[str], rank: int, world_size: int, port: int) -> None:
+def _train(folder: Path, overrides: list[str], rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -131,4 +134,4 @@ def _train(folder: Path, options: list[str], rank: int, world_size: int, port: i
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     train.init_logging()
-    sys.exit(train.start([str(CONFIG), *options]))
+    sys.exit(train.start([str(CONFIG), *overrides]))

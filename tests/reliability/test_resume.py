@@ -12,15 +12,20 @@ from typing import Any
 
 import pytest
 
+from checkpoint.manifest import read_manifest
 from checkpoint.store import problems_of, step_of
+from config import ConfigError, load_config
+from job import check_resume, resolve
 from runtime import exit_codes
 from tests.reliability.forked import (
+    CONFIG,
     PATIENCE_SECONDS,
     checkpoints,
     codes,
     curve,
     differences,
     log,
+    options,
     run,
     started,
 )
@@ -123,3 +128,45 @@ def test_a_rollback_is_followed(tmp_path: Path, seen: Callable[[str], None]) -> 
     with pytest.raises(ValueError, match="there are: 2, 4, 5, 6, 8, 9"):
         roll_back(tmp_path / "debug_model", 7)
     seen("back to 4 of 8, on to 5, restarted: on to 9; the old 6 and 8 are set aside")
+
+
+def write_texts(folder: Path, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"{text} {number} " * 50)
+
+
+@pytest.mark.row(23, "Another model, tokenizer or data is refused on resume")
+def test_what_is_of_another_run_is_refused_by_name(
+    tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    texts = tmp_path / "texts"
+    write_texts(texts, "one")
+    source = {"data.source": "files", "data.path": f"{texts}/*.txt", "data.validation_percent": "0"}
+    keys = STEPS | source | {"training.steps": "2"}
+    run(tmp_path, 1, **keys)
+    manifest = read_manifest(checkpoints(tmp_path)[0])
+    mutants: dict[str, Callable[[], dict[str, str]]] = {
+        "model.name": lambda: {"model.name": "qwen3"},
+        "model.vocab_size": lambda: {"model.vocab_size": "384"},
+        "training.dtype": lambda: {"training.dtype": "float64"},
+        "training.global_batch_size": lambda: {"training.global_batch_size": "4"},
+        "debug.seed": lambda: {"debug.seed": "3"},
+        "data.document_mask": lambda: {"data.document_mask": "true"},
+        # The same folder, and other texts in it.
+        "documents of [data]": lambda: write_texts(texts, "two") or {},
+    }
+    for name, change in mutants.items():
+        wanted = keys | {"training.steps": "3"} | change()
+        with started(tmp_path, 1, **wanted) as processes:
+            assert codes(processes) == {exit_codes.BAD_CONFIG}, log(tmp_path)
+        assert name in log(tmp_path)
+        assert "Traceback" not in log(tmp_path)
+    # Heads and rotary base change no shape: only the manifest tells.
+    write_texts(texts, "one")
+    job = resolve(load_config(CONFIG, options(tmp_path, **keys)), world_size=1)
+    arguments = manifest["model_args"]
+    for name, value in (("n_heads", 1), ("rope_theta", 1.0), ("norm_eps", 1.0)):
+        with pytest.raises(ConfigError, match=name):
+            check_resume(job, manifest | {"model_args": arguments | {name: value}})
+    seen(f"{len(mutants) + 3} of {len(mutants) + 3}, each by name")

@@ -1,0 +1,79 @@
+"""The order of additions, on its own; that whole runs agree is tested in tests/reliability."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from parallelisms.elastic import GradientTree, PairwiseReduceScatter, apply_elastic
+from tests.ranks import RankPool
+
+# Values whose sum in float32 depends on the order.
+SLOTS = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)) ** 9
+
+
+def pairwise(slots: torch.Tensor) -> torch.Tensor:
+    """The definition."""
+    if len(slots) == 1:
+        return slots[0]
+    half = len(slots) // 2
+    return pairwise(slots[:half]) + pairwise(slots[half:])
+
+
+def accumulate(grads: torch.Tensor, reduce_dtype: torch.dtype | None = None) -> torch.Tensor:
+    parameter = nn.Parameter(torch.zeros_like(grads[0]))
+    tree = GradientTree([parameter], reduce_dtype)
+    for index, grad in enumerate(grads):
+        assert parameter.grad is None
+        parameter.grad = grad.clone()
+        tree.end_microbatch(is_last=index == len(grads) - 1)
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_microbatches_are_added_pairwise(count: int) -> None:
+    assert torch.equal(accumulate(SLOTS[:count]), pairwise(SLOTS[:count]))
+
+
+def test_the_order_shows() -> None:
+    one_by_one = SLOTS[0].clone()
+    for slot in SLOTS[1:]:
+        one_by_one += slot
+    assert not torch.equal(one_by_one, pairwise(SLOTS))
+
+
+def test_sums_are_rounded_to_the_dtype_of_reduction() -> None:
+    rounded = SLOTS.bfloat16()
+    found = accumulate(rounded.float(), torch.bfloat16)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, pairwise(rounded).float())
+
+
+def test_a_tree_of_three_is_refused() -> None:
+    with pytest.raises(AssertionError, match="3 microbatches are not a power of two"):
+        accumulate(SLOTS[:3])
+
+
+def test_what_is_not_sharded_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing is sharded"):
+        apply_elastic(nn.Linear(2, 2))
+
+
+def reduce_scatter(dtype: torch.dtype) -> torch.Tensor:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    output = torch.empty(SLOTS.shape[1] // count, dtype=dtype)
+    PairwiseReduceScatter()(output, SLOTS[rank].to(dtype), dist.group.WORLD, dist.ReduceOp.SUM)
+    return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_ranks_are_added_pairwise(ranks: RankPool, dtype: torch.dtype) -> None:
+    for count in (1, 4):
+        whole = torch.cat(ranks.run(reduce_scatter, count, dtype))
+        assert torch.equal(whole, pairwise(SLOTS[:count].to(dtype)))
+
+
+def test_a_tree_of_three_ranks_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match="3 ranks are not a power of two"):
+        ranks.run(reduce_scatter, 3, torch.float32)

@@ -1,0 +1,154 @@
+"""What survival costs, measured where it is paid: for a quiet machine, on the scorecard."""
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoint.storage import HashedFile, describe_file
+from config.job_config import Numerics, Optimizer, Parallelism
+from data.loader import Batch, Span
+from metrics.ledger import Attempt, Ledger
+from optim.grad_norm import clip_grad_norm_, local_norms
+from optim.nonfinite import NonfiniteGuard
+from optim.optimizer import build_optimizer
+from parallelisms.materialize import materialize
+from runtime.control import RunControl
+from tests.checkpoint.small_run import Run
+from tests.layouts import CPU, Layout, build_sharded
+from tests.parallelisms.test_materialize import small_args
+from tests.ranks import RankPool
+from tests.test_train import records, start, wait_for_steps
+from train import run_model
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.row(28, "All this costs next to nothing on the way of a step"),
+]
+BATCH, SEQ_LEN, STEPS = 8, 256, 12
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    act()
+    return time.perf_counter() - begin
+
+
+def test_hashing_keeps_up_with_disks(tmp_path: Path, seen: Callable[[str], None]) -> None:
+    data = os.urandom(1 << 28)
+    file = HashedFile(tmp_path / "data")
+    plain = seconds(lambda: (tmp_path / "plain").write_bytes(data))
+    hashed = seconds(lambda: file.write(data))
+    file.close()
+    verified = seconds(lambda: describe_file(tmp_path / "data"))
+    per_gigabyte = [(hashed - plain) * 4, verified * 4]
+    assert sum(per_gigabyte) < 1.0
+    texts = [f"{value:.2f}" for value in per_gigabyte]
+    seen(f"s per GiB: {texts[0]} to hash while writing, {texts[1]} to read and verify")
+
+
+def batches() -> Iterable[Batch]:
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    while True:
+        ids = torch.randint(0, 64, (BATCH, SEQ_LEN + 1), generator=draws)
+        spans = tuple(Span(row, (0, 0), (0, SEQ_LEN)) for row in range(BATCH))
+        yield Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, spans)
+
+
+def time_steps(folder: Path) -> dict[str, float]:
+    """Median seconds of a step and of its parts, on the debug model of the default run."""
+    layout = Layout(2)
+    model, dims = build_sharded("llama3", small_args("llama3", "debugmodel"), layout)
+    materialize(model, CPU, seed=1)
+    optimizer = build_optimizer(model, Optimizer())
+    named = dict(model.named_parameters())
+    guard = NonfiniteGuard(optimizer, named, weight_mesh=dims.weight_mesh, config=Numerics())
+    rank = dist.get_rank()
+    control = RunControl(folder / "control")
+    control.begin(is_writer=rank == 0)
+    attempt = Attempt(
+        attempt="a", parent=None, resumed_from=0, data_after=0, world_size=2, rank=rank,
+        place=rank, n_rows=2 * BATCH,
+    )  # fmt: skip
+    ledger = Ledger(folder / "ledger", attempt)
+    times: dict[str, list[float]] = {"step": [], "consensus": [], "finite check": [], "ledger": []}
+    parameters = list(named.values())
+    for step, batch in zip(range(STEPS), batches(), strict=False):
+        begin = time.perf_counter()
+        dist.barrier()
+        times["consensus"].append(seconds(lambda: control.agree(tokens=1, mistakes=0, writers=0)))
+        losses = run_model(model, CPU, Parallelism(), [batch], BATCH * SEQ_LEN)
+        norms = local_norms(parameters)
+        norm = clip_grad_norm_(parameters, 1.0, norms=norms)
+        loss = losses.sum()
+        times["finite check"].append(
+            seconds(lambda: guard.check(step, loss=loss, norms=norms, grad_norm=norm))  # noqa: B023
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        values = {"loss": loss.item(), "grad_norm": norm.item()}
+        times["ledger"].append(seconds(lambda: ledger.log(step, [batch], **values)))  # noqa: B023
+        times["step"].append(time.perf_counter() - begin)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def test_what_every_step_pays(ranks: RankPool, tmp_path: Path, seen: Callable[[str], None]) -> None:
+    times = ranks.run(time_steps, 2, tmp_path)[0]
+    step = times.pop("step")
+    share = sum(times.values()) / step
+    texts = [f"{name} {1000 * value:.2f}" for name, value in times.items()]
+    seen(f"ms of a step of {1000 * step:.0f}: {', '.join(texts)}; together {100 * share:.2f} %")
+    assert share < 0.005
+
+
+def time_saves(folder: Path) -> tuple[float, float]:
+    """Seconds for which an asynchronous save of 100 MiB blocks, and a synchronous one."""
+    args = replace(small_args("llama3", "debugmodel"), dim=512, hidden_dim=1536, n_layers=2)
+    blocked = []
+    for mode in ("async", "disabled"):
+        run = Run(folder / mode, Layout(2), args=args, async_mode=mode)
+        times = []
+        for step in range(1, 4):
+            times.append(seconds(lambda: run.checkpointer.begin(step)))  # noqa: B023
+            run.checkpointer.finish()
+        run.checkpointer.close()
+        # The first one plans and allocates.
+        blocked.append(min(times))
+    return blocked[0], blocked[1]
+
+
+def test_an_asynchronous_save_blocks_for_a_copy(
+    ranks: RankPool, tmp_path: Path, seen: Callable[[str], None]
+) -> None:
+    asynchronous, synchronous = ranks.run(time_saves, 2, tmp_path)[0]
+    [checkpoint] = (tmp_path / "async").glob("step-00000003")
+    size = sum(path.stat().st_size for path in checkpoint.iterdir()) / 2**20
+    blocked = f"{1000 * asynchronous:.0f} asynchronous, {1000 * synchronous:.0f} synchronous"
+    seen(f"ms for which a save of {size:.0f} MiB blocks: {blocked}")
+    assert asynchronous < synchronous
+
+
+def test_a_killed_run_is_soon_back(tmp_path: Path, seen: Callable[[str], None]) -> None:
+    keys = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
+    first = start(tmp_path, 2, **keys, **{"checkpoint.interval": "3"})
+    wait_for_steps(tmp_path, first)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    begin, known = time.perf_counter(), len(records(tmp_path))
+    second = start(tmp_path, 2, **keys, **{"checkpoint.interval": "3"})
+    while len(records(tmp_path)) <= known or second.poll() is not None:
+        assert second.poll() is None, second.communicate()
+        time.sleep(0.01)
+    seen(f"{time.perf_counter() - begin:.1f} s from a kill to the first new step, files warm")
+    second.terminate()
+    assert second.wait() == 75
