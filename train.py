@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
-from config.job_config import Parallelism
+from config.job_config import Checkpoint, Parallelism
 from data.loader import Batch, BatchLoader
 from job import Job, check_resume, facts_of, resolve
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops
@@ -53,15 +53,10 @@ from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order, sum_over
+from runtime.exit_codes import Ending
 from runtime.log import init_logging, logger
 from runtime.post_mortem import Witness
 from runtime.together import raise_everywhere
-
-# Why a run ends before its last step, beside signals and the stop file.
-NOT_FINITE = "a loss or gradient that is not finite"
-SPIKES = "too many spikes"
-NOT_SAVED = "checkpoints that could not be saved"
-UNSAVED = (NOT_FINITE, SPIKES, NOT_SAVED)
 
 
 @dataclass
@@ -164,6 +159,7 @@ def main(job: Job, witness: Witness) -> int:
         values={"data": loader, "train": state, "nonfinite": guard, "spikes": spikes},
         facts=facts_of(job),
         check=partial(check_resume, job),
+        tell=lambda step: control.report("progress", str(step)),
     )
     resumed = checkpointer.load_latest()
     if resumed is not None:
@@ -215,25 +211,16 @@ def main(job: Job, witness: Witness) -> int:
             loss = validation_loss(model, held_out, device, dims.batch_mesh)
             metrics.log_validation(state.step, loss)
 
-    def finish_save() -> None:
-        folder = checkpointer.finish()
-        if folder is not None:
-            control.report("progress", str(checkpointer.newest))
-            logger.info("saved %s", folder)
-
-    def save(*, is_last: bool) -> None:
+    def save(*, wait: bool = False) -> None:
         with metrics.paused():
-            finish_save()
             if ledger is not None:
                 ledger.sync()
-            checkpointer.begin(state.step)
-            if is_last or config.checkpoint.async_mode == "disabled":
-                finish_save()
+            checkpointer.save(state.step, wait=wait)
 
     def roll_back() -> None:
         """To the newest checkpoint; the data go on where they are, so that the spike's are left."""
         with metrics.paused():
-            finish_save()
+            checkpointer.finish()
             spiked = state.step
             if checkpointer.load_latest(leave={"data"}) is None:
                 logger.warning("no checkpoint to go back to")
@@ -244,7 +231,7 @@ def main(job: Job, witness: Witness) -> int:
 
     # 8. The loop
     gc.disable()  # Ranks that collect at different times wait for each other.
-    stop: str | None = None
+    ending: Ending | None = None
     max_unsaved = config.checkpoint.max_unsaved_steps or 3 * config.checkpoint.interval
     canary_freq = config.numerics.replica_check_freq
     has_spike_guard = config.numerics.on_spike == "rollback"
@@ -267,10 +254,10 @@ def main(job: Job, witness: Witness) -> int:
             if agreed["unread"]:
                 raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
             if checkpointer.is_begun and agreed["writers"] == 0:
-                finish_save()
+                checkpointer.finish()
             if control.stop is not None:
                 # What was taken is not committed: the run that resumes takes it again.
-                stop = control.stop
+                ending = asked_to_end(control.stop, config.checkpoint)
                 break
 
             state.step += 1
@@ -297,12 +284,8 @@ def main(job: Job, witness: Witness) -> int:
             is_logged = is_last or metrics.is_due(state.step)
             extra = {} if stragglers is None else stragglers.finish_step()
             if is_logged or reads_every_step:
-                loss = (
-                    sum_in_order(losses, dims.batch_mesh)
-                    if is_elastic
-                    else sum_over(losses.sum(), dims.batch_mesh)
-                )
-                values = {"loss": loss.item(), "grad_norm": grad_norm.item()}
+                loss = sum_in_order(losses, dims.batch_mesh).item()
+                values = {"loss": loss, "grad_norm": grad_norm.item()}
                 if ledger is not None:
                     ledger.log(state.step, microbatches, **values)
                 if is_logged:
@@ -310,12 +293,12 @@ def main(job: Job, witness: Witness) -> int:
                     metrics.log(state.step, training.steps, values | {"lr": lr} | skipped | extra)
                 if has_spike_guard and spikes.is_spike(state.step, **values):
                     if spikes.is_over:
-                        stop = SPIKES
+                        ending = exit_codes.SPIKES
                         break
                     roll_back()
                     continue
             if (is_logged or is_saved) and guard.look():
-                stop = NOT_FINITE
+                ending = exit_codes.NOT_FINITE
                 break
             finish_step(state.step)
             if state.step % training.gc_freq == 0:
@@ -327,29 +310,38 @@ def main(job: Job, witness: Witness) -> int:
             if held_out and (is_last or state.step % config.validation.freq == 0):
                 validate()
             if is_saved:
-                save(is_last=is_last)
+                save()
             if config.checkpoint.enable and state.step - checkpointer.newest > max_unsaved:
-                stop = NOT_SAVED
+                ending = exit_codes.NOT_SAVED
                 break
 
     # 9. The end
-    is_unsaved = config.checkpoint.enable and checkpointer.newest != state.step
-    if is_unsaved and stop not in UNSAVED:
-        save(is_last=True)
+    if guard.look():
+        ending = exit_codes.NOT_FINITE
+    if config.checkpoint.enable and (ending is None or ending.is_saved):
+        checkpointer.finish()
         if checkpointer.newest != state.step:
-            stop = NOT_SAVED
+            save(wait=True)
+        if checkpointer.newest != state.step:
+            ending = exit_codes.NOT_SAVED
     metrics.close()
     checkpointer.close()
     if ledger is not None:
         ledger.close()
-    if stop is None and config.validation.sample_tokens > 0:
+    if ending is None and config.validation.sample_tokens > 0:
         logger.info("the model writes:\n%s", written_text(model, job))
-    log_whereabouts(config, run_folder, state.step, stop)
-    if stop != NOT_SAVED:
-        control.report("outcome", "done" if stop is None else f"stopped {stop}")
+    log_whereabouts(config, run_folder, state.step, ending)
+    if ending != exit_codes.NOT_SAVED:
+        control.report("outcome", "done" if ending is None else f"stopped {ending.reason}")
     dist.barrier()
     dist.destroy_process_group()
-    return exit_code(stop, is_saved=config.checkpoint.enable)
+    return exit_codes.DONE if ending is None else ending.code
+
+
+def asked_to_end(reason: str, config: Checkpoint) -> Ending:
+    """By a signal, whose sender wants the run to go on elsewhere, or by the stop file."""
+    is_preempted = reason.startswith("SIG") and config.enable
+    return Ending(reason, exit_codes.PREEMPTED if is_preempted else exit_codes.DONE)
 
 
 def attempt_of(
@@ -414,9 +406,9 @@ def validation_loss(
     model: nn.Module, batches: list[Batch], device: torch.device, batch_mesh: DeviceMesh
 ) -> float:
     """Cross entropy in nats per held-out token, over all ranks."""
-    loss = torch.stack([loss_sum(model, batch, device) for batch in batches]).sum()
+    losses = torch.stack([loss_sum(model, batch, device) for batch in batches])
     n_tokens = sum_over(torch.tensor(count_valid(batches)), batch_mesh)
-    return sum_over(loss, batch_mesh).item() / int(n_tokens)
+    return sum_in_order(losses, batch_mesh).item() / int(n_tokens)
 
 
 def written_text(model: nn.Module, job: Job) -> str:
@@ -434,26 +426,15 @@ def written_text(model: nn.Module, job: Job) -> str:
     return config.validation.sample_prompt + tokenizer.decode(tokens)
 
 
-def log_whereabouts(config: JobConfig, run_folder: Path, step: int, stop: str | None) -> None:
-    what = f"done: {step} steps" if stop is None else f"stopped by {stop} after step {step}"
-    hint = "more --training.steps extend the run" if stop is None else "the same command resumes"
-    if stop in (NOT_FINITE, SPIKES):
-        hint = "not saved, and the same command would come here again"
+def log_whereabouts(config: JobConfig, run_folder: Path, step: int, ending: Ending | None) -> None:
+    what = f"done: {step} steps" if ending is None else f"stopped by {ending.reason} after {step}"
+    hint = "more --training.steps extend the run" if ending is None else ending.hint
     logger.info(f"{what}; {hint}" if config.checkpoint.enable else f"{what}; nothing was saved")
     logger.info("log of all steps: %s", run_folder / "metrics.jsonl")
     if config.checkpoint.enable:
         logger.info("checkpoints: %s", run_folder / "checkpoints")
     if config.metrics.enable_tensorboard:
         logger.info("curves: tensorboard --logdir %s", run_folder / "tensorboard")
-
-
-def exit_code(stop: str | None, *, is_saved: bool) -> int:
-    if stop in (NOT_FINITE, SPIKES):
-        return exit_codes.DO_NOT_REQUEUE
-    if stop == NOT_SAVED:
-        return exit_codes.FAILED
-    is_preempted = stop is not None and stop.startswith("SIG") and is_saved
-    return exit_codes.PREEMPTED if is_preempted else exit_codes.DONE
 
 
 def start(arguments: list[str]) -> int:

@@ -67,7 +67,7 @@ class Checkpointer:
     union over ranks of their state dicts, and ranks that disagree on a key are an error.
 
     ``facts`` go into the manifest. ``check`` is called with the manifest of what is to be resumed
-    and raises ``ConfigError`` if that is not this run.
+    and raises ``ConfigError`` if that is not this run. ``tell`` is called with each step published.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class Checkpointer:
         values: dict[str, Stateful],
         facts: dict[str, Any],
         check: Callable[[dict[str, Any]], None],
+        tell: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._folder, self._config = folder, config
         self._tensors, self._values = tensors, values
-        self._facts, self._check = facts, check
+        self._facts, self._check, self._tell = facts, check, tell
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.attempt: str = on_first(lambda: uuid.uuid4().hex)
         """The name of what is done from here to the end, or to the next ``load_latest``."""
@@ -106,6 +107,16 @@ class Checkpointer:
     def is_begun(self) -> bool:
         """Whether a save waits for ``finish``; equal on all ranks."""
         return self._save is not None
+
+    def save(self, step: int, *, wait: bool) -> None:
+        """Save the state of ``step``; it is published on return, or failed, which is logged.
+
+        With ``async_mode``, and not ``wait``, it may take until a later ``finish``. A collective.
+        """
+        self.finish()
+        self.begin(step)
+        if wait or self._config.async_mode == "disabled":
+            self.finish()
 
     def begin(self, step: int) -> None:
         """Start to save the state of ``step``; it may change as soon as this returns. A collective.
@@ -151,6 +162,8 @@ class Checkpointer:
             return None
         self.newest = save.step
         self._verified.add(folder.name)
+        self._tell(save.step)
+        logger.info("saved %s", folder)
         if self._rank == 0 and self._config.keep_latest_k:
             keep, every = self._config.keep_latest_k, self._config.keep_every
             self._thread.submit(
@@ -168,6 +181,8 @@ class Checkpointer:
         ``leave``: values that stay as they are. Raises ``ConfigError`` if the checkpoint is not of
         this run, or if there are checkpoints and none verifies. A collective.
         """
+        if not self._config.enable:
+            return None
         assert self._save is None, "a save is not finished"
         damaged: dict[Path, list[str]] = {}
         for folder in on_first(partial(published, self._folder)):

@@ -35,6 +35,7 @@ class Stragglers:
         self._hosts = _gather_names(socket.gethostname())
         self._recent = deque[list[float]](maxlen=WINDOWS)
         self._named: set[int] = set()
+        self._values: dict[str, float] = {}
         # The hooks of all blocks are the same objects, so that blocks share one compilation.
         start, stop = torch.compiler.disable(self._start), torch.compiler.disable(self._stop)
         for block in blocks:
@@ -44,31 +45,33 @@ class Stragglers:
         logger.info("slow ranks: %d blocks are timed, in windows of %d steps", len(blocks), window)
 
     def finish_step(self) -> dict[str, float]:
-        """At the end of a window, its slowest rank and that rank's time over the median; else {}.
+        """For metrics: the last window's slowest rank, and its time over the median.
 
-        Logs, once, a rank that was above 1.2 times the median in each of the last three windows.
-        A collective on the CPU at the end of a window; never waits for the device.
+        {} before the first window is over. Logs, once, a rank that was above 1.2 times the median
+        in each of the last three windows. A collective on the CPU at the end of a window; never
+        waits for the device.
         """
         self._steps += 1
         self._seconds += self._clock.finish_step()
-        if self._steps % self._window != 0:
-            return {}
-        times = _gather(median(self._seconds) if self._seconds else 0.0)
-        self._seconds = []
-        # A device that is many steps behind has nothing to say yet.
-        if min(times) == 0.0:
-            return {}
+        if self._steps % self._window == 0:
+            times = _gather(median(self._seconds) if self._seconds else 0.0)
+            self._seconds = []
+            # A device that is many steps behind has nothing to say yet.
+            if min(times) > 0.0:
+                self._compare(times)
+        return self._values
+
+    def _compare(self, times: list[float]) -> None:
         self._recent.append(times)
         ratios = _over_median(times)
-        for rank in _slow_ranks(self._recent):
-            if rank not in self._named:
-                self._named.add(rank)
-                logger.warning(
-                    "rank %d on %s is slow: its blocks take %.2f times the median of all ranks",
-                    rank, self._hosts[rank], ratios[rank],
-                )  # fmt: skip
+        for rank in sorted(set(_slow_ranks(self._recent)) - self._named):
+            logger.warning(
+                "rank %d on %s is slow: its blocks take %.2f times the median of all ranks",
+                rank, self._hosts[rank], ratios[rank],
+            )  # fmt: skip
+            self._named.add(rank)
         slowest = max(range(len(ratios)), key=ratios.__getitem__)
-        return {"slowest_rank": slowest, "slowest_over_median": ratios[slowest]}
+        self._values = {"slowest_rank": slowest, "slowest_over_median": ratios[slowest]}
 
     def _start(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled():

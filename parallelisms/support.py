@@ -222,6 +222,14 @@ REFUSALS = (
     Refusal("compile.backend", "does nothing without compile.enable",
             lambda run: run.config.compile.backend != "inductor"
             and not run.config.compile.enable),
+    Refusal("checkpoint.keep_every", "must be a multiple of checkpoint.interval",
+            lambda run: run.config.checkpoint.keep_every % run.config.checkpoint.interval != 0),
+    Refusal("checkpoint.keep_every", "does nothing where checkpoint.keep_latest_k is 0: all stay",
+            lambda run: run.config.checkpoint.keep_every > 0
+            and run.config.checkpoint.keep_latest_k == 0),
+    Refusal("numerics.on_spike", "rollback goes to a checkpoint: it needs checkpoint.enable",
+            lambda run: run.config.numerics.on_spike == "rollback"
+            and not run.config.checkpoint.enable),
     Refusal("lr_scheduler.total_steps", "must not be less than training.steps", _is_horizon_passed),
     Refusal("data.path", "must say what to read with data.source files or huggingface",
             lambda run: run.config.data.source in ("files", "huggingface")

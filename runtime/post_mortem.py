@@ -107,8 +107,9 @@ class Witness:
                 # Others may fail while this process is on its way out.
                 self._say("words", self._here())
         except dist.DistError:
-            # The launcher is gone, and nobody else will print it.
-            traceback.print_exception(error)
+            # The launcher, which would print it, is gone.
+            if error is not None:
+                traceback.print_exception(error)
         if isinstance(error, Exception):
             os._exit(exit_codes.FAILED)
 

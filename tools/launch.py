@@ -61,16 +61,16 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
 def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
     """What the launcher ends with; ``outcome`` is what the run's ``control/outcome`` says."""
     codes = set(end.codes.values())
+    # Who waits for a rank that found the config wrong fails too.
+    for code in (exit_codes.BAD_CONFIG, exit_codes.DO_NOT_REQUEUE):
+        if code in codes:
+            return code
     if end.signal is not None:
         has_saved = outcome.startswith("stopped SIG") and has_checkpoints
         # Ranks that die of a signal had not yet come to where they handle it, so nothing is lost.
         if has_saved or codes <= {-end.signal}:
             return exit_codes.PREEMPTED
         return exit_codes.DONE if outcome == "done" and codes == {0} else exit_codes.FAILED
-    # Who waits for a rank that found the config wrong fails too.
-    for code in (exit_codes.BAD_CONFIG, exit_codes.DO_NOT_REQUEUE):
-        if code in codes:
-            return code
     # The first rank to end makes torchrun terminate those that are still on their way out.
     if codes - {-signal.SIGTERM} == {exit_codes.PREEMPTED}:
         return exit_codes.PREEMPTED
@@ -83,7 +83,8 @@ def fail(end: End, control: Path) -> int:
     if end.verdict is not None:
         lines = end.verdict.lines
         print(end.verdict.traceback, end="", file=sys.stderr)
-    print("the run failed: " + "\n  ".join(lines), file=sys.stderr)
+    if end.verdict is not None or end.signal is None:
+        print("the run failed: " + "\n  ".join(lines), file=sys.stderr)
     if end.signal is not None:
         # It was not left to go on, so nobody knows that it would fail again.
         return exit_codes.FAILED

@@ -81,6 +81,13 @@ def test_noise_below_the_limit_is_no_alarm(trials) -> None:
         assert named(times) == []
 
 
+def test_between_windows_the_last_one_counts() -> None:
+    with windows([[1.0, 3.0], [2.0, 2.0]]) as (stragglers, _):
+        stragglers._window = 3
+        found = [stragglers.finish_step().get("slowest_over_median") for _ in range(8)]
+    assert found == [None, None, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0]
+
+
 def test_the_slowest_is_in_the_metrics() -> None:
     with windows([[1.0, 1.0, 1.5], [3.0, 2.0, 2.0]]) as (stragglers, _):
         assert stragglers.finish_step() == {"slowest_rank": 2, "slowest_over_median": 1.5}
@@ -89,8 +96,10 @@ def test_the_slowest_is_in_the_metrics() -> None:
 
 def test_a_rank_with_nothing_to_say_yet_is_waited_for() -> None:
     slow = [1.0, 1.0, 2.0]
-    with windows([slow, [1.0, 0.0, 2.0], slow, slow]) as (stragglers, lines):
-        assert [bool(stragglers.finish_step()) for _ in range(4)] == [True, False, True, True]
+    with windows([[1.0, 0.0, 2.0], slow, [1.0, 0.0, 2.0], slow, slow]) as (stragglers, lines):
+        assert [bool(stragglers.finish_step()) for _ in range(4)] == [False, True, True, True]
+        assert not lines
+        stragglers.finish_step()
         assert len(lines) == 1
 
 

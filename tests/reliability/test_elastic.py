@@ -15,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +28,6 @@ from optim.loss import IGNORED
 from optim.optimizer import build_optimizer
 from optim.padded_adamw import PaddedAdamW
 from parallelisms.elastic import GradientTree, apply_elastic
-from parallelisms.gradient_reduction import begin_microbatch
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
@@ -37,7 +35,7 @@ from parallelisms.parallelize import parallelize
 from runtime.distributed import sum_in_order, sum_over
 from tests.layouts import CPU, RESHARD, TP, Layout
 from tests.ranks import RankPool
-from train import loss_sum
+from train import count_valid, run_model
 
 STEPS, SLOTS, ROWS, SEQ_LEN = 10, 8, 2, 16
 DEGREES = (1, 2, 4, 8)
@@ -71,7 +69,10 @@ def run(
         losses, norms = [], []
         for step in range(steps):
             batches = global_batch(step)
-            losses.append(accumulate(model, parallelism, batches, dims.batch_mesh, tree))
+            # As data/loader.py deals them.
+            mine = batches[dims.batch_mesh.get_local_rank() :: dims.batch_mesh.size()]
+            parts = run_model(model, CPU, parallelism, mine, count_valid(batches), tree=tree)
+            losses.append(sum_in_order(parts, dims.batch_mesh).item())
             norms.append(clip_grad_norm_(list(parameters.values()), 1.0, is_exact=True).item())
             optimizer.step()
             optimizer.zero_grad()
@@ -116,27 +117,6 @@ def global_batch(step: int) -> list[Batch]:
     for slot, count in enumerate(torch.randint(SEQ_LEN, (SLOTS,), generator=generator)):
         labels[slot, :, :count] = IGNORED
     return [Batch(tokens[slot, :, :-1], labels[slot], None, None) for slot in range(SLOTS)]
-
-
-def accumulate(
-    model: nn.Module,
-    parallelism: Parallelism,
-    batches: list[Batch],
-    batch_mesh: DeviceMesh,
-    tree: GradientTree,
-) -> float:
-    """Forward and backward of this rank's slots, as ``data/loader.py`` deals them; the loss."""
-    n_tokens = sum((batch.labels != IGNORED).sum() for batch in batches)
-    losses = []
-    mine = batches[batch_mesh.get_local_rank() :: batch_mesh.size()]
-    for batch in mine:
-        is_last = batch is mine[-1]
-        begin_microbatch(model, parallelism, is_last=is_last)
-        loss = loss_sum(model, batch, CPU) / n_tokens
-        loss.backward()
-        tree.end_microbatch(is_last=is_last)
-        losses.append(loss.detach())
-    return sum_in_order(torch.stack(losses), batch_mesh).item()
 
 
 def digest(tensor: torch.Tensor) -> str:

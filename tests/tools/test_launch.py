@@ -145,6 +145,7 @@ def test_ranks_whose_output_is_shown():
         ([0, 0], signal.SIGTERM, "done", exit_codes.DONE),
         ([-10, -10], signal.SIGUSR1, "done", exit_codes.PREEMPTED),
         ([1, 75], signal.SIGTERM, "", exit_codes.FAILED),
+        ([93, 93], signal.SIGTERM, "", exit_codes.DO_NOT_REQUEUE),
         ([143, 143], signal.SIGTERM, "", exit_codes.FAILED),
     ],
 )
