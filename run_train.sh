@@ -7,6 +7,4 @@ if [[ ${1:-} == --help || ${1:-} == -h ]]; then
   exec "$PYTHON" -P -m config help
 fi
 # -P: what lies in the folder this is called from is not ours to import.
-# Ranks get their own signals. torchrun would die of these and leave its ranks behind.
-trap '' USR1 USR2
 exec "$PYTHON" -P -m tools.launch "${CONFIG_FILE:-$ROOT/train_configs/debug_model.toml}" "$@"

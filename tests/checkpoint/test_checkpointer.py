@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -57,13 +58,18 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Pat
     }
 
 
+@pytest.mark.row(16, "Any mesh loads what any mesh saved, bit for bit")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_any_mesh_loads_what_any_mesh_saved(
-    ranks: RankPool, saved: dict[Path, dict[str, str]], layout: Layout
+    ranks: RankPool,
+    saved: dict[Path, dict[str, str]],
+    layout: Layout,
+    seen: Callable[[str], None],
 ) -> None:
     want = [(2, {"step": 2}, digests) for digests in saved.values()]
     for found in ranks.run(load_runs, layout.world_size, list(saved), layout):
         assert found == want
+    seen(f"{layout} from {len(saved)} meshes")
 
 
 def resume_with_other_options(folder: Path) -> None:

@@ -47,6 +47,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, str]]] = {
     ),
     "bfloat16 compute": (2, {"training.mixed_precision_param": "bfloat16"}),
 }
+QUICK_TO_TELL = {"fsdp, accumulation", "tp", "qwen3, documents, asynchronous saves"}
 
 
 def wait_for(condition: Callable[[], Any], processes: list[BaseProcess], folder: Path) -> None:
@@ -59,7 +60,10 @@ def wait_for(condition: Callable[[], Any], processes: list[BaseProcess], folder:
 
 
 @pytest.mark.row(14, "Resumed is uninterrupted, bit for bit, on the same mesh")
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK_TO_TELL else pytest.mark.slow) for n in LAYOUTS],
+)
 def test_resumed_is_uninterrupted(tmp_path: Path, name: str, seen: Callable[[str], None]) -> None:
     world_size, layout = LAYOUTS[name]
     keys = STEPS | layout | {"training.steps": "8", "checkpoint.interval": "3"}
