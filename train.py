@@ -283,6 +283,7 @@ def main(job: Job, witness: Witness) -> int:
             is_saved = config.checkpoint.enable and state.step % config.checkpoint.interval == 0
             is_logged = is_last or metrics.is_due(state.step)
             extra = {} if stragglers is None else stragglers.finish_step()
+            is_over = (is_logged or is_saved) and guard.look()
             if is_logged or reads_every_step:
                 loss = sum_in_order(losses, dims.batch_mesh).item()
                 values = {"loss": loss, "grad_norm": grad_norm.item()}
@@ -297,7 +298,7 @@ def main(job: Job, witness: Witness) -> int:
                         break
                     roll_back()
                     continue
-            if (is_logged or is_saved) and guard.look():
+            if is_over:
                 ending = exit_codes.NOT_FINITE
                 break
             finish_step(state.step)

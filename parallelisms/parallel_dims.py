@@ -21,6 +21,10 @@ class Degrees:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.batch * self.cp * self.tp
+
 
 def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
     """Replace -1 by the ranks that are left; ``ValueError`` if the product is not the world."""

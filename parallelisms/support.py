@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from config import ConfigError
-from config.job_config import JobConfig
+from config.job_config import JobConfig, Numerics
 from parallelisms.parallel_dims import Degrees, resolve_degrees
 
 
@@ -53,6 +53,13 @@ def check_support(
     if refused:
         raise ConfigError(refused)
     return degrees
+
+
+def _are_spikes_idle(run: Run) -> bool:
+    numerics, default = run.config.numerics, Numerics()
+    keys = ("spike_sigmas", "spike_window", "max_rollbacks")
+    is_set = any(getattr(numerics, key) != getattr(default, key) for key in keys)
+    return numerics.on_spike != "rollback" and is_set
 
 
 def _tp_splits(size: Callable[[Run], int]) -> Callable[[Run], bool]:
@@ -230,6 +237,17 @@ REFUSALS = (
     Refusal("numerics.on_spike", "rollback goes to a checkpoint: it needs checkpoint.enable",
             lambda run: run.config.numerics.on_spike == "rollback"
             and not run.config.checkpoint.enable),
+    Refusal("numerics.max_skipped", "does nothing unless numerics.on_nonfinite is skip",
+            lambda run: run.config.numerics.on_nonfinite != "skip"
+            and run.config.numerics.max_skipped != Numerics().max_skipped),
+    Refusal("numerics.spike_sigmas",
+            "does nothing, like spike_window and max_rollbacks, unless on_spike is rollback",
+            _are_spikes_idle),
+    Refusal("metrics.straggler_window",
+            "simple_fsdp gathers weights inside the blocks: their times say nothing",
+            lambda run: _is_simple_fsdp(run) and run.config.metrics.straggler_window > 0),
+    Refusal("metrics.straggler_window", "compares ranks: it needs more than one",
+            lambda run: run.config.metrics.straggler_window > 0 and run.degrees.ranks == 1),
     Refusal("lr_scheduler.total_steps", "must not be less than training.steps", _is_horizon_passed),
     Refusal("data.path", "must say what to read with data.source files or huggingface",
             lambda run: run.config.data.source in ("files", "huggingface")

@@ -25,7 +25,9 @@ class Row:
     seen: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        result = f"FAILED: {', '.join(self.failed)}" if self.failed else "; ".join(self.seen or ["as promised"])
+        result = "; ".join(self.seen or ["as promised"])
+        if self.failed:
+            result = f"FAILED: {', '.join(self.failed)}"
         return f"{self.promise} | {self.n_tests} | {result}"
 
 
