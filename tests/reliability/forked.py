@@ -5,7 +5,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -26,18 +26,24 @@ CONFIG = ROOT / "train_configs" / "debug_model.toml"
 QUICK = {"activation_checkpoint.mode": "none", "validation.enable": "false"}
 
 
+def nothing() -> None:
+    pass
+
+
 @contextmanager
-def started(folder: Path, world_size: int, **overrides: str) -> Iterator[list[BaseProcess]]:
+def started(
+    folder: Path, world_size: int, *, plant: Callable[[], None] = nothing, **overrides: str
+) -> Iterator[list[BaseProcess]]:
     """Ranks that train the debug model in ``folder``; killed at the end, if they still run.
 
-    What rank ``r`` says is in ``folder/rank-r.log``.
+    What rank ``r`` says is in ``folder/rank-r.log``. ``plant`` is called in each before it trains.
     """
     folder.mkdir(exist_ok=True)
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     port, arguments = _free_port(), options(folder, **overrides)
     processes = [
-        context.Process(target=_train, args=(folder, arguments, rank, world_size, port))
+        context.Process(target=_train, args=(folder, arguments, rank, world_size, port, plant))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -120,7 +126,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _train(folder: Path, overrides: list[str], rank: int, world_size: int, port: int) -> None:
+def _train(
+    folder: Path,
+    overrides: list[str],
+    rank: int,
+    world_size: int,
+    port: int,
+    plant: Callable[[], None],
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -134,4 +147,5 @@ def _train(folder: Path, overrides: list[str], rank: int, world_size: int, port:
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     train.init_logging()
+    plant()
     sys.exit(train.start([str(CONFIG), *overrides]))
