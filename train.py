@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
-from config.job_config import Checkpoint, Parallelism
+from config.job_config import Checkpoint
 from data.loader import Batch, BatchLoader
+from forward_backward import count_valid, run_model, take_step, validation_loss
 from job import Job, check_resume, facts_of, resolve
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops
 from metrics.ledger import Attempt, Ledger
@@ -36,13 +36,11 @@ from metrics.sample import sample
 from metrics.stragglers import Stragglers
 from models.meta import build_on_meta
 from optim.grad_norm import clip_grad_norm_, local_norms
-from optim.loss import IGNORED, cross_entropy_sum
 from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from optim.schedule import lr_factor
 from optim.spikes import SpikeGuard
 from parallelisms.elastic import GradientTree, apply_elastic
-from parallelisms.gradient_reduction import begin_microbatch
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
@@ -52,7 +50,7 @@ from parallelisms.traffic import warn_of_traffic
 from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.control import RunControl
-from runtime.distributed import init_distributed, set_seed, sum_in_order, sum_over
+from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending
 from runtime.log import init_logging, logger
 from runtime.post_mortem import Witness
@@ -359,57 +357,6 @@ def attempt_of(
         place=dims.batch_mesh.get_local_rank(),
         n_rows=job.global_batch_size,
     )
-
-
-def take_step(loader: BatchLoader) -> tuple[list[Batch], Exception | None]:
-    """The microbatches of a step, or what is wrong with the data (ValueError) or with reading."""
-    try:
-        return list(islice(loader, loader.microbatches)), None
-    except (ValueError, OSError) as error:
-        return [], error
-
-
-def run_model(
-    model: nn.Module,
-    device: torch.device,
-    parallelism: Parallelism,
-    microbatches: list[Batch],
-    n_tokens: int,
-    *,
-    tree: GradientTree | None = None,
-) -> torch.Tensor:
-    """Forward and backward of each microbatch; this rank's parts of the step's loss, one each."""
-    losses = []
-    for batch in microbatches:
-        is_last = batch is microbatches[-1]
-        begin_microbatch(model, parallelism, is_last=is_last)
-        # A step in which no label counts has a loss of 0.
-        loss = loss_sum(model, batch, device) / max(n_tokens, 1)
-        loss.backward()
-        if tree is not None:
-            tree.end_microbatch(is_last=is_last)
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
-def loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-    logits = model(*(t if t is None else t.to(device, non_blocking=True) for t in batch.inputs))
-    return cross_entropy_sum(logits, batch.labels.to(device, non_blocking=True))
-
-
-def count_valid(microbatches: list[Batch]) -> int:
-    """Labels of this rank that count."""
-    return sum(int((batch.labels != IGNORED).sum()) for batch in microbatches)
-
-
-@torch.no_grad()
-def validation_loss(
-    model: nn.Module, batches: list[Batch], device: torch.device, batch_mesh: DeviceMesh
-) -> float:
-    """Cross entropy in nats per held-out token, over all ranks."""
-    losses = torch.stack([loss_sum(model, batch, device) for batch in batches])
-    n_tokens = sum_over(torch.tensor(count_valid(batches)), batch_mesh)
-    return sum_in_order(losses, batch_mesh).item() / int(n_tokens)
 
 
 def written_text(model: nn.Module, job: Job) -> str:

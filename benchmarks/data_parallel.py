@@ -41,6 +41,7 @@ from benchmarks.counting import (
 )
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism, Training
 from data.loader import Batch
+from forward_backward import run_model
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from models.transformer import TransformerBlock
@@ -51,7 +52,6 @@ from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims, resolve_degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.traffic import step_traffic
-from train import run_model
 
 ARGS = TransformerArgs(
     dim=512, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=1536, vocab_size=4096,

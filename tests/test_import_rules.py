@@ -33,10 +33,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"config", "runtime"},
     "parallelisms": {"config", "runtime"},
     "job": LIBRARIES,
-    "train": LIBRARIES | {"job"},
+    "forward_backward": LIBRARIES,
+    "train": LIBRARIES | {"forward_backward", "job"},
     "tools": LIBRARIES,
-    "benchmarks": LIBRARIES | {"tools", "job", "train"},
-    "tests": LIBRARIES | {"job", "train", "tools", "benchmarks"},
+    "benchmarks": LIBRARIES | {"forward_backward", "job", "tools", "train"},
+    "tests": LIBRARIES | {"benchmarks", "forward_backward", "job", "tools", "train"},
 }
 # Each of these is imported in the one module that wraps it.
 HEAVY = {"datasets", "transformers", "wandb", "fla", "torchao", "matplotlib"}

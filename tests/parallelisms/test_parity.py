@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
 from data.loader import Batch
+from forward_backward import count_valid, run_model
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from optim.grad_norm import clip_grad_norm_
@@ -29,7 +30,6 @@ from parallelisms.materialize import canonical_fqn, materialize
 from runtime.distributed import sum_over
 from tests.layouts import CPU, MODE, REDUCE, REPLICATE, RESHARD, TP, Layout, build_sharded
 from tests.ranks import RankPool
-from train import count_valid, run_model
 
 ROWS, SEQ_LEN = 36, 16
 MAX_NORM, TOLERANCE = 0.05, 1e-9

@@ -7,6 +7,7 @@ import torch
 
 from config.job_config import Optimizer, Parallelism
 from data.loader import Batch
+from forward_backward import count_valid, run_model
 from models import find_model
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
@@ -14,7 +15,6 @@ from parallelisms.materialize import materialize
 from runtime.distributed import sum_over
 from tests.layouts import CPU, MODE, REPLICATE, RESHARD, TP, Layout, build_sharded
 from tests.ranks import RankPool
-from train import count_valid, run_model
 
 STEPS, ROWS, SEQ_LEN = 20, 2, 32
 SIMPLE = {MODE: "simple_fsdp"}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from checkpoint.storage import HashedFile, describe_file
 from config.job_config import Numerics, Optimizer, Parallelism
 from data.loader import Batch, Span
+from forward_backward import run_model
 from metrics.ledger import Attempt, Ledger
 from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.nonfinite import NonfiniteGuard
@@ -27,7 +28,6 @@ from tests.layouts import CPU, Layout, build_sharded
 from tests.parallelisms.test_materialize import small_args
 from tests.ranks import RankPool
 from tests.test_train import records, start, wait_for_steps
-from train import run_model
 
 pytestmark = [
     pytest.mark.slow,

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from checkpoint.states import OptimizerState
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism, Training
 from data.loader import Batch
+from forward_backward import count_valid, run_model
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from optim.grad_norm import clip_grad_norm_
@@ -35,7 +36,6 @@ from parallelisms.parallelize import parallelize
 from runtime.distributed import sum_in_order, sum_over
 from tests.layouts import CPU, RESHARD, TP, Layout
 from tests.ranks import RankPool
-from train import count_valid, run_model
 
 STEPS, SLOTS, ROWS, SEQ_LEN = 10, 8, 2, 16
 DEGREES = (1, 2, 4, 8)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import forward_backward
 import train
 from data.loader import RowReader
 from optim.spikes import SpikeGuard
@@ -29,7 +30,7 @@ def not_finite_in_step_5() -> None:
     """The loss of rank 1, whose gradients are NaN then."""
     if os.environ["RANK"] == "0":
         return
-    original, calls = train.loss_sum, 0
+    original, calls = forward_backward.loss_sum, 0
 
     def loss_sum(*args: Any) -> torch.Tensor:
         nonlocal calls
@@ -37,7 +38,7 @@ def not_finite_in_step_5() -> None:
         # Two microbatches a step.
         return original(*args) * (float("nan") if calls == 9 else 1.0)
 
-    train.loss_sum = loss_sum
+    forward_backward.loss_sum = loss_sum
 
 
 def spike_at_step_5() -> None:
