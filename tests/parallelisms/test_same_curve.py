@@ -59,18 +59,24 @@ def both_curves(
     ]
 
 
+CASES: list[tuple[Layout, int, str]] = [
+    (Layout(1), 2, "float32"),
+    (Layout(2), 2, "float32"),
+    (Layout(2), 2, "bfloat16"),
+    (Layout(4, {REPLICATE: 2}), 1, "float32"),
+    (Layout(4, {TP: 2}), 1, "float32"),
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "microbatches", "compute_dtype"),
+    ("name", "is_tied", "layout", "microbatches", "compute_dtype"),
     [
-        (Layout(1), 2, "float32"),
-        (Layout(2), 2, "float32"),
-        (Layout(2), 2, "bfloat16"),
-        (Layout(4, {REPLICATE: 2}), 1, "float32"),
-        (Layout(4, {TP: 2}), 1, "float32"),
+        *(("llama3", False, *case) for case in CASES),
+        ("qwen3", True, *CASES[1]),
+        *(pytest.param("qwen3", True, *case, marks=pytest.mark.slow) for case in CASES[2:]),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("name", "is_tied"), [("llama3", False), ("qwen3", True)])
 def test_simple_fsdp_is_fsdp2_bit_for_bit(
     ranks: RankPool, name: str, is_tied: bool, layout: Layout, microbatches: int, compute_dtype: str
 ) -> None:

@@ -88,7 +88,7 @@ def test_every_signal_saves_and_resumes(
 ) -> None:
     draws = random.Random(0)
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
-    count, saved = trials(100), 0
+    count, saved = trials(60), 0
     # Long enough not to end by itself; checkpoints only on demand.
     endless = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
     keys = FLOAT32 | endless | {"checkpoint.interval": "100000"}
