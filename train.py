@@ -49,12 +49,12 @@ from parallelisms.replicas import check_replicas
 from parallelisms.traffic import warn_of_traffic
 from runtime import exit_codes
 from runtime.compat import set_timeout
-from runtime.control import RunControl
+from runtime.control import STOP_FILE, RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending
 from runtime.log import init_logging, logger
 from runtime.post_mortem import Witness
-from runtime.together import raise_everywhere
+from runtime.together import on_first, raise_everywhere
 
 
 @dataclass
@@ -82,8 +82,6 @@ def main(job: Job, witness: Witness) -> int:
     dims = ParallelDims.build(config.parallelism, world_size, device.type)
     set_seed(config.debug)
     control.begin(is_writer=rank == 0)
-    if rank == 0:
-        (run_folder / "config.toml").write_text(dump_toml(config))
     logger.info("ranks: %d on %s, %s", world_size, device.type, dims.degrees)
 
     # 2. Data: this rank's rows of every global batch
@@ -167,6 +165,10 @@ def main(job: Job, witness: Witness) -> int:
     elif config.checkpoint.initial_load_path:
         checkpointer.load_initial(model_state)
         logger.info("weights from %s", config.checkpoint.initial_load_path)
+    control.forget()
+    if rank == 0:
+        # Only now: a start that is refused changes nothing of the run.
+        (run_folder / "config.toml").write_text(dump_toml(config))
     logger.info("replicas agree: %s", check_replicas(model, dims.weight_mesh) or "there are none")
     peak = peak_flops(device, config.metrics.peak_tflops)
     if peak is not None:
@@ -215,17 +217,18 @@ def main(job: Job, witness: Witness) -> int:
                 ledger.sync()
             checkpointer.save(state.step, wait=wait)
 
-    def roll_back() -> None:
-        """To the newest checkpoint; the data go on where they are, so that the spike's are left."""
+    def roll_back() -> bool:
+        """To the newest checkpoint, if there is one. The data go on: the spike's are left out."""
         with metrics.paused():
             checkpointer.finish()
             spiked = state.step
             if checkpointer.load_latest(leave={"data"}) is None:
                 logger.warning("no checkpoint to go back to")
-                return
+                return False
             logger.info("went back from step %d to step %d", spiked, state.step)
             if ledger is not None:
                 ledger.begin(attempt_of(checkpointer, job, dims, data_after=spiked))
+            return True
 
     # 8. The loop
     gc.disable()  # Ranks that collect at different times wait for each other.
@@ -290,12 +293,13 @@ def main(job: Job, witness: Witness) -> int:
                 if is_logged:
                     skipped = {"skipped_steps": guard.skipped} if guard.skipped else {}
                     metrics.log(state.step, training.steps, values | {"lr": lr} | skipped | extra)
-                if has_spike_guard and spikes.is_spike(state.step, **values):
+                # Ranks must decide alike, to the last bit: rank 0's values are what counts.
+                if has_spike_guard and spikes.is_spike(state.step, **on_first(lambda: values)):  # noqa: B023
                     if spikes.is_over:
                         ending = exit_codes.SPIKES
                         break
-                    roll_back()
-                    continue
+                    if roll_back():
+                        continue
             if is_over:
                 ending = exit_codes.NOT_FINITE
                 break
@@ -317,30 +321,32 @@ def main(job: Job, witness: Witness) -> int:
     # 9. The end
     if guard.look():
         ending = exit_codes.NOT_FINITE
+    # What was begun is good in any case.
+    checkpointer.finish()
     if config.checkpoint.enable and (ending is None or ending.is_saved):
-        checkpointer.finish()
         if checkpointer.newest != state.step:
             save(wait=True)
         if checkpointer.newest != state.step:
             ending = exit_codes.NOT_SAVED
     metrics.close()
-    checkpointer.close()
     if ledger is not None:
         ledger.close()
     if ending is None and config.validation.sample_tokens > 0:
         logger.info("the model writes:\n%s", written_text(model, job))
     log_whereabouts(config, run_folder, state.step, ending)
     if ending != exit_codes.NOT_SAVED:
-        control.report("outcome", "done" if ending is None else f"stopped {ending.reason}")
+        control.end("done" if ending is None else f"stopped {ending.reason}")
     dist.barrier()
     dist.destroy_process_group()
+    checkpointer.close()
     return exit_codes.DONE if ending is None else ending.code
 
 
 def asked_to_end(reason: str, config: Checkpoint) -> Ending:
     """By a signal, whose sender wants the run to go on elsewhere, or by the stop file."""
-    is_preempted = reason.startswith("SIG") and config.enable
-    return Ending(reason, exit_codes.PREEMPTED if is_preempted else exit_codes.DONE)
+    if reason == STOP_FILE:
+        return Ending(reason, exit_codes.DONE)
+    return Ending(reason, exit_codes.PREEMPTED if config.enable else exit_codes.FAILED)
 
 
 def attempt_of(

@@ -94,9 +94,12 @@ class Checkpointer:
         self._lineage: dict[str, Any] = {"run": self.attempt, "parent": None}
         self._verified: set[str] = set()
         self._save: Save | None = None
-        self._items: list[WriteItem] = []
+        self._items: list[WriteItem] | None = None
         self._host: dict[Any, torch.Tensor] = {}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        # Apart: it may read, to see what verifies, for as long as the disk takes.
+        self._purger = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retention")
+        self._purged: Future[None] | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -130,16 +133,21 @@ class Checkpointer:
             state = {name: stateful.state_dict() for name, stateful in self._tensors.items()}
             planner = dcp.DefaultSavePlanner()
             planner.set_up_planner(state, is_coordinator=self._rank == 0)
-            self._items = self._items or _plan(planner)
+            # What a rank writes does not change; it may be nothing.
+            self._items = _plan(planner) if self._items is None else self._items
             values = {name: deepcopy(s.state_dict()) for name, s in self._values.items()}
         except RankFailure as error:
             self._tell_failure(step, error)
             return
-        resolve: Callable[[WriteItem], Any] = planner.resolve_data
-        if self._config.async_mode == "async":
-            resolve = self._stage(resolve)
         path = scratch / f"rank-{self._rank:05d}.bin"
-        written = self._thread.submit(write_parts, path, self._items, resolve)
+        written: Future[tuple[dict[str, Any], dict[str, Entry]]] = Future()
+        try:
+            resolve: Callable[[WriteItem], Any] = planner.resolve_data
+            if self._config.async_mode == "async":
+                resolve = self._stage(planner, self._items)
+            written = self._writer.submit(write_parts, path, self._items, resolve)
+        except Exception as error:  # Of this rank alone: the others hear of it in ``finish``.
+            written.set_exception(error)
         self._save = Save(step, scratch, values, written)
         if self._config.async_mode == "disabled":
             written.exception()
@@ -165,15 +173,20 @@ class Checkpointer:
         self._tell(save.step)
         logger.info("saved %s", folder)
         if self._rank == 0 and self._config.keep_latest_k:
-            keep, every = self._config.keep_latest_k, self._config.keep_every
-            self._thread.submit(
-                purge, self._folder, keep=keep, keep_every=every, verified=self._verified
-            )
+            self._purged = self._purger.submit(self._purge)
         return folder
 
+    def _purge(self) -> None:
+        keep, every = self._config.keep_latest_k, self._config.keep_every
+        try:
+            purge(self._folder, keep=keep, keep_every=every, verified=self._verified)
+        except OSError as error:
+            logger.warning("older checkpoints were not deleted: %s", error)
+
     def close(self) -> None:
-        """Wait for the thread, which may be deleting what is not kept."""
-        self._thread.shutdown()
+        """Wait for the threads, of which one may be deleting what is not kept."""
+        self._writer.shutdown()
+        self._purger.shutdown(cancel_futures=True)
 
     def load_latest(self, *, leave: Collection[str] = ()) -> int | None:
         """Restore the newest checkpoint that verifies; return its step, None if there is none.
@@ -184,6 +197,8 @@ class Checkpointer:
         if not self._config.enable:
             return None
         assert self._save is None, "a save is not finished"
+        if self._purged is not None:
+            self._purged.result()
         damaged: dict[Path, list[str]] = {}
         for folder in on_first(partial(published, self._folder)):
             problems = _verify(folder)
@@ -200,6 +215,7 @@ class Checkpointer:
                 logger.warning("checkpoint set aside as %s: %s", aside, "; ".join(found))
             self._verified.add(folder.name)
             self._begin_lineage(manifest, run=manifest["run"])
+            self.parent, self.attempt = manifest["attempt"], on_first(lambda: uuid.uuid4().hex)
             self.newest = manifest["step"]
             return self.newest
         if damaged:
@@ -220,7 +236,6 @@ class Checkpointer:
 
     def _begin_lineage(self, manifest: dict[str, Any], *, run: str) -> None:
         parent = {key: manifest[key] for key in ("run", "attempt", "step")}
-        self.attempt, self.parent = on_first(lambda: uuid.uuid4().hex), parent["attempt"]
         self._lineage = {"run": run, "parent": parent}
 
     def _open_scratch(self, step: int) -> Path:
@@ -231,15 +246,17 @@ class Checkpointer:
         scratch.mkdir(mode=0o700)
         return scratch
 
-    def _stage(self, resolve: Callable[[WriteItem], Any]) -> Callable[[WriteItem], torch.Tensor]:
+    def _stage(
+        self, planner: dcp.DefaultSavePlanner, items: list[WriteItem]
+    ) -> Callable[[WriteItem], torch.Tensor]:
         """Copy this rank's items to host memory, which is kept for the next save."""
-        for item in self._items:
-            tensor = resolve(item).detach()
+        for item in items:
+            tensor: Any = planner.resolve_data(item)
             is_cuda = tensor.device.type == "cuda"
             if item.index not in self._host:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
                 self._host[item.index] = host
-            self._host[item.index].copy_(tensor, non_blocking=True)
+            self._host[item.index].copy_(tensor.detach(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return lambda item: self._host[item.index]

@@ -8,6 +8,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ def delete(folders: Iterable[Path]) -> None:
     for folder in folders:
         # Renamed first, so that a half-deleted folder is never a candidate.
         trash = folder.with_name(f".trash-{uuid.uuid4().hex}")
-        folder.rename(trash)
+        # What another thread has just deleted is gone as well.
+        with suppress(FileNotFoundError):
+            folder.rename(trash)
         # What stays, as files that are open do on NFS, the next save tries again.
         shutil.rmtree(trash, ignore_errors=True)
 

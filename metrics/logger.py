@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -87,6 +88,13 @@ class MetricsLogger:
         self.write({"step": step, "validation_loss": loss})
 
     def write(self, record: dict[str, Any]) -> None:
+        try:
+            self._write_files(record)
+        except OSError as error:
+            # A disk that is full is no reason to stop: the next save may find room.
+            logger.error("ALARM: metrics of step %s are lost: %s", record["step"], error)
+
+    def _write_files(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             # JSON has no NaN.
             finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
@@ -119,11 +127,22 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def _open_log(path: Path, resumed: int | None) -> TextIO:
-    """Without the lines of steps that a resumed run makes again."""
-    if resumed is not None and path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= resumed))
+    """Without the lines of steps that a resumed run makes again, and without torn ones."""
+    if path.exists():
+        steps = ((line + "\n", _step_of(line)) for line in path.read_text().splitlines())
+        last = math.inf if resumed is None else resumed
+        scratch = path.with_name(f".{path.name}")
+        scratch.write_text("".join(line for line, step in steps if step <= last))
+        os.replace(scratch, path)
     return path.open("a")
+
+
+def _step_of(line: str) -> float:
+    """NaN, which is not below anything, for a line that was torn."""
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:
+        return math.nan
 
 
 def _open_board(folder: Path, resumed: int | None) -> Any:

@@ -234,6 +234,11 @@ REFUSALS = (
     Refusal("checkpoint.keep_every", "does nothing where checkpoint.keep_latest_k is 0: all stay",
             lambda run: run.config.checkpoint.keep_every > 0
             and run.config.checkpoint.keep_latest_k == 0),
+    Refusal("checkpoint.max_unsaved_steps",
+            "must be at least checkpoint.interval; twice that with async_mode async",
+            lambda run: run.config.checkpoint.max_unsaved_steps is not None
+            and run.config.checkpoint.max_unsaved_steps < run.config.checkpoint.interval
+            * (2 if run.config.checkpoint.async_mode == "async" else 1)),
     Refusal("numerics.on_spike", "rollback goes to a checkpoint: it needs checkpoint.enable",
             lambda run: run.config.numerics.on_spike == "rollback"
             and not run.config.checkpoint.enable),

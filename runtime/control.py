@@ -38,10 +38,7 @@ class RunControl:
             signal.signal(number, self._receive)
 
     def begin(self, is_writer: bool) -> None:
-        """Forget the last attempt's outcome and its request to stop.
-
-        Raises ``ConfigError`` if another run has the folder, until that one ends.
-        """
+        """Take the folder; raise ``ConfigError`` if another run has it, until that one ends."""
         self._is_writer = is_writer
         if is_writer:
             try:
@@ -51,8 +48,18 @@ class RunControl:
                 self._lock = lock_run(self._folder)
             except OSError as error:
                 raise ConfigError([f"job.output_dir: {error}"]) from None
+
+    def forget(self) -> None:
+        """Forget the last attempt's outcome and its request to stop, now that this one goes on."""
+        if self._is_writer:
             for name in ("outcome", "stop"):
                 (self._folder / name).unlink(missing_ok=True)
+
+    def end(self, outcome: str) -> None:
+        """Report the outcome; from here on, signals change nothing any more."""
+        self.report("outcome", outcome)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def agree(self, **counts: int) -> dict[str, int]:
         """The sums over all ranks of ``counts``: what ranks tell each other at each step.

@@ -210,9 +210,10 @@ def _go_back(head: Attempt, lineage: Lineage) -> np.ndarray:
     if data_after in lineage.steps:
         starts = lineage.steps[data_after].rows[:, END]
     lineage.steps = {step: entry for step, entry in lineage.steps.items() if step <= resumed}
+    before = lineage.left_out.get(resumed, 0)
     lineage.left_out = {step: n for step, n in lineage.left_out.items() if step < resumed}
     if data_after != resumed:
-        lineage.left_out[resumed] = data_after - resumed
+        lineage.left_out[resumed] = before + data_after - resumed
     return starts
 
 

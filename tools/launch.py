@@ -19,6 +19,7 @@ from models import find_model
 from parallelisms.support import check_support
 from runtime import exit_codes
 from runtime.compat import usable_cpus
+from runtime.control import STOP_FILE
 from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
 from tools.agent import End, Nodes, run_ranks
 
@@ -70,7 +71,8 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
         # Ranks that die of a signal had not yet come to where they handle it, so nothing is lost.
         if has_saved or codes <= {-end.signal}:
             return exit_codes.PREEMPTED
-        return exit_codes.DONE if outcome == "done" and codes == {0} else exit_codes.FAILED
+        is_done = outcome in ("done", f"stopped {STOP_FILE}") and codes == {exit_codes.DONE}
+        return exit_codes.DONE if is_done else exit_codes.FAILED
     # The first rank to end makes torchrun terminate those that are still on their way out.
     if codes - {-signal.SIGTERM} == {exit_codes.PREEMPTED}:
         return exit_codes.PREEMPTED

@@ -37,7 +37,8 @@ def roll_back(run_folder: Path, step: int) -> None:
         problems = problems_of(checkpoints[step])
         if problems:
             raise ValueError(f"step {step} does not verify: {'; '.join(problems)}")
-        for later in sorted(number for number in checkpoints if number > step):
+        # The newest first: half a rollback leaves an older one the newest, not a later one.
+        for later in sorted((number for number in checkpoints if number > step), reverse=True):
             print(f"set aside: {set_aside(checkpoints[later], 'abandoned')}")
         (run_folder / "control" / "progress").write_text(f"{step}\n")
     print(f"the next start of {run_folder} resumes from step {step}")

@@ -10,12 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from checkpoint.checkpointer import merge
+from checkpoint.checkpointer import Checkpointer, merge
 from checkpoint.states import ModelState
 from checkpoint.store import STATE_FILE
-from config.job_config import Optimizer
+from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from runtime.log import logger
 from tests.checkpoint.small_run import ARGS, Run
@@ -272,3 +273,34 @@ def test_weights_of_a_deeper_model_are_refused(ranks: RankPool, tmp_path: Path) 
     for error, before, after in ranks.run(load_initial, 2, tmp_path, ARGS):
         assert "of another model: it also has model.layers.1.attention.k_norm.weight" in error
         assert after == before
+
+
+class OneTensor:
+    """Fewer tensors than ranks: a rank has nothing to write."""
+
+    def __init__(self) -> None:
+        self.tensors = {"weight": torch.arange(3.0)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.tensors = state_dict
+
+
+def save_one_tensor(folder: Path) -> tuple[int, list[float]]:
+    one = OneTensor()
+    checkpointer = Checkpointer(
+        folder, Checkpoint(), tensors={"model": one}, values={}, facts={}, check=lambda _: None
+    )
+    for step in (1, 2):
+        one.tensors["weight"] += 1
+        checkpointer.save(step, wait=True)
+    one.tensors["weight"].zero_()
+    assert checkpointer.load_latest() == 2
+    checkpointer.close()
+    return checkpointer.newest, one.tensors["weight"].tolist()
+
+
+def test_ranks_without_a_share_save_too(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(save_one_tensor, 3, tmp_path) == [(2, [2.0, 3.0, 4.0])] * 3

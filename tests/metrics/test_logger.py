@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from config.job_config import Metrics
 from metrics.logger import MetricsLogger
+from runtime.log import logger
 
 VALUES = {"loss": 0.1 + 0.2, "grad_norm": 1 / 3, "lr": 3e-4 * 0.7}
 
@@ -142,3 +144,24 @@ def test_log_is_json_also_without_numbers(tmp_path: Path, clock: Clock) -> None:
     metrics.count(tokens=1, data_wait=0.0)
     metrics.log(10, 100, VALUES | {"loss": float("nan")})
     assert records(tmp_path)[0]["loss"] is None
+
+
+@pytest.mark.parametrize("resumed", [None, 20])
+@pytest.mark.parametrize("torn", ['{"step": 30, "lo', '{"step": 20}'])
+def test_a_torn_line_costs_no_other(tmp_path: Path, resumed: int | None, torn: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n' + torn)
+    build(tmp_path, resumed=resumed).write({"step": 40})
+    steps = [record["step"] for record in records(tmp_path)]
+    assert steps == ([10, 40] if "lo" in torn else [10, 20, 40])
+
+
+def test_a_full_disk_is_an_alarm_and_no_more(tmp_path: Path) -> None:
+    metrics = build(tmp_path)
+    with (
+        patch.object(metrics, "_file", Mock(write=Mock(side_effect=OSError("disk full")))),
+        patch.object(logger, "error") as alarm,
+    ):
+        metrics.write({"step": 1})
+    assert "disk full" in str(alarm.call_args)
+    metrics.write({"step": 2})
+    assert [record["step"] for record in records(tmp_path)] == [2]

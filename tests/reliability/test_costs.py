@@ -18,6 +18,7 @@ from config.job_config import Numerics, Optimizer, Parallelism
 from data.loader import Batch, Span
 from forward_backward import run_model
 from metrics.ledger import Attempt, Ledger
+from models import find_model
 from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
@@ -66,7 +67,9 @@ def batches() -> Iterable[Batch]:
 def time_steps(folder: Path) -> dict[str, float]:
     """Median seconds of a step and of its parts, on the debug model of the default run."""
     layout = Layout(2)
-    model, dims = build_sharded("llama3", small_args("llama3", "debugmodel"), layout)
+    _, published = find_model("llama3", "debugmodel")
+    args = replace(published, vocab_size=320, max_seq_len=SEQ_LEN)
+    model, dims = build_sharded("llama3", args, layout)
     materialize(model, CPU, seed=1)
     optimizer = build_optimizer(model, Optimizer())
     named = dict(model.named_parameters())
