@@ -117,7 +117,8 @@ def test_what_every_step_pays(ranks: RankPool, tmp_path: Path, seen: Callable[[s
     share = sum(times.values()) / step
     texts = [f"{name} {1000 * value:.2f}" for name, value in times.items()]
     seen(f"ms of a step of {1000 * step:.0f}: {', '.join(texts)}; together {100 * share:.2f} %")
-    assert share < 0.005
+    # Latencies, the same for a model of any size: at most 0.5 % of a step of a second.
+    assert sum(times.values()) < 0.005
 
 
 def time_saves(folder: Path) -> tuple[float, float]:
