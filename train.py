@@ -285,6 +285,7 @@ def main(job: Job, witness: Witness) -> int:
             is_logged = is_last or metrics.is_due(state.step)
             extra = {} if stragglers is None else stragglers.finish_step()
             is_over = (is_logged or is_saved) and guard.look()
+            has_spike = False
             if is_logged or reads_every_step:
                 loss = sum_in_order(losses, dims.batch_mesh).item()
                 values = {"loss": loss, "grad_norm": grad_norm.item()}
@@ -293,13 +294,14 @@ def main(job: Job, witness: Witness) -> int:
                 if is_logged:
                     skipped = {"skipped_steps": guard.skipped} if guard.skipped else {}
                     metrics.log(state.step, training.steps, values | {"lr": lr} | skipped | extra)
-                # Ranks must decide alike, to the last bit: rank 0's values are what counts.
-                if has_spike_guard and spikes.is_spike(state.step, **on_first(lambda: values)):  # noqa: B023
-                    if spikes.is_over:
-                        ending = exit_codes.SPIKES
-                        break
-                    if roll_back():
-                        continue
+                if has_spike_guard:
+                    # Ranks must decide alike, to the last bit: rank 0's values are what counts.
+                    has_spike = spikes.is_spike(state.step, **on_first(values.copy))
+            if has_spike and spikes.is_over:
+                ending = exit_codes.SPIKES
+                break
+            if has_spike and roll_back():
+                continue
             if is_over:
                 ending = exit_codes.NOT_FINITE
                 break

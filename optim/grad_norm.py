@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from optim.exact_norm import Shards, exact_norm
+from runtime.distributed import local_part
 
 
 @torch.no_grad()
@@ -31,7 +32,7 @@ def clip_grad_norm_(
     for parameter, part in zip(parameters, norms or local_norms(parameters), strict=True):
         if parameter.grad is not None:
             groups = _sharding_groups(parameter.grad)
-            shards[groups].append(_local(parameter.grad))
+            shards[groups].append(local_part(parameter.grad))
             parts[groups].append(part)
     n_elements = sum(p.numel() for p in parameters)
     norm = exact_norm(shards, n_elements) if is_exact else _norm(parts)
@@ -44,7 +45,9 @@ def clip_grad_norm_(
 @torch.no_grad()
 def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     """The 2-norm of this rank's part of each gradient, 0-d; 0 where there is no gradient."""
-    grads = [_local(p).new_zeros(1) if p.grad is None else _local(p.grad) for p in parameters]
+    grads = [
+        local_part(p).new_zeros(1) if p.grad is None else local_part(p.grad) for p in parameters
+    ]
     return list(torch._foreach_norm(grads, 2.0))
 
 
@@ -69,7 +72,3 @@ def _sharding_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
         for dim, placement in enumerate(grad.placements)
         if isinstance(placement, (Shard, _StridedShard))
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

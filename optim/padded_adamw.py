@@ -4,7 +4,8 @@ from itertools import chain
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+
+from runtime.distributed import local_part
 
 # No vector register of a CPU we know is wider.
 VECTOR_BYTES = 64
@@ -26,7 +27,7 @@ class PaddedAdamW(torch.optim.AdamW):
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)
             *used, _, steps = lists
-            local = [[_local(tensor) for tensor in tensors] for tensors in used]
+            local = [[local_part(tensor) for tensor in tensors] for tensors in used]
             padded = [[_pad(tensor) for tensor in tensors] for tensors in local]
             beta1, beta2 = group["betas"]
             torch._foreach_add_(steps, 1)
@@ -57,7 +58,3 @@ def _pad(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` itself if it is whole vectors, else a flat copy that is."""
     missing = -tensor.numel() % (VECTOR_BYTES // tensor.element_size())
     return F.pad(tensor.flatten(), (0, missing)) if missing else tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

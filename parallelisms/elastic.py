@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor
 
+from runtime.distributed import local_part
 from runtime.log import logger
 
 
@@ -94,8 +94,8 @@ class GradientTree:
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """``left``, with ``right`` added in place, rounded as sums between ranks are."""
-        sums = _local(left)
-        sums += _local(right)
+        sums = local_part(left)
+        sums += local_part(right)
         if self._reduce_dtype not in (None, sums.dtype):
             sums.copy_(sums.to(self._reduce_dtype))
         return left
@@ -105,7 +105,3 @@ def _take_grad(parameter: nn.Parameter) -> torch.Tensor:
     grad, parameter.grad = parameter.grad, None
     assert grad is not None, "a parameter took no part in the loss"
     return grad
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from config.job_config import Comm, Debug, Training
 from runtime.compat import cpu_has_bfloat16, loopback_interface
@@ -76,3 +77,8 @@ def sum_in_order(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     gathered = [torch.empty_like(values) for _ in range(mesh.size())]
     dist.all_gather(gathered, values.detach().contiguous(), group=mesh.get_group())
     return torch.stack(gathered, dim=1).flatten().sum()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor this rank holds: all of one that is not distributed."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
