@@ -1,16 +1,23 @@
 """A step's microbatches through the model, forward and backward: the inside of the loop."""
 
 from itertools import islice
+from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from config.job_config import Parallelism
 from data.loader import Batch, BatchLoader
 from optim.loss import IGNORED, cross_entropy_sum
+from parallelisms.context_parallel import sequence_part, whole_sequence
 from parallelisms.elastic import GradientTree
 from parallelisms.gradient_reduction import begin_microbatch
+from parallelisms.parallel_dims import ParallelDims
+from parallelisms.pipeline_parallel import build_schedule, sum_tied
 from runtime.distributed import sum_in_order, sum_over
 
 
@@ -22,44 +29,265 @@ def take_step(loader: BatchLoader) -> tuple[list[Batch], Exception | None]:
         return [], error
 
 
-def run_model(
-    model: nn.Module,
-    device: torch.device,
-    parallelism: Parallelism,
-    microbatches: list[Batch],
-    n_tokens: int,
-    *,
-    tree: GradientTree | None = None,
-) -> torch.Tensor:
-    """Forward and backward of each microbatch; this rank's parts of the step's loss, one each."""
-    losses = []
-    for batch in microbatches:
-        is_last = batch is microbatches[-1]
-        begin_microbatch(model, parallelism, is_last=is_last)
-        # A step in which no label counts has a loss of 0.
-        loss = loss_sum(model, batch, device) / max(n_tokens, 1)
-        loss.backward()
-        if tree is not None:
-            tree.end_microbatch(is_last=is_last)
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
-def loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-    logits = model(*(t if t is None else t.to(device, non_blocking=True) for t in batch.inputs))
-    return cross_entropy_sum(logits, batch.labels.to(device, non_blocking=True))
-
-
 def count_valid(microbatches: list[Batch]) -> int:
-    """Labels of this rank that count."""
+    """Labels of this rank's rows that count."""
     return sum(int((batch.labels != IGNORED).sum()) for batch in microbatches)
 
 
-@torch.no_grad()
-def validation_loss(
-    model: nn.Module, batches: list[Batch], device: torch.device, batch_mesh: DeviceMesh
-) -> float:
+class Runner(Protocol):
+    """How batches go through the model on this rank."""
+
+    copies: list[nn.Parameter]
+    """Parameters of this rank that another stage counts as its own."""
+
+    def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+        """Forward and backward; this rank's part of the step's loss, by microbatch (n,).
+
+        ``n_tokens``: labels that count in the whole step, by which the loss is divided.
+        """
+
+    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+        """This rank's part of the cross entropy, summed over tokens, by batch (n,)."""
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits (b, s, vocab_size) of a batch's inputs (b, s), whole on each rank."""
+
+
+def validation_loss(runner: Runner, batches: list[Batch], dims: ParallelDims) -> float:
     """Cross entropy in nats per held-out token, over all ranks."""
-    losses = torch.stack([loss_sum(model, batch, device) for batch in batches])
-    n_tokens = sum_over(torch.tensor(count_valid(batches)), batch_mesh)
-    return sum_in_order(losses, batch_mesh).item() / int(n_tokens)
+    losses = runner.evaluate(batches)
+    n_tokens = sum_over(torch.tensor(count_valid(batches)), dims.batch_mesh)
+    return sum_in_order(losses, dims.data_mesh).item() / int(n_tokens)
+
+
+def build_runner(
+    model: nn.Module,
+    stages: list[nn.Module],
+    dims: ParallelDims,
+    *,
+    parallelism: Parallelism,
+    device: torch.device,
+    dtype: torch.dtype,
+    n_microbatches: int,
+    tied: list[str],
+    tree: GradientTree | None = None,
+) -> Runner:
+    """For what ``parallelize`` made of ``model``, which computes in ``dtype``.
+
+    ``tied``: FQNs of parameters that had several names in the whole model.
+    """
+    if dims.degrees.pp == 1:
+        return WholeModel(model, dims.cp_mesh, parallelism=parallelism, device=device, tree=tree)
+    return Pipeline(
+        model,
+        stages,
+        dims,
+        parallelism=parallelism,
+        device=device,
+        dtype=dtype,
+        n_microbatches=n_microbatches,
+        tied=tied,
+    )
+
+
+class WholeModel:
+    """Every rank has all layers, in full or a shard of each."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cp_mesh: DeviceMesh | None = None,
+        *,
+        parallelism: Parallelism,
+        device: torch.device,
+        tree: GradientTree | None = None,
+    ) -> None:
+        self._model, self._parallelism, self._tree = model, parallelism, tree
+        self._spread = _Spread(cp_mesh, parallelism, device)
+        self.copies: list[nn.Parameter] = []
+
+    def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+        losses = []
+        for batch in microbatches:
+            is_last = batch is microbatches[-1]
+            begin_microbatch(self._model, self._parallelism, is_last=is_last)
+            with loss_parallel():
+                # A step in which no label counts has a loss of 0.
+                loss = self._loss_sum(batch) / max(n_tokens, 1)
+                loss.backward()
+            if self._tree is not None:
+                self._tree.end_microbatch(is_last=is_last)
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+        with loss_parallel():
+            return torch.stack([self._loss_sum(batch) for batch in batches])
+
+    @torch.no_grad()
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x, options = self._spread.inputs(tokens, positions, document_ids)
+        return self._spread.whole(self._model(x, **options))
+
+    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+        x, options = self._spread.inputs(*batch.inputs)
+        return cross_entropy_sum(self._model(x, **options), self._spread.part(batch.labels))
+
+
+class Pipeline:
+    """Every rank has some layers, which microbatches pass in the order of a schedule."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: list[nn.Module],
+        dims: ParallelDims,
+        *,
+        parallelism: Parallelism,
+        device: torch.device,
+        dtype: torch.dtype,
+        n_microbatches: int,
+        tied: list[str],
+    ) -> None:
+        """``model``, ``stages``: of ``parallelize``. ``dtype``: of hidden states.
+
+        ``tied``: FQNs of what the first and the last stage share.
+        """
+        self._stages, self._dims, self._parallelism = stages, dims, parallelism
+        self._args, self._dtype, self._device = cast(Any, model).args, dtype, device
+        self._loss_dtype = torch.promote_types(dtype, torch.float32)
+        self._n_microbatches, self._n_tokens = n_microbatches, 1
+        self._spread = _Spread(dims.cp_mesh, parallelism, device)
+        self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
+        self.copies = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
+        self._schedules: dict[Any, Any] = {}
+
+    def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+        # A step in which no label counts has a loss of 0.
+        self._n_tokens = max(n_tokens, 1)
+        losses = self._run("step", microbatches)
+        sum_tied(self._tied, self._dims.pp_mesh)
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+        self._n_tokens, n = 1, self._n_microbatches
+        groups = [batches[start : start + n] for start in range(0, len(batches), n)]
+        return torch.cat([self._run("eval", group) for group in groups])
+
+    @torch.no_grad()
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        schedule = self._schedule(tokens.shape, n_microbatches=1, loss_fn=None)
+        x, options = self._inputs([Batch(tokens, tokens, positions, document_ids)])
+        found = schedule.step(x, **options)
+        shape = (*x.shape, self._args.vocab_size)
+        logits = torch.empty(shape, dtype=self._loss_dtype, device=self._device)
+        if found is not None:
+            logits.copy_(found.full_tensor() if isinstance(found, DTensor) else found)
+        group = self._dims.pp_mesh.get_group()
+        dist.broadcast(logits, group=group, group_src=self._dims.pp_mesh.size() - 1)
+        return self._spread.whole(logits)
+
+    def _run(self, what: str, microbatches: list[Batch]) -> torch.Tensor:
+        """Losses (n,) of one call of the schedule, zeros but on the last stage's ranks."""
+        count, shape = len(microbatches), microbatches[0].tokens.shape
+        schedule = self._schedule(shape, n_microbatches=count, loss_fn=self._loss)
+        x, options = self._inputs(microbatches)
+        labels = self._spread.part(torch.cat([batch.labels for batch in microbatches]))
+        losses: list[torch.Tensor] = []
+        with loss_parallel():
+            run = getattr(schedule, what)
+            run(x, target=labels, losses=losses, return_outputs=False, **options)
+        if losses:
+            return torch.stack(losses).detach()
+        return torch.zeros(count, dtype=self._loss_dtype, device=self._device)
+
+    def _inputs(self, microbatches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Of all microbatches, one after the other; the schedule takes them apart again."""
+        tokens = torch.cat([batch.tokens for batch in microbatches])
+        positions, document_ids = (
+            None if each[0] is None else torch.cat(each)
+            for each in zip(*(batch.inputs[1:] for batch in microbatches), strict=True)
+        )
+        if positions is None:
+            # Later stages see hidden states, which do not tell how long the sequence is.
+            positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        return self._spread.inputs(tokens, positions, document_ids)
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(logits, labels) / self._n_tokens
+
+    def _schedule(self, shape: torch.Size, *, n_microbatches: int, loss_fn: Any) -> Any:
+        """For microbatches of this ``shape`` (b, s); made once for each."""
+        key = (shape, n_microbatches, loss_fn is None)
+        if key not in self._schedules:
+            rows, seq_len = shape
+            degrees = self._dims.degrees
+            hidden = (rows, seq_len // degrees.cp // degrees.tp, self._args.dim)
+            self._schedules[key] = build_schedule(
+                self._stages,
+                self._dims.pp_mesh,
+                parallelism=self._parallelism,
+                device=self._device,
+                hidden=torch.empty(hidden, dtype=self._dtype, device="meta", requires_grad=True),
+                n_microbatches=n_microbatches,
+                loss_fn=loss_fn,
+            )
+        return self._schedules[key]
+
+
+class _Spread:
+    """What of a batch is this rank's, and how ranks' parts become whole again."""
+
+    def __init__(
+        self, cp_mesh: DeviceMesh | None, parallelism: Parallelism, device: torch.device
+    ) -> None:
+        self._mesh = None if cp_mesh is None or cp_mesh.size() == 1 else cp_mesh
+        self._method, self._device = parallelism.context_parallel_method, device
+
+    def inputs(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What the model takes: (b, s/cp), but document_ids (b, s), which attention sees whole."""
+        options = {}
+        if positions is None and self._mesh is not None:
+            positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        if positions is not None:
+            options["positions"] = self.part(positions)
+        if document_ids is not None:
+            options["document_ids"] = document_ids.to(self._device, non_blocking=True)
+        return self.part(tokens), options
+
+    def part(self, sequences: torch.Tensor) -> torch.Tensor:
+        """(b, s) to this rank's (b, s/cp), on the device."""
+        if self._mesh is not None:
+            own = sequence_part(sequences.shape[1], self._mesh, method=self._method)
+            sequences = sequences[:, own]
+        return sequences.to(self._device, non_blocking=True)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits (b, s/cp, vocab_size / tp) to (b, s, vocab_size)."""
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        if self._mesh is not None:
+            logits = whole_sequence(logits, self._mesh, method=self._method)
+        return logits

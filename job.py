@@ -26,6 +26,8 @@ class Job:
     tokenizer: Tokenizer
     train_source: Source
     held_out_source: Source | None
+    microbatch_size: int
+    """Sequences that a rank computes at once."""
     global_batch_size: int
     total_steps: int
     """The horizon of the learning rate's schedule."""
@@ -59,6 +61,9 @@ def resolve(config: JobConfig, world_size: int) -> Job:
         tokenizer=tokenizer,
         train_source=train_source,
         held_out_source=held_out_source,
+        microbatch_size=config.parallelism.pipeline_parallel_microbatch_size
+        if degrees.pp > 1
+        else config.training.local_batch_size,
         global_batch_size=batch_size,
         total_steps=total_steps,
     )

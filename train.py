@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.checkpointer import Checkpointer
@@ -26,7 +25,7 @@ from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Checkpoint
 from data.loader import Batch, BatchLoader
-from forward_backward import count_valid, run_model, take_step, validation_loss
+from forward_backward import Runner, build_runner, count_valid, take_step, validation_loss
 from job import Job, check_resume, facts_of, resolve
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops
 from metrics.ledger import Attempt, Ledger
@@ -46,6 +45,7 @@ from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
+from parallelisms.shared_parameters import shared_names
 from parallelisms.traffic import warn_of_traffic
 from runtime import exit_codes
 from runtime.compat import set_timeout
@@ -90,7 +90,7 @@ def main(job: Job, witness: Witness) -> int:
         tokenizer=job.tokenizer,
         vocab_size=job.args.vocab_size,
         seq_len=training.seq_len,
-        local_batch_size=training.local_batch_size,
+        local_batch_size=job.microbatch_size,
         global_batch_size=job.global_batch_size,
         rank=dims.batch_mesh.get_local_rank(),
         degree=dims.batch_mesh.size(),
@@ -110,6 +110,7 @@ def main(job: Job, witness: Witness) -> int:
         head_dim=args.head_dim,
         seq_len=training.seq_len,
     )
+    fqns, tied = [fqn for fqn, _ in model.named_parameters()], shared_names(model)
     n_parameters = sum(p.numel() for p in model.parameters())
     logger.info(
         "model: %s %s, %s parameters", config.model.name, config.model.flavor, f"{n_parameters:,}"
@@ -117,7 +118,7 @@ def main(job: Job, witness: Witness) -> int:
 
     # 4. Shard it, then give it memory and weights
     mp_policy = mixed_precision_policy(training, device)
-    parallelize(
+    stages = parallelize(
         model,
         dims,
         facts=job.spec,
@@ -133,13 +134,25 @@ def main(job: Job, witness: Witness) -> int:
     materialize(model, device, seed=config.debug.seed, is_offloaded=is_offloaded)
     parameters = list(model.parameters())
     tree = GradientTree(parameters, mp_policy.reduce_dtype) if is_elastic else None
-    forward_backward = partial(run_model, model, device, config.parallelism, tree=tree)
+    assert mp_policy.param_dtype is not None
+    runner = build_runner(
+        model,
+        stages,
+        dims,
+        parallelism=config.parallelism,
+        device=device,
+        dtype=mp_policy.param_dtype,
+        n_microbatches=loader.microbatches,
+        tied=tied,
+        tree=tree,
+    )
 
     # 5. Optimizer; its learning rate is a function of the step
     optimizer = build_optimizer(model, config.optimizer, is_elastic=is_elastic)
     guard = NonfiniteGuard(
         optimizer,
         {canonical_fqn(fqn): parameter for fqn, parameter in model.named_parameters()},
+        fqns=fqns,
         weight_mesh=dims.weight_mesh,
         config=config.numerics,
     )
@@ -171,13 +184,13 @@ def main(job: Job, witness: Witness) -> int:
         (run_folder / "config.toml").write_text(dump_toml(config))
     logger.info("replicas agree: %s", check_replicas(model, dims.weight_mesh) or "there are none")
     peak = peak_flops(device, config.metrics.peak_tflops)
-    if peak is not None:
+    if peak is not None and dims.degrees.pp == 1:
         warn_of_traffic(
             dims,
             config.parallelism,
             mp_policy,
             n_parameters=n_parameters,
-            n_tokens=training.local_batch_size * training.seq_len,
+            n_tokens=training.local_batch_size * training.seq_len // dims.degrees.cp,
             microbatches=loader.microbatches,
             flops_per_token=flops[0],
             peak_flops=peak,
@@ -208,7 +221,7 @@ def main(job: Job, witness: Witness) -> int:
 
     def validate() -> None:
         with metrics.paused():
-            loss = validation_loss(model, held_out, device, dims.batch_mesh)
+            loss = validation_loss(runner, held_out, dims)
             metrics.log_validation(state.step, loss)
 
     def save(*, wait: bool = False) -> None:
@@ -264,10 +277,15 @@ def main(job: Job, witness: Witness) -> int:
             state.step += 1
             witness.step = state.step
             n_tokens = agreed["tokens"] * dims.batch_mesh.size() // world_size
-            losses = forward_backward(microbatches, n_tokens)
+            losses = runner.train(microbatches, n_tokens)
             norms = local_norms(parameters)
             grad_norm = clip_grad_norm_(
-                parameters, training.max_norm, norms=norms, is_exact=is_elastic
+                parameters,
+                training.max_norm,
+                norms=norms,
+                is_exact=is_elastic,
+                pp_mesh=dims.pp_mesh,
+                copies=runner.copies,
             )
             lr = config.optimizer.lr * lr_factor(state.step, config.lr_scheduler, job.total_steps)
             for group in optimizer.param_groups:
@@ -287,7 +305,7 @@ def main(job: Job, witness: Witness) -> int:
             is_over = (is_logged or is_saved) and guard.look()
             has_spike = False
             if is_logged or reads_every_step:
-                loss = sum_in_order(losses, dims.batch_mesh).item()
+                loss = sum_in_order(losses, dims.data_mesh).item()
                 values = {"loss": loss, "grad_norm": grad_norm.item()}
                 if ledger is not None:
                     ledger.log(state.step, microbatches, **values)
@@ -334,7 +352,7 @@ def main(job: Job, witness: Witness) -> int:
     if ledger is not None:
         ledger.close()
     if ending is None and config.validation.sample_tokens > 0:
-        logger.info("the model writes:\n%s", written_text(model, job))
+        logger.info("the model writes:\n%s", written_text(runner, job, dims))
     log_whereabouts(config, run_folder, state.step, ending)
     if ending != exit_codes.NOT_SAVED:
         control.end("done" if ending is None else f"stopped {ending.reason}")
@@ -367,16 +385,17 @@ def attempt_of(
     )
 
 
-def written_text(model: nn.Module, job: Job) -> str:
+def written_text(runner: Runner, job: Job, dims: ParallelDims) -> str:
     """The prompt and what the model makes of it. A collective under sharding."""
     config, tokenizer = job.config, job.tokenizer
     prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
     tokens = sample(
-        model,
+        runner.logits,
         prompt,
         count=config.validation.sample_tokens,
         n_ids=tokenizer.n_vocab,
         seq_len=config.training.seq_len,
+        multiple_of=dims.degrees.sequence_multiple,
         seed=config.debug.seed,
     )
     return config.validation.sample_prompt + tokenizer.decode(tokens)

@@ -41,7 +41,7 @@ from benchmarks.counting import (
 )
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism, Training
 from data.loader import Batch
-from forward_backward import run_model
+from forward_backward import WholeModel
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from models.transformer import TransformerBlock
@@ -143,11 +143,12 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device) -> Trainee:
     n_tokens = MICROBATCHES * n_ranks * args.max_seq_len
     model.register_forward_pre_hook(lambda *_: mark("forward begins"))
     model.register_forward_hook(lambda *_: mark("forward ends"))
+    runner = WholeModel(model, parallelism=parallelism, device=device)
     needs_autocast = mode.is_alone and device.type == "cuda"
 
     def step() -> torch.Tensor:
         with torch.autocast(device.type, mp_policy.param_dtype, enabled=needs_autocast):
-            loss = run_model(model, device, parallelism, batches, n_tokens // scale).sum()
+            loss = runner.train(batches, n_tokens // scale).sum()
         mark("backward ends")
         clip(MAX_NORM)
         optimizer.step()

@@ -31,7 +31,11 @@ RECORDED = _keys("""
     optimizer: lr beta1 beta2 eps weight_decay
     lr_scheduler: warmup_steps decay_ratio decay_type min_lr_factor total_steps
     parallelism: data_parallel data_parallel_replicate_degree data_parallel_shard_degree
-    parallelism: tensor_parallel_degree context_parallel_degree pipeline_parallel_degree
+    parallelism: tensor_parallel_degree tensor_parallel_async context_parallel_degree
+    parallelism: context_parallel_method pipeline_parallel_degree pipeline_parallel_schedule
+    parallelism: pipeline_parallel_microbatch_size pipeline_parallel_stages_per_rank
+    parallelism: pipeline_parallel_first_stage_less_layers
+    parallelism: pipeline_parallel_last_stage_less_layers
     parallelism: expert_parallel_degree fsdp_reshard_after_forward fsdp_reduce_gradients
     parallelism: fsdp_forward_prefetch fsdp_backward_prefetch fsdp_cpu_offload
     activation_checkpoint: mode selective

@@ -111,6 +111,10 @@ class LrScheduler(Section):
     """Horizon of the schedule. Absent: training.steps. Set it to extend a run on the same curve."""
 
 
+ContextParallelMethod = Literal["ulysses", "allgather"]
+PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
+
+
 class Parallelism(Section):
     data_parallel: Literal["fsdp2", "simple_fsdp", "ddp"] = "fsdp2"
     """fsdp2: each rank keeps a shard of weights, gradients and optimizer state. simple_fsdp: the
@@ -121,18 +125,36 @@ class Parallelism(Section):
     """Ranks that share one copy of the weights (FSDP). -1: the ranks that are left."""
     tensor_parallel_degree: Count = 1
     """Ranks that split each matrix, with sequence parallelism between them."""
+    tensor_parallel_async: bool = False
+    """Overlap the collectives of tensor parallelism with its matrix products, in compiled code."""
     context_parallel_degree: Count = 1
     """Ranks that split each sequence."""
+    context_parallel_method: ContextParallelMethod = "ulysses"
+    """How attention sees the whole sequence. ulysses: each rank attends with some of the heads.
+    allgather: keys and values are gathered; for any number of heads."""
     pipeline_parallel_degree: Count = 1
     """Ranks that split the layers."""
+    pipeline_parallel_schedule: PipelineSchedule = "1F1B"
+    """Order of a step's forwards and backwards. 1F1B: keeps few activations. GPipe: all forwards
+    first. Interleaved1F1B: several stages on each rank, to wait less. InterleavedZeroBubble: also
+    fills the waiting with gradients of weights (experimental)."""
+    pipeline_parallel_microbatch_size: Count = 1
+    """Sequences that travel together: training.local_batch_size is cut into these."""
+    pipeline_parallel_stages_per_rank: Annotated[int, Field(ge=2)] = 2
+    """Stages on each rank with an interleaved schedule."""
+    pipeline_parallel_first_stage_less_layers: NonNegative = 1
+    """Layers that the embedding weighs when layers are dealt out to stages."""
+    pipeline_parallel_last_stage_less_layers: NonNegative = 1
+    """Layers that the output weighs."""
     expert_parallel_degree: Count = 1
     """Ranks that split the experts."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Count = "default"
-    """Free gathered weights after forward. default: yes, but for the last unit. never: keep them
-    for the whole step. An integer: keep them spread over groups of that many ranks."""
+    """Free gathered weights after forward. default: yes, but for the last unit, and not in a
+    pipeline, which would gather them for every microbatch. never: keep them for the whole step. An
+    integer: keep them spread over groups of that many ranks."""
     fsdp_reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     """When gradients are reduced to shards. last_microbatch: less traffic, but until then every
-    rank holds whole gradients."""
+    rank holds whole gradients. A pipeline of fsdp2 has no choice: last_microbatch."""
     fsdp_forward_prefetch: NonNegative = 0
     """Units gathered ahead in forward, at the price of their memory; 0: PyTorch's own order."""
     fsdp_backward_prefetch: NonNegative = 0

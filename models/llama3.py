@@ -1,8 +1,7 @@
 """Llama 3, 3.1 and 3.2: arXiv 2407.21783 and the published model configs."""
 
-from models.model_spec import ModelSpec
-from models.transformer import RopeScaling, Transformer, TransformerArgs
-from models.transformer_sharding import blocks, fsdp_units, tensor_parallel_plan
+from models.transformer import RopeScaling, TransformerArgs
+from models.transformer_sharding import transformer_spec
 
 _LLAMA31 = RopeScaling(factor=8.0)
 _LLAMA32 = RopeScaling(factor=32.0)
@@ -38,10 +37,4 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-SPEC = ModelSpec(
-    model_cls=Transformer,
-    flavors=FLAVORS,
-    tensor_parallel_plan=tensor_parallel_plan,
-    fsdp_units=fsdp_units,
-    blocks=blocks,
-)
+SPEC = transformer_spec(FLAVORS)

@@ -21,3 +21,9 @@ class ModelSpec:
     """Groups of modules to ``fully_shard``, in forward order; the root is implied."""
     blocks: Callable[[Any], nn.ModuleDict]
     """The repeated blocks: what is checkpointed and compiled one by one."""
+    attentions: Callable[[Any], list[nn.Module]]
+    """Modules whose ``inner(q, k, v, document_ids)`` attends to the whole sequence."""
+    cut_stage: Callable[[Any, range], None]
+    """Leave what the pipeline stage of these layers has."""
+    join_stages: Callable[[Any, list[Any]], None]
+    """Give the model what some stages of it hold, under its own names."""

@@ -1,8 +1,7 @@
 """Dense Qwen3: arXiv 2505.09388 and the published model configs."""
 
-from models.model_spec import ModelSpec
-from models.transformer import Transformer, TransformerArgs
-from models.transformer_sharding import blocks, fsdp_units, tensor_parallel_plan
+from models.transformer import TransformerArgs
+from models.transformer_sharding import transformer_spec
 
 
 def _qwen3(
@@ -30,10 +29,4 @@ FLAVORS = {
     "32B": _qwen3(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
 }  # fmt: skip
 
-SPEC = ModelSpec(
-    model_cls=Transformer,
-    flavors=FLAVORS,
-    tensor_parallel_plan=tensor_parallel_plan,
-    fsdp_units=fsdp_units,
-    blocks=blocks,
-)
+SPEC = transformer_spec(FLAVORS)

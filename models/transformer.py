@@ -1,8 +1,9 @@
 """The dense decoder of Llama 3 and Qwen3, written for one device.
 
 Shapes: b batch, s sequence, d model dim, h heads, k head dim. Under tensor parallelism a rank
-sees fewer heads, so views infer h with -1. The arithmetic follows the published models:
-RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+sees fewer heads, so views infer h with -1; under context parallelism a part of the sequence, but
+``inner`` attends to all of it. The arithmetic follows the published models: RMSNorm, rotary
+embeddings, grouped-query attention, SwiGLU.
 """
 
 import math
@@ -73,22 +74,51 @@ def apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     return torch.cat(rotated, dim=-1).type_as(x)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """Causal attention of q (b, s, h, k) on k and v (b, s, h_kv, k), within documents.
+class Rope(nn.Module):
+    """The angles of every position, computed once."""
 
-    ``document_ids`` (b, s) names the document of each token; None means one document.
-    """
-    mask = None
-    if document_ids is not None:
-        same_document = document_ids[:, :, None] == document_ids[:, None, :]
-        mask = same_document.tril()[:, None]
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
-    return out.transpose(1, 2)
+    cache: torch.Tensor
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.args = args
+        # Angles of late positions need float32 at least, whatever the weights' dtype.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        cache = torch.empty(args.max_seq_len, args.head_dim // 2, 2, dtype=dtype)
+        self.register_buffer("cache", cache, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions (b, s) int64 to cos and sin (b, s, k/2, 2)."""
+        return self.cache[positions]
+
+    def init_weights(self) -> None:
+        self.cache.copy_(rope_cache(self.args))
+
+
+class InnerAttention(nn.Module):
+    """Scaled dot products and nothing else, so that what spreads the sequence can wrap it."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Causal attention of q (b, s_q, h, k) on k and v (b, s, h_kv, k), within documents.
+
+        The queries are the last s_q of the s positions. ``document_ids`` (b, s) names the document
+        of each position; None means one document.
+        """
+        n_queries, n_keys = q.shape[1], k.shape[1]
+        mask = None
+        if document_ids is not None:
+            mask = document_ids[:, None, -n_queries:, None] == document_ids[:, None, None, :]
+        elif n_queries < n_keys:
+            mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device)
+        if mask is not None:
+            mask = mask.tril(n_keys - n_queries)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return out.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -101,6 +131,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
         self.q_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.k_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.inner = InnerAttention()
 
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
@@ -111,7 +142,7 @@ class Attention(nn.Module):
         v = self.wv(x).view(b, s, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attention(apply_rope(q, rope), apply_rope(k, rope), v, document_ids)
+        out = self.inner(apply_rope(q, rope), apply_rope(k, rope), v, document_ids)
         return self.wo(out.reshape(b, s, -1))
 
     def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
@@ -163,40 +194,40 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Tokens in, logits out.
 
-    ``layers`` is a ModuleDict so that FQNs survive when a pipeline stage deletes some of them.
+    ``layers`` is a ModuleDict so that FQNs survive when a pipeline stage deletes some of them. A
+    stage other than the first has no ``tok_embeddings``, one other than the last no ``norm`` and
+    ``output``.
     """
-
-    rope: torch.Tensor
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
         self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.rope = Rope(args)
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
-        self.norm = nn.RMSNorm(args.dim, args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, args.norm_eps)
+        self.output: nn.Linear | None = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        # Angles of late positions need float32 at least, whatever the weights' dtype.
-        rope_dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        rope = torch.empty(args.max_seq_len, args.head_dim // 2, 2, dtype=rope_dtype)
-        self.register_buffer("rope", rope, persistent=False)
 
     def forward(
         self,
-        tokens: torch.Tensor,
+        x: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, positions, document_ids (b, s) int64 to logits (b, s, vocab_size).
+        """Tokens x (b, s) int64 to logits (b, s, vocab_size); a stage, hidden states (b, s, d).
 
-        Without positions the sequence starts at 0; without document_ids it is one document.
+        Without positions (b, s) the sequence starts at 0. ``document_ids`` (b, whole sequence);
+        None is one document.
         """
-        rope = self.rope[None, : tokens.shape[1]] if positions is None else self.rope[positions]
-        h = self.tok_embeddings(tokens)
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]
+        rope = self.rope(positions)
+        h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for layer in self.layers.values():
             h = layer(h, rope, document_ids)
-        return self.output(self.norm(h))
+        return h if self.norm is None or self.output is None else self.output(self.norm(h))
 
     @torch.no_grad()
     def init_weights(self, trunc_normal_: InitFn = nn.init.trunc_normal_) -> None:
@@ -204,14 +235,16 @@ class Transformer(nn.Module):
 
         ``trunc_normal_(param, std=...)`` writes a normal cut at 3 std or farther, in place.
         """
-        self.rope.copy_(rope_cache(self.args))
-        head_std = self.args.dim**-0.5
-        trunc_normal_(self.tok_embeddings.weight, std=head_std if self.args.tie_embeddings else 1.0)
+        self.rope.init_weights()
+        head_std, is_tied = self.args.dim**-0.5, self.args.tie_embeddings
+        if self.tok_embeddings is not None:
+            trunc_normal_(self.tok_embeddings.weight, std=head_std if is_tied else 1.0)
         for layer in self.layers.values():
             # Each block adds to the residual twice: keep its variance independent of depth.
             cast(TransformerBlock, layer).init_weights(
                 trunc_normal_, residual_std=0.02 / (2 * self.args.n_layers) ** 0.5
             )
-        nn.init.ones_(self.norm.weight)
-        if not self.args.tie_embeddings:
+        if self.norm is not None:
+            nn.init.ones_(self.norm.weight)
+        if self.output is not None and not is_tied:
             trunc_normal_(self.output.weight, std=head_std)

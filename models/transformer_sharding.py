@@ -1,7 +1,13 @@
-"""Where the dense decoder may be cut. Facts about its FQNs; no mesh and no calls."""
+"""Where the dense decoder may be cut: facts about its FQNs and heads."""
 
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
 import torch.nn as nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -10,14 +16,29 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from models.transformer import Transformer, TransformerArgs
+from models.model_spec import ModelSpec
+from models.transformer import Transformer, TransformerArgs, TransformerBlock
+
+
+def transformer_spec(flavors: Mapping[str, TransformerArgs]) -> ModelSpec:
+    return ModelSpec(
+        model_cls=Transformer,
+        flavors=flavors,
+        tensor_parallel_plan=tensor_parallel_plan,
+        fsdp_units=fsdp_units,
+        blocks=blocks,
+        attentions=attentions,
+        cut_stage=cut_stage,
+        join_stages=join_stages,
+    )
 
 
 def tensor_parallel_plan(args: TransformerArgs) -> dict[str, ParallelStyle]:
     """Tensor parallel inside attention and feed-forward, sequence parallel between them.
 
     Megatron-LM's scheme (arXiv 2205.05198), in PyTorch's ``ParallelStyle`` by FQN pattern.
-    Complete: every parameter of the model is under some entry.
+    Complete: every parameter of the model is under some entry. The logits stay sharded over the
+    vocabulary, for ``loss_parallel``.
     """
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -27,7 +48,8 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, ParallelStyle]:
             input_layouts=(Shard(1), None, None),
             desired_input_layouts=(Replicate(), None, None),
         ),
-        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.w[kv]": HeadParallel(args.n_kv_heads),
         "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.ffn_norm": SequenceParallel(),
         "layers.*.feed_forward": PrepareModuleInput(
@@ -36,7 +58,9 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, ParallelStyle]:
         "layers.*.feed_forward.w[13]": ColwiseParallel(),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     if args.qk_norm:
         # Sharded over heads, dim 2 of (b, s, h, k), so that their gradients are summed.
@@ -45,14 +69,79 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, ParallelStyle]:
     return plan
 
 
+class HeadParallel(ColwiseParallel):
+    """Column-wise, by heads. Each rank gets the heads that its queries attend to, also where ranks
+    are more than heads: the weight is sharded then too, and what it makes is gathered."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__(use_local_output=False)
+        self._n_heads = n_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        rank, degree = device_mesh.get_local_rank(), device_mesh.size()
+
+        def take_heads(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+            if self._n_heads % degree == 0:
+                return output.to_local()
+            # A rank's queries take part of the heads: gradients are parts of a sum.
+            whole = output.redistribute(placements=[Replicate()])
+            heads = whole.to_local(grad_placements=[Partial()]).unflatten(-1, (self._n_heads, -1))
+            copies = math.lcm(self._n_heads, degree) // self._n_heads
+            own = heads.repeat_interleave(copies, dim=-2).chunk(degree, dim=-2)[rank]
+            return own.flatten(-2)
+
+        module.register_forward_hook(take_heads)
+        return module
+
+
 def fsdp_units(model: Transformer) -> list[list[nn.Module]]:
     """One unit per block; the last norm and the output share one, with the embedding if tied."""
+    first: list[nn.Module] = [] if model.tok_embeddings is None else [model.tok_embeddings]
     blocks = [[block] for block in model.layers.values()]
-    if model.args.tie_embeddings:
+    last: list[nn.Module] = [m for m in (model.norm, model.output) if m is not None]
+    if first and last and model.args.tie_embeddings:
         # One parameter belongs to one unit: what shares it must be gathered together.
-        return [*blocks, [model.tok_embeddings, model.norm, model.output]]
-    return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
+        return [*blocks, [*first, *last]]
+    return [unit for unit in (first, *blocks, last) if unit]
 
 
 def blocks(model: Transformer) -> nn.ModuleDict:
     return model.layers
+
+
+def attentions(model: Transformer) -> list[nn.Module]:
+    """What has an ``inner`` that takes q, k, v and document_ids of the whole sequence."""
+    return [cast(TransformerBlock, block).attention for block in model.layers.values()]
+
+
+def cut_stage(model: Transformer, layers: range) -> None:
+    """Leave what the pipeline stage of these ``layers`` has. Mutates ``model``.
+
+    The first stage has the embedding, the last one norm and output.
+    """
+    for name in list(model.layers):
+        if int(name) not in layers:
+            del model.layers[name]
+    if layers.start > 0:
+        model.tok_embeddings = None
+    if layers.stop < model.args.n_layers:
+        model.norm = model.output = None
+
+
+def join_stages(model: Transformer, stages: list[Transformer]) -> None:
+    """Let ``model`` hold, under its own names, what these stages of it have. Mutates ``model``."""
+    held = {name: block for stage in stages for name, block in stage.layers.items()}
+    model.layers = nn.ModuleDict(held)
+    for stage in stages:
+        # Has no parameters, but memory that only ``model`` is given.
+        stage.rope = model.rope
+    embeddings = model.tok_embeddings
+    for name in ("tok_embeddings", "norm", "output"):
+        found = [child for stage in stages if (child := getattr(stage, name)) is not None]
+        setattr(model, name, found[0] if found else None)
+    if model.args.tie_embeddings and model.output is not None and model.tok_embeddings is None:
+        # One parameter has one name, on the last stage too.
+        assert embeddings is not None
+        embeddings.weight = model.output.weight
+        model.tok_embeddings = embeddings

@@ -1,10 +1,12 @@
 """The global gradient norm of parameters that may live on different meshes."""
 
 from collections import defaultdict
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -19,23 +21,28 @@ def clip_grad_norm_(
     *,
     norms: list[torch.Tensor] | None = None,
     is_exact: bool = False,
+    pp_mesh: DeviceMesh | None = None,
+    copies: Collection[nn.Parameter] = (),
 ) -> torch.Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``; return the norm.
 
     Each gradient counts once: its local squares are summed over the mesh dims that shard it and
     not over those that replicate it. ``norms``: their ``local_norms``, if they are known already.
-    ``is_exact``: to the last bit, the norm does not depend on the mesh, and it is float64. Mutates
-    the gradients; no host synchronization.
+    ``is_exact``: to the last bit, the norm does not depend on the mesh, and it is float64.
+    ``pp_mesh``: its ranks have other parameters; ``copies`` are those of them that another rank
+    counts. Mutates the gradients; no host synchronization.
     """
+    others = set(copies)
     shards: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     parts: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     for parameter, part in zip(parameters, norms or local_norms(parameters), strict=True):
         if parameter.grad is not None:
             groups = _sharding_groups(parameter.grad)
             shards[groups].append(local_part(parameter.grad))
-            parts[groups].append(part)
+            if parameter not in others:
+                parts[groups].append(part)
     n_elements = sum(p.numel() for p in parameters)
-    norm = exact_norm(shards, n_elements) if is_exact else _norm(parts)
+    norm = exact_norm(shards, n_elements) if is_exact else _norm(parts, pp_mesh)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for local in shards.values():
         torch._foreach_mul_(local, scale)
@@ -51,14 +58,17 @@ def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     return list(torch._foreach_norm(grads, 2.0))
 
 
-def _norm(parts: Shards) -> torch.Tensor:
+def _norm(parts: Shards, pp_mesh: DeviceMesh | None) -> torch.Tensor:
     squares = []
     for groups, norms in parts.items():
         square = torch.stack(norms).square().sum()
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum()
+    if pp_mesh is not None and pp_mesh.size() > 1:
+        dist.all_reduce(total, group=pp_mesh.get_group())
+    return total.sqrt()
 
 
 def _sharding_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -24,10 +24,11 @@ class NonfiniteGuard:
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, nn.Parameter],
         *,
+        fqns: list[str],
         weight_mesh: DeviceMesh,
         config: Numerics,
     ) -> None:
-        """``parameters``: all that ``optimizer`` has, by FQN, in the model's order.
+        """``parameters``: all that ``optimizer`` has, by FQN. ``fqns``: those of the whole model.
 
         ``weight_mesh`` has every rank. Sets ``optimizer.found_inf``, which is what makes a fused
         update do nothing (``torch.amp.GradScaler`` uses it too).
@@ -35,12 +36,14 @@ class NonfiniteGuard:
         assert all(group["fused"] for group in optimizer.param_groups), "found_inf has no effect"
         self._limit = 1 if config.on_nonfinite == "stop" else config.max_skipped
         # In the order in which they are named: a bad loss makes its gradients bad.
-        gradients = [f"the gradient of {fqn}" for fqn in parameters]
+        gradients = [f"the gradient of {fqn}" for fqn in fqns]
         self._whats = ["the loss", *gradients, "the gradient norm, but no gradient,"]
         # Offloaded parameters are updated on the host.
         first = next(iter(parameters.values()))
         device = (first.to_local() if isinstance(first, DTensor) else first).device
-        self._places = torch.arange(len(self._whats), device=device)
+        # A pipeline stage has part of the gradients.
+        places = [0, *(1 + fqns.index(fqn) for fqn in parameters), len(fqns) + 1]
+        self._places = torch.tensor(places, device=device)
         self._nowhere = torch.tensor(len(self._whats), device=device)
         names = ("skipped", "in_a_row", "longest", "first_step", "first_place")
         self._counts = {name: torch.zeros_like(self._nowhere) for name in names}

@@ -33,6 +33,9 @@ def apply_fsdp(
     mechanism for that exists. Gradients are summed over ranks, never averaged.
     """
     reshard = parallelism.fsdp_reshard_after_forward
+    if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
+        # Every microbatch would gather the weights anew.
+        reshard = "never"
     offload = OffloadPolicy()
     if parallelism.fsdp_cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=fsdp_mesh.device_type != "cpu")

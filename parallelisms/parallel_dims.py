@@ -22,6 +22,11 @@ class Degrees:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def sequence_multiple(self) -> int:
+        """What divides any sequence's length; context parallel may cut each rank's part in two."""
+        return (2 * self.cp if self.cp > 1 else 1) * self.tp
+
+    @property
     def ranks(self) -> int:
         return self.pp * self.batch * self.cp * self.tp
 
@@ -51,7 +56,7 @@ class ParallelDims:
     """Every dim exists at size 1 too, so no caller asks whether a parallelism is on.
 
     Two views of the same ranks, in the same order: context parallel ranks read one batch, but hold
-    the weights as shards, like the data-parallel ranks beside them.
+    the weights as shards (with ddp as copies), like the data-parallel ranks beside them.
     """
 
     degrees: Degrees
@@ -63,9 +68,10 @@ class ParallelDims:
     @classmethod
     def build(cls, config: Parallelism, world_size: int, device_type: str) -> "ParallelDims":
         d = resolve_degrees(config, world_size)
-        weight_dims = {
-            "pp": d.pp, "dp_replicate": d.dp_replicate, "dp_shard_cp": d.dp_shard * d.cp, "tp": d.tp
-        }  # fmt: skip
+        replicate, shard = d.dp_replicate, d.dp_shard * d.cp
+        if config.data_parallel == "ddp":
+            replicate, shard = replicate * shard, 1
+        weight_dims = {"pp": d.pp, "dp_replicate": replicate, "dp_shard_cp": shard, "tp": d.tp}
         data_dims = {"pp": d.pp, "batch": d.batch, "cp": d.cp, "tp": d.tp}
         weight_mesh, data_mesh = (
             init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
@@ -79,8 +85,18 @@ class ParallelDims:
         return self.data_mesh["batch"]
 
     @property
+    def cp_mesh(self) -> DeviceMesh:
+        """1-D: ranks that read parts of the same sequences."""
+        return self.data_mesh["cp"]
+
+    @property
+    def pp_mesh(self) -> DeviceMesh:
+        """1-D: ranks that hold different layers."""
+        return self.data_mesh["pp"]
+
+    @property
     def fsdp_mesh(self) -> DeviceMesh:
         """1-D for FSDP, 2-D for HSDP."""
-        if self.degrees.dp_replicate == 1:
+        if self.weight_mesh["dp_replicate"].size() == 1:
             return self.weight_mesh["dp_shard_cp"]
         return self.weight_mesh["dp_replicate", "dp_shard_cp"]

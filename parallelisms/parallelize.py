@@ -1,6 +1,7 @@
 """The one order in which a model is taken apart."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch.nn as nn
@@ -10,14 +11,16 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from config.job_config import ActivationCheckpoint, Compile, Parallelism
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
+from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.ddp import apply_ddp
 from parallelisms.fsdp import apply_fsdp
 from parallelisms.parallel_dims import ParallelDims
+from parallelisms.pipeline_parallel import Cuts, apply_pipeline_parallel
 from parallelisms.simple_fsdp import apply_simple_fsdp
 from parallelisms.tensor_parallel import apply_tensor_parallel
 
 
-class ShardingFacts(Protocol):
+class ShardingFacts(Cuts, Protocol):
     """What a model says about where it may be cut; ``models.ModelSpec`` has it."""
 
     @property
@@ -25,7 +28,7 @@ class ShardingFacts(Protocol):
     @property
     def fsdp_units(self) -> Callable[[Any], list[list[nn.Module]]]: ...
     @property
-    def blocks(self) -> Callable[[Any], nn.ModuleDict]: ...
+    def attentions(self) -> Callable[[Any], list[nn.Module]]: ...
 
 
 def parallelize(
@@ -37,27 +40,53 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     mp_policy: MixedPrecisionPolicy,
-) -> None:
-    """Shard a model that is still on the meta device. Mutates ``model``.
+) -> list[nn.Module]:
+    """Shard a model that is still on the meta device; return what of it is called on this rank.
 
-    The order is the contract: tensor parallel names plain submodules; checkpointing wraps blocks;
-    compile sees what it wrapped; data parallel goes last, over whatever the others made.
+    That is ``model``, or the stages of a pipeline, in order. Mutates ``model``, which in any case
+    holds this rank's parameters.
+
+    The order is the contract: a stage is treated like a whole model; tensor parallel names plain
+    submodules; checkpointing wraps blocks; compile sees what it wrapped; data parallel goes last,
+    over whatever the others made.
     """
-    if dims.degrees.tp > 1:
-        plan = facts.tensor_parallel_plan(model.args)
-        apply_tensor_parallel(model, dims.weight_mesh["tp"], plan=plan)
-    mesh, is_simple = dims.fsdp_mesh, parallelism.data_parallel == "simple_fsdp"
-    gathers = is_simple and mesh.size(-1) > 1
-    apply_activation_checkpoint(
-        facts.blocks(model),
-        config=activation_checkpoint,
-        frees_weights=gathers and parallelism.fsdp_reshard_after_forward != "never",
+
+    def parallelize_stage(stage: nn.Module, is_last: bool) -> None:
+        if dims.degrees.tp > 1:
+            apply_tensor_parallel(
+                stage,
+                dims.weight_mesh["tp"],
+                plan=facts.tensor_parallel_plan(stage.args),
+                is_async=parallelism.tensor_parallel_async,
+            )
+        if dims.degrees.cp > 1:
+            method = parallelism.context_parallel_method
+            apply_context_parallel(facts.attentions(stage), dims.cp_mesh, method=method)
+        mesh, is_simple = dims.fsdp_mesh, parallelism.data_parallel == "simple_fsdp"
+        gathers = is_simple and mesh.size(-1) > 1
+        apply_activation_checkpoint(
+            facts.blocks(stage),
+            config=activation_checkpoint,
+            frees_weights=gathers and parallelism.fsdp_reshard_after_forward != "never",
+        )
+        apply_compile(facts.blocks(stage), config=compile, buckets_collectives=is_simple)
+        units = facts.fsdp_units(stage)
+        # The logits' dtype is not for what travels between stages.
+        policy = mp_policy if is_last else replace(mp_policy, output_dtype=None)
+        if parallelism.data_parallel == "fsdp2":
+            apply_fsdp(stage, mesh, units=units, parallelism=parallelism, mp_policy=policy)
+        elif is_simple:
+            apply_simple_fsdp(stage, mesh, weight_mesh=dims.weight_mesh, mp_policy=policy)
+        else:
+            apply_ddp(stage, dims.weight_mesh["dp_replicate"], units=units, mp_policy=policy)
+
+    if dims.degrees.pp == 1:
+        parallelize_stage(model, True)
+        return [model]
+    return apply_pipeline_parallel(
+        model,
+        dims.pp_mesh,
+        cuts=facts,
+        parallelism=parallelism,
+        parallelize_stage=parallelize_stage,
     )
-    apply_compile(facts.blocks(model), config=compile, buckets_collectives=is_simple)
-    units = facts.fsdp_units(model)
-    if parallelism.data_parallel == "fsdp2":
-        apply_fsdp(model, mesh, units=units, parallelism=parallelism, mp_policy=mp_policy)
-    elif is_simple:
-        apply_simple_fsdp(model, mesh, weight_mesh=dims.weight_mesh, mp_policy=mp_policy)
-    else:
-        apply_ddp(model, dims.weight_mesh["dp_replicate"], units=units, mp_policy=mp_policy)

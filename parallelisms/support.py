@@ -9,17 +9,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from config import ConfigError
-from config.job_config import JobConfig, Numerics
+from config.job_config import JobConfig, Numerics, Parallelism
 from parallelisms.parallel_dims import Degrees, resolve_degrees
+from parallelisms.pipeline_parallel import stages_per_rank
 
 
 class ModelShape(Protocol):
     """The sizes of a model that parallelisms must divide."""
 
     @property
+    def n_layers(self) -> int: ...
+    @property
     def n_heads(self) -> int: ...
     @property
     def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
     @property
     def hidden_dim(self) -> int: ...
 
@@ -64,6 +69,32 @@ def _are_spikes_idle(run: Run) -> bool:
 
 def _tp_splits(size: Callable[[Run], int]) -> Callable[[Run], bool]:
     return lambda run: size(run) % run.degrees.tp != 0
+
+
+def _sequence_multiple(run: Run) -> int:
+    """What must divide the length of a sequence."""
+    gathers = run.degrees.cp > 1 and run.config.parallelism.context_parallel_method == "allgather"
+    return run.degrees.cp * run.degrees.tp * (2 if gathers else 1)
+
+
+def _is_idle(run: Run, *keys: str) -> bool:
+    """Whether one of these keys of [parallelism] is set, but does nothing."""
+    default = Parallelism()
+    return any(getattr(run.config.parallelism, key) != getattr(default, key) for key in keys)
+
+
+def _has_zero_bubble(run: Run) -> bool:
+    schedule = run.config.parallelism.pipeline_parallel_schedule
+    return run.degrees.pp > 1 and schedule == "InterleavedZeroBubble"
+
+
+def _stages(run: Run) -> int:
+    return run.degrees.pp * stages_per_rank(run.config.parallelism)
+
+
+def _pipeline_microbatches(run: Run) -> float:
+    rows = _microbatches(run) * run.config.training.local_batch_size
+    return rows / run.config.parallelism.pipeline_parallel_microbatch_size
 
 
 def _is_text_key_idle(run: Run) -> bool:
@@ -114,6 +145,13 @@ def _compiles_whole_recomputation(run: Run) -> bool:
     return run.config.compile.enable and is_whole and has_dtensors
 
 
+PIPELINE_KEYS = (
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_microbatch_size",
+    "pipeline_parallel_stages_per_rank",
+    "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers",
+)
 REFUSALS = (
     Refusal("parallelism.data_parallel_shard_degree", "ddp does not shard",
             lambda run: _is_ddp(run)
@@ -160,23 +198,70 @@ REFUSALS = (
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Refusal("parallelism.fsdp_cpu_offload", "needs a GPU to offload from",
             lambda run: run.config.parallelism.fsdp_cpu_offload and not run.has_gpu),
-    Refusal("parallelism.context_parallel_degree", "context parallelism is not built yet",
-            lambda run: run.degrees.cp > 1),
-    Refusal("parallelism.pipeline_parallel_degree", "pipeline parallelism is not built yet",
-            lambda run: run.degrees.pp > 1),
     Refusal("parallelism.expert_parallel_degree", "there are no expert layers to split",
             lambda run: run.config.parallelism.expert_parallel_degree > 1),
     Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_heads",
             _tp_splits(lambda run: run.shape.n_heads)),
-    Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_kv_heads",
-            _tp_splits(lambda run: run.shape.n_kv_heads)),
+    # Fewer heads than ranks are gathered where they are needed.
+    Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_kv_heads * head_dim",
+            _tp_splits(lambda run: run.shape.n_kv_heads * run.shape.head_dim)),
     Refusal("parallelism.tensor_parallel_degree", "must divide the model's hidden_dim",
             _tp_splits(lambda run: run.shape.hidden_dim)),
     # Absent, the vocabulary is a multiple of 64.
     Refusal("parallelism.tensor_parallel_degree", "must divide model.vocab_size",
             _tp_splits(lambda run: run.config.model.vocab_size or 64)),
-    Refusal("parallelism.tensor_parallel_degree", "must divide training.seq_len",
-            _tp_splits(lambda run: run.config.training.seq_len)),
+    Refusal("training.seq_len",
+            "must be a multiple of tensor_parallel_degree * context_parallel_degree, of twice that"
+            " with context_parallel_method allgather",
+            lambda run: run.config.training.seq_len % _sequence_multiple(run) != 0),
+    Refusal("parallelism.tensor_parallel_async", "does nothing without tensor_parallel_degree",
+            lambda run: run.degrees.tp == 1 and _is_idle(run, "tensor_parallel_async")),
+    Refusal("parallelism.tensor_parallel_async", "needs GPUs that reach each other's memory",
+            lambda run: run.config.parallelism.tensor_parallel_async and not run.has_gpu),
+    Refusal("parallelism.tensor_parallel_async",
+            "the compiler does it: it needs compile.enable and compile.backend inductor",
+            lambda run: run.config.parallelism.tensor_parallel_async
+            and not (run.config.compile.enable and run.config.compile.backend == "inductor")),
+    Refusal("parallelism.context_parallel_method", "does nothing without context_parallel_degree",
+            lambda run: run.degrees.cp == 1 and _is_idle(run, "context_parallel_method")),
+    Refusal("parallelism.context_parallel_method",
+            "ulysses deals out heads: context_parallel_degree * tensor_parallel_degree must divide"
+            " the model's n_heads; allgather does not mind",
+            lambda run: run.config.parallelism.context_parallel_method == "ulysses"
+            and run.shape.n_heads % (run.degrees.cp * run.degrees.tp) != 0
+            and run.degrees.cp > 1),
+    Refusal("parallelism.pipeline_parallel_degree", "more stages than the model has layers",
+            lambda run: run.degrees.pp > 1 and _stages(run) > run.shape.n_layers),
+    Refusal("parallelism.pipeline_parallel_schedule",
+            "does nothing, like pipeline_parallel_microbatch_size, _stages_per_rank and"
+            " _less_layers, without pipeline_parallel_degree",
+            lambda run: run.degrees.pp == 1 and _is_idle(run, *PIPELINE_KEYS)),
+    Refusal("parallelism.pipeline_parallel_stages_per_rank", "needs an interleaved schedule",
+            lambda run: run.degrees.pp > 1 and stages_per_rank(run.config.parallelism) == 1
+            and _is_idle(run, "pipeline_parallel_stages_per_rank")),
+    Refusal("parallelism.pipeline_parallel_microbatch_size",
+            "must divide training.local_batch_size",
+            lambda run: run.degrees.pp > 1 and run.config.training.local_batch_size
+            % run.config.parallelism.pipeline_parallel_microbatch_size != 0),
+    Refusal("training.global_batch_size",
+            "1F1B needs at least as many microbatches on each rank as the pipeline has stages",
+            lambda run: run.degrees.pp > 1 and _pipeline_microbatches(run) < _stages(run)
+            and run.config.parallelism.pipeline_parallel_schedule == "1F1B"),
+    Refusal("training.global_batch_size",
+            "interleaved schedules need a multiple of pipeline_parallel_degree microbatches",
+            lambda run: run.degrees.pp > 1 and stages_per_rank(run.config.parallelism) > 1
+            and _pipeline_microbatches(run) % run.degrees.pp != 0),
+    Refusal("parallelism.fsdp_reduce_gradients",
+            "a pipeline's schedule decides: after the last microbatch",
+            lambda run: run.degrees.pp > 1 and _is_idle(run, "fsdp_reduce_gradients")),
+    Refusal("parallelism.pipeline_parallel_schedule",
+            "zero bubble splits backward in two, which compiled blocks cannot",
+            lambda run: _has_zero_bubble(run) and run.config.compile.enable),
+    Refusal("parallelism.pipeline_parallel_schedule",
+            "zero bubble would recompute twice: it needs activation_checkpoint.mode none, and"
+            " simple_fsdp recomputes to free weights",
+            lambda run: _has_zero_bubble(run)
+            and (run.config.activation_checkpoint.mode != "none" or _is_simple_fsdp(run))),
     Refusal("training.global_batch_size",
             "must be a multiple of training.local_batch_size times the data-parallel ranks",
             lambda run: not _microbatches(run).is_integer()),

@@ -9,16 +9,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from parallelisms.shared_parameters import keep_shared
+from runtime.compat import enable_async_tensor_parallel
 from runtime.log import logger
 
 
 def apply_tensor_parallel(
-    model: nn.Module, tp_mesh: DeviceMesh, *, plan: dict[str, ParallelStyle]
+    model: nn.Module, tp_mesh: DeviceMesh, *, plan: dict[str, ParallelStyle], is_async: bool
 ) -> None:
     """Shard ``model`` over the 1-D ``tp_mesh`` as ``plan`` says. Mutates ``model``.
 
-    Raises ``ValueError`` if the plan leaves a parameter out.
+    A pipeline stage has not all that the plan names. ``is_async``: the compiler cuts matrix
+    products into parts that it overlaps with their collectives. Raises ``ValueError`` if the plan
+    leaves a parameter out.
     """
+    if is_async:
+        enable_async_tensor_parallel(tp_mesh)
+    children = dict(model.named_children())
+    plan = {path: style for path, style in plan.items() if path.partition(".")[0] in children}
     with keep_shared(model):
         parallelize_module(model, tp_mesh, plan)
     for module in model.modules():

@@ -68,15 +68,25 @@ def sum_over(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return total
 
 
-def sum_in_order(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of all ranks' values of each microbatch (microbatches,), a scalar, over a 1-D mesh.
+def sum_in_order(values: torch.Tensor, data_mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of all ranks' values of each microbatch (microbatches,), a scalar.
 
-    They are added in the order of the global batch's rows, microbatch by microbatch and within it
-    rank by rank, so the same values give the same bits on any number of ranks.
+    Over pp, batch and cp of ``data_mesh``. The parts of a microbatch first; then in the order of
+    the global batch's rows, microbatch by microbatch and within it rank by rank, so the same values
+    give the same bits on any number of ranks.
     """
+    values = values.detach()
+    for dim in ("pp", "cp"):
+        if data_mesh[dim].size() > 1:
+            values = _gather(values, data_mesh[dim]).sum(dim=0)
+    return _gather(values, data_mesh["batch"]).t().flatten().sum()
+
+
+def _gather(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """(ranks, ...) of a 1-D mesh."""
     gathered = [torch.empty_like(values) for _ in range(mesh.size())]
-    dist.all_gather(gathered, values.detach().contiguous(), group=mesh.get_group())
-    return torch.stack(gathered, dim=1).flatten().sum()
+    dist.all_gather(gathered, values.contiguous(), group=mesh.get_group())
+    return torch.stack(gathered)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

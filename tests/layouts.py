@@ -7,17 +7,21 @@ import torch
 import torch.nn as nn
 
 from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from forward_backward import Runner, build_runner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
+from parallelisms.shared_parameters import shared_names
 
 CPU = torch.device("cpu")
 MODE, REPLICATE = "data_parallel", "data_parallel_replicate_degree"
-TP = "tensor_parallel_degree"
+TP, CP, PP = (f"{name}_parallel_degree" for name in ("tensor", "context", "pipeline"))
+METHOD, SCHEDULE = "context_parallel_method", "pipeline_parallel_schedule"
 RESHARD, REDUCE = "fsdp_reshard_after_forward", "fsdp_reduce_gradients"
 SHORT = {MODE: "", REPLICATE: "replicate", TP: "tp", RESHARD: "reshard-", REDUCE: "reduce-"}
+SHORT |= {CP: "cp", PP: "pp", METHOD: "", SCHEDULE: ""}
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,60 @@ class Layout:
         return "-".join([*parts, *["compiled"] * self.compile.enable])
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A model on this rank, as ``train.py`` has it."""
+
+    model: nn.Module
+    stages: list[nn.Module]
+    dims: ParallelDims
+    parallelism: Parallelism
+    compute_dtype: torch.dtype
+    fqns: list[str]
+    tied: list[str]
+
+    def runner(self, n_microbatches: int = 1) -> Runner:
+        return build_runner(
+            self.model,
+            self.stages,
+            self.dims,
+            parallelism=self.parallelism,
+            device=CPU,
+            dtype=self.compute_dtype,
+            n_microbatches=n_microbatches,
+            tied=self.tied,
+        )
+
+
+def spread(
+    name: str,
+    args: TransformerArgs,
+    layout: Layout,
+    *,
+    dtype: str = "float32",
+    compute_dtype: str = "auto",
+) -> Spread:
+    """Still on the meta device; ``materialize`` gives it weights."""
+    spec, _ = find_model(name, "debugmodel")
+    training = Training(dtype=dtype, mixed_precision_param=compute_dtype)
+    parallelism = Parallelism(**layout.parallelism)
+    dims = ParallelDims.build(parallelism, layout.world_size, "cpu")
+    model = build_on_meta(spec, args, getattr(torch, dtype))
+    fqns, tied = [fqn for fqn, _ in model.named_parameters()], shared_names(model)
+    mp_policy = mixed_precision_policy(training, CPU)
+    stages = parallelize(
+        model,
+        dims,
+        facts=spec,
+        parallelism=parallelism,
+        activation_checkpoint=layout.recompute,
+        compile=layout.compile,
+        mp_policy=mp_policy,
+    )
+    assert mp_policy.param_dtype is not None
+    return Spread(model, stages, dims, parallelism, mp_policy.param_dtype, fqns, tied)
+
+
 def build_sharded(
     name: str,
     args: TransformerArgs,
@@ -44,19 +102,5 @@ def build_sharded(
     dtype: str = "float32",
     compute_dtype: str = "auto",
 ) -> tuple[nn.Module, ParallelDims]:
-    """Still on the meta device; ``materialize`` gives it weights."""
-    spec, _ = find_model(name, "debugmodel")
-    training = Training(dtype=dtype, mixed_precision_param=compute_dtype)
-    parallelism = Parallelism(**layout.parallelism)
-    dims = ParallelDims.build(parallelism, layout.world_size, "cpu")
-    model = build_on_meta(spec, args, getattr(torch, dtype))
-    parallelize(
-        model,
-        dims,
-        facts=spec,
-        parallelism=parallelism,
-        activation_checkpoint=layout.recompute,
-        compile=layout.compile,
-        mp_policy=mixed_precision_policy(training, CPU),
-    )
-    return model, dims
+    found = spread(name, args, layout, dtype=dtype, compute_dtype=compute_dtype)
+    return found.model, found.dims

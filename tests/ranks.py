@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 # Caches inside PyTorch keep meshes, which keep groups, which keep threads that poll.
@@ -101,7 +102,9 @@ def _serve(connection: Connection) -> None:
                 timeout=GROUP_TIMEOUT,
             )
             result = function(*args)
-            # Models hold groups, in cycles, and groups hold threads.
+            # Models hold groups, in cycles, and groups hold threads. What DTensor remembers of a
+            # mesh has groups too, and an equal mesh of the next call would be taken for it.
+            _clear_sharding_prop_cache()
             gc.collect()
             dist.destroy_process_group()
             connection.send((True, result))

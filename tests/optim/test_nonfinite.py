@@ -34,7 +34,11 @@ class Small:
         self.parameters = {name: nn.Parameter(weight) for name, weight in weights.items()}
         self.optimizer = kind(self.parameters.values(), fused=True)
         self.guard = NonfiniteGuard(
-            self.optimizer, self.parameters, weight_mesh=ONE_RANK, config=config
+            self.optimizer,
+            self.parameters,
+            fqns=list(self.parameters),
+            weight_mesh=ONE_RANK,
+            config=config,
         )
 
     def step(self, step: int, loss: float = 1.0, **gradients: float) -> None:
@@ -105,7 +109,7 @@ def test_an_optimizer_that_would_not_obey_is_refused() -> None:
     small = Small()
     deaf = AdamW(small.parameters.values(), foreach=True)
     with pytest.raises(AssertionError, match="no effect"):
-        NonfiniteGuard(deaf, small.parameters, weight_mesh=ONE_RANK, config=SKIP)
+        NonfiniteGuard(deaf, small.parameters, fqns=[], weight_mesh=ONE_RANK, config=SKIP)
 
 
 def test_the_first_step_may_be_bad() -> None:

@@ -20,21 +20,34 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
 from data.loader import Batch
-from forward_backward import count_valid, run_model
+from forward_backward import WholeModel, count_valid
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
-from runtime.distributed import sum_over
-from tests.layouts import CPU, MODE, REDUCE, REPLICATE, RESHARD, TP, Layout, build_sharded
+from runtime.distributed import sum_in_order, sum_over
+from tests.layouts import (
+    CP,
+    CPU,
+    METHOD,
+    MODE,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    TP,
+    Layout,
+    spread,
+)
 from tests.ranks import RankPool
 
 ROWS, SEQ_LEN = 36, 16
 MAX_NORM, TOLERANCE = 0.05, 1e-9
 # Steps, each with so many microbatches.
-ACCUMULATION = (1, 3, 1, 3, 3)
+ACCUMULATION, PIPELINED = (1, 3, 1, 3, 3), (6, 6, 6, 6, 6)
 OPTIMIZER = Optimizer(lr=1e-2)
 MODELS = [
     pytest.param("llama3", False),
@@ -42,6 +55,7 @@ MODELS = [
     pytest.param("qwen3", False, marks=pytest.mark.slow),
     pytest.param("qwen3", True),
 ]
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 LAST = {REDUCE: "last_microbatch"}
 
 FSDP2 = [
@@ -75,6 +89,44 @@ TENSOR_PARALLEL = [
     Layout(4, {TP: 2, MODE: "simple_fsdp"}),
     Layout(4, {TP: 2, MODE: "simple_fsdp", REPLICATE: 2}),
     Layout(4, {TP: 2, MODE: "ddp"}),
+    # Fewer heads of keys than ranks.
+    Layout(4, {TP: 4}),
+]
+GATHER = {METHOD: "allgather"}
+CONTEXT_PARALLEL = [
+    Layout(world_size, keys | method)
+    for world_size, keys in [
+        (2, {CP: 2}),
+        # Fewer heads of keys than ranks.
+        (4, {CP: 4}),
+        (4, {CP: 2}),
+        (4, {CP: 2, REPLICATE: 2}),
+        (4, {CP: 2, MODE: "ddp"}),
+        (4, {CP: 2, MODE: "simple_fsdp"}),
+        (4, {CP: 2, TP: 2}),
+        (8, {CP: 2, TP: 2}),
+        (8, {CP: 2, TP: 2, REPLICATE: 2}),
+    ]
+    for method in ({}, GATHER)
+]
+PIPELINES = [
+    *(Layout(2, {PP: 2, SCHEDULE: schedule}) for schedule in SCHEDULES),
+    Layout(4, {PP: 4}),
+    *(Layout(4, {PP: 2, SCHEDULE: schedule}) for schedule in SCHEDULES),
+    Layout(4, {PP: 2, RESHARD: "always"}),
+    Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B", RESHARD: "always"}),
+    Layout(4, {PP: 2, REPLICATE: 2}),
+    Layout(4, {PP: 2, MODE: "ddp"}),
+    Layout(4, {PP: 2, MODE: "simple_fsdp"}),
+    Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B", MODE: "simple_fsdp"}),
+    Layout(4, {PP: 2, TP: 2}),
+    Layout(4, {PP: 2, CP: 2}),
+    Layout(4, {PP: 2, CP: 2} | GATHER),
+    Layout(8, {PP: 2, TP: 2}),
+    Layout(8, {PP: 2, CP: 2}),
+    Layout(8, {PP: 2, CP: 2, TP: 2}),
+    Layout(8, {PP: 2, CP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"} | GATHER),
+    Layout(8, {PP: 2, REPLICATE: 2, TP: 2}),
 ]
 FULL, SELECTIVE = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selective")
 AOT = Compile(enable=True, backend="aot_eager")
@@ -98,10 +150,10 @@ VARIANTS = [
 ]
 
 
-def args_of(name: str, is_tied: bool, has_narrow_keys: bool) -> TransformerArgs:
+def args_of(name: str, is_tied: bool, has_narrow_keys: bool, n_layers: int) -> TransformerArgs:
     """A small model; with narrow keys, wk and wv have fewer rows than four ranks."""
     args = find_model(name, "debugmodel")[1]
-    args = replace(args, n_layers=2, max_seq_len=SEQ_LEN, tie_embeddings=is_tied)
+    args = replace(args, n_layers=n_layers, max_seq_len=SEQ_LEN, tie_embeddings=is_tied)
     return replace(args, n_kv_heads=1, head_dim=2) if has_narrow_keys else args
 
 
@@ -134,23 +186,23 @@ class Step:
 
 @cache
 def one_device(
-    name: str, is_tied: bool, document_mask: bool, has_narrow_keys: bool
+    name: str, args: TransformerArgs, document_mask: bool
 ) -> tuple[list[torch.Tensor], list[Step], dict[str, torch.Tensor]]:
     """The plain model on the whole batch: logits before and after, steps, weights at the end."""
-    args = args_of(name, is_tied, has_narrow_keys)
     batch = global_batch(args.vocab_size, document_mask)
     model = build_on_meta(find_model(name, "debugmodel")[0], args, torch.float64)
     materialize(model, CPU, seed=7)
     optimizer = build_optimizer(model, OPTIMIZER)
-    logits, steps = [model(*batch.inputs).detach()], []
+    runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
+    logits, steps = [runner.logits(*batch.inputs)], []
     for _ in ACCUMULATION:
-        loss = run_model(model, CPU, Parallelism(), [batch], count_valid([batch])).sum()
+        loss = runner.train([batch], count_valid([batch])).sum()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         gradients = {fqn: cloned(p.grad) for fqn, p in model.named_parameters()}
         steps.append(Step(loss, norm, gradients))
         optimizer.step()
         optimizer.zero_grad()
-    logits.append(model(*batch.inputs).detach())
+    logits.append(runner.logits(*batch.inputs))
     return logits, steps, {fqn: p.detach() for fqn, p in model.named_parameters()}
 
 
@@ -168,36 +220,42 @@ def check_layout(
     has_narrow_keys: bool = False,
 ) -> list[str]:
     """Compare with one device; the FQNs of what is not sharded over dim 0."""
-    args = args_of(name, is_tied, has_narrow_keys)
+    stages = layout.parallelism.get(PP, 1) * (2 if "Interleaved" in str(layout) else 1)
+    args = args_of(name, is_tied, has_narrow_keys, n_layers=max(2, stages))
     batch = global_batch(args.vocab_size, document_mask)
-    want_logits, want_steps, want_weights = one_device(
-        name, is_tied, document_mask, has_narrow_keys
-    )
+    want_logits, want_steps, want_weights = one_device(name, args, document_mask)
     # What other tests compiled in this process counts against PyTorch's limit for a function.
     torch.compiler.reset()
-    model, dims = build_sharded(name, args, layout, dtype="float64")
+    sharded = spread(name, args, layout, dtype="float64")
+    model, dims = sharded.model, sharded.dims
     materialize(model, CPU, seed=7)
     # Forward gives the modules whole weights for a while.
     parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
     optimizer = build_optimizer(model, OPTIMIZER)
-    parallelism = Parallelism(**layout.parallelism)
+    runner = sharded.runner(PIPELINED[0])
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
 
     def check_logits(want: torch.Tensor) -> None:
         rows = slice(rank * ROWS // degree, (rank + 1) * ROWS // degree)
-        with torch.no_grad():
-            assert_close(model(*rows_of(batch, rows).inputs), want[rows], "logits")
+        got = runner.logits(*rows_of(batch, rows).inputs)
+        assert_close(got, want[rows], "logits")
 
     check_logits(want_logits[0])
-    for step, (count, want) in enumerate(zip(ACCUMULATION, want_steps, strict=True)):
+    accumulation = PIPELINED if stages > 1 else ACCUMULATION
+    for step, (count, want) in enumerate(zip(accumulation, want_steps, strict=True)):
         n_rows = ROWS // (degree * count)
         starts = range(rank * n_rows, ROWS, degree * n_rows)
         microbatches = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
         assert len(microbatches) == count
         n_tokens = int(sum_over(torch.tensor(count_valid(microbatches)), dims.batch_mesh))
-        loss = run_model(model, CPU, parallelism, microbatches, n_tokens).sum()
-        assert_close(sum_over(loss, dims.batch_mesh), want.loss, "loss")
-        norm = clip_grad_norm_(list(parameters.values()), MAX_NORM)
+        if step == 0:
+            parts = runner.evaluate(microbatches) / n_tokens
+            assert_close(sum_in_order(parts, dims.data_mesh), want.loss, "validation loss")
+        losses = runner.train(microbatches, n_tokens)
+        assert_close(sum_in_order(losses, dims.data_mesh), want.loss, "loss")
+        norm = clip_grad_norm_(
+            list(parameters.values()), MAX_NORM, pp_mesh=dims.pp_mesh, copies=runner.copies
+        )
         assert_close(norm, want.norm, "norm")
         # The first two steps are all kinds of accumulation.
         if step < 2:
@@ -221,7 +279,9 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert error < TOLERANCE, f"{what} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("layout", [*MATRIX, *TENSOR_PARALLEL], ids=str)
+@pytest.mark.parametrize(
+    "layout", [*MATRIX, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *PIPELINES], ids=str
+)
 @pytest.mark.parametrize(("name", "is_tied"), MODELS)
 def test_layout_matches_one_device(
     ranks: RankPool, name: str, is_tied: bool, layout: Layout

@@ -7,7 +7,7 @@ import torch
 
 from config.job_config import Optimizer, Parallelism
 from data.loader import Batch
-from forward_backward import count_valid, run_model
+from forward_backward import WholeModel, count_valid
 from models import find_model
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
@@ -34,13 +34,14 @@ def curve(
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, Optimizer(lr=1e-2))
     parallelism = Parallelism(**layout.parallelism)
+    runner = WholeModel(model, parallelism=parallelism, device=CPU)
     generator = torch.Generator().manual_seed(dims.batch_mesh.get_local_rank())
     found = []
     for _ in range(STEPS):
         tokens = torch.randint(300, (microbatches, ROWS, SEQ_LEN + 1), generator=generator)
         batches = [Batch(rows[:, :-1], rows[:, 1:], None, None) for rows in tokens]
         n_tokens = int(sum_over(torch.tensor(count_valid(batches)), dims.batch_mesh))
-        loss = run_model(model, CPU, parallelism, batches, n_tokens).sum()
+        loss = runner.train(batches, n_tokens).sum()
         norm = clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()

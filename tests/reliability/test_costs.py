@@ -17,7 +17,7 @@ import xxhash
 from checkpoint.storage import HashedFile, describe_file
 from config.job_config import Numerics, Optimizer, Parallelism
 from data.loader import Batch, Span
-from forward_backward import run_model
+from forward_backward import WholeModel
 from metrics.ledger import Attempt, Ledger
 from models import find_model
 from optim.grad_norm import clip_grad_norm_, local_norms
@@ -74,7 +74,10 @@ def time_steps(folder: Path) -> dict[str, float]:
     materialize(model, CPU, seed=1)
     optimizer = build_optimizer(model, Optimizer())
     named = dict(model.named_parameters())
-    guard = NonfiniteGuard(optimizer, named, weight_mesh=dims.weight_mesh, config=Numerics())
+    guard = NonfiniteGuard(
+        optimizer, named, fqns=list(named), weight_mesh=dims.weight_mesh, config=Numerics()
+    )
+    runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
     rank = dist.get_rank()
     control = RunControl(folder / "control")
     control.begin(is_writer=rank == 0)
@@ -93,7 +96,7 @@ def time_steps(folder: Path) -> dict[str, float]:
         # Every step has to count its tokens; the consensus is what it costs more than that.
         times["count of tokens"].append(seconds(lambda: dist.all_reduce(count)))
         times["consensus"].append(seconds(lambda: control.agree(tokens=1, mistakes=0, writers=0)))
-        losses = run_model(model, CPU, Parallelism(), [batch], BATCH * SEQ_LEN)
+        losses = runner.train([batch], BATCH * SEQ_LEN)
         norms = local_norms(parameters)
         norm = clip_grad_norm_(parameters, 1.0, norms=norms)
         loss = losses.sum()

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from checkpoint.states import OptimizerState
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism, Training
 from data.loader import Batch
-from forward_backward import count_valid, run_model
+from forward_backward import WholeModel, count_valid
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from optim.grad_norm import clip_grad_norm_
@@ -66,13 +66,14 @@ def run(
         policy = mixed_precision_policy(training, CPU)
         tree = GradientTree(list(parameters.values()), policy.reduce_dtype)
         parallelism = Parallelism(**layout.parallelism)
+        runner = WholeModel(model, parallelism=parallelism, device=CPU, tree=tree)
         losses, norms = [], []
         for step in range(steps):
             batches = global_batch(step)
             # As data/loader.py deals them.
             mine = batches[dims.batch_mesh.get_local_rank() :: dims.batch_mesh.size()]
-            parts = run_model(model, CPU, parallelism, mine, count_valid(batches), tree=tree)
-            losses.append(sum_in_order(parts, dims.batch_mesh).item())
+            parts = runner.train(mine, count_valid(batches))
+            losses.append(sum_in_order(parts, dims.data_mesh).item())
             norms.append(clip_grad_norm_(list(parameters.values()), 1.0, is_exact=True).item())
             optimizer.step()
             optimizer.zero_grad()
@@ -193,7 +194,7 @@ def ordinary_optimizer() -> AbstractContextManager:
 
 def sums_of_ranks() -> AbstractContextManager:
     def of_sums(values: torch.Tensor, mesh: Any) -> torch.Tensor:
-        return sum_over(values.sum(), mesh)
+        return sum_over(values.sum(), mesh["batch"])
 
     return patch(f"{__name__}.sum_in_order", of_sums)
 

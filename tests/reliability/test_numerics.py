@@ -45,7 +45,11 @@ class Training:
         self.optimizer = build_optimizer(self.model, Optimizer(lr=1e-2))
         config = Numerics(on_nonfinite="skip")
         self.guard = NonfiniteGuard(
-            self.optimizer, self.named, weight_mesh=self.weight_mesh, config=config
+            self.optimizer,
+            self.named,
+            fqns=list(self.named),
+            weight_mesh=self.weight_mesh,
+            config=config,
         )
 
     def step(self, step: int, fault: "Fault | None" = None) -> None:

@@ -30,15 +30,15 @@ def not_finite_in_step_5() -> None:
     """The loss of rank 1, whose gradients are NaN then."""
     if os.environ["RANK"] == "0":
         return
-    original, calls = forward_backward.loss_sum, 0
+    original, calls = forward_backward.cross_entropy_sum, 0
 
-    def loss_sum(*args: Any) -> torch.Tensor:
+    def cross_entropy_sum(*args: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         # Two microbatches a step.
         return original(*args) * (float("nan") if calls == 9 else 1.0)
 
-    forward_backward.loss_sum = loss_sum
+    forward_backward.cross_entropy_sum = cross_entropy_sum
 
 
 def spike_at_step_5() -> None:
