@@ -38,6 +38,9 @@ class Bad:
 
 
 TP = "parallelism.tensor_parallel_degree"
+CP, PP = TP.replace("tensor", "context"), TP.replace("tensor", "pipeline")
+GATHER = "--parallelism.context_parallel_method allgather"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 HSDP = "--parallelism.data_parallel_replicate_degree"
 DDP, SIMPLE = "--parallelism.data_parallel ddp", "--parallelism.data_parallel simple_fsdp"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
@@ -137,14 +140,38 @@ BAD = [
     Bad("parallelism.data_parallel", "--parallelism.data_parallel fsdp", says="'fsdp2'"),
     Bad("training.mixed_precision_output",
         "--training.dtype float64 --training.mixed_precision_output float32", says="float32"),
-    Bad("parallelism.context_parallel_degree", "--parallelism.context_parallel_degree 2"),
-    Bad("parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_degree 2"),
     Bad("parallelism.expert_parallel_degree", "--parallelism.expert_parallel_degree 2"),
-    Bad(TP, f"--{TP} 3 --model.flavor 8B", says="n_heads", ranks=3),
-    Bad(TP, f"--{TP} 4", says="n_kv_heads", ranks=4),
-    Bad(TP, f"--{TP} 5", says="hidden_dim", ranks=5),
+    Bad(TP, f"--{TP} 3 --model.flavor 8B --training.seq_len 96", says="n_heads", ranks=3),
+    Bad(TP, f"--{TP} 3 --model.flavor 8B --training.seq_len 96", says="n_kv_heads", ranks=3),
+    Bad(TP, f"--{TP} 5 --training.seq_len 100", says="hidden_dim", ranks=5),
     Bad(TP, f"--{TP} 2 --model.vocab_size 321", says="model.vocab_size"),
-    Bad(TP, f"--{TP} 2 --training.seq_len 255", says="training.seq_len"),
+    Bad("training.seq_len", f"--{TP} 2 --training.seq_len 255", says="multiple of tensor"),
+    Bad("training.seq_len", f"--{CP} 2 --training.seq_len 255", says="context_parallel_degree"),
+    Bad("training.seq_len", f"--{CP} 2 {GATHER} --training.seq_len 254", says="twice"),
+    Bad(f"{TP[:-6]}async", f"--{TP[:-6]}async true --compile.enable true", says="nothing without"),
+    Bad(f"{TP[:-6]}async", f"--{TP[:-6]}async true --compile.enable true --{TP} 2", says="GPU"),
+    Bad(f"{TP[:-6]}async", f"--{TP[:-6]}async true --{TP} 2", says="compile.enable"),
+    Bad("parallelism.context_parallel_method", GATHER, says="nothing without"),
+    Bad("parallelism.context_parallel_method", f"--{CP} 8", says="n_heads", ranks=8),
+    Bad(PP, f"--{PP} 8", says="layers", ranks=8),
+    Bad(PP, f"--{PP} 4 {SCHEDULE} Interleaved1F1B", says="layers", ranks=4),
+    Bad("parallelism.pipeline_parallel_schedule", f"{SCHEDULE} GPipe", says="nothing"),
+    Bad("parallelism.pipeline_parallel_schedule", f"--{PP[:-6]}microbatch_size 2", says="nothing"),
+    Bad("parallelism.pipeline_parallel_stages_per_rank",
+        f"--{PP} 2 --{PP[:-6]}stages_per_rank 3", says="interleaved"),
+    Bad("parallelism.pipeline_parallel_microbatch_size",
+        f"--{PP} 2 --{PP[:-6]}microbatch_size 3", says="local_batch_size"),
+    Bad("training.global_batch_size",
+        f"--{PP} 2 --{PP[:-6]}microbatch_size 8", says="as many microbatches"),
+    Bad("training.global_batch_size",
+        f"--{PP} 2 {SCHEDULE} Interleaved1F1B --training.local_batch_size 5", says="multiple of"),
+    Bad("parallelism.fsdp_reduce_gradients",
+        f"--{PP} 2 --parallelism.fsdp_reduce_gradients last_microbatch"
+        " --training.global_batch_size 16", says="pipeline"),
+    Bad("parallelism.pipeline_parallel_schedule",
+        f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble", says="recompute twice"),
+    Bad("parallelism.pipeline_parallel_schedule",
+        f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble --compile.enable true", says="compiled"),
     Bad("training.global_batch_size", "--training.global_batch_size 24", says="multiple"),
     Bad("training.global_batch_size", "--training.global_batch_size 4", says="multiple"),
     Bad("parallelism.data_parallel", f"{ELASTIC} {DDP}", says="fsdp2"),
@@ -268,7 +295,7 @@ def test_trainer_refuses_by_name_what_only_it_can_find(
     "bad",
     [
         Bad("training.steps", "--training.steps ten"),
-        Bad(TP, f"--{TP} 4", ranks=4),
+        Bad("training.seq_len", f"--{TP} 2 --training.seq_len 255"),
         # Only the trainer opens the tokenizer: its code has to come through torchrun.
         Bad("data.tokenizer", "--data.tokenizer nope", ranks=1),
     ],

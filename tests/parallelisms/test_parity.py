@@ -147,6 +147,15 @@ VARIANTS = [
     Layout(4, {MODE: "simple_fsdp", TP: 2}, compile=AOT),
     Layout(2, {MODE: "ddp"}, recompute=SELECTIVE),
     Layout(2, {MODE: "ddp"}, compile=AOT),
+    *(Layout(2, {CP: 2} | method, recompute=FULL) for method in ({}, GATHER)),
+    *(Layout(2, {CP: 2} | method, recompute=SELECTIVE, compile=AOT) for method in ({}, GATHER)),
+    Layout(4, {CP: 2, TP: 2}, compile=AOT),
+    Layout(4, {TP: 4}, compile=AOT),
+    Layout(4, {CP: 2, MODE: "simple_fsdp"}, compile=AOT),
+    Layout(2, {PP: 2}, recompute=FULL),
+    Layout(4, {PP: 2, TP: 2}, recompute=SELECTIVE, compile=AOT),
+    Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}, recompute=SELECTIVE, compile=AOT),
+    Layout(4, {PP: 2, "fsdp_cpu_offload": True}),
 ]
 
 
