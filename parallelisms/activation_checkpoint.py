@@ -20,6 +20,7 @@ _SAVED_OPS = {
     _aten._scaled_dot_product_cudnn_attention.default,
     # Recomputing a collective costs more than its result.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 }
 
 

@@ -76,8 +76,10 @@ def assert_same_run(folder: Path, want: Path) -> None:
     assert list(validated) == list(validation_curve(want))
     assert validated == pytest.approx(validation_curve(want), rel=1e-9), "validation"
     assert set(texts(folder)) == set(texts(want)), "text"
-    assert check_ledger.main([str(folder / "debug_model"), "--against", str(want / "debug_model")])\
-        == 0, "ledger"
+    assert (
+        check_ledger.main([str(folder / "debug_model"), "--against", str(want / "debug_model")])
+        == 0
+    ), "ledger"
 
 
 def validation_curve(folder: Path) -> dict[int, float]:
@@ -90,7 +92,9 @@ def texts(folder: Path) -> list[str]:
     logs = [path.read_text() for path in sorted(folder.glob("rank-*.log"))]
     after = [text.partition("the model writes:\n")[2] for text in logs]
     # The next line of the log begins with the time.
-    return [re.split(r"^\d\d:\d\d:\d\d ", text, maxsplit=1, flags=re.MULTILINE)[0] for text in after]
+    return [
+        re.split(r"^\d\d:\d\d:\d\d ", text, maxsplit=1, flags=re.MULTILINE)[0] for text in after
+    ]
 
 
 def test_the_reference_has_what_is_compared(two_ranks: Reference) -> None:
