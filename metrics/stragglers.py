@@ -29,7 +29,7 @@ class Stragglers:
 
         ``window``: steps after which the ranks' times are compared.
         """
-        self._window, self._steps = window, 0
+        self._window, self._steps, self._n_blocks = window, 0, len(blocks)
         self._clock: _Clock = _DeviceClock() if device.type == "cuda" else _HostClock()
         self._seconds: list[float] = []
         self._hosts = _gather_names(socket.gethostname())
@@ -54,7 +54,8 @@ class Stragglers:
         self._steps += 1
         self._seconds += self._clock.finish_step()
         if self._steps % self._window == 0:
-            times = _gather(median(self._seconds) if self._seconds else 0.0)
+            # Pipeline stages may have unequal numbers of equal blocks.
+            times = _gather(median(self._seconds) / self._n_blocks if self._seconds else 0.0)
             self._seconds = []
             # A device that is many steps behind has nothing to say yet.
             if min(times) > 0.0:

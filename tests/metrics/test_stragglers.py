@@ -137,7 +137,7 @@ def test_events_are_read_when_the_device_is_past_them(lag: int) -> None:
         for _ in range(40):
             blocks(torch.ones(2))
             stragglers.finish_step()
-    assert given == [3.0] * 10
+    assert given == [1.0] * 10
     assert len(made) <= 6 + 2 * lag, "events are used again"
 
 
@@ -222,7 +222,7 @@ def test_a_clock_that_stops_too_late_is_seen(ranks: RankPool) -> None:
 
 
 def slow_rank(layout: Layout, rank: int, seconds: float) -> list[float]:
-    """The ranks' times over their median in a window, with a rank that sleeps in each block."""
+    """The slowest rank, how slow, and all ranks' times of a block; one sleeps in one of two."""
     args = replace(find_model("llama3", "debugmodel")[1], n_layers=2, dim=32, hidden_dim=64)
     model, dims = build_sharded("llama3", replace(args, head_dim=8, max_seq_len=16), layout)
     materialize(model, CPU, seed=0)
@@ -244,12 +244,12 @@ def test_a_sleep_is_found_where_it_is(ranks: RankPool, layout: Layout) -> None:
     for found in ranks.run(slow_rank, 2, layout, 1, 0.5):
         assert found[0] == 1
         assert found[1] > 1.2
-        assert found[3] > 0.5
+        assert found[3] > 0.25
 
 
 def test_ranks_of_a_tensor_parallel_group_are_slow_together(ranks: RankPool) -> None:
     times = ranks.run(slow_rank, 4, Layout(4, {TP: 2}), 2, 0.5)[0][2:]
-    assert min(times[2:]) > 0.5 > max(times[:2])
+    assert min(times[2:]) > 0.25 > max(times[:2])
 
 
 def test_host_names_arrive(ranks: RankPool) -> None:

@@ -80,7 +80,7 @@ def sync(layout: Layout) -> None:
     """Start from another model on every rank; end with the first replica's everywhere."""
     model, dims = build(layout, seed=dist.get_rank())
     for fqn, part in local_tensors(model).items():
-        if fqn == "rope" or "norm" in fqn:
+        if fqn == "rope.cache" or "norm" in fqn:
             part.fill_(-dist.get_rank())
     with pytest.raises(RuntimeError, match="differ"):
         check_replicas(model, dims.weight_mesh)
@@ -91,7 +91,7 @@ def sync(layout: Layout) -> None:
     assert names is not None
     assert coordinate is not None
     got = local_tensors(model)
-    assert got["rope"].eq(0).all()
+    assert got["rope.cache"].eq(0).all()
     # The rank that this one copies: first among the replicas, in its own place among the shards.
     shards = [
         c if name in ("dp_shard_cp", "tp") else 0 for name, c in zip(names, coordinate, strict=True)
@@ -99,7 +99,7 @@ def sync(layout: Layout) -> None:
     source = int(dims.weight_mesh.mesh[tuple(shards)])
     want, _ = build(layout, seed=source)
     same = [fqn for fqn, part in local_tensors(want).items() if torch.equal(part, got[fqn])]
-    assert same == [fqn for fqn in got if fqn != "rope" and "norm" not in fqn]
+    assert same == [fqn for fqn in got if fqn != "rope.cache" and "norm" not in fqn]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -108,7 +108,7 @@ def sync(layout: Layout) -> None:
     [
         "tok_embeddings.weight",
         "layers.1.ffn_norm.weight",
-        "rope",
+        "rope.cache",
         "layers.0.attention.wq.weight.exp_avg",
         "output.weight.exp_avg_sq",
     ],
@@ -123,7 +123,7 @@ def test_a_flipped_bit_is_found_and_named(ranks: RankPool, name: str, rank: int)
     ("layout", "name", "dim"),
     [
         (Layout(4, {TP: 2}), "layers.0.attention_norm.weight", "tp"),
-        (Layout(2), "rope", "dp_shard_cp"),
+        (Layout(2), "rope.cache", "dp_shard_cp"),
         (Layout(2, {MODE: "ddp"}), "layers.1.attention.wq.weight", "dp_replicate"),
     ],
 )
