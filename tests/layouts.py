@@ -49,6 +49,7 @@ class Spread:
     dims: ParallelDims
     parallelism: Parallelism
     compute_dtype: torch.dtype
+    device: torch.device
     fqns: list[str]
     tied: list[str]
 
@@ -58,7 +59,7 @@ class Spread:
             self.stages,
             self.dims,
             parallelism=self.parallelism,
-            device=CPU,
+            device=self.device,
             dtype=self.compute_dtype,
             n_microbatches=n_microbatches,
             tied=self.tied,
@@ -72,15 +73,16 @@ def spread(
     *,
     dtype: str = "float32",
     compute_dtype: str = "auto",
+    device: torch.device = CPU,
 ) -> Spread:
     """Still on the meta device; ``materialize`` gives it weights."""
     spec, _ = find_model(name, "debugmodel")
     training = Training(dtype=dtype, mixed_precision_param=compute_dtype)
     parallelism = Parallelism(**layout.parallelism)
-    dims = ParallelDims.build(parallelism, layout.world_size, "cpu")
+    dims = ParallelDims.build(parallelism, layout.world_size, device.type)
     model = build_on_meta(spec, args, getattr(torch, dtype))
     fqns, tied = [fqn for fqn, _ in model.named_parameters()], shared_names(model)
-    mp_policy = mixed_precision_policy(training, CPU)
+    mp_policy = mixed_precision_policy(training, device)
     stages = parallelize(
         model,
         dims,
@@ -91,7 +93,7 @@ def spread(
         mp_policy=mp_policy,
     )
     assert mp_policy.param_dtype is not None
-    return Spread(model, stages, dims, parallelism, mp_policy.param_dtype, fqns, tied)
+    return Spread(model, stages, dims, parallelism, mp_policy.param_dtype, device, fqns, tied)
 
 
 def build_sharded(

@@ -94,8 +94,11 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
+            has_gpu = torch.cuda.is_available()
+            if has_gpu:
+                torch.cuda.set_device(rank % torch.cuda.device_count())
             dist.init_process_group(
-                "gloo",
+                "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=world_size,

@@ -227,6 +227,7 @@ def check_layout(
     *,
     document_mask: bool = False,
     has_narrow_keys: bool = False,
+    device: torch.device = CPU,
 ) -> list[str]:
     """Compare with one device; the FQNs of what is not sharded over dim 0."""
     stages = layout.parallelism.get(PP, 1) * (2 if "Interleaved" in str(layout) else 1)
@@ -235,9 +236,9 @@ def check_layout(
     want_logits, want_steps, want_weights = one_device(name, args, document_mask)
     # What other tests compiled in this process counts against PyTorch's limit for a function.
     torch.compiler.reset()
-    sharded = spread(name, args, layout, dtype="float64")
+    sharded = spread(name, args, layout, dtype="float64", device=device)
     model, dims = sharded.model, sharded.dims
-    materialize(model, CPU, seed=7)
+    materialize(model, device, seed=7)
     # Forward gives the modules whole weights for a while.
     parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
     optimizer = build_optimizer(model, OPTIMIZER)
@@ -284,7 +285,7 @@ def check_layout(
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    error = (got - want).norm() / want.norm()
+    error = (got.cpu() - want).norm() / want.norm()
     assert error < TOLERANCE, f"{what} is off by {error:.1e}"
 
 
