@@ -1,5 +1,6 @@
 """A step's microbatches through the model, forward and backward: the inside of the loop."""
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -71,15 +73,16 @@ def build_runner(
     dims: ParallelDims,
     *,
     parallelism: Parallelism,
+    mp_policy: MixedPrecisionPolicy,
     device: torch.device,
-    dtype: torch.dtype,
     n_microbatches: int,
     tied: list[str],
     tree: GradientTree | None = None,
 ) -> Runner:
-    """For what ``parallelize`` made of ``model``, which computes in ``dtype``.
+    """For what ``parallelize`` made of ``model``.
 
-    ``tied``: FQNs of parameters that had several names in the whole model.
+    ``n_microbatches``: of each step. ``tied``: FQNs of parameters that had several names in the
+    whole model. ``tree``: sums gradients of microbatches in its own order.
     """
     if dims.degrees.pp == 1:
         return WholeModel(model, dims.cp_mesh, parallelism=parallelism, device=device, tree=tree)
@@ -88,8 +91,8 @@ def build_runner(
         stages,
         dims,
         parallelism=parallelism,
+        mp_policy=mp_policy,
         device=device,
-        dtype=dtype,
         n_microbatches=n_microbatches,
         tied=tied,
     )
@@ -155,18 +158,18 @@ class Pipeline:
         dims: ParallelDims,
         *,
         parallelism: Parallelism,
+        mp_policy: MixedPrecisionPolicy,
         device: torch.device,
-        dtype: torch.dtype,
         n_microbatches: int,
         tied: list[str],
     ) -> None:
-        """``model``, ``stages``: of ``parallelize``. ``dtype``: of hidden states.
-
-        ``tied``: FQNs of what the first and the last stage share.
-        """
+        """``tied``: FQNs of what the first and the last stage share."""
         self._stages, self._dims, self._parallelism = stages, dims, parallelism
-        self._args, self._dtype, self._device = cast(Any, model).args, dtype, device
-        self._loss_dtype = torch.promote_types(dtype, torch.float32)
+        self._args, self._device = cast(Any, model).args, device
+        assert mp_policy.param_dtype is not None
+        self._dtype = mp_policy.param_dtype
+        self._logits_dtype = mp_policy.output_dtype or self._dtype
+        self._loss_dtype = torch.promote_types(self._logits_dtype, torch.float32)
         self._n_microbatches, self._n_tokens = n_microbatches, 1
         self._spread = _Spread(dims.cp_mesh, parallelism, device)
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
@@ -176,15 +179,20 @@ class Pipeline:
     def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
         # A step in which no label counts has a loss of 0.
         self._n_tokens = max(n_tokens, 1)
-        losses = self._run("step", microbatches)
+        shape = microbatches[0].tokens.shape
+        if shape not in self._schedules:
+            self._schedules[shape] = self._build(shape, len(microbatches), self._loss)
+        losses = self._losses(self._schedules[shape].step, microbatches)
         sum_tied(self._tied, self._dims.pp_mesh)
         return losses
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
         self._n_tokens, n = 1, self._n_microbatches
+        # Its buffers, one for each microbatch, are not for training to keep.
+        schedule = self._build(batches[0].tokens.shape, n, self._loss)
         groups = [batches[start : start + n] for start in range(0, len(batches), n)]
-        return torch.cat([self._run("eval", group) for group in groups])
+        return torch.cat([self._losses(schedule.eval, group) for group in groups])
 
     @torch.no_grad()
     def logits(
@@ -193,30 +201,26 @@ class Pipeline:
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        schedule = self._schedule(tokens.shape, n_microbatches=1, loss_fn=None)
         x, options = self._inputs([Batch(tokens, tokens, positions, document_ids)])
-        found = schedule.step(x, **options)
+        found = self._build(tokens.shape, 1, None).step(x, **options)
         shape = (*x.shape, self._args.vocab_size)
-        logits = torch.empty(shape, dtype=self._loss_dtype, device=self._device)
+        logits = torch.empty(shape, dtype=self._logits_dtype, device=self._device)
         if found is not None:
             logits.copy_(found.full_tensor() if isinstance(found, DTensor) else found)
         group = self._dims.pp_mesh.get_group()
         dist.broadcast(logits, group=group, group_src=self._dims.pp_mesh.size() - 1)
         return self._spread.whole(logits)
 
-    def _run(self, what: str, microbatches: list[Batch]) -> torch.Tensor:
-        """Losses (n,) of one call of the schedule, zeros but on the last stage's ranks."""
-        count, shape = len(microbatches), microbatches[0].tokens.shape
-        schedule = self._schedule(shape, n_microbatches=count, loss_fn=self._loss)
+    def _losses(self, run: Callable[..., object], microbatches: list[Batch]) -> torch.Tensor:
+        """Of each microbatch (n,); zeros but on the last stage's ranks."""
         x, options = self._inputs(microbatches)
         labels = self._spread.part(torch.cat([batch.labels for batch in microbatches]))
         losses: list[torch.Tensor] = []
         with loss_parallel():
-            run = getattr(schedule, what)
             run(x, target=labels, losses=losses, return_outputs=False, **options)
         if losses:
             return torch.stack(losses).detach()
-        return torch.zeros(count, dtype=self._loss_dtype, device=self._device)
+        return torch.zeros(len(microbatches), dtype=self._loss_dtype, device=self._device)
 
     def _inputs(self, microbatches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Of all microbatches, one after the other; the schedule takes them apart again."""
@@ -233,23 +237,26 @@ class Pipeline:
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy_sum(logits, labels) / self._n_tokens
 
-    def _schedule(self, shape: torch.Size, *, n_microbatches: int, loss_fn: Any) -> Any:
-        """For microbatches of this ``shape`` (b, s); made once for each."""
-        key = (shape, n_microbatches, loss_fn is None)
-        if key not in self._schedules:
-            rows, seq_len = shape
-            degrees = self._dims.degrees
-            hidden = (rows, seq_len // degrees.cp // degrees.tp, self._args.dim)
-            self._schedules[key] = build_schedule(
-                self._stages,
-                self._dims.pp_mesh,
-                parallelism=self._parallelism,
-                device=self._device,
-                hidden=torch.empty(hidden, dtype=self._dtype, device="meta", requires_grad=True),
-                n_microbatches=n_microbatches,
-                loss_fn=loss_fn,
-            )
-        return self._schedules[key]
+    def _build(
+        self, shape: torch.Size, n_microbatches: int, loss_fn: Callable[..., torch.Tensor] | None
+    ) -> Any:
+        """A schedule for microbatches of this ``shape`` (b, s)."""
+        (rows, seq_len), degrees = shape, self._dims.degrees
+        hidden_shape = (rows, seq_len // degrees.cp // degrees.tp, self._args.dim)
+        logits_shape = (rows, seq_len // degrees.cp, self._args.vocab_size)
+        with torch.device("meta"):
+            hidden = torch.empty(hidden_shape, dtype=self._dtype, requires_grad=True)
+            logits = torch.empty(logits_shape, dtype=self._logits_dtype)
+        return build_schedule(
+            self._stages,
+            self._dims.pp_mesh,
+            parallelism=self._parallelism,
+            device=self._device,
+            hidden=hidden,
+            logits=logits,
+            n_microbatches=n_microbatches,
+            loss_fn=loss_fn,
+        )
 
 
 class _Spread:

@@ -134,14 +134,13 @@ def main(job: Job, witness: Witness) -> int:
     materialize(model, device, seed=config.debug.seed, is_offloaded=is_offloaded)
     parameters = list(model.parameters())
     tree = GradientTree(parameters, mp_policy.reduce_dtype) if is_elastic else None
-    assert mp_policy.param_dtype is not None
     runner = build_runner(
         model,
         stages,
         dims,
         parallelism=config.parallelism,
+        mp_policy=mp_policy,
         device=device,
-        dtype=mp_policy.param_dtype,
         n_microbatches=loader.microbatches,
         tied=tied,
         tree=tree,

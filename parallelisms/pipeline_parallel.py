@@ -88,13 +88,14 @@ def build_schedule(
     parallelism: Parallelism,
     device: torch.device,
     hidden: torch.Tensor,
+    logits: torch.Tensor,
     n_microbatches: int,
     loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
 ) -> Any:
     """PyTorch's schedule over ``stages``; with ``loss_fn`` None it only goes forward.
 
-    ``hidden``: on the meta device, what travels between stages for one microbatch. Losses and
-    gradients are summed over microbatches, never averaged.
+    ``hidden``, ``logits``: on the meta device, what travels between stages and what the last one
+    returns for one microbatch. Losses and gradients are summed over microbatches, never averaged.
     """
     # Half a second, for which only pipelines have to wait.
     from torch.distributed.pipelining import PipelineStage
@@ -105,11 +106,11 @@ def build_schedule(
     if loss_fn is None:
         kind = "LoopedBFS" if is_interleaved else "GPipe"
     n_stages = pp_mesh.size() * len(stages)
-    # Told what travels, no stage has to be run to see it. Nobody receives tokens or logits.
-    own = [
-        PipelineStage(stage, index, n_stages, device, hidden, hidden, group=group)
-        for stage, index in zip(stages, _stage_indices(pp_mesh, n_stages), strict=True)
-    ]
+    own = []
+    for stage, index in zip(stages, _stage_indices(pp_mesh, n_stages), strict=True):
+        # Told what travels, no stage has to be run to see it. Tokens do not travel.
+        output = logits if index == n_stages - 1 else hidden
+        own.append(PipelineStage(stage, index, n_stages, device, hidden, output, group=group))
     schedule_cls = get_schedule_class(kind)
     return schedule_cls(
         own if is_interleaved else own[0], n_microbatches, loss_fn=loss_fn, scale_grads=False

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
 from forward_backward import Runner, build_runner
@@ -48,7 +49,7 @@ class Spread:
     stages: list[nn.Module]
     dims: ParallelDims
     parallelism: Parallelism
-    compute_dtype: torch.dtype
+    mp_policy: MixedPrecisionPolicy
     device: torch.device
     fqns: list[str]
     tied: list[str]
@@ -60,7 +61,7 @@ class Spread:
             self.dims,
             parallelism=self.parallelism,
             device=self.device,
-            dtype=self.compute_dtype,
+            mp_policy=self.mp_policy,
             n_microbatches=n_microbatches,
             tied=self.tied,
         )
@@ -92,8 +93,7 @@ def spread(
         compile=layout.compile,
         mp_policy=mp_policy,
     )
-    assert mp_policy.param_dtype is not None
-    return Spread(model, stages, dims, parallelism, mp_policy.param_dtype, device, fqns, tied)
+    return Spread(model, stages, dims, parallelism, mp_policy, device, fqns, tied)
 
 
 def build_sharded(
