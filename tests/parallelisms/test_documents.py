@@ -18,16 +18,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-import forward_backward
 from config.job_config import ActivationCheckpoint, Compile, Parallelism
 from data.loader import Batch
-from forward_backward import Runner, WholeModel, count_valid
+from forward_backward import Runner, WholeModel, _Spread, count_valid
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from models.transformer import InnerAttention
-from optim.loss import IGNORED
+from optim.loss import IGNORED, cross_entropy_sum
 from parallelisms.context_parallel import AllGather, Ulysses, sequence_part
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.parallel_dims import ParallelDims
@@ -35,6 +34,7 @@ from runtime.distributed import local_part, sum_in_order, sum_over
 from tests.layouts import CP, CPU, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout, spread
 from tests.ranks import RankPool
 
+LLAMA, QWEN = "llama3", "qwen3"
 TOLERANCE = 1e-9
 SEQ_LEN, MICROBATCHES, FLOAT64 = 32, 2, 8
 # Context parallel on 4 ranks cuts at each of these places, other layouts at some of them.
@@ -64,9 +64,11 @@ class Case:
     layout: Layout
     n_heads: int = 4
     n_kv_heads: int = 2
+    models: tuple[str, ...] = (LLAMA, QWEN)
 
     def __str__(self) -> str:
-        return f"{self.layout}-heads{self.n_heads}-{self.n_kv_heads}"
+        heads = f"heads{self.n_heads}-{self.n_kv_heads}"
+        return "-".join([str(self.layout), heads, *self.models])
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -84,22 +86,26 @@ CASES = [
     Case(Layout(2, {CP: 2} | GATHER)),
     # Heads of keys that are split, and those that several ranks need.
     Case(Layout(2, {CP: 2}), 6, 3),
-    Case(Layout(2, {TP: 2}), 6, 3),
-    Case(Layout(2, {TP: 2}), 4, 1),
     Case(Layout(2, {PP: 2})),
     Case(Layout(4, {CP: 4})),
     Case(Layout(4, {CP: 4} | GATHER)),
     Case(Layout(4, {CP: 2})),
     Case(Layout(4, {CP: 2} | GATHER)),
-    Case(Layout(4, {CP: 2, TP: 2}), 12, 3),
-    Case(Layout(4, {CP: 2, TP: 2} | GATHER)),
     Case(Layout(4, {CP: 2, PP: 2})),
     Case(Layout(4, {CP: 2, PP: 2} | GATHER)),
-    Case(Layout(4, {TP: 4})),
-    Case(Layout(8, {PP: 2, CP: 2, TP: 2})),
+]
+# Each with one of the models; the other is slow.
+TENSOR_PARALLEL = [
+    Case(Layout(2, {TP: 2}), 6, 3, (QWEN,)),
+    Case(Layout(2, {TP: 2}), 4, 1, (LLAMA,)),
+    Case(Layout(4, {TP: 4}), models=(QWEN,)),
+    Case(Layout(4, {CP: 2, TP: 2}), 12, 3, (QWEN,)),
+    Case(Layout(4, {CP: 2, TP: 2} | GATHER), models=(LLAMA,)),
+    Case(Layout(8, {PP: 2, CP: 2, TP: 2}), models=(QWEN,)),
 ]
 INTERLEAVED = {PP: 2, SCHEDULE: "Interleaved1F1B"}
 SLOW_CASES = [
+    *(replace(c, models=(LLAMA if QWEN in c.models else QWEN,)) for c in TENSOR_PARALLEL),
     Case(Layout(4, {CP: 4}), 4, 1),
     Case(Layout(4, {TP: 4}), 4, 1),
     *(
@@ -124,13 +130,12 @@ VARIANTS = [
     for method in ({}, GATHER)
     for variant in ({"recompute": RECOMPUTED}, {"compile": COMPILED})
 ]
-MODELS = ("llama3", "qwen3")
 
 
 def args_of(name: str, case: Case) -> TransformerArgs:
-    """Of a tiny model, for which 2 * SEQ_LEN * ROWS sequences are little. qwen3's is tied."""
+    """A tiny model, so that many sequences take little time. qwen3's embeddings are tied."""
     args = find_model(name, "debugmodel")[1]
-    assert args.tie_embeddings == (name == "qwen3")
+    assert args.tie_embeddings == (name == QWEN)
     args = replace(args, n_heads=case.n_heads, n_kv_heads=case.n_kv_heads, head_dim=8)
     n_layers = 4 if "Interleaved" in str(case) else 2
     return replace(
@@ -163,7 +168,6 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 
 def test_the_rows_hold_every_case():
     assert all(row == tuple(sorted(set(row))) and row[0] == 0 for row in STARTS)
-    assert {1, 2, 4, 8} <= {degree for case in CASES for degree in cuts_of(case)}
     lengths = [
         [end - start for start, end in zip(row, (*row[1:], SEQ_LEN), strict=True)] for row in STARTS
     ]
@@ -186,22 +190,17 @@ def test_the_rows_hold_every_case():
         assert len(batch.document_ids[row].unique()) == len(starts)
 
 
-def cuts_of(case: Case) -> tuple[int, ...]:
-    cp, tp = case.degrees
-    return cp, cp * tp, cp * (2 if case.gathers else 1)
-
-
 class Measured(NamedTuple):
     """What hooks saw of one forward and backward."""
 
     blocks: set[int]
-    """Lengths of the sequence at the blocks' entries."""
+    """Lengths of the sequence where blocks begin."""
     queries: set[tuple[int, int]]
-    """Lengths of the sequence and heads at the entry of ``attention.inner``."""
+    """Lengths of the queries, and their heads, where ``attention.inner`` begins."""
     scores: set[tuple[int, int]]
-    """The same, of what multiplies queries and keys."""
+    """The same, where queries are multiplied with keys."""
     saved: int
-    """Bytes that the backward of a block needs for one more row."""
+    """Bytes that a block saves for backward for one more row."""
 
 
 class Truth(NamedTuple):
@@ -240,10 +239,8 @@ class Report:
     errors: dict[str, float]
     """Relative to one device: of logits, of the loss, and of gradients by FQN."""
     leaks: dict[str, int]
-    """Pairs of positions of which the second should not depend on the first, but does, or the
-    other way round."""
+    """Counts of pairs of positions, by what is wrong with them."""
     measured: Measured | None
-    truth: tuple[int, int]
     cuts: set[int]
     """Where this rank's part of a sequence has a beginning."""
     part: tuple[int, int]
@@ -251,30 +248,33 @@ class Report:
     n_valid: int
     """Labels in it."""
 
-    def caught(self, name: str, case: Case) -> set[str]:
-        """The kinds of what is wrong."""
-        kinds = {what if what in ("logits", "loss") else "gradients" for what in self.wrong}
-        kinds |= {"isolation"} if any(self.leaks.values()) else set()
-        return kinds | ({"parts"} if self.excess(name, case) else set())
-
     @property
     def wrong(self) -> dict[str, float]:
         return {what: error for what, error in self.errors.items() if not error < TOLERANCE}
 
-    def excess(self, name: str, case: Case) -> str:
-        """What the rank holds beyond its part of the sequence; "" if nothing."""
+    def excess(self, name: str, case: Case) -> dict[str, str]:
+        """What the rank holds beyond its part of the sequence."""
         assert self.measured is not None
         cp, tp = case.degrees
         heads, length = case.n_heads // tp, SEQ_LEN // cp
         scores = (length // 2, heads) if case.gathers else (SEQ_LEN, heads // cp)
-        bound = saved_bound(args_of(name, case), cp, *self.truth, gathers=case.gathers)
-        found, want = self.measured[:3], ({length // tp}, {(length, heads)}, {scores})
-        if found != want:
-            return f"lengths {found}, not {want}"
-        return f"{self.measured.saved} B, not {bound}" if self.measured.saved > bound else ""
+        want = {length // tp}, {(length, heads)}, {scores}
+        (*lengths, saved), found = self.measured, {}
+        if tuple(lengths) != want:
+            found["lengths"] = f"{lengths}, not {want}"
+        bound = saved_bound(args_of(name, case), one_device(name, args_of(name, case)), case)
+        if not 0 < saved <= bound:
+            found["saved"] = f"{saved} bytes, not {bound}"
+        return found
+
+    def caught(self, name: str, case: Case) -> set[str]:
+        """The kinds of what is wrong."""
+        values = {what if what in ("logits", "loss") else "gradients" for what in self.wrong}
+        isolation = {"isolation"} if any(self.leaks.values()) else set()
+        return values | isolation | set(self.excess(name, case))
 
 
-def saved_bound(args: TransformerArgs, cp: int, saved: int, mask: int, *, gathers: bool) -> float:
+def saved_bound(args: TransformerArgs, truth: Truth, case: Case) -> float:
     """Bytes per row of which a block's backward may need no more.
 
     The share of what one device saves, and what attention to the whole sequence takes:
@@ -284,13 +284,14 @@ def saved_bound(args: TransformerArgs, cp: int, saved: int, mask: int, *, gather
     - the mask is for queries and keys: all of both with ulysses. With allgather chunks r and
       2n-1-r see r+1 and 2n-r chunks, together 2n+1 of (2n)^2 pairs of chunks.
     """
+    cp, _ = case.degrees
     output = SEQ_LEN * args.n_heads * args.head_dim * FLOAT64 / cp
     keys = 2 * SEQ_LEN * args.n_kv_heads * args.head_dim * FLOAT64
-    if gathers:
+    if case.gathers:
         more, seen = keys * (1 - 1 / cp), (2 * cp + 1) / (4 * cp**2)
     else:
         more, seen = keys / cp * (math.lcm(args.n_kv_heads, cp) / args.n_kv_heads - 1), 1.0
-    return (saved - mask) / cp + output + more + mask * seen
+    return (truth.saved - truth.mask) / cp + output + more + truth.mask * seen
 
 
 def inspect(
@@ -310,15 +311,15 @@ def inspect(
         leaks = find_leaks(runner)
         measured = measure(sharded.model, spec, runner, packed()) if is_plain else None
     own = own_positions(case, dims)
-    batch_rank, degree = dims.batch_mesh.get_local_rank(), dims.batch_mesh.size()
-    labels = packed().labels.chunk(degree)[batch_rank][:, own]
+    # Between the matrices tensor parallel cuts it again.
+    cut = own.chunk(dims.degrees.tp)[dims.data_mesh["tp"].get_local_rank()]
+    labels = torch.cat([batch.labels[:, own] for batch in own_microbatches(dims)])
     return Report(
         errors,
         leaks,
         measured,
-        (truth.saved, truth.mask),
-        {int(start) for start in own if int(start) - 1 not in own},
-        (batch_rank, dims.cp_mesh.get_local_rank()),
+        {int(start) for start in cut if int(start) - 1 not in cut},
+        (dims.batch_mesh.get_local_rank(), dims.cp_mesh.get_local_rank()),
         int((labels != IGNORED).sum()),
     )
 
@@ -330,28 +331,31 @@ def own_positions(case: Case, dims: ParallelDims) -> torch.Tensor:
     return sequence_part(SEQ_LEN, dims.cp_mesh, method=method)
 
 
-def compare(
-    model: nn.Module, runner: Runner, dims: ParallelDims, truth: Truth
-) -> dict[str, float]:
+def compare(model: nn.Module, runner: Runner, dims: ParallelDims, truth: Truth) -> dict[str, float]:
     """Relative errors of a step with several microbatches.
 
     They are only returned: a rank that raised would leave the others in their collectives.
     """
-    batch, degree, rank = packed(), dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
-    n_rows = ROWS // (degree * MICROBATCHES)
-    starts = range(rank * n_rows, ROWS, degree * n_rows)
-    microbatches = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
-    rows = slice(rank * ROWS // degree, (rank + 1) * ROWS // degree)
-    logits = runner.logits(*rows_of(batch, rows).inputs)
-    n_tokens = int(sum_over(torch.tensor(count_valid(microbatches)), dims.batch_mesh))
     # Forward gives the modules whole weights for a while.
     parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
+    degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
+    rows = slice(rank * ROWS // degree, (rank + 1) * ROWS // degree)
+    logits = runner.logits(*rows_of(packed(), rows).inputs)
+    microbatches = own_microbatches(dims)
+    n_tokens = int(sum_over(torch.tensor(count_valid(microbatches)), dims.batch_mesh))
     loss = sum_in_order(runner.train(microbatches, n_tokens), dims.data_mesh)
     errors = {"logits": off(logits, truth.logits[rows]), "loss": off(loss, truth.loss)}
     for fqn, parameter in parameters.items():
         assert isinstance(parameter.grad, DTensor)
         errors[fqn] = off(parameter.grad.full_tensor(), truth.gradients[fqn])
     return errors
+
+
+def own_microbatches(dims: ParallelDims) -> list[Batch]:
+    degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
+    n_rows = ROWS // (degree * MICROBATCHES)
+    starts = range(rank * n_rows, ROWS, degree * n_rows)
+    return [rows_of(packed(), slice(start, start + n_rows)) for start in starts]
 
 
 def off(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -381,13 +385,13 @@ def find_leaks(runner: Runner) -> dict[str, int]:
     return leaks
 
 
-def influence(runner: Runner, tokens: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+def influence(runner: Runner, tokens: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Which position's token changes which position's logits (rows, s, s)."""
-    before = tokens.repeat_interleave(SEQ_LEN, dim=0)
-    after = before.unflatten(0, (-1, SEQ_LEN)).clone()
+    before, *rest = (t[:, None].expand(-1, SEQ_LEN, -1) for t in (tokens, *others))
+    after = before.clone()
     after.diagonal(dim1=1, dim2=2).add_(1).remainder_(64)
-    rest = [t if t is None else t.repeat_interleave(SEQ_LEN, dim=0) for t in others]
-    is_changed = runner.logits(before, *rest) != runner.logits(after.flatten(0, 1), *rest)
+    before, after, *rest = (t.flatten(0, 1) for t in (before, after, *rest))
+    is_changed = runner.logits(before, *rest) != runner.logits(after, *rest)
     return is_changed.any(dim=-1).unflatten(0, (-1, SEQ_LEN))
 
 
@@ -447,13 +451,20 @@ def watched(
 
 
 def inspect_models(case: Case) -> dict[str, Report]:
-    return {name: inspect(name, case) for name in MODELS}
+    return {name: inspect(name, case) for name in case.models}
 
 
 @pytest.fixture(scope="module")
 def reports(ranks: RankPool) -> Callable[[Case], list[dict[str, Report]]]:
     """Of each rank, by model; a layout is started once for all tests."""
-    return cache(lambda case: ranks.run(inspect_models, case.layout.world_size, case))
+    found: dict[str, list[dict[str, Report]]] = {}
+
+    def of(case: Case) -> list[dict[str, Report]]:
+        if str(case) not in found:
+            found[str(case)] = ranks.run(inspect_models, case.layout.world_size, case)
+        return found[str(case)]
+
+    return of
 
 
 def marked(cases: list[Case], *others: Case) -> list[Any]:
@@ -461,28 +472,170 @@ def marked(cases: list[Case], *others: Case) -> list[Any]:
     return [*(pytest.param(case, id=str(case)) for case in cases), *slow]
 
 
-@pytest.mark.parametrize("case", marked(CASES, *SLOW_CASES, *VARIANTS))
+@pytest.mark.parametrize("case", marked([*CASES, *TENSOR_PARALLEL], *SLOW_CASES, *VARIANTS))
 def test_packed_documents_match_one_device(reports, case: Case):
-    for name in MODELS:
+    for name in case.models:
         found = [report[name] for report in reports(case)]
         assert [report.wrong for report in found] == [{}] * len(found)
-        want = {fqn for fqn, _ in build_on_meta(find_model(name, "debugmodel")[0],
-                                                args_of(name, case)).named_parameters()}
-        assert set().union(*(report.errors for report in found)) == want | {"logits", "loss"}
+        want = {"logits", "loss", *one_device(name, args_of(name, case)).gradients}
+        assert set().union(*(report.errors for report in found)) == want
         # What the rows are made for: each part begins at an edge, and has other counts of labels.
         assert set().union(*(report.cuts for report in found)) <= {0, *EDGES}
         counts = {report.part: report.n_valid for report in found}
         assert len(set(counts.values())) == len(counts)
 
 
-@pytest.mark.parametrize("case", marked(CASES, *SLOW_CASES, *VARIANTS))
+@pytest.mark.parametrize("case", marked([*CASES, *TENSOR_PARALLEL], *SLOW_CASES, *VARIANTS))
 def test_a_token_changes_its_document_from_there_on_and_nothing_else(reports, case: Case):
-    leaks = [report[name].leaks for report in reports(case) for name in MODELS]
+    leaks = [report[name].leaks for report in reports(case) for name in case.models]
     assert all(leaks), "nothing was compared"
     assert [{what: n for what, n in each.items() if n} for each in leaks] == [{}] * len(leaks)
 
 
-@pytest.mark.parametrize("case", marked(CASES, *SLOW_CASES))
+@pytest.mark.parametrize("case", marked([*CASES, *TENSOR_PARALLEL], *SLOW_CASES))
 def test_a_rank_holds_its_part_of_the_sequence_only(reports, case: Case):
-    for name in MODELS:
-        assert [r for report in reports(case) if (r := report[name].excess(name, case))] == []
+    for name in case.models:
+        found = [report[name].excess(name, case) for report in reports(case)]
+        assert found == [{}] * len(found)
+
+
+def with_heads_in_turn() -> AbstractContextManager:
+    """Copies of heads as 0 1 0 1, not 0 0 1 1."""
+
+    def repeat(tensor: torch.Tensor, copies: int, dim: int) -> torch.Tensor:
+        return torch.cat([tensor] * copies, dim=dim)
+
+    return patch.object(torch.Tensor, "repeat_interleave", repeat)
+
+
+def in_order_of_ranks() -> AbstractContextManager:
+    """Keys of rank 0's chunks first, then of rank 1's, as they arrive."""
+
+    def gather(self: AllGather, kv: torch.Tensor) -> torch.Tensor:
+        parts = DTensor.from_local(kv, self.cp_mesh, [Shard(2)], run_check=False)
+        return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+    return patch.object(AllGather, "_gather", gather)
+
+
+def without_others_gradients() -> AbstractContextManager:
+    """Of keys that were gathered, the gradient of this rank's queries only."""
+    return patch("parallelisms.context_parallel.Partial", Replicate)
+
+
+def without_gradients_of_shared_heads() -> AbstractContextManager:
+    """Of heads of keys that several ranks need, the gradient of this rank's queries only."""
+    return patch("models.transformer_sharding.Partial", Replicate)
+
+
+def without_documents() -> AbstractContextManager:
+    return _with_document_ids(lambda document_ids: None)
+
+
+def with_boundaries_moved() -> AbstractContextManager:
+    """Every document but the first begins a token late."""
+
+    def moved(document_ids: torch.Tensor | None) -> torch.Tensor | None:
+        return None if document_ids is None else document_ids[:, [0, *range(SEQ_LEN - 1)]]
+
+    return _with_document_ids(moved)
+
+
+@contextmanager
+def _with_document_ids(change: Callable[[Any], Any]) -> Iterator[None]:
+    """As context parallel's attention sees them."""
+    with ExitStack() as stack:
+        for kind in (Ulysses, AllGather):
+            stack.enter_context(patch.object(kind, "forward", _changed(kind.forward, change)))
+        yield
+
+
+def _changed(forward: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self, q, k, v, ids: forward(self, q, k, v, change(ids))
+
+
+def with_positions_of_the_first_part() -> AbstractContextManager:
+    """Each rank counts from where rank 0 does."""
+    original = _Spread.inputs
+
+    def inputs(self: _Spread, tokens: torch.Tensor, positions: Any = None, ids: Any = None) -> Any:
+        x, options = original(self, tokens, positions, ids)
+        if positions is None:
+            positions = torch.arange(SEQ_LEN).expand(tokens.shape)
+        return x, options | {"positions": positions[:, : x.shape[1]]}
+
+    return patch.object(_Spread, "inputs", inputs)
+
+
+def with_a_look_ahead() -> AbstractContextManager:
+    """Each query sees the next key too, if its chunk ends later."""
+    original = torch.Tensor.tril
+    return patch.object(torch.Tensor, "tril", lambda mask, n: original(mask, n + 1))
+
+
+@contextmanager
+def without_cutting() -> Iterator[None]:
+    """A degree that is accepted and does nothing: each rank computes the same, and all is right."""
+
+    def whole(self: _Spread, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(logits, labels) / dist.get_world_size()
+
+    with (
+        patch("parallelisms.parallelize.apply_context_parallel"),
+        patch.object(_Spread, "part", whole),
+        patch.object(_Spread, "whole", whole),
+        patch("forward_backward.cross_entropy_sum", loss),
+    ):
+        yield
+
+
+def inspect_faults(case: Case, faults: list[Callable[[], AbstractContextManager]]) -> list[Report]:
+    return [inspect(LLAMA, case, fault) for fault in faults]
+
+
+VALUES = {"logits", "loss", "gradients"}
+
+
+@pytest.mark.parametrize(
+    ("case", "faults"),
+    [
+        pytest.param(case, faults, id=str(case))
+        for case, faults in [
+            (
+                Case(Layout(4, {CP: 4})),
+                {
+                    with_heads_in_turn: VALUES,
+                    with_positions_of_the_first_part: VALUES,
+                    without_documents: VALUES | {"isolation"},
+                    with_boundaries_moved: VALUES | {"isolation"},
+                    without_cutting: {"lengths", "saved"},
+                },
+            ),
+            (
+                Case(Layout(2, {CP: 2} | GATHER)),
+                {
+                    in_order_of_ranks: VALUES | {"isolation"},
+                    without_others_gradients: {"gradients"},
+                    with_positions_of_the_first_part: VALUES,
+                    without_documents: VALUES | {"isolation"},
+                    with_boundaries_moved: VALUES | {"isolation"},
+                    with_a_look_ahead: VALUES | {"isolation"},
+                    without_cutting: {"lengths", "saved"},
+                },
+            ),
+            (
+                Case(Layout(4, {TP: 4})),
+                {with_heads_in_turn: VALUES, without_gradients_of_shared_heads: {"gradients"}},
+            ),
+        ]
+    ],
+)
+def test_a_fault_is_seen(
+    ranks: RankPool, case: Case, faults: dict[Callable[[], AbstractContextManager], set[str]]
+):
+    for reports in ranks.run(inspect_faults, case.layout.world_size, case, list(faults)):
+        found = [report.caught(LLAMA, case) for report in reports]
+        assert dict(zip(faults, found, strict=True)) == faults
