@@ -75,14 +75,13 @@ def build_runner(
     parallelism: Parallelism,
     mp_policy: MixedPrecisionPolicy,
     device: torch.device,
-    n_microbatches: int,
     tied: list[str],
     tree: GradientTree | None = None,
 ) -> Runner:
     """For what ``parallelize`` made of ``model``.
 
-    ``n_microbatches``: of each step. ``tied``: FQNs of parameters that had several names in the
-    whole model. ``tree``: sums gradients of microbatches in its own order.
+    ``tied``: FQNs of parameters that had several names in the whole model. ``tree``: sums the
+    gradients of microbatches in its own order.
     """
     if dims.degrees.pp == 1:
         return WholeModel(model, dims.cp_mesh, parallelism=parallelism, device=device, tree=tree)
@@ -93,7 +92,6 @@ def build_runner(
         parallelism=parallelism,
         mp_policy=mp_policy,
         device=device,
-        n_microbatches=n_microbatches,
         tied=tied,
     )
 
@@ -160,7 +158,6 @@ class Pipeline:
         parallelism: Parallelism,
         mp_policy: MixedPrecisionPolicy,
         device: torch.device,
-        n_microbatches: int,
         tied: list[str],
     ) -> None:
         """``tied``: FQNs of what the first and the last stage share."""
@@ -170,29 +167,34 @@ class Pipeline:
         self._dtype = mp_policy.param_dtype
         self._logits_dtype = mp_policy.output_dtype or self._dtype
         self._loss_dtype = torch.promote_types(self._logits_dtype, torch.float32)
-        self._n_microbatches, self._n_tokens = n_microbatches, 1
+        self._n_tokens = 1
         self._spread = _Spread(dims.cp_mesh, parallelism, device)
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
         self.copies = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
-        self._schedules: dict[Any, Any] = {}
+        self._schedules: dict[tuple[torch.Size, int], Any] = {}
+        # A group's first operation is undefined if some of its ranks leave it out.
+        dist.all_reduce(torch.zeros(1, device=device), group=dims.pp_mesh.get_group())
 
     def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
         # A step in which no label counts has a loss of 0.
         self._n_tokens = max(n_tokens, 1)
-        shape = microbatches[0].tokens.shape
-        if shape not in self._schedules:
-            self._schedules[shape] = self._build(shape, len(microbatches), self._loss)
-        losses = self._losses(self._schedules[shape].step, microbatches)
+        key = (microbatches[0].tokens.shape, len(microbatches))
+        if key not in self._schedules:
+            self._schedules[key] = self._build(*key, self._loss, is_training=True)
+        losses = self._losses(self._schedules[key].step, microbatches)
         sum_tied(self._tied, self._dims.pp_mesh)
         return losses
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
-        self._n_tokens, n = 1, self._n_microbatches
-        # Its buffers, one for each microbatch, are not for training to keep.
-        schedule = self._build(batches[0].tokens.shape, n, self._loss)
-        groups = [batches[start : start + n] for start in range(0, len(batches), n)]
-        return torch.cat([self._losses(schedule.eval, group) for group in groups])
+        self._n_tokens, n = 1, len(self._stages) * self._dims.pp_mesh.size()
+        losses = []
+        # As few at once as fill the pipeline: a schedule keeps what each stage made of all of them.
+        for start in range(0, len(batches), n):
+            group = batches[start : start + n]
+            schedule = self._build(group[0].tokens.shape, len(group), self._loss)
+            losses.append(self._losses(schedule.eval, group))
+        return torch.cat(losses)
 
     @torch.no_grad()
     def logits(
@@ -238,24 +240,32 @@ class Pipeline:
         return cross_entropy_sum(logits, labels) / self._n_tokens
 
     def _build(
-        self, shape: torch.Size, n_microbatches: int, loss_fn: Callable[..., torch.Tensor] | None
+        self,
+        shape: torch.Size,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        *,
+        is_training: bool = False,
     ) -> Any:
         """A schedule for microbatches of this ``shape`` (b, s)."""
         (rows, seq_len), degrees = shape, self._dims.degrees
         hidden_shape = (rows, seq_len // degrees.cp // degrees.tp, self._args.dim)
         logits_shape = (rows, seq_len // degrees.cp, self._args.vocab_size)
         with torch.device("meta"):
-            hidden = torch.empty(hidden_shape, dtype=self._dtype, requires_grad=True)
+            tokens = torch.empty((rows, seq_len // degrees.cp), dtype=torch.int64)
+            hidden = torch.empty(hidden_shape, dtype=self._dtype, requires_grad=is_training)
             logits = torch.empty(logits_shape, dtype=self._logits_dtype)
         return build_schedule(
             self._stages,
             self._dims.pp_mesh,
             parallelism=self._parallelism,
             device=self._device,
+            tokens=tokens,
             hidden=hidden,
             logits=logits,
             n_microbatches=n_microbatches,
             loss_fn=loss_fn,
+            is_training=is_training,
         )
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.checkpointer import Checkpointer
+from checkpoint.hugging_face import is_hugging_face, load_weights
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Checkpoint
@@ -42,7 +43,7 @@ from optim.spikes import SpikeGuard
 from parallelisms.elastic import GradientTree, apply_elastic
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.mixed_precision import mixed_precision_policy
-from parallelisms.parallel_dims import ParallelDims
+from parallelisms.parallel_dims import ParallelDims, sequence_multiple
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
 from parallelisms.shared_parameters import shared_names
@@ -141,7 +142,6 @@ def main(job: Job, witness: Witness) -> int:
         parallelism=config.parallelism,
         mp_policy=mp_policy,
         device=device,
-        n_microbatches=loader.microbatches,
         tied=tied,
         tree=tree,
     )
@@ -175,13 +175,19 @@ def main(job: Job, witness: Witness) -> int:
         if resumed >= training.steps:
             logger.info("nothing to do: training.steps is %d", training.steps)
     elif config.checkpoint.initial_load_path:
-        checkpointer.load_initial(model_state)
-        logger.info("weights from %s", config.checkpoint.initial_load_path)
+        initial = Path(config.checkpoint.initial_load_path)
+        if on_first(partial(is_hugging_face, initial)):
+            load_weights(initial, model_state, job.spec.hugging_face, args)
+        else:
+            checkpointer.load_initial(model_state)
+        logger.info("weights from %s", initial)
     control.forget()
     if rank == 0:
         # Only now: a start that is refused changes nothing of the run.
         (run_folder / "config.toml").write_text(dump_toml(config))
-    logger.info("replicas agree: %s", check_replicas(model, dims.weight_mesh) or "there are none")
+    logger.info(
+        "replicas agree: %s", check_replicas(model, dims.weight_mesh, tied=tied) or "there are none"
+    )
     peak = peak_flops(device, config.metrics.peak_tflops)
     if peak is not None and dims.degrees.pp == 1:
         warn_of_traffic(
@@ -328,7 +334,7 @@ def main(job: Job, witness: Witness) -> int:
             if state.step - (resumed or 0) == 1:
                 set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
             if canary_freq and state.step % canary_freq == 0:
-                check_replicas(model, dims.weight_mesh, optimizer)
+                check_replicas(model, dims.weight_mesh, optimizer, tied=tied)
             if held_out and (is_last or state.step % config.validation.freq == 0):
                 validate()
             if is_saved:
@@ -394,7 +400,7 @@ def written_text(runner: Runner, job: Job, dims: ParallelDims) -> str:
         count=config.validation.sample_tokens,
         n_ids=tokenizer.n_vocab,
         seq_len=config.training.seq_len,
-        multiple_of=dims.degrees.sequence_multiple,
+        multiple_of=sequence_multiple(dims.degrees, config.parallelism.context_parallel_method),
         seed=config.debug.seed,
     )
     return config.validation.sample_prompt + tokenizer.decode(tokens)

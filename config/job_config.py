@@ -66,7 +66,7 @@ class Training(Section):
     seq_len: Count = 2048
     """Tokens per sequence."""
     local_batch_size: Count = 8
-    """Sequences per microbatch on each data-parallel rank."""
+    """Sequences per microbatch on each data-parallel rank; a pipeline cuts it further."""
     global_batch_size: Count | None = None
     """Sequences per step over all ranks; more than one microbatch each accumulates gradients.
     Absent: one microbatch on every rank."""
@@ -154,7 +154,7 @@ class Parallelism(Section):
     integer: keep them spread over groups of that many ranks."""
     fsdp_reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     """When gradients are reduced to shards. last_microbatch: less traffic, but until then every
-    rank holds whole gradients. A pipeline of fsdp2 has no choice: last_microbatch."""
+    rank holds whole gradients. A pipeline of fsdp2 does that in any case."""
     fsdp_forward_prefetch: NonNegative = 0
     """Units gathered ahead in forward, at the price of their memory; 0: PyTorch's own order."""
     fsdp_backward_prefetch: NonNegative = 0

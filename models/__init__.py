@@ -1,10 +1,14 @@
 import difflib
 
-from models import llama3, qwen3
+from models import llama3, qwen3, qwen3_moe_sharding
 from models.model_spec import ModelSpec
 from models.transformer import TransformerArgs
 
-MODEL_SPECS: dict[str, ModelSpec] = {"llama3": llama3.SPEC, "qwen3": qwen3.SPEC}
+MODEL_SPECS: dict[str, ModelSpec] = {
+    "llama3": llama3.SPEC,
+    "qwen3": qwen3.SPEC,
+    "qwen3_moe": qwen3_moe_sharding.SPEC,
+}
 
 
 def find_model(name: str, flavor: str) -> tuple[ModelSpec, TransformerArgs]:

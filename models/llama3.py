@@ -1,5 +1,6 @@
 """Llama 3, 3.1 and 3.2: arXiv 2407.21783 and the published model configs."""
 
+from models.hugging_face import ATTENTION, FEED_FORWARD, NORMS, Table, decoder
 from models.transformer import RopeScaling, TransformerArgs
 from models.transformer_sharding import transformer_spec
 
@@ -37,4 +38,14 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-SPEC = transformer_spec(FLAVORS)
+HUGGING_FACE = decoder(
+    Table(
+        "llama",
+        "LlamaForCausalLM",
+        layer=NORMS | ATTENTION | FEED_FORWARD,
+        ours={"qk_norm": False},
+        derives_heads=True,
+        fixed={"mlp_bias": False},
+    )
+)
+SPEC = transformer_spec(FLAVORS, HUGGING_FACE)

@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from models.hugging_face import HuggingFace
 from models.transformer import TransformerArgs
 
 
@@ -15,7 +16,7 @@ class ModelSpec:
     model_cls: Callable[[TransformerArgs], nn.Module]
     flavors: Mapping[str, TransformerArgs]
     """Flavor name to the args of ``model_cls``, as published."""
-    tensor_parallel_plan: Callable[[TransformerArgs], dict[str, ParallelStyle]]
+    tensor_parallel_plan: Callable[[Any], dict[str, ParallelStyle]]
     """Args to {module FQN pattern: parallel style}; covers every parameter."""
     fsdp_units: Callable[[Any], list[list[nn.Module]]]
     """Groups of modules to ``fully_shard``, in forward order; the root is implied."""
@@ -23,7 +24,11 @@ class ModelSpec:
     """The repeated blocks: what is checkpointed and compiled one by one."""
     attentions: Callable[[Any], list[nn.Module]]
     """Modules whose ``inner(q, k, v, document_ids)`` attends to the whole sequence."""
+    moes: Callable[[Any], list[nn.Module]]
+    """Mixtures of experts: with ``experts``, ``inner``, ``tally``, and the buffer ``load``."""
     cut_stage: Callable[[Any, range], None]
     """Leave what the pipeline stage of these layers has."""
     join_stages: Callable[[Any, list[Any]], None]
     """Give the model what some stages of it hold, under its own names."""
+    hugging_face: HuggingFace | None = None
+    """Its configs and tensors there; None: not known here."""

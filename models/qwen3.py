@@ -1,5 +1,6 @@
 """Dense Qwen3: arXiv 2505.09388 and the published model configs."""
 
+from models.hugging_face import ATTENTION, FEED_FORWARD, NORMS, QK_NORM, Table, decoder
 from models.transformer import TransformerArgs
 from models.transformer_sharding import transformer_spec
 
@@ -29,4 +30,13 @@ FLAVORS = {
     "32B": _qwen3(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
 }  # fmt: skip
 
-SPEC = transformer_spec(FLAVORS)
+HUGGING_FACE = decoder(
+    Table(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        layer=NORMS | ATTENTION | QK_NORM | FEED_FORWARD,
+        ours={"qk_norm": True},
+        fixed={"use_sliding_window": False},
+    )
+)
+SPEC = transformer_spec(FLAVORS, HUGGING_FACE)

@@ -176,7 +176,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
         self.attention = Attention(args)
         self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
-        self.feed_forward = FeedForward(args)
+        self.feed_forward: nn.Module = FeedForward(args)
 
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
@@ -188,7 +188,7 @@ class TransformerBlock(nn.Module):
         nn.init.ones_(self.attention_norm.weight)
         nn.init.ones_(self.ffn_norm.weight)
         self.attention.init_weights(trunc_normal_, residual_std)
-        self.feed_forward.init_weights(trunc_normal_, residual_std)
+        cast(FeedForward, self.feed_forward).init_weights(trunc_normal_, residual_std)
 
 
 class Transformer(nn.Module):
@@ -204,11 +204,15 @@ class Transformer(nn.Module):
         self.args = args
         self.rope = Rope(args)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.build_block(i) for i in range(args.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, args.norm_eps)
         self.output: nn.Linear | None = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
+
+    def build_block(self, index: int) -> nn.Module:
+        """The layer of that index; what other families with this shell have others of."""
+        return TransformerBlock(self.args)
 
     def forward(
         self,

@@ -16,11 +16,14 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from models.hugging_face import HuggingFace
 from models.model_spec import ModelSpec
 from models.transformer import Transformer, TransformerArgs, TransformerBlock
 
 
-def transformer_spec(flavors: Mapping[str, TransformerArgs]) -> ModelSpec:
+def transformer_spec(
+    flavors: Mapping[str, TransformerArgs], hugging_face: HuggingFace | None = None
+) -> ModelSpec:
     return ModelSpec(
         model_cls=Transformer,
         flavors=flavors,
@@ -28,8 +31,10 @@ def transformer_spec(flavors: Mapping[str, TransformerArgs]) -> ModelSpec:
         fsdp_units=fsdp_units,
         blocks=blocks,
         attentions=attentions,
+        moes=lambda model: [],
         cut_stage=cut_stage,
         join_stages=join_stages,
+        hugging_face=hugging_face,
     )
 
 
@@ -81,9 +86,10 @@ class HeadParallel(ColwiseParallel):
         super()._apply(module, device_mesh)
         rank, degree = device_mesh.get_local_rank(), device_mesh.size()
 
-        def take_heads(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
-            if self._n_heads % degree == 0:
-                return output.to_local()
+        def keep(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+            return output.to_local()
+
+        def gather(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
             # A rank's queries take part of the heads: gradients are parts of a sum.
             whole = output.redistribute(placements=[Replicate()])
             heads = whole.to_local(grad_placements=[Partial()]).unflatten(-1, (self._n_heads, -1))
@@ -91,7 +97,7 @@ class HeadParallel(ColwiseParallel):
             own = heads.repeat_interleave(copies, dim=-2).chunk(degree, dim=-2)[rank]
             return own.flatten(-2)
 
-        module.register_forward_hook(take_heads)
+        module.register_forward_hook(keep if self._n_heads % degree == 0 else gather)
         return module
 
 

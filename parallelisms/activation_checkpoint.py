@@ -7,7 +7,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 from config.job_config import ActivationCheckpoint
 from runtime.log import logger
@@ -22,6 +26,12 @@ _SAVED_OPS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
 }
+# FSDP tells profilers of gathers inside a block, of experts, more often in backward.
+_profiler = torch.ops.profiler
+SAC_IGNORED_OPS |= {
+    _profiler._record_function_enter_new.default,
+    _profiler._record_function_exit._RecordFunction,
+}
 
 
 def apply_activation_checkpoint(
@@ -33,8 +43,9 @@ def apply_activation_checkpoint(
     recomputed. Blocks that ``config`` leaves alone then recompute what is cheap.
     """
     counts = Counter[str]()
-    for index, (name, block) in enumerate(blocks.items()):
-        what = _recomputed(config, index) or (ALL_BUT_MATMULS if frees_weights else "")
+    for name, block in blocks.items():
+        # Names are the numbers of layers, of the whole model in a pipeline's stage too.
+        what = _recomputed(config, int(name)) or (ALL_BUT_MATMULS if frees_weights else "")
         if what:
             # Nothing in the models is random, so no RNG state is kept.
             blocks[name] = checkpoint_wrapper(block, preserve_rng_state=False, **_OPTIONS[what])

@@ -1,5 +1,6 @@
 """Fully sharded data parallel: FSDP2 on a 1-D mesh, HSDP on a 2-D one (arXiv 2304.11277)."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -26,11 +27,14 @@ def apply_fsdp(
     units: list[list[nn.Module]],
     parallelism: Parallelism,
     mp_policy: MixedPrecisionPolicy,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """``fully_shard`` each unit, then the root. Mutates ``model``: its parameters become DTensors.
 
-    Runs on one rank too: it shards nothing there but sets the mixed precision, so no second
-    mechanism for that exists. Gradients are summed over ranks, never averaged.
+    ``experts`` are units of their own, on ``expert_mesh`` (None: part of other units). Runs on one
+    rank too: it shards nothing there but sets the mixed precision, so no second mechanism for that
+    exists. Gradients are summed over ranks, never averaged.
     """
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
@@ -39,25 +43,31 @@ def apply_fsdp(
     offload = OffloadPolicy()
     if parallelism.fsdp_cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=fsdp_mesh.device_type != "cpu")
-    n_shards = fsdp_mesh.size(-1)
-    for unit in units:
-        # Backward starts with the last unit; resharding it would only gather it again.
-        is_kept = reshard == "never" or (reshard == "default" and unit is units[-1])
+
+    def shard(unit: nn.Module | list[nn.Module], mesh: DeviceMesh, *, is_kept: bool) -> None:
         fully_shard(
             unit,
-            mesh=fsdp_mesh,
+            mesh=mesh,
             reshard_after_forward=reshard if isinstance(reshard, int) else not is_kept,
-            shard_placement_fn=lambda parameter: shard_placement(parameter, n_shards),
+            shard_placement_fn=lambda parameter: shard_placement(parameter, mesh.size(-1)),
             mp_policy=replace(mp_policy, output_dtype=None),
             offload_policy=offload,
         )
+
+    if expert_mesh is not None:
+        for module in experts:
+            shard(module, expert_mesh, is_kept=reshard == "never")
+    for unit in units:
+        # Backward starts with the last unit; resharding it would only gather it again.
+        is_last = reshard == "default" and unit is units[-1]
+        shard(unit, fsdp_mesh, is_kept=is_last or reshard == "never")
     # The units hold every parameter; the root is what casts the logits.
     fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
     for unit in units:
         # A lookup's backward needs no weights.
         if all(isinstance(module, nn.Embedding) for module in unit):
             cast(FSDPModule, unit[0]).set_unshard_in_backward(False)
-    sum_gradients(model, fsdp_mesh)
+    sum_gradients(model, fsdp_mesh, *([] if expert_mesh is None else [expert_mesh]))
     _prefetch([cast(FSDPModule, unit[0]) for unit in units], parallelism)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(

@@ -7,10 +7,10 @@ from torch.distributed.fsdp import FSDPModule
 from config.job_config import Parallelism
 
 
-def sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+def sum_gradients(model: nn.Module, *meshes: DeviceMesh) -> None:
     """Turn off the averaging in what ``fully_shard`` or ``replicate`` made of ``model``."""
     # A group of one averages nothing either, and a factor would cost a pass over the gradients.
-    if mesh.size() == 1:
+    if all(mesh.size() == 1 for mesh in meshes):
         return
     for module in model.modules():
         if isinstance(module, FSDPModule):

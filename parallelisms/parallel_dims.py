@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from config.job_config import Parallelism
+from config.job_config import ContextParallelMethod, Parallelism
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,14 @@ class Degrees:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def sequence_multiple(self) -> int:
-        """What divides any sequence's length; context parallel may cut each rank's part in two."""
-        return (2 * self.cp if self.cp > 1 else 1) * self.tp
-
-    @property
     def ranks(self) -> int:
         return self.pp * self.batch * self.cp * self.tp
+
+
+def sequence_multiple(degrees: Degrees, method: ContextParallelMethod) -> int:
+    """What must divide the length of a sequence. Where keys travel, each rank has two chunks."""
+    chunks = 2 if degrees.cp > 1 and method == "allgather" else 1
+    return chunks * degrees.cp * degrees.tp
 
 
 def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
@@ -78,6 +79,20 @@ class ParallelDims:
             for dims in (weight_dims, data_dims)
         )
         return cls(degrees=d, weight_mesh=weight_mesh, data_mesh=data_mesh)
+
+    def build_expert_mesh(self, ep: int) -> DeviceMesh:
+        """How experts are spread: pp, dp_replicate, dp_shard_ep, ep. A collective.
+
+        Tensor and context parallel ranks have other tokens, so to experts they are ranks like all
+        others: ``ep`` neighbours split the experts, and the rest shard what each of them has.
+        """
+        names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
+        pp, replicate, shard, tp = (self.weight_mesh[name].size() for name in names)
+        return init_device_mesh(
+            self.weight_mesh.device_type,
+            (pp, replicate, shard * tp // ep, ep),
+            mesh_dim_names=("pp", "dp_replicate", "dp_shard_ep", "ep"),
+        )
 
     @property
     def batch_mesh(self) -> DeviceMesh:

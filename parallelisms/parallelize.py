@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -13,6 +14,7 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.ddp import apply_ddp
+from parallelisms.expert_parallel import apply_expert_parallel
 from parallelisms.fsdp import apply_fsdp
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.pipeline_parallel import Cuts, apply_pipeline_parallel
@@ -27,6 +29,8 @@ class ShardingFacts(Cuts, Protocol):
     def tensor_parallel_plan(self) -> Callable[[Any], dict[str, ParallelStyle]]: ...
     @property
     def fsdp_units(self) -> Callable[[Any], list[list[nn.Module]]]: ...
+    @property
+    def moes(self) -> Callable[[Any], list[nn.Module]]: ...
     @property
     def attentions(self) -> Callable[[Any], list[nn.Module]]: ...
 
@@ -46,12 +50,19 @@ def parallelize(
     That is ``model``, or the stages of a pipeline, in order. Mutates ``model``, which in any case
     holds this rank's parameters.
 
-    The order is the contract: a stage is treated like a whole model; tensor parallel names plain
-    submodules; checkpointing wraps blocks; compile sees what it wrapped; data parallel goes last,
-    over whatever the others made.
+    The order is the contract: a stage is treated like a whole model; experts go to a mesh of their
+    own; tensor parallel names plain submodules; checkpointing wraps blocks; compile sees what it
+    wrapped; data parallel goes last, over whatever the others made.
     """
+    expert_mesh = None
+    if facts.moes(model) and parallelism.expert_parallel_degree * dims.degrees.tp > 1:
+        expert_mesh = dims.build_expert_mesh(parallelism.expert_parallel_degree)
 
     def parallelize_stage(stage: nn.Module, is_last: bool) -> None:
+        moes = facts.moes(stage)
+        if moes:
+            sequence_meshes = [dims.data_mesh["cp"], dims.data_mesh["tp"]]
+            apply_expert_parallel(moes, expert_mesh, sequence_meshes=sequence_meshes)
         if dims.degrees.tp > 1:
             apply_tensor_parallel(
                 stage,
@@ -74,7 +85,15 @@ def parallelize(
         # The logits' dtype is not for what travels between stages.
         policy = mp_policy if is_last else replace(mp_policy, output_dtype=None)
         if parallelism.data_parallel == "fsdp2":
-            apply_fsdp(stage, mesh, units=units, parallelism=parallelism, mp_policy=policy)
+            apply_fsdp(
+                stage,
+                mesh,
+                units=units,
+                parallelism=parallelism,
+                mp_policy=policy,
+                experts=[cast(nn.Module, moe.experts) for moe in moes],
+                expert_mesh=None if expert_mesh is None else _fsdp_dims(expert_mesh),
+            )
         elif is_simple:
             apply_simple_fsdp(stage, mesh, weight_mesh=dims.weight_mesh, mp_policy=policy)
         else:
@@ -90,3 +109,10 @@ def parallelize(
         parallelism=parallelism,
         parallelize_stage=parallelize_stage,
     )
+
+
+def _fsdp_dims(expert_mesh: DeviceMesh) -> DeviceMesh:
+    """1-D for FSDP, 2-D for HSDP."""
+    if expert_mesh["dp_replicate"].size() == 1:
+        return expert_mesh["dp_shard_ep"]
+    return expert_mesh["dp_replicate", "dp_shard_ep"]

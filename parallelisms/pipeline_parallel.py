@@ -87,15 +87,18 @@ def build_schedule(
     *,
     parallelism: Parallelism,
     device: torch.device,
+    tokens: torch.Tensor,
     hidden: torch.Tensor,
     logits: torch.Tensor,
     n_microbatches: int,
     loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+    is_training: bool,
 ) -> Any:
-    """PyTorch's schedule over ``stages``; with ``loss_fn`` None it only goes forward.
+    """PyTorch's schedule over ``stages``; one that is not for training only goes forward.
 
-    ``hidden``, ``logits``: on the meta device, what travels between stages and what the last one
-    returns for one microbatch. Losses and gradients are summed over microbatches, never averaged.
+    ``tokens``, ``hidden``, ``logits``: on the meta device, what the first stage takes, what travels
+    and what the last stage returns for one microbatch. Losses and gradients are summed over
+    microbatches, never averaged.
     """
     # Half a second, for which only pipelines have to wait.
     from torch.distributed.pipelining import PipelineStage
@@ -103,14 +106,15 @@ def build_schedule(
 
     is_interleaved, group = len(stages) > 1, pp_mesh.get_group()
     kind: str = parallelism.pipeline_parallel_schedule
-    if loss_fn is None:
+    if not is_training:
         kind = "LoopedBFS" if is_interleaved else "GPipe"
     n_stages = pp_mesh.size() * len(stages)
     own = []
     for stage, index in zip(stages, _stage_indices(pp_mesh, n_stages), strict=True):
-        # Told what travels, no stage has to be run to see it. Tokens do not travel.
+        # Told what travels, no stage has to be run to see it.
+        input_ = tokens if index == 0 else hidden
         output = logits if index == n_stages - 1 else hidden
-        own.append(PipelineStage(stage, index, n_stages, device, hidden, output, group=group))
+        own.append(PipelineStage(stage, index, n_stages, device, input_, output, group=group))
     schedule_cls = get_schedule_class(kind)
     return schedule_cls(
         own if is_interleaved else own[0], n_microbatches, loss_fn=loss_fn, scale_grads=False

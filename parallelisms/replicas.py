@@ -1,7 +1,7 @@
 """Replicas agree by construction. This proves it, and makes those that differ agree."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,24 @@ BUCKET_BYTES = 250 << 20
 
 @torch.no_grad()
 def check_replicas(
-    model: nn.Module, weight_mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    weight_mesh: DeviceMesh,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    tied: Collection[str] = (),
 ) -> str:
     """Compare, bit for bit, every tensor along each dim that replicates it; say what agrees.
 
-    Parameters, buffers and the state of ``optimizer``. Raises ``RuntimeError`` that names the first
+    Parameters, buffers and the state of ``optimizer``. ``tied``: FQNs of parameters that the first
+    and the last stage of a pipeline both have. Raises ``RuntimeError`` that names the first
     that differs, and the ranks that are not like most. A collective.
     """
     found, agreed = [], []
-    for dim, copies in _replicated(_named(model, optimizer), weight_mesh):
+    named = _named(model, optimizer)
+    for fqn in tied if weight_mesh["pp"].size() > 1 else ():
+        if not _is_same_on_both_ends(fqn, named, weight_mesh["pp"]):
+            found.append(f"the first and the last stage differ in {fqn}")
+    for dim, copies in _replicated(named, weight_mesh):
         mesh = weight_mesh[dim]
         digests = torch.stack([_digest(local).to(mesh.device_type) for local in copies.values()])
         gathered = [torch.empty_like(digests) for _ in range(mesh.size())]
@@ -88,10 +97,23 @@ def _replicated(
             yield dim, copies
 
 
+def _is_same_on_both_ends(fqn: str, named: Mapping[str, torch.Tensor], pp_mesh: DeviceMesh) -> bool:
+    """Whether a parameter, and what the optimizer keeps for it, agree. Stages between have none."""
+    own = [_digest(_local(tensor)) for name, tensor in named.items() if name.startswith(fqn)]
+    digest = torch.stack(own) if own else torch.zeros(1, dtype=torch.int64)
+    total = _digest(digest).to(pp_mesh.device_type).view(1)
+    gathered = [torch.empty_like(total) for _ in range(pp_mesh.size())]
+    dist.all_gather(gathered, total, group=pp_mesh.get_group())
+    return bool(gathered[0] == gathered[-1])
+
+
 def _is_copy(tensor: torch.Tensor, dim: str) -> bool:
     if not isinstance(tensor, DTensor):
         return True
     dims = tensor.device_mesh.mesh_dim_names or ()
+    if "dp_shard_ep" in dims and dim != "dp_replicate":
+        # Experts are on a mesh of their own, all of whose other dims shard.
+        return False
     return dim not in dims or tensor.placements[dims.index(dim)].is_replicate()
 
 

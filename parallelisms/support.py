@@ -10,7 +10,7 @@ from typing import Protocol
 
 from config import ConfigError
 from config.job_config import JobConfig, Numerics, Parallelism
-from parallelisms.parallel_dims import Degrees, resolve_degrees
+from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
 
 
@@ -71,16 +71,22 @@ def _tp_splits(size: Callable[[Run], int]) -> Callable[[Run], bool]:
     return lambda run: size(run) % run.degrees.tp != 0
 
 
-def _sequence_multiple(run: Run) -> int:
-    """What must divide the length of a sequence."""
-    gathers = run.degrees.cp > 1 and run.config.parallelism.context_parallel_method == "allgather"
-    return run.degrees.cp * run.degrees.tp * (2 if gathers else 1)
-
-
 def _is_idle(run: Run, *keys: str) -> bool:
     """Whether one of these keys of [parallelism] is set, but does nothing."""
     default = Parallelism()
     return any(getattr(run.config.parallelism, key) != getattr(default, key) for key in keys)
+
+
+def _ep(run: Run) -> int:
+    return run.config.parallelism.expert_parallel_degree
+
+
+def _has_experts(run: Run) -> bool:
+    return getattr(run.shape, "n_experts", 0) > 0
+
+
+def _has_expert_mesh(run: Run) -> bool:
+    return _has_experts(run) and _ep(run) * run.degrees.tp > 1
 
 
 def _has_zero_bubble(run: Run) -> bool:
@@ -188,35 +194,53 @@ REFUSALS = (
     Refusal("parallelism.fsdp_backward_prefetch", "needs fsdp2",
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_backward_prefetch > 0),
     Refusal("parallelism.fsdp_backward_prefetch",
-            "does nothing with fsdp_reshard_after_forward never",
-            lambda run: run.config.parallelism.fsdp_reshard_after_forward == "never"
-            and run.config.parallelism.fsdp_backward_prefetch > 0),
+            "does nothing with fsdp_reshard_after_forward never, and in a pipeline unless always",
+            lambda run: run.config.parallelism.fsdp_backward_prefetch > 0
+            and run.config.parallelism.fsdp_reshard_after_forward
+            in (("never",) if run.degrees.pp == 1 else ("never", "default"))),
     Refusal("parallelism.fsdp_reduce_gradients", "does nothing with one microbatch per step",
-            lambda run: _microbatches(run) == 1
+            lambda run: _microbatches(run) == 1 and run.degrees.pp == 1
             and run.config.parallelism.fsdp_reduce_gradients != "every_microbatch"),
     Refusal("parallelism.fsdp_cpu_offload", "needs fsdp2",
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Refusal("parallelism.fsdp_cpu_offload", "needs a GPU to offload from",
             lambda run: run.config.parallelism.fsdp_cpu_offload and not run.has_gpu),
-    Refusal("parallelism.expert_parallel_degree", "there are no expert layers to split",
-            lambda run: run.config.parallelism.expert_parallel_degree > 1),
+    Refusal("parallelism.expert_parallel_degree", "the model has no experts",
+            lambda run: _ep(run) > 1 and not _has_experts(run)),
+    Refusal("parallelism.expert_parallel_degree", "must divide the model's n_experts",
+            lambda run: _has_experts(run) and getattr(run.shape, "n_experts", 0) % _ep(run) != 0),
+    Refusal("parallelism.expert_parallel_degree",
+            "must divide data_parallel_shard_degree * context_ * tensor_parallel_degree",
+            lambda run: _has_experts(run) and run.degrees.dp_shard * run.degrees.cp
+            * run.degrees.tp % _ep(run) != 0),
+    Refusal("parallelism.data_parallel",
+            "experts with expert or tensor parallel are on a mesh of their own: it needs fsdp2",
+            lambda run: _has_expert_mesh(run) and _is_not_fsdp2(run)),
+    Refusal("parallelism.fsdp_reshard_after_forward",
+            "an integer does not go with expert parallel",
+            lambda run: _has_expert_mesh(run)
+            and isinstance(run.config.parallelism.fsdp_reshard_after_forward, int)),
+    Refusal("compile.enable", "how many tokens an expert gets is not known to a graph",
+            lambda run: _has_experts(run) and run.config.compile.enable),
     Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_heads",
             _tp_splits(lambda run: run.shape.n_heads)),
     # Fewer heads than ranks are gathered where they are needed.
     Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_kv_heads * head_dim",
             _tp_splits(lambda run: run.shape.n_kv_heads * run.shape.head_dim)),
+    # Experts are not cut.
     Refusal("parallelism.tensor_parallel_degree", "must divide the model's hidden_dim",
-            _tp_splits(lambda run: run.shape.hidden_dim)),
+            _tp_splits(lambda run: 0 if _has_experts(run) else run.shape.hidden_dim)),
     # Absent, the vocabulary is a multiple of 64.
     Refusal("parallelism.tensor_parallel_degree", "must divide model.vocab_size",
             _tp_splits(lambda run: run.config.model.vocab_size or 64)),
     Refusal("training.seq_len",
             "must be a multiple of tensor_parallel_degree * context_parallel_degree, of twice that"
             " with context_parallel_method allgather",
-            lambda run: run.config.training.seq_len % _sequence_multiple(run) != 0),
+            lambda run: run.config.training.seq_len
+            % sequence_multiple(run.degrees, run.config.parallelism.context_parallel_method) != 0),
     Refusal("parallelism.tensor_parallel_async", "does nothing without tensor_parallel_degree",
             lambda run: run.degrees.tp == 1 and _is_idle(run, "tensor_parallel_async")),
-    Refusal("parallelism.tensor_parallel_async", "needs GPUs that reach each other's memory",
+    Refusal("parallelism.tensor_parallel_async", "needs GPUs",
             lambda run: run.config.parallelism.tensor_parallel_async and not run.has_gpu),
     Refusal("parallelism.tensor_parallel_async",
             "the compiler does it: it needs compile.enable and compile.backend inductor",
@@ -251,9 +275,20 @@ REFUSALS = (
             "interleaved schedules need a multiple of pipeline_parallel_degree microbatches",
             lambda run: run.degrees.pp > 1 and stages_per_rank(run.config.parallelism) > 1
             and _pipeline_microbatches(run) % run.degrees.pp != 0),
-    Refusal("parallelism.fsdp_reduce_gradients",
-            "a pipeline's schedule decides: after the last microbatch",
-            lambda run: run.degrees.pp > 1 and _is_idle(run, "fsdp_reduce_gradients")),
+    Refusal("parallelism.fsdp_reshard_after_forward",
+            "simple_fsdp would keep a copy of the weights for each microbatch in a pipeline",
+            lambda run: run.degrees.pp > 1 and _is_simple_fsdp(run)
+            and run.config.parallelism.fsdp_reshard_after_forward == "never"),
+    Refusal("parallelism.fsdp_forward_prefetch",
+            "an interleaved pipeline gathers whole stages",
+            lambda run: run.degrees.pp > 1 and stages_per_rank(run.config.parallelism) > 1
+            and run.config.parallelism.fsdp_forward_prefetch > 0),
+    # Freed weights are not the ones that the halves of backward look for: gradients would be lost.
+    Refusal("parallelism.pipeline_parallel_schedule",
+            "zero bubble loses the gradients of weights that are freed:"
+            " fsdp_reshard_after_forward must be default or never",
+            lambda run: _has_zero_bubble(run) and run.config.parallelism.fsdp_reshard_after_forward
+            not in ("default", "never")),
     Refusal("parallelism.pipeline_parallel_schedule",
             "zero bubble splits backward in two, which compiled blocks cannot",
             lambda run: _has_zero_bubble(run) and run.config.compile.enable),
@@ -336,8 +371,11 @@ REFUSALS = (
     Refusal("metrics.straggler_window",
             "simple_fsdp gathers weights inside the blocks: their times say nothing",
             lambda run: _is_simple_fsdp(run) and run.config.metrics.straggler_window > 0),
-    Refusal("metrics.straggler_window", "compares ranks: it needs more than one",
-            lambda run: run.config.metrics.straggler_window > 0 and run.degrees.ranks == 1),
+    Refusal("metrics.straggler_window",
+            "compares ranks that do not wait for each other in every layer, as those of tensor and"
+            " context parallelism do: it needs more than one",
+            lambda run: run.config.metrics.straggler_window > 0
+            and run.degrees.pp * run.degrees.batch == 1),
     Refusal("lr_scheduler.total_steps", "must not be less than training.steps", _is_horizon_passed),
     Refusal("data.path", "must say what to read with data.source files or huggingface",
             lambda run: run.config.data.source in ("files", "huggingface")

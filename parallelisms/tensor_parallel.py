@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from parallelisms.shared_parameters import keep_shared
-from runtime.compat import enable_async_tensor_parallel
 from runtime.log import logger
 
 
@@ -23,7 +22,7 @@ def apply_tensor_parallel(
     leaves a parameter out.
     """
     if is_async:
-        enable_async_tensor_parallel(tp_mesh)
+        _enable_async(tp_mesh)
     children = dict(model.named_children())
     plan = {path: style for path, style in plan.items() if path.partition(".")[0] in children}
     with keep_shared(model):
@@ -37,6 +36,15 @@ def apply_tensor_parallel(
     count = len(list(model.parameters()))
     logger.info("tensor parallel: %d plan entries cover %d parameters on %d ranks",
                 len(plan), count, tp_mesh.size())  # fmt: skip
+
+
+def _enable_async(tp_mesh: DeviceMesh) -> None:
+    """Let inductor fuse gathers and scatters with matrix products, through symmetric memory."""
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(tp_mesh.get_group().group_name)
 
 
 def _settle(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

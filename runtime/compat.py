@@ -9,8 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-from torch.distributed.device_mesh import DeviceMesh
 
 
 def cpu_has_bfloat16() -> bool:
@@ -30,14 +28,6 @@ def set_timeout(timeout: timedelta) -> None:
     """Change the timeout of every process group, now that warm-up is over."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Let inductor fuse this 1-D mesh's gathers and scatters with matrix products. Needs NVLink."""
-    import torch._inductor.config
-
-    torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def loopback_interface() -> str:

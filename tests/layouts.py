@@ -54,7 +54,7 @@ class Spread:
     fqns: list[str]
     tied: list[str]
 
-    def runner(self, n_microbatches: int = 1) -> Runner:
+    def runner(self) -> Runner:
         return build_runner(
             self.model,
             self.stages,
@@ -62,7 +62,6 @@ class Spread:
             parallelism=self.parallelism,
             device=self.device,
             mp_policy=self.mp_policy,
-            n_microbatches=n_microbatches,
             tied=self.tied,
         )
 

@@ -39,6 +39,8 @@ class Bad:
 
 TP = "parallelism.tensor_parallel_degree"
 CP, PP = TP.replace("tensor", "context"), TP.replace("tensor", "pipeline")
+EP = "parallelism.expert_parallel_degree"
+MOE = "--model.name qwen3_moe"
 GATHER = "--parallelism.context_parallel_method allgather"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 HSDP = "--parallelism.data_parallel_replicate_degree"
@@ -165,9 +167,22 @@ BAD = [
         f"--{PP} 2 --{PP[:-6]}microbatch_size 8", says="as many microbatches"),
     Bad("training.global_batch_size",
         f"--{PP} 2 {SCHEDULE} Interleaved1F1B --training.local_batch_size 5", says="multiple of"),
-    Bad("parallelism.fsdp_reduce_gradients",
-        f"--{PP} 2 --parallelism.fsdp_reduce_gradients last_microbatch"
-        " --training.global_batch_size 16", says="pipeline"),
+    Bad("parallelism.fsdp_reshard_after_forward", f"--{PP} 2 {SIMPLE} {RESHARD} never"
+        " --activation_checkpoint.mode none", says="each microbatch"),
+    Bad("parallelism.fsdp_forward_prefetch", f"--{PP} 2 {SCHEDULE} Interleaved1F1B"
+        " --parallelism.fsdp_forward_prefetch 1", says="whole stages"),
+    Bad("parallelism.fsdp_backward_prefetch",
+        f"--{PP} 2 --parallelism.fsdp_backward_prefetch 2", says="pipeline"),
+    Bad("metrics.straggler_window", f"--{CP} 2 --metrics.straggler_window 10", says="wait"),
+    Bad("parallelism.pipeline_parallel_schedule",
+        f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble --activation_checkpoint.mode none"
+        f" {RESHARD} always", says="freed"),
+    Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 3", says="n_experts", ranks=3),
+    Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 4", says="must divide data"),
+    Bad("parallelism.data_parallel", f"{MOE} --{EP} 2 {SIMPLE}", says="fsdp2"),
+    Bad("parallelism.fsdp_reshard_after_forward", f"{MOE} --{EP} 2 {RESHARD} 2",
+        says="expert parallel", ranks=4),
+    Bad("compile.enable", f"{MOE} --compile.enable true", says="graph"),
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble", says="recompute twice"),
     Bad("parallelism.pipeline_parallel_schedule",

@@ -37,7 +37,7 @@ def args_of(n_layers: int) -> TransformerArgs:
 def count(layout: Layout, n_layers: int) -> Calls:
     model = spread("llama3", args_of(n_layers), layout, compute_dtype="float32")
     materialize(model.model, CPU, seed=1)
-    runner = model.runner(MICROBATCHES)
+    runner = model.runner()
     tokens = torch.randint(300, (ROWS, SEQ_LEN))
     microbatches = [Batch(tokens, tokens, None, None)] * MICROBATCHES
 

@@ -306,7 +306,7 @@ def inspect(
     with fault():
         sharded = spread(name, args, layout, dtype="float64")
         materialize(sharded.model, CPU, seed=7)
-        runner, dims = sharded.runner(MICROBATCHES), sharded.dims
+        runner, dims = sharded.runner(), sharded.dims
         errors = compare(sharded.model, runner, dims, truth)
         leaks = find_leaks(runner)
         measured = measure(sharded.model, spec, runner, packed()) if is_plain else None

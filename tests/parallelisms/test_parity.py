@@ -23,6 +23,7 @@ from data.loader import Batch
 from forward_backward import WholeModel, count_valid
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
+from models.qwen3_moe import Qwen3MoeArgs
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
 from optim.optimizer import build_optimizer
@@ -127,6 +128,10 @@ PIPELINES = [
     Layout(8, {PP: 2, CP: 2, TP: 2}),
     Layout(8, {PP: 2, CP: 2, TP: 2, SCHEDULE: "Interleaved1F1B"} | GATHER),
     Layout(8, {PP: 2, REPLICATE: 2, TP: 2}),
+    *(
+        Layout(4, {PP: 2, SCHEDULE: "InterleavedZeroBubble"} | keys)
+        for keys in ({TP: 2}, {CP: 2}, {REPLICATE: 2}, {MODE: "ddp"})
+    ),
 ]
 FULL, SELECTIVE = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selective")
 AOT = Compile(enable=True, backend="aot_eager")
@@ -149,6 +154,7 @@ VARIANTS = [
     Layout(2, {MODE: "ddp"}, compile=AOT),
     *(Layout(2, {CP: 2} | method, recompute=FULL) for method in ({}, GATHER)),
     *(Layout(2, {CP: 2} | method, recompute=SELECTIVE, compile=AOT) for method in ({}, GATHER)),
+    *(Layout(2, {CP: 2} | method, recompute=FULL, compile=AOT) for method in ({}, GATHER)),
     Layout(4, {CP: 2, TP: 2}, compile=AOT),
     Layout(4, {TP: 4}, compile=AOT),
     Layout(4, {CP: 2, MODE: "simple_fsdp"}, compile=AOT),
@@ -163,6 +169,8 @@ def args_of(name: str, is_tied: bool, has_narrow_keys: bool, n_layers: int) -> T
     """A small model; with narrow keys, wk and wv have fewer rows than four ranks."""
     args = find_model(name, "debugmodel")[1]
     args = replace(args, n_layers=n_layers, max_seq_len=SEQ_LEN, tie_embeddings=is_tied)
+    if isinstance(args, Qwen3MoeArgs):
+        args = replace(args, balance_weight=0.01)
     return replace(args, n_kv_heads=1, head_dim=2) if has_narrow_keys else args
 
 
@@ -242,7 +250,7 @@ def check_layout(
     # Forward gives the modules whole weights for a while.
     parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
     optimizer = build_optimizer(model, OPTIMIZER)
-    runner = sharded.runner(PIPELINED[0])
+    runner = sharded.runner()
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
 
     def check_logits(want: torch.Tensor) -> None:

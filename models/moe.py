@@ -1,0 +1,161 @@
+"""Mixture of experts: each token goes through the few feed-forwards that a router chooses.
+
+Dropless: every token reaches all experts that it chose, whatever their load. n tokens, e experts,
+k chosen, d model dim, h hidden dim of an expert.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial
+
+InitFn = Callable[..., object]
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, stacked along dim 0."""
+
+    def __init__(self, n_experts: int, n_chosen: int, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.active_share = n_chosen / n_experts
+        """Of these weights, what multiplies a token."""
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """x (n, d), sorted by expert; counts (e,) int64 of each expert's tokens. To (n, d)."""
+        w1, w2, w3 = local(self.w1), local(self.w2), local(self.w3)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            offsets = counts.cumsum(0).to(torch.int32)
+            gate = F.grouped_mm(x, w1.transpose(-2, -1), offs=offsets)
+            h = F.silu(gate) * F.grouped_mm(x, w3.transpose(-2, -1), offs=offsets)
+            return F.grouped_mm(h, w2.transpose(-2, -1), offs=offsets)
+        parts = zip(x.split(counts.tolist()), w1, w2, w3, strict=True)
+        return torch.cat([F.linear(F.silu(t @ a.t()) * (t @ c.t()), b) for t, a, b, c in parts])
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        trunc_normal_(self.w1, std=0.02)
+        trunc_normal_(self.w2, std=residual_std)
+        trunc_normal_(self.w3, std=0.02)
+
+
+class Router(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, local(self.weight))
+
+
+class InnerExperts(nn.Module):
+    """Tokens to experts and back, so that what spreads the experts can wrap it."""
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """x (n, d), sorted by expert; counts (e,) of all experts. To (n, d)."""
+        return experts(x, counts)
+
+
+class Tally(nn.Module):
+    """Counts of a part of each sequence to those of all of it; here they are."""
+
+    def forward(self, counts: torch.Tensor) -> torch.Tensor:
+        """(b, e)"""
+        return counts
+
+
+class MoE(nn.Module):
+    """In place of a block's feed-forward.
+
+    Two ways to even out the load. A loss per sequence (arXiv 2412.19437, equations 17 to 20, with
+    the softmax's scores), of which ``balance_weight`` is the weight in the step's loss. A bias that
+    only the choice sees, which what trains moves against the load (arXiv 2408.15664).
+    """
+
+    bias: torch.Tensor
+    load: torch.Tensor
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden_dim: int,
+        n_experts: int,
+        n_chosen: int,
+        normalizes: bool,
+        balance_weight: float,
+    ) -> None:
+        """``normalizes``: the weights of the chosen add up to 1."""
+        super().__init__()
+        self.n_chosen, self.normalizes = n_chosen, normalizes
+        self.balance_weight = balance_weight
+        self.router = Router(dim, n_experts, bias=False)
+        self.experts = Experts(n_experts, n_chosen, dim, hidden_dim)
+        self.inner, self.tally = InnerExperts(), Tally()
+        self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32))
+        self.register_buffer("load", torch.empty(n_experts, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(b, s, d) to (b, s, d). Backward adds to ``load`` what each expert got."""
+        precise = torch.promote_types(x.dtype, torch.float32)
+        scores = self.router(x).softmax(dim=-1, dtype=precise)
+        chosen = (scores + self.bias).topk(self.n_chosen, dim=-1).indices  # (b, s, k)
+        weights = scores.gather(-1, chosen)
+        if self.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        n_experts = scores.shape[-1]
+        counts = chosen.new_zeros(len(x), n_experts)
+        counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
+        out = self._through_experts(x.flatten(0, 1), chosen.flatten(0, 1), counts.sum(dim=0))
+        out = (out * weights.flatten(0, 1)[..., None].type_as(x)).sum(dim=1).view_as(x)
+        return _Balance.apply(out, self._balance_loss(scores, counts), counts, self.load)
+
+    def _through_experts(
+        self, x: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """x (n, d), chosen (n, k) to what each chosen expert makes of it, (n, k, d)."""
+        order = chosen.flatten().argsort(stable=True)
+        sorted_out = self.inner(x[order // self.n_chosen], counts, self.experts)
+        return sorted_out[order.argsort()].unflatten(0, chosen.shape)
+
+    def _balance_loss(self, scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Of scores (b, s, e), this rank's share where sequences are spread over ranks."""
+        if self.balance_weight == 0.0:
+            return scores.new_zeros(())
+        counts = self.tally(counts).type_as(scores)
+        # Of each expert, its part of the sequence's tokens over the mean part.
+        shares = counts * (counts.shape[-1] / counts.sum(dim=-1, keepdim=True))
+        seq_len = counts.sum(dim=-1) / self.n_chosen
+        mean_scores = scores.sum(dim=1) / seq_len[:, None]
+        return self.balance_weight * (shares * mean_scores).sum()
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        trunc_normal_(self.router.weight, std=0.02)
+        self.experts.init_weights(trunc_normal_, residual_std)
+        self.bias.zero_()
+        self.load.zero_()
+
+
+class _Balance(torch.autograd.Function):
+    """Adds a loss where it arises, and counts in backward, which happens once: forward may not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, loss: torch.Tensor, counts: torch.Tensor, load: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.counts, ctx.load, ctx.one = counts, load, torch.ones_like(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.load += ctx.counts.sum(dim=0)
+        return gradients[0], ctx.one, None, None
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a weight. What all ranks have, each uses for other tokens: its gradients
+    are parts of a sum."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placements = [Partial() if p.is_replicate() else p for p in parameter.placements]
+    return parameter.to_local(grad_placements=placements)

@@ -1,0 +1,58 @@
+"""Qwen3 with a mixture of experts in every layer: arXiv 2505.09388 and the published configs."""
+
+from dataclasses import dataclass
+
+import torch.nn as nn
+
+from models.moe import MoE
+from models.transformer import Transformer, TransformerArgs, TransformerBlock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeArgs(TransformerArgs):
+    """``hidden_dim`` is that of one expert."""
+
+    n_experts: int
+    n_chosen: int
+    """Experts of each token."""
+    balance_weight: float = 0.0
+    """Of each sequence's balance loss, in each layer."""
+
+
+class Qwen3Moe(Transformer):
+    args: Qwen3MoeArgs
+
+    def build_block(self, index: int) -> nn.Module:
+        return MoeBlock(self.args)
+
+
+class MoeBlock(TransformerBlock):
+    def __init__(self, args: Qwen3MoeArgs) -> None:
+        super().__init__(args)
+        self.feed_forward = MoE(
+            dim=args.dim,
+            hidden_dim=args.hidden_dim,
+            n_experts=args.n_experts,
+            n_chosen=args.n_chosen,
+            normalizes=True,
+            balance_weight=args.balance_weight,
+        )
+
+
+def _published(*, dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> Qwen3MoeArgs:
+    """What all published sizes share."""
+    return Qwen3MoeArgs(
+        dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=4, head_dim=128,
+        hidden_dim=hidden_dim, vocab_size=151936, max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6,
+        qk_norm=True, n_experts=128, n_chosen=8,
+    )  # fmt: skip
+
+
+FLAVORS = {
+    "debugmodel": Qwen3MoeArgs(
+        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, vocab_size=320,
+        max_seq_len=2048, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, n_experts=8, n_chosen=2,
+    ),
+    "30B-A3B": _published(dim=2048, n_layers=48, n_heads=32, hidden_dim=768),
+    "235B-A22B": _published(dim=4096, n_layers=94, n_heads=64, hidden_dim=1536),
+}  # fmt: skip

@@ -1,0 +1,45 @@
+"""Where Qwen3's mixture of experts may be cut."""
+
+from dataclasses import replace
+from typing import cast
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
+
+from models.moe import MoE
+from models.qwen3_moe import FLAVORS, Qwen3Moe, Qwen3MoeArgs
+from models.transformer_sharding import tensor_parallel_plan as dense_plan
+from models.transformer_sharding import transformer_spec
+
+
+def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, ParallelStyle]:
+    """The dense decoder's, but experts take this rank's part of the sequence, whole and as it is:
+    to them tensor parallel ranks are ranks with other tokens."""
+    plan = {path: style for path, style in dense_plan(args).items() if "feed_forward" not in path}
+    plan["layers.*.feed_forward"] = PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
+    )
+    plan["layers.*.feed_forward.router"] = Replicated()
+    return plan
+
+
+class Replicated(ParallelStyle):
+    """The same on all ranks; ``models.moe.local`` says that its gradients are parts of a sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh)
+
+
+def moes(model: Qwen3Moe) -> list[nn.Module]:
+    found = [cast(nn.Module, block.feed_forward) for block in model.layers.values()]
+    return [module for module in found if isinstance(module, MoE)]
+
+
+SPEC = replace(
+    transformer_spec(FLAVORS),
+    model_cls=Qwen3Moe,
+    tensor_parallel_plan=tensor_parallel_plan,
+    moes=moes,
+)

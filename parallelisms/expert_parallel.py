@@ -1,0 +1,74 @@
+"""Expert parallel: each rank has some of the experts, and tokens travel to those they chose."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from runtime.log import logger
+
+
+def apply_expert_parallel(
+    moes: list[Any], expert_mesh: DeviceMesh | None, *, sequence_meshes: Sequence[DeviceMesh]
+) -> None:
+    """Shard the experts over "ep" of ``expert_mesh``, if there is one. Mutates ``moes``' modules.
+
+    ``sequence_meshes``: 1-D, over which a sequence is spread, so that its tokens are counted over
+    all of them. Tensor parallel ranks have parts of the sequence too: for experts, they are ranks
+    like all others.
+    """
+    sequence_meshes = [mesh for mesh in sequence_meshes if mesh.size() > 1]
+    for moe in moes:
+        if sequence_meshes:
+            moe.tally = Summed(sequence_meshes)
+        if expert_mesh is None:
+            continue
+        ep_mesh = expert_mesh["ep"]
+        for name, parameter in list(moe.experts.named_parameters()):
+            sharded = distribute_tensor(parameter, ep_mesh, [Shard(0)], src_data_rank=None)
+            moe.experts.register_parameter(name, nn.Parameter(sharded))
+        if ep_mesh.size() > 1:
+            moe.inner = AllToAll(ep_mesh)
+    if expert_mesh is not None:
+        logger.info("experts: %d layers of them on %d ranks", len(moes), expert_mesh["ep"].size())
+
+
+class AllToAll(nn.Module):
+    """In place of ``InnerExperts``."""
+
+    def __init__(self, ep_mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group, self.degree = ep_mesh.get_group(), ep_mesh.size()
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
+        """x (n, d), sorted by expert of all ranks; counts (e,) of all experts. To (n, d)."""
+        # (ranks, experts of each): what goes to each rank, and what comes from each.
+        sent = counts.view(self.degree, -1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        to, from_ = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
+        arrived = all_to_all_single_autograd(x, from_, to, self.group)
+        # It comes rank by rank, and goes into the experts expert by expert.
+        own = torch.arange(sent.shape[1], device=x.device).repeat(self.degree)
+        order = own.repeat_interleave(received.flatten()).argsort(stable=True)
+        out = experts(arrived[order], received.sum(dim=0))[order.argsort()]
+        return all_to_all_single_autograd(out, to, from_, self.group)
+
+
+class Summed(nn.Module):
+    """In place of ``Tally``."""
+
+    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
+        super().__init__()
+        self.groups = [mesh.get_group() for mesh in meshes]
+
+    def forward(self, counts: torch.Tensor) -> torch.Tensor:
+        total = counts.clone()
+        for group in self.groups:
+            dist.all_reduce(total, group=group)
+        return total
