@@ -10,9 +10,15 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial
 
 InitFn = Callable[..., object]
+
+
+class Own(nn.Module):
+    """A weight to this rank's part of it; here it is all of it."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
 
 
 class Experts(nn.Module):
@@ -23,12 +29,13 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.own = Own()
         self.active_share = n_chosen / n_experts
         """Of these weights, what multiplies a token."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x (n, d), sorted by expert; counts (e,) int64 of each expert's tokens. To (n, d)."""
-        w1, w2, w3 = local(self.w1), local(self.w2), local(self.w3)
+        w1, w2, w3 = self.own(self.w1), self.own(self.w2), self.own(self.w3)
         if x.is_cuda and x.dtype == torch.bfloat16:
             offsets = counts.cumsum(0).to(torch.int32)
             gate = F.grouped_mm(x, w1.transpose(-2, -1), offs=offsets)
@@ -44,8 +51,12 @@ class Experts(nn.Module):
 
 
 class Router(nn.Linear):
+    def __init__(self, dim: int, n_experts: int) -> None:
+        super().__init__(dim, n_experts, bias=False)
+        self.own = Own()
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, local(self.weight))
+        return F.linear(input, self.own(self.weight))
 
 
 class InnerExperts(nn.Module):
@@ -89,7 +100,7 @@ class MoE(nn.Module):
         super().__init__()
         self.n_chosen, self.normalizes = n_chosen, normalizes
         self.balance_weight = balance_weight
-        self.router = Router(dim, n_experts, bias=False)
+        self.router = Router(dim, n_experts)
         self.experts = Experts(n_experts, n_chosen, dim, hidden_dim)
         self.inner, self.tally = InnerExperts(), Tally()
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32))
@@ -150,12 +161,3 @@ class _Balance(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.load += ctx.counts.sum(dim=0)
         return gradients[0], ctx.one, None, None
-
-
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight. What all ranks have, each uses for other tokens: its gradients
-    are parts of a sum."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    placements = [Partial() if p.is_replicate() else p for p in parameter.placements]
-    return parameter.to_local(grad_placements=placements)

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_module
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 
 from models.moe import MoE
@@ -21,15 +20,7 @@ def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, ParallelStyle]:
     plan["layers.*.feed_forward"] = PrepareModuleInput(
         input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
     )
-    plan["layers.*.feed_forward.router"] = Replicated()
     return plan
-
-
-class Replicated(ParallelStyle):
-    """The same on all ranks; ``models.moe.local`` says that its gradients are parts of a sum."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh)
 
 
 def moes(model: Qwen3Moe) -> list[nn.Module]:

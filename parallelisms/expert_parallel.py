@@ -8,30 +8,39 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 
 from runtime.log import logger
 
 
 def apply_expert_parallel(
-    moes: list[Any], expert_mesh: DeviceMesh | None, *, sequence_meshes: Sequence[DeviceMesh]
+    moes: list[Any], expert_mesh: DeviceMesh | None, *, cp_mesh: DeviceMesh, tp_mesh: DeviceMesh
 ) -> None:
     """Shard the experts over "ep" of ``expert_mesh``, if there is one. Mutates ``moes``' modules.
 
-    ``sequence_meshes``: 1-D, over which a sequence is spread, so that its tokens are counted over
-    all of them. Tensor parallel ranks have parts of the sequence too: for experts, they are ranks
-    like all others.
+    A sequence is spread over ``cp_mesh`` and ``tp_mesh``, so its tokens are counted over both: for
+    experts, tensor parallel ranks are ranks with other tokens.
     """
-    sequence_meshes = [mesh for mesh in sequence_meshes if mesh.size() > 1]
+    sequence_meshes = [mesh for mesh in (cp_mesh, tp_mesh) if mesh.size() > 1]
     for moe in moes:
         if sequence_meshes:
             moe.tally = Summed(sequence_meshes)
+        if tp_mesh.size() > 1:
+            distribute_module(moe.router, tp_mesh)
+            moe.router.own = Local()
         if expert_mesh is None:
             continue
         ep_mesh = expert_mesh["ep"]
         for name, parameter in list(moe.experts.named_parameters()):
             sharded = distribute_tensor(parameter, ep_mesh, [Shard(0)], src_data_rank=None)
             moe.experts.register_parameter(name, nn.Parameter(sharded))
+        moe.experts.own = Local()
         if ep_mesh.size() > 1:
             moe.inner = AllToAll(ep_mesh)
     if expert_mesh is not None:
@@ -58,6 +67,15 @@ class AllToAll(nn.Module):
         order = own.repeat_interleave(received.flatten()).argsort(stable=True)
         out = experts(arrived[order], received.sum(dim=0))[order.argsort()]
         return all_to_all_single_autograd(out, to, from_, self.group)
+
+
+class Local(nn.Module):
+    """In place of ``Own``."""
+
+    def forward(self, weight: DTensor) -> torch.Tensor:
+        # What all ranks have, each uses for other tokens: its gradients are parts of a sum.
+        placements = [Partial() if p.is_replicate() else p for p in weight.placements]
+        return weight.to_local(grad_placements=placements)
 
 
 class Summed(nn.Module):

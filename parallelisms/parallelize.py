@@ -61,8 +61,9 @@ def parallelize(
     def parallelize_stage(stage: nn.Module, is_last: bool) -> None:
         moes = facts.moes(stage)
         if moes:
-            sequence_meshes = [dims.data_mesh["cp"], dims.data_mesh["tp"]]
-            apply_expert_parallel(moes, expert_mesh, sequence_meshes=sequence_meshes)
+            apply_expert_parallel(
+                moes, expert_mesh, cp_mesh=dims.cp_mesh, tp_mesh=dims.weight_mesh["tp"]
+            )
         if dims.degrees.tp > 1:
             apply_tensor_parallel(
                 stage,
