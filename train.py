@@ -35,6 +35,7 @@ from metrics.profiling import profiler
 from metrics.sample import sample
 from metrics.stragglers import Stragglers
 from models.meta import build_on_meta
+from optim.expert_balance import ExpertBalance
 from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
@@ -156,6 +157,10 @@ def main(job: Job, witness: Witness) -> int:
         config=config.numerics,
     )
     spikes = SpikeGuard(config.numerics)
+    experts = None
+    if moes := job.spec.moes(model):
+        rate = config.experts.balance_bias_rate
+        experts = ExpertBalance(moes, dims.data_mesh, rate=rate)
 
     # 6. Checkpoint: resume from the newest that verifies
     state = TrainState()
@@ -298,6 +303,8 @@ def main(job: Job, witness: Witness) -> int:
             guard.check(state.step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
             optimizer.step()
             optimizer.zero_grad()
+            if experts is not None:
+                experts.finish_step(guard.found_inf)
             loader.commit(microbatches)
             state.tokens += n_tokens
             metrics.count(n_tokens, data_wait)
@@ -309,6 +316,8 @@ def main(job: Job, witness: Witness) -> int:
             extra = {} if stragglers is None else stragglers.finish_step()
             is_over = (is_logged or is_saved) and guard.look()
             has_spike = False
+            if is_logged and experts is not None:
+                extra |= experts.look()
             if is_logged or reads_every_step:
                 loss = sum_in_order(losses, dims.data_mesh).item()
                 values = {"loss": loss, "grad_norm": grad_norm.item()}

@@ -41,6 +41,7 @@ RECORDED = _keys("""
     activation_checkpoint: mode selective
     compile: enable backend
     numerics: on_nonfinite max_skipped on_spike spike_window spike_sigmas max_rollbacks
+    experts: balance_loss balance_bias_rate
     validation: steps
     debug: deterministic determinism
 """)
@@ -60,8 +61,8 @@ INSTEAD = (
     "the checkpoint is of another run: a new job.name, with checkpoint.initial_load_path naming the"
     " checkpoint, takes its weights along"
 )
-# Follows training.seq_len, which may change: what it sizes is computed, not trained.
-NOT_TRAINED = {"max_seq_len"}
+# They follow training.seq_len and experts.balance_loss, which may change.
+NOT_TRAINED = {"max_seq_len", "balance_weight"}
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,13 @@ class Numerics(Section):
     """Steps between bitwise comparisons of replicas; 0: only before the first step."""
 
 
+class Experts(Section):
+    balance_loss: Annotated[float, Field(ge=0.0)] = 1e-3
+    """Weight of the loss that evens out the experts' load in each sequence; 0: none."""
+    balance_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
+    """What the bias of an expert's choice moves in a step, against its load; 0: none."""
+
+
 class Validation(Section):
     enable: bool = True
     """Measure the loss on held-out documents."""
@@ -284,6 +291,7 @@ class JobConfig(Section):
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
     numerics: Numerics = Numerics()
+    experts: Experts = Experts()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()

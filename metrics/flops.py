@@ -20,8 +20,14 @@ PEAK_TFLOPS = {
 
 
 def matmul_parameters(model: nn.Module) -> int:
-    """Weights that multiply every token: of all linear layers, the output's too, tied or not."""
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    """Weights that multiply a token: of all linear layers, the output's too, tied or not, and of
+    those experts that a token goes through."""
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    shares = [
+        getattr(m, "active_share", 0.0) * sum(p.numel() for p in m.parameters(recurse=False))
+        for m in model.modules()
+    ]
+    return linear + round(sum(shares))
 
 
 def flops_per_token(

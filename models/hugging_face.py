@@ -3,7 +3,6 @@
 Rotary embeddings are in halves there too, so no weight is permuted.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -77,6 +76,8 @@ NUMBERS = {
     "max_position_embeddings": "max_seq_len",
     "rms_norm_eps": "norm_eps",
 }
+# Of any of them: more is a mistake, and could not be computed with.
+MOST = 1 << 40
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 # Not written: most families do not know them. What they must be where they are.
 FOREIGN = {"mlp_bias": False, "partial_rotary_factor": 1.0, "quantization_config": None}
@@ -147,7 +148,7 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
             _refuse(there, key, value)
     # Some give a window, and say elsewhere that it is off.
     if "sliding_window" in there and there.get("use_sliding_window") is not False:
-        _refuse(there, "sliding_window", None)
+        _refuse(there, "sliding_window", "none")
     layer_types = there.get("layer_types", [])
     if not isinstance(layer_types, list) or any(t != "full_attention" for t in layer_types):
         _refuse(there, "layer_types", "full_attention")
@@ -160,6 +161,8 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
     kinds = {f.name: f.type for f in fields(table.args_cls)}
     keys = {**NUMBERS, **table.numbers}
     numbers = {name: _number(there, key, kinds[name]) for key, name in keys.items()}
+    if numbers["head_dim"] % 2:
+        _refuse(there, "head_dim", "an even number")
     if numbers["n_heads"] % numbers["n_kv_heads"]:
         _refuse(there, "num_key_value_heads", "a divisor of num_attention_heads")
     fixed = {"tie_embeddings": is_tied, **table.ours}
@@ -175,16 +178,14 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.get(key, {}).items():
             name = "rope_type" if name == "type" else name
             if rope.setdefault(name, value) != value:
-                _refuse({f"{name} of {key}": value}, f"{name} of {key}", rope[name])
+                raise ValueError(f"{name}: both {rope[name]!r} and, in {key}, {value!r}")
     if rope.setdefault("rope_type", "default") not in ("default", "llama3"):
         _refuse(rope, "rope_type", "default or llama3")
-    is_scaled = rope["rope_type"] == "llama3"
-    for name in (
-        rope.keys() - {"rope_type", "rope_theta"} - (SCALING.keys() if is_scaled else set())
-    ):
-        _refuse(rope, name, None)
+    known = SCALING if rope["rope_type"] == "llama3" else {}
+    for name in rope.keys() - {"rope_type", "rope_theta", *known}:
+        _refuse(rope, name, "none")
     scaling = None
-    if is_scaled:
+    if known:
         kinds = {f.name: f.type for f in fields(RopeScaling)}
         found = {name: _number(rope, key, kinds[name]) for key, name in SCALING.items()}
         scaling = RopeScaling(**found)
@@ -192,13 +193,14 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(config: Mapping[str, Any], key: str, kind: Any) -> Any:
-    """What is finite, above zero, and whole where ``kind`` is int."""
+    """What is above zero, and whole where ``kind`` is int."""
     value = config.get(key)
     is_number = type(value) is int or (kind is float and type(value) is float)
-    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+    if not is_number or not 0 < value < MOST:  # type: ignore[operator]
         _refuse(config, key, "a number above zero" if kind is float else "an integer above zero")
     return kind(value)
 
 
-def _refuse(config: Mapping[str, Any], key: str, want: Any) -> NoReturn:
-    raise ValueError(f"{key}: {config.get(key)!r} is not implemented, only {want!r}")
+def _refuse(config: Mapping[str, Any], key: str, want: object) -> NoReturn:
+    have = repr(config[key]) if key in config else "absent"
+    raise ValueError(f"{key}: {have}; only {want} is implemented here")

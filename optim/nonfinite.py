@@ -47,8 +47,9 @@ class NonfiniteGuard:
         self._nowhere = torch.tensor(len(self._whats), device=device)
         names = ("skipped", "in_a_row", "longest", "first_step", "first_place")
         self._counts = {name: torch.zeros_like(self._nowhere) for name in names}
-        self._found_inf = torch.zeros((), device=device)
-        optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
+        self.found_inf = torch.zeros((), device=device)
+        """Not 0 where the last update was masked."""
+        optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
         sizes = enumerate(weight_mesh.shape)
         self._groups = [weight_mesh.get_group(dim) for dim, size in sizes if size > 1]
         self.skipped = 0
@@ -80,7 +81,7 @@ class NonfiniteGuard:
         torch.maximum(counts["longest"], counts["in_a_row"], out=counts["longest"])
         is_masked = is_bad | (counts["longest"] >= self._limit)
         counts["skipped"].add_(is_masked)
-        self._found_inf.copy_(is_masked)
+        self.found_inf.copy_(is_masked)
 
     def look(self) -> bool:
         """Whether the run must end here, unsaved. Waits for the device.
@@ -106,7 +107,7 @@ class NonfiniteGuard:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         for name, count in self._counts.items():
             count.fill_(state_dict.get(name, 0))
-        self._found_inf.zero_()
+        self.found_inf.zero_()
         self.skipped = state_dict["skipped"]
 
     def _read(self) -> dict[str, int]:

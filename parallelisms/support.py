@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from config import ConfigError
-from config.job_config import JobConfig, Numerics, Parallelism
+from config.job_config import Experts, JobConfig, Numerics, Parallelism
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
 
@@ -205,6 +205,10 @@ REFUSALS = (
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Refusal("parallelism.fsdp_cpu_offload", "needs a GPU to offload from",
             lambda run: run.config.parallelism.fsdp_cpu_offload and not run.has_gpu),
+    Refusal("experts", "the model has none: balance_loss and balance_bias_rate do nothing",
+            lambda run: not _has_experts(run) and run.config.experts != Experts()),
+    Refusal("debug.determinism", "elastic is proved for models without experts only",
+            lambda run: _has_experts(run) and _is_elastic(run)),
     Refusal("parallelism.expert_parallel_degree", "the model has no experts",
             lambda run: _ep(run) > 1 and not _has_experts(run)),
     Refusal("parallelism.expert_parallel_degree", "must divide the model's n_experts",

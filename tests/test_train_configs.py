@@ -21,6 +21,8 @@ WORLD_SIZES = {
     "llama3_405b": 512,
     "qwen3_0.6b": 8,
     "qwen3_8b": 64,
+    "qwen3_moe_debug": 2,
+    "qwen3_moe_30b_a3b": 64,
 }
 PUBLISHED_PARAMETERS = {
     "llama3_1b": 1_235_814_400,
@@ -29,6 +31,7 @@ PUBLISHED_PARAMETERS = {
     "llama3_405b": 405_853_388_800,
     "qwen3_0.6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
+    "qwen3_moe_30b_a3b": 30_532_122_624,
 }
 
 

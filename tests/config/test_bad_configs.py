@@ -177,6 +177,8 @@ BAD = [
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble --activation_checkpoint.mode none"
         f" {RESHARD} always", says="freed"),
+    Bad("experts", "--experts.balance_loss 0.5", says="none"),
+    Bad("debug.determinism", f"{MOE} {ELASTIC}", says="experts"),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 3", says="n_experts", ranks=3),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 4", says="must divide data"),
     Bad("parallelism.data_parallel", f"{MOE} --{EP} 2 {SIMPLE}", says="fsdp2"),

@@ -1,0 +1,51 @@
+"""Attention that keeps keys and values, so that a sequence can come piece by piece."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.nn as nn
+
+
+@contextmanager
+def cached(attentions: list[nn.Module], *, max_seq_len: int) -> Iterator[None]:
+    """Within, what the model is given goes on where it ended: ``max_seq_len`` positions in all.
+
+    The caller says the positions, and names in ``document_ids`` the documents of the sequence so
+    far. No gradients. Wraps the ``inner`` of each module, and unwraps it at the end: every sequence
+    has a cache of its own.
+    """
+    for attention in attentions:
+        attention.inner = CachedAttention(cast(nn.Module, attention.inner), max_seq_len)
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            attention.inner = cast(CachedAttention, attention.inner).inner
+
+
+class CachedAttention(nn.Module):
+    def __init__(self, inner: nn.Module, max_seq_len: int) -> None:
+        super().__init__()
+        self.inner, self.max_seq_len = inner, max_seq_len
+        self.n_seen = 0
+        # Whole from the start: one that grows is copied for every token.
+        self.caches: list[torch.Tensor] = []
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The next positions: q (b, s, h, k), k and v (b, s, h_kv, k); document_ids (b, so far)."""
+        assert not torch.is_grad_enabled(), "a cache has no gradients"
+        begin, end = self.n_seen, self.n_seen + k.shape[1]
+        if end > self.max_seq_len:
+            raise ValueError(f"a cache of {self.max_seq_len} positions has no room for {end}")
+        if not self.caches:
+            self.caches = [t.new_empty(len(t), self.max_seq_len, *t.shape[2:]) for t in (k, v)]
+        for cache, new in zip(self.caches, (k, v), strict=True):
+            assert len(cache) == len(new), "other sequences than before"
+            cache[:, begin:end] = new
+        self.n_seen = end
+        k, v = (cache[:, :end] for cache in self.caches)
+        return self.inner(q, k, v, document_ids)

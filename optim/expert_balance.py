@@ -1,0 +1,41 @@
+"""How evenly experts are loaded, and the bias that evens it out without a loss."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class ExpertBalance:
+    """Reads the ``load`` of each layer's experts after a step, and moves their ``bias``.
+
+    The bias of an expert that got more than its share goes down by ``rate``, that of one that got
+    less up (arXiv 2408.15664). All ranks with a layer make the same move.
+    """
+
+    def __init__(self, moes: list[Any], data_mesh: DeviceMesh, *, rate: float) -> None:
+        self._moes, self._mesh, self._rate = moes, data_mesh, rate
+        # The greatest load over the mean, of the last step.
+        self._worst = torch.ones((), dtype=torch.float64, device=moes[0].load.device)
+
+    @torch.no_grad()
+    def finish_step(self, found_inf: torch.Tensor) -> None:
+        """``found_inf``: 0-d, not 0 where the update was masked. A collective; no host waits."""
+        loads = torch.stack([moe.load for moe in self._moes])
+        for dim in ("batch", "cp", "tp"):
+            if self._mesh[dim].size() > 1:
+                dist.all_reduce(loads, group=self._mesh.get_group(dim))
+        means = loads.double().mean(dim=1, keepdim=True)
+        self._worst = (loads / means).max()
+        rate = self._rate * (found_inf == 0).to(loads.device)
+        for moe, load, mean in zip(self._moes, loads, means, strict=True):
+            moe.bias.add_(rate * (mean - load).sign().to(moe.bias.dtype))
+            moe.load.zero_()
+
+    def look(self) -> dict[str, float]:
+        """For metrics: the greatest load of any expert over the mean of its layer. A collective."""
+        worst = self._worst.clone()
+        if self._mesh["pp"].size() > 1:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._mesh.get_group("pp"))
+        return {"expert_load": worst.item()}
