@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from models import find_model
 from models.meta import build_on_meta
 
 
-def measured(flavor: str, seq_len: int) -> tuple[float, float]:
-    spec, args = find_model("llama3", flavor)
+def measured(flavor: str, seq_len: int, name: str = "llama3") -> tuple[float, float]:
+    spec, args = find_model(name, flavor)
     model = build_on_meta(spec, args, torch.float32)
     return flops_per_token(
         matmul_parameters(model),
@@ -22,15 +23,19 @@ def measured(flavor: str, seq_len: int) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_tied"])
-def test_formula_is_three_times_the_multiplications_of_forward(flavor: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [("llama3", "debugmodel"), ("llama3", "debugmodel_tied"), ("qwen3_moe", "debugmodel")],
+)
+def test_formula_is_three_times_the_multiplications_of_forward(name: str, flavor: str) -> None:
     seq_len = 64
-    spec, args = find_model("llama3", flavor)
+    spec, args = find_model(name, flavor)
     model = spec.model_cls(replace(args, max_seq_len=seq_len))
+    cast(Any, model).init_weights()
     tokens = torch.zeros(2, seq_len, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens)
-    palm, causal = measured(flavor, seq_len)
+    palm, causal = measured(flavor, seq_len, name)
     assert palm * tokens.numel() == 3 * counter.get_total_flops()
     # The mask leaves half of attention, and nothing else, undone.
     assert palm - causal == causal - 6 * matmul_parameters(model)

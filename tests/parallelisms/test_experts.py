@@ -1,11 +1,32 @@
 """Experts on any mesh compute what one device computes: routing, balance loss, every gradient."""
 
-import pytest
+from typing import cast
 
-from config.job_config import ActivationCheckpoint
-from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
-from tests.parallelisms.test_parity import check_layout
+import pytest
+import torch
+
+from config.job_config import ActivationCheckpoint, Optimizer, Parallelism
+from forward_backward import WholeModel, count_valid
+from models import find_model
+from models.meta import build_on_meta
+from models.moe import MoE
+from optim.expert_balance import ExpertBalance
+from optim.grad_norm import clip_grad_norm_
+from optim.optimizer import build_optimizer
+from parallelisms.materialize import canonical_fqn, materialize
+from tests.layouts import CP, CPU, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout, spread
+from tests.parallelisms.test_parity import (
+    MAX_NORM,
+    ROWS,
+    SEQ_LEN,
+    args_of,
+    check_layout,
+    global_batch,
+    rows_of,
+)
 from tests.ranks import RankPool
+
+RATE = 0.125
 
 EP, GATHER = "expert_parallel_degree", {METHOD: "allgather"}
 LAYOUTS = [
@@ -30,8 +51,62 @@ LAYOUTS = [
     Layout(2, {EP: 2}, recompute=ActivationCheckpoint(mode="selective")),
     Layout(4, {PP: 2, EP: 2, SCHEDULE: "Interleaved1F1B"}),
 ]
+ROUTED = [
+    Layout(2),
+    Layout(2, {EP: 2}),
+    Layout(2, {TP: 2}),
+    Layout(2, {CP: 2} | GATHER),
+    Layout(2, {PP: 2}),
+    Layout(4, {CP: 2, TP: 2, EP: 4}),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layout_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(check_layout, layout.world_size, "qwen3_moe", False, layout)
+
+
+def check_routing(layout: Layout) -> None:
+    """In each of some steps, each expert of each layer gets the tokens it gets on one device."""
+    args = args_of("qwen3_moe", False, False, n_layers=2)
+    batch = global_batch(args.vocab_size, False)
+    spec, _ = find_model("qwen3_moe", "debugmodel")
+    alone = build_on_meta(spec, args, torch.float64)
+    sharded = spread("qwen3_moe", args, layout, dtype="float64")
+    dims, model = sharded.dims, sharded.model
+    rates = {}
+    for each in (alone, model):
+        materialize(each, CPU, seed=7)
+        rates[each] = build_optimizer(each, Optimizer(lr=1e-2))
+    rank, degree = dims.batch_mesh.get_local_rank(), dims.batch_mesh.size()
+    # A pipeline needs as many microbatches as it has stages.
+    n_rows = ROWS // degree // 2
+    starts = range(rank * ROWS // degree, (rank + 1) * ROWS // degree, n_rows)
+    mine = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
+    n_tokens = count_valid([batch])
+    balance = ExpertBalance(spec.moes(model), dims.data_mesh, rate=RATE)
+    names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
+    for step in range(3):
+        WholeModel(alone, parallelism=Parallelism(), device=CPU).train([batch], n_tokens)
+        sharded.runner().train(mine, n_tokens)
+        for each, optimizer in rates.items():
+            clip_grad_norm_(
+                list(each.parameters()), MAX_NORM, pp_mesh=dims.pp_mesh if each is model else None
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        balance.finish_step(torch.zeros(()))
+        for name in names:
+            got, want = (
+                cast(MoE, each.get_submodule(canonical_fqn(name))) for each in (model, alone)
+            )
+            mean = want.load.double().mean()
+            want.bias += RATE * (mean - want.load).sign().float()
+            assert want.load.sum() == ROWS * SEQ_LEN * args.n_chosen, "a token was dropped"
+            assert torch.equal(got.bias, want.bias), f"step {step}, {name}"
+            want.load.zero_()
+
+
+@pytest.mark.parametrize("layout", ROUTED, ids=str)
+def test_every_mesh_routes_alike(ranks: RankPool, layout: Layout) -> None:
+    ranks.run(check_routing, layout.world_size, layout)
