@@ -218,7 +218,7 @@ class Numerics(Section):
 
 
 class Experts(Section):
-    balance_loss: Annotated[float, Field(ge=0.0)] = 1e-3
+    balance_loss: Annotated[float, Field(ge=0.0)] = 1e-2
     """Weight of the loss that evens out the experts' load in each sequence; 0: none."""
     balance_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
     """What the bias of an expert's choice moves in a step, against its load; 0: none."""

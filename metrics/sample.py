@@ -33,7 +33,37 @@ def sample(
     for _ in range(count):
         window = tokens[-length:]
         padded = torch.tensor([window + [0] * (length - len(window))])
-        logits = logits_of(padded)[0, len(window) - 1, :n_ids].float().cpu()
-        probabilities = (logits / TEMPERATURE).softmax(dim=-1)
-        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        logits = logits_of(padded)[0, len(window) - 1, :n_ids]
+        tokens.append(draw(logits, generator, temperature=TEMPERATURE))
     return tokens[len(prompt) :]
+
+
+def draw(
+    logits: torch.Tensor,
+    generator: torch.Generator,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+) -> int:
+    """An id drawn by its logit (ids,), on the CPU; at temperature 0 the likeliest.
+
+    Of the ``top_k`` likeliest, the fewest that have ``top_p`` of their probability: the nucleus of
+    arXiv 1904.09751. Raises ``ValueError`` for logits that are not finite.
+    """
+    logits = logits.cpu().double()
+    if not logits.isfinite().all():
+        raise ValueError("the model's logits are not finite")
+    if temperature == 0.0:
+        return int(logits.argmax())
+    # The largest is 0, and stays it however low the temperature.
+    probabilities = ((logits - logits.max()) / temperature).float().softmax(dim=-1)
+    if top_k is not None or top_p < 1.0:
+        order = probabilities.argsort(descending=True, stable=True)
+        likeliest = probabilities[order[:top_k]].double()
+        n_kept = len(likeliest)
+        if top_p < 1.0:
+            likelier = likeliest.cumsum(dim=0) - likeliest
+            n_kept = int((likelier < top_p * likeliest.sum()).sum())
+        probabilities[order[n_kept:]] = 0.0
+    return int(torch.multinomial(probabilities, 1, generator=generator))

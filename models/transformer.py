@@ -110,13 +110,13 @@ class InnerAttention(nn.Module):
         mask = None
         if document_ids is not None:
             mask = document_ids[:, None, -n_queries:, None] == document_ids[:, None, None, :]
-        elif n_queries < n_keys:
+        elif 1 < n_queries < n_keys:
             mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device)
         if mask is not None:
             mask = mask.tril(n_keys - n_queries)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            q, k, v, attn_mask=mask, is_causal=mask is None and n_queries > 1, enable_gqa=True
         )
         return out.transpose(1, 2)
 

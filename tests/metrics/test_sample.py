@@ -1,10 +1,14 @@
+"""What is drawn: the window of a model's text, and one token of given logits."""
+
+import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn as nn
 
-from metrics.sample import TEMPERATURE, sample
+from metrics.sample import TEMPERATURE, draw, sample
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
@@ -64,3 +68,64 @@ def test_certain_token_is_drawn() -> None:
 
     drawn = sample(Successor(), [3, 9], count=8, n_ids=50, seq_len=4, multiple_of=1, seed=0)
     assert drawn == list(range(10, 18))
+
+
+def probabilities(logits: list[float], **choice: float) -> list[float]:
+    """What ``draw`` draws by."""
+    with patch("torch.multinomial", return_value=torch.tensor([0])) as drawn:
+        draw(torch.tensor(logits), torch.Generator(), **choice)
+    (weights,) = drawn.call_args.args[:1]
+    return (weights.double() / weights.double().sum()).tolist()
+
+
+def plain_probabilities(
+    logits: list[float], temperature: float, top_k: int | None = None, top_p: float = 1.0
+) -> list[float]:
+    weights = [math.exp((logit - max(logits)) / temperature) for logit in logits]
+    likeliest = sorted(range(len(logits)), key=lambda i: -weights[i])[:top_k]
+    total, kept = sum(weights[i] for i in likeliest), []
+    for i in likeliest:
+        if top_p == 1.0 or sum(weights[j] for j in kept) < top_p * total:
+            kept.append(i)
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+CHOICES = [
+    {},
+    *({"top_k": k} for k in (1, 2, 5, 40)),
+    *({"top_p": p} for p in (1e-9, 0.3, 0.5, 0.9, 0.999)),
+    *({"top_k": k, "top_p": p} for k in (1, 3, 12) for p in (0.2, 0.7)),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_choice_is_the_plain_one(choice: dict[str, float], temperature: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for scale in (0.5, 2.0):
+        logits = (torch.randn(40, generator=generator) * scale).tolist()
+        want = plain_probabilities(logits, temperature, **choice)
+        got = probabilities(logits, temperature=temperature, **choice)
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-30)
+        # Those left out are never drawn, however seldom they would be.
+        assert [p == 0.0 for p in got] == [p == 0.0 for p in want]
+
+
+def test_of_equals_no_more_are_kept_than_asked() -> None:
+    assert probabilities([1.0, 1.0, 1.0, 0.0], temperature=1.0, top_k=2) == [0.5, 0.5, 0.0, 0.0]
+    assert probabilities([0.0] * 4, temperature=1.0, top_p=0.5) == [0.5, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-9])
+def test_cold_draws_are_the_likeliest(temperature: float) -> None:
+    logits = torch.randn(N_IDS, generator=torch.Generator().manual_seed(5)) * 1e4
+    got = draw(logits, torch.Generator().manual_seed(0), temperature=temperature)
+    assert got == int(logits.argmax())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_finite_is_not_drawn(value: float, temperature: float) -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        draw(torch.tensor([0.0, value]), torch.Generator(), temperature=temperature)

@@ -1,0 +1,336 @@
+"""Write text: ``python -m tools.generate CHECKPOINT [--prompt TEXT] [--tokens N] [...]``
+
+In one process, from a checkpoint that any mesh wrote. Ends where the model ends its text, after N
+tokens, or at Ctrl-C.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+
+from checkpoint.manifest import NAME, read_manifest
+from checkpoint.states import ModelState
+from checkpoint.storage import Reader, read_index
+from checkpoint.store import problems_of, published, sizes_of
+from config.changes import changed_arguments
+from config.job_config import Training
+from data.tokenizer import Tokenizer, load_tokenizer
+from metrics.sample import TEMPERATURE, draw
+from models import ModelSpec, TransformerArgs, find_model
+from models.kv_cache import cached
+from models.meta import build_on_meta
+from parallelisms.shared_parameters import keep_shared
+from runtime import exit_codes
+from runtime.distributed import compute_dtype
+
+MOST_TOKENS = 256
+# Bounds the logits of a prompt, of which only the last are needed.
+CHUNK = 512
+# What decoders put for bytes that are no character, or not yet: after so many tokens they are none.
+REPLACEMENT, MOST_WAITING = "\ufffd", 3
+# Tokens before the next that tell how it is written, such as whether a space comes first.
+CONTEXT = 32
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        write(parse(arguments))
+    except BrokenPipeError:
+        # Who read has seen enough; Python would still flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    return exit_codes.DONE
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Raises ``ValueError`` that names the argument."""
+    parser = Parser(prog="python -m tools.generate", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a checkpoint's folder; or a run's: its newest that verifies")
+    add("--prompt", type=_text, default="", help="what the text begins with")
+    add(
+        "--tokens",
+        type=_whole(1, 2**31),
+        metavar="N",
+        help=f"at most so many; default {MOST_TOKENS}, or what a trained sequence has room for",
+    )
+    add(
+        "--temperature",
+        type=_real(0.0, math.inf),
+        default=TEMPERATURE,
+        metavar="T",
+        help="0: always the likeliest token; default %(default)s",
+    )
+    add("--top-k", type=_whole(1, 2**31), metavar="K", help="only of the K likeliest tokens")
+    add(
+        "--top-p",
+        type=_real(0.0, 1.0),
+        metavar="P",
+        help="only of the fewest tokens that have P of the probability",
+    )
+    add("--seed", type=_whole(0, 2**63 - 1), metavar="S", help="default 0")
+    add(
+        "--dtype",
+        choices=["bfloat16", "float32", "float64"],
+        help="default bfloat16 where the hardware has it, else float32",
+    )
+    add("--tokenizer", metavar="NAME", help="the run's own, if its file is elsewhere now")
+    options = parser.parse_args(arguments)
+    if options.top_p == 0.0:
+        raise ValueError("argument --top-p: leaves no token; --temperature 0 takes the likeliest")
+    for name in ("top_k", "top_p", "seed"):
+        if options.temperature == 0.0 and getattr(options, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"argument {option}: does nothing with --temperature 0")
+    return options
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("is not UTF-8") from None
+    return text
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        # Twenty digits are more than any bound; Python refuses to read thousands.
+        is_number = text.isascii() and text.isdecimal() and len(text) < 20
+        if not is_number or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def _real(least: float, most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most or math.isinf(number):
+            bounds = f"from {least:g}" + ("" if math.isinf(most) else f" to {most:g}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}")
+        return number
+
+    return parse
+
+
+def write(options: argparse.Namespace) -> None:
+    """Print prompt and text as it is drawn; raise ``ValueError`` for what cannot be done."""
+    folder = find_checkpoint(options.checkpoint)
+    manifest = read_manifest(folder)
+    spec, args, tokenizer = read_facts(folder, manifest, options.tokenizer)
+    prompt = [tokenizer.bos_id, *tokenizer.encode(options.prompt).tolist()]
+    count = _count(options.tokens, prompt, args.max_seq_len)
+    if options.top_k is not None and options.top_k > tokenizer.n_vocab:
+        raise ValueError(f"argument --top-k: there are only {tokenizer.n_vocab} tokens")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, options.dtype) if options.dtype else compute_dtype(Training(), device)
+    model = load_model(folder, manifest, spec, args=args, dtype=dtype, device=device)
+    name = "{name} {flavor}".format(**manifest["config"]["model"])
+    print(f"{folder}: {name}, {dtype} on {device}", file=sys.stderr)
+
+    choose = partial(
+        draw,
+        generator=torch.Generator().manual_seed(options.seed or 0),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p or 1.0,
+    )
+    tokens = generate(
+        model,
+        spec.attentions(model),
+        prompt=prompt,
+        count=count,
+        choose=lambda logits: choose(logits[: tokenizer.n_vocab]),
+    )
+    text, n_drawn, begin = Text(tokenizer.decode, prompt), 0, time.perf_counter()
+    _print(options.prompt)
+    # Ctrl-C asks for the end, and what was drawn stays.
+    with suppress(KeyboardInterrupt):
+        for token in tokens:
+            n_drawn += 1
+            if token == tokenizer.eos_id:
+                break
+            _print(text.add(token))
+    _print(text.rest() + "\n")
+    rate = n_drawn / (time.perf_counter() - begin)
+    print(f"{n_drawn} tokens after {len(prompt)}, {rate:,.1f} tokens/s", file=sys.stderr)
+
+
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
+
+
+def _count(wanted: int | None, prompt: list[int], seq_len: int) -> int:
+    # The last token drawn is at no position: nothing is drawn after it.
+    room = seq_len + 1 - len(prompt)
+    text = f"the model was trained on sequences of {seq_len}, and the prompt has {len(prompt)}"
+    if room < 1:
+        raise ValueError(f"argument --prompt: too long: {text}")
+    if wanted is not None and wanted > room:
+        raise ValueError(f"argument --tokens: at most {room}: {text}")
+    return wanted or min(MOST_TOKENS, room)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder of a checkpoint that verifies: ``path``, or of that run the newest."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder")
+    checkpoints = [path] if (path / NAME).exists() else published(path / "checkpoints")
+    if not checkpoints:
+        raise ValueError(f"{path}: no checkpoint ({NAME}), and no run that has some (checkpoints/)")
+    problems: list[str] = []
+    for folder in checkpoints:
+        found = problems_of(folder)
+        if not found:
+            print(
+                "".join(f"passed over: {problem}\n" for problem in problems),
+                end="",
+                file=sys.stderr,
+            )
+            return folder
+        problems += found
+    raise ValueError(f"{path}: nothing that verifies: {'; '.join(problems)}")
+
+
+def read_facts(
+    folder: Path, manifest: dict[str, Any], tokenizer_name: str | None
+) -> tuple[ModelSpec, TransformerArgs, Tokenizer]:
+    """What the checkpoint is of; raise ``ValueError`` if this version cannot build that."""
+    try:
+        config, saved = manifest["config"], manifest["model_args"]
+        name, flavor = config["model"]["name"], config["model"]["flavor"]
+        sizes = {key: saved[key] for key in ("vocab_size", "max_seq_len")}
+        named_by = "argument --tokenizer" if tokenizer_name else f"{folder}: data.tokenizer"
+        tokenizer_name = tokenizer_name or config["data"]["tokenizer"]
+        fingerprint = manifest["fingerprints"]["tokenizer"]
+    except (KeyError, TypeError):
+        raise ValueError(f"{folder}: its {NAME} does not say of which model it is") from None
+    try:
+        spec, published_args = find_model(name, flavor)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    args = replace(published_args, **sizes)
+    changed = changed_arguments(saved, args)
+    if changed:
+        raise ValueError(f"{folder}: {name} {flavor} is another model now: {'; '.join(changed)}")
+    try:
+        tokenizer = load_tokenizer(tokenizer_name)
+    except ValueError as error:
+        raise ValueError(f"{named_by}{str(error).removeprefix('data.tokenizer')}") from None
+    if tokenizer.fingerprint != fingerprint:
+        text = f"{tokenizer_name} is not the tokenizer that the model was trained with"
+        raise ValueError(f"{named_by}: {text}; --tokenizer names another")
+    return spec, args, tokenizer
+
+
+def load_model(
+    folder: Path,
+    manifest: dict[str, Any],
+    spec: ModelSpec,
+    *,
+    args: TransformerArgs,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> nn.Module:
+    """The model of a checkpoint that was verified, whole on ``device``."""
+    model = build_on_meta(spec, args, dtype)
+    with keep_shared(model):
+        model.to_empty(device=device)
+    # Fills what follows from ``args``; the weights are those of the checkpoint.
+    cast(Any, model).init_weights(lambda parameter, *, std: None)
+    weights = ModelState([model])
+    state = {"model": weights.state_dict()}
+    index = read_index(folder, sizes_of(manifest))
+    have = {fqn: e.shape for fqn, e in index.items() if fqn.startswith("model.")}
+    want = {f"model.{fqn}": list(tensor.shape) for fqn, tensor in state["model"].items()}
+    for fqn in sorted(have.keys() | want.keys()):
+        if have.get(fqn) != want.get(fqn):
+            sizes = f"{have.get(fqn, 'absent')}, not {want.get(fqn, 'absent')}"
+            raise ValueError(f"{folder} is of another model: its {fqn} is {sizes}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=Reader(folder, index), no_dist=True)
+    weights.load_state_dict(state["model"])
+    return model
+
+
+@torch.inference_mode()
+def generate(
+    model: nn.Module,
+    attentions: list[nn.Module],
+    *,
+    prompt: list[int],
+    count: int,
+    choose: Callable[[torch.Tensor], int],
+) -> Iterator[int]:
+    """``count`` tokens after ``prompt``, each of which ``choose`` takes by its logits (vocab,)."""
+    device = next(model.parameters()).device
+    given, n_seen = torch.tensor([prompt], device=device), 0
+    with cached(attentions, max_seq_len=len(prompt) + count):
+        for _ in range(count):
+            for chunk in given.split(CHUNK, dim=1):
+                positions = torch.arange(n_seen, n_seen + chunk.shape[1], device=device)[None]
+                logits = model(chunk, positions)
+                n_seen += chunk.shape[1]
+            token = choose(logits[0, -1])
+            yield token
+            given = torch.tensor([[token]], device=device)
+
+
+class Text:
+    """Ids to text as they come: a character that is cut waits for its rest."""
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
+        self._decode, self._ids = decode, prompt[-CONTEXT:]
+        self._n_told, self._n_waiting = len(decode(self._ids)), 0
+
+    def add(self, token: int) -> str:
+        """What is certain with ``token``, and was not before."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        certain = len(text)
+        self._n_waiting = self._n_waiting + 1 if text.endswith(REPLACEMENT) else 0
+        if self._n_waiting > 0:
+            # The last may still become a character; of some tokenizers, all bytes before it.
+            certain = self._n_told if self._n_waiting <= MOST_WAITING else certain - 1
+        piece = text[self._n_told : certain]
+        self._n_told = max(self._n_told, certain)
+        if self._n_waiting == 0 and len(self._ids) > 2 * CONTEXT:
+            # What comes does not change what is long past: decode it no more.
+            self._ids = self._ids[-CONTEXT:]
+            self._n_told = len(self._decode(self._ids))
+        return piece
+
+    def rest(self) -> str:
+        """What was held back, at the end."""
+        return self._decode(self._ids)[self._n_told :]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
