@@ -195,7 +195,8 @@ class Checkpoint(Section):
     """A save that fails is an alarm; so many steps without a new checkpoint end the run.
     Absent: three intervals."""
     initial_load_path: str = ""
-    """Checkpoint folder to take the weights from when the run has no checkpoint of its own."""
+    """Checkpoint or Hugging Face folder to take the weights from when the run has no checkpoint of
+    its own."""
 
 
 class Numerics(Section):

@@ -59,6 +59,8 @@ class Table:
     """Fields of the args that the family sets."""
     numbers: Mapping[str, str] = field(default_factory=dict)
     """More keys that are numbers, to fields of the args."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Keys that newer versions write, to what they are called here."""
     derives_heads: bool = False
     """An absent ``head_dim`` or ``num_key_value_heads`` follows from other keys."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -140,6 +142,9 @@ def _config(table: Table, args: TransformerArgs) -> dict[str, Any]:
 
 def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
     there = {key: value for key, value in config.items() if value is not None}
+    for new, key in table.aliases.items():
+        if new in there and there.setdefault(key, there[new]) != there[new]:
+            _refuse(there, new, f"{key}'s {there[key]}")
     if there.get("model_type") != table.model_type:
         _refuse(there, "model_type", table.model_type)
     required = {"architectures": [table.architecture], **FIXED, **FOREIGN, **table.fixed}

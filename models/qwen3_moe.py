@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
+from models.hugging_face import ATTENTION, NORMS, QK_NORM, Table, TensorPair, decoder
 from models.moe import MoE
 from models.transformer import Transformer, TransformerArgs, TransformerBlock
 
@@ -56,3 +57,39 @@ FLAVORS = {
     "30B-A3B": _published(dim=2048, n_layers=48, n_heads=32, hidden_dim=768),
     "235B-A22B": _published(dim=4096, n_layers=94, n_heads=64, hidden_dim=1536),
 }  # fmt: skip
+
+
+def _experts(args: Qwen3MoeArgs) -> list[TensorPair]:
+    """Theirs are one tensor for each expert; a bias of the choice they do not have."""
+    pairs = []
+    for i in range(args.n_layers):
+        ours, theirs = f"layers.{i}.feed_forward", f"model.layers.{i}.mlp"
+        pairs.append(TensorPair(f"{ours}.bias", ()))
+        for name, other in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            each = (f"{theirs}.experts.{e}.{other}.weight" for e in range(args.n_experts))
+            pairs.append(TensorPair(f"{ours}.experts.{name}", tuple(each), is_stacked=True))
+    return pairs
+
+
+HUGGING_FACE = decoder(
+    Table(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        layer=NORMS | ATTENTION | QK_NORM | {"feed_forward.router": "mlp.gate"},
+        others=_experts,
+        args_cls=Qwen3MoeArgs,
+        ours={"qk_norm": True},
+        numbers={
+            "num_experts": "n_experts",
+            "num_experts_per_tok": "n_chosen",
+            "moe_intermediate_size": "hidden_dim",
+        },
+        aliases={"num_local_experts": "num_experts"},
+        fixed={
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+        },
+    )
+)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 
 from models.moe import MoE
-from models.qwen3_moe import FLAVORS, Qwen3Moe, Qwen3MoeArgs
+from models.qwen3_moe import FLAVORS, HUGGING_FACE, Qwen3Moe, Qwen3MoeArgs
 from models.transformer_sharding import tensor_parallel_plan as dense_plan
 from models.transformer_sharding import transformer_spec
 
@@ -29,7 +29,7 @@ def moes(model: Qwen3Moe) -> list[nn.Module]:
 
 
 SPEC = replace(
-    transformer_spec(FLAVORS),
+    transformer_spec(FLAVORS, HUGGING_FACE),
     model_cls=Qwen3Moe,
     tensor_parallel_plan=tensor_parallel_plan,
     moes=moes,

@@ -1,8 +1,10 @@
-"""Our logits are those of Hugging Face's models, from their configs and no download.
+"""Our logits are those of Hugging Face's models, and configs are equal there and back.
 
 In float64, so that a wrong epsilon or a frequency off by a little cannot pass for rounding.
 """
 
+import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from models.transformer import RopeScaling, Transformer, TransformerArgs
+from models import MODEL_SPECS
+from models.hugging_face import HuggingFace
+from models.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,26 +44,10 @@ CASES = {
     "llama": ("Llama", {"rms_norm_eps": 1e-3}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
     "llama_without_groups": ("Llama", {"num_key_value_heads": 4}),
+    "llama_with_one_group": ("Llama", {"num_key_value_heads": 1}),
     "llama31": ("Llama", {"head_dim": 16, "rope_parameters": LLAMA31}),
     "qwen3": ("Qwen3", {"head_dim": 12, "rms_norm_eps": 1e-3}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
-}
-NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.layers": "layers",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
 }
 
 
@@ -79,42 +67,21 @@ def hugging_face(case: str) -> Any:
     return model
 
 
+def form_of(model_type: str) -> HuggingFace:
+    found = [spec.hugging_face for spec in MODEL_SPECS.values() if spec.hugging_face is not None]
+    return next(form for form in found if form.model_type == model_type)
+
+
 def ours(config: Any, weights: dict[str, torch.Tensor]) -> Transformer:
     """The model that Hugging Face's ``config`` and ``weights`` describe."""
-    rope = config.rope_parameters
-    scaling = None
-    if rope["rope_type"] == "llama3":
-        scaling = RopeScaling(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_seq_len=rope["original_max_position_embeddings"],
-        )
-    args = TransformerArgs(
-        dim=config.hidden_size,
-        n_layers=config.num_hidden_layers,
-        n_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        hidden_dim=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        max_seq_len=config.max_position_embeddings,
-        rope_theta=rope["rope_theta"],
-        rope_scaling=scaling,
-        norm_eps=config.rms_norm_eps,
-        qk_norm=config.model_type == "qwen3",
-        tie_embeddings=config.tie_word_embeddings,
-    )
+    form = form_of(config.model_type)
+    args = form.args(config.to_dict())
     model = Transformer(args).double()
     model.init_weights()
-    model.load_state_dict({our_name(fqn): tensor for fqn, tensor in weights.items()})
+    pairs = form.tensors(args)
+    assert {name for pair in pairs for name in pair.theirs} == weights.keys()
+    model.load_state_dict({pair.ours: weights[pair.theirs[0]] for pair in pairs})
     return model
-
-
-def our_name(fqn: str) -> str:
-    for name, our in NAMES.items():
-        fqn = fqn.replace(name, our)
-    return fqn
 
 
 @contextmanager
@@ -157,3 +124,128 @@ def test_logits_are_hugging_faces(case: str) -> None:
 )  # fmt: skip
 def test_one_option_off_by_a_thousandth_is_seen(case: str, changed: dict[str, Any]) -> None:
     assert distance(case, **changed) > 100 * TOLERANCE
+
+
+FLAVORS = {
+    f"{name}-{flavor}": (spec.hugging_face, args)
+    for name, spec in MODEL_SPECS.items()
+    for flavor, args in spec.flavors.items()
+    if spec.hugging_face is not None
+}
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_every_flavor_is_what_transformers_reads_and_writes(flavor: str) -> None:
+    """As written by us, as transformers understands that, and as it writes it again."""
+    form, args = FLAVORS[flavor]
+    config = form.config(args)
+    assert form.args(json.loads(json.dumps(config))) == args
+    theirs = transformers.AutoConfig.for_model(**config)
+    assert type(theirs).__name__.removesuffix("Config") in theirs.architectures[0]
+    for key in config.keys() - {"model_type", "rope_theta", "rope_scaling"}:
+        assert getattr(theirs, key) == config[key], key
+    assert form.args(theirs.to_dict()) == args
+    # Who knows but the older keys of the rotary embeddings understands the same.
+    older = {key: value for key, value in config.items() if key != "rope_parameters"}
+    assert form.args(older) == args
+    older_in_new = transformers.AutoConfig.for_model(**older)
+    assert older_in_new.rope_parameters == theirs.rope_parameters == config["rope_parameters"]
+
+
+# As published with Llama 3.1 and 3.2, and without what their oldest files leave out.
+OLDER = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("scaling", [None, {k: v for k, v in LLAMA31.items() if k != "rope_theta"}])
+def test_older_configs_mean_what_transformers_takes_them_for(scaling: Any) -> None:
+    older = OLDER | {"rope_scaling": scaling}
+    args = form_of("llama").args(older)
+    assert (args.head_dim, args.n_kv_heads, args.tie_embeddings) == (16, 4, False)
+    assert (args.rope_scaling is None) == (scaling is None)
+    # It takes the entries of what it is given.
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(older)))
+    assert form_of("llama").args(theirs.to_dict()) == args
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
+REFUSED = [
+    ("model_type", {"model_type": "mistral"}),
+    ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),
+    ("attention_bias", {"attention_bias": True}),
+    ("mlp_bias", {"mlp_bias": True}),
+    ("hidden_act", {"hidden_act": "gelu"}),
+    ("attention_dropout", {"attention_dropout": 0.1}),
+    ("quantization_config", {"quantization_config": {"quant_method": "fp8"}}),
+    ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
+    ("sliding_window", {"sliding_window": 32}),
+    ("sliding_window", {"sliding_window": 32, "use_sliding_window": True}),
+    ("layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("layer_types", {"layer_types": 3}),
+    ("tie_word_embeddings", {"tie_word_embeddings": "yes"}),
+    ("rope_type", {"rope_parameters": YARN}),
+    ("rope_type", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("rope_type", {"rope_scaling": {"rope_type": ["llama3"]}}),
+    ("rope_scaling", {"rope_scaling": 8.0}),
+    ("original_max_position_embeddings", {"rope_scaling": SCALED}),
+    ("attention_factor", {"rope_parameters": {"rope_theta": 5e5, "attention_factor": 1.0}}),
+    ("full_attention", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}),
+    ("rope_theta", {"rope_parameters": {"rope_theta": 1e4}}),
+    ("rope_theta", {"rope_theta": None}),
+    ("rope_theta", {"rope_theta": math.nan}),
+    ("rope_theta", {"rope_theta": True}),
+    ("hidden_size", {"hidden_size": None}),
+    ("hidden_size", {"hidden_size": 64.0}),
+    ("hidden_size", {"hidden_size": 10**400}),
+    ("rms_norm_eps", {"rms_norm_eps": 10**400}),
+    ("head_dim", {"head_dim": 15}),
+    ("head_dim", {"num_attention_heads": 65}),
+    ("num_attention_heads", {"num_attention_heads": 0}),
+    ("num_key_value_heads", {"num_key_value_heads": 3}),
+    ("num_hidden_layers", {"num_hidden_layers": -2}),
+    ("rms_norm_eps", {"rms_norm_eps": math.inf}),
+    ("vocab_size", {"vocab_size": "61"}),
+]
+
+
+@pytest.mark.parametrize(("key", "changed"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_key(key: str, changed: dict[str, Any]) -> None:
+    assert form_of("llama").args(OLDER).dim == 64
+    with pytest.raises(ValueError, match=f"^{key}: "):
+        form_of("llama").args(OLDER | changed)
+
+
+def test_a_window_that_is_off_is_no_window() -> None:
+    off = {"sliding_window": 4096, "use_sliding_window": False, "layer_types": ["full_attention"]}
+    assert form_of("llama").args(OLDER | off) == form_of("llama").args(OLDER)
+    qwen3 = form_of("qwen3").config(FLAVORS["qwen3-debugmodel"][1])
+    assert form_of("qwen3").args(qwen3 | off) == FLAVORS["qwen3-debugmodel"][1]
+    with pytest.raises(ValueError, match="use_sliding_window"):
+        form_of("qwen3").args(qwen3 | {"use_sliding_window": True})
+
+
+def test_qwen3_leaves_nothing_to_derive() -> None:
+    """Where these are absent, transformers takes numbers of one size of the family."""
+    qwen3 = form_of("qwen3").config(FLAVORS["qwen3-debugmodel"][1])
+    for key in ("head_dim", "num_key_value_heads"):
+        with pytest.raises(ValueError, match=key):
+            form_of("qwen3").args(qwen3 | {key: None})
+
+
+def test_a_model_without_a_form_there_has_no_config() -> None:
+    with pytest.raises(ValueError, match="qk_norm"):
+        form_of("llama").config(FLAVORS["qwen3-debugmodel"][1])

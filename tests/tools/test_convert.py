@@ -1,0 +1,279 @@
+"""A run's weights in transformers, back in a checkpoint, and at the start of other runs.
+
+All of it bit for bit, with real runs of ``train.py`` on two ranks.
+"""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from checkpoint.manifest import read_manifest, write_manifest
+from checkpoint.store import problems_of
+from data.tokenizer import load_tokenizer
+from models.transformer import Transformer
+from runtime import exit_codes
+from tests.models.test_hugging_face import TOLERANCE, float64_for_float32, form_of
+from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
+from tools import convert
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = "the other words' 12345\n  of the w\u00f6rld"
+STEPS = {"training.steps": "2", "lr_scheduler.total_steps": "2", "training.dtype": "float32"}
+TENSOR_PARALLEL = {"parallelism.tensor_parallel_degree": "2"}
+# Saved by one mesh, loaded by another.
+RUNS = {
+    "llama3": ({"model.name": "llama3", **TENSOR_PARALLEL}, {}),
+    "qwen3": ({"model.name": "qwen3"}, TENSOR_PARALLEL),
+}
+
+
+def write_tokenizer(path: Path) -> str:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the other words of the world"] * 10, trainer)
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module", params=[pytest.param("llama3", marks=pytest.mark.slow), "qwen3"])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = write_tokenizer(folder / "words.json")
+    run(folder, 2, **STEPS, **RUNS[name][0], **{"data.tokenizer": tokenizer})
+    return checkpoints(folder)[0]
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "folder"
+    assert convert.main(["export", str(checkpoint), str(folder)]) == exit_codes.DONE
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("imported") / "checkpoint"
+    assert convert.main(["import", str(exported), str(folder)]) == exit_codes.DONE
+    return folder
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    found = tensors(checkpoint).items()
+    return {k.removeprefix("model."): t for k, t in found if k.startswith("model.")}
+
+
+def bits(found: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {k: (t.dtype, t.shape, t.contiguous().numpy().tobytes()) for k, t in found.items()}
+
+
+def test_transformers_has_the_logits_and_tokens_of_the_run(
+    checkpoint: Path, exported: Path
+) -> None:
+    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert loaded.dtype == torch.float32
+    with float64_for_float32():
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            loaded.config, dtype=torch.float64, attn_implementation="eager"
+        )
+        theirs.load_state_dict(loaded.state_dict())
+        tokens = torch.randint(theirs.config.vocab_size, (2, 32))
+        want = theirs(tokens).logits.detach()
+    config = json.loads((exported / "config.json").read_text())
+    model = Transformer(form_of(config["model_type"]).args(config)).double()
+    model.init_weights()
+    model.load_state_dict(weights_of(checkpoint))
+    assert (model(tokens) - want).abs().max() < TOLERANCE
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    ours = load_tokenizer(str(exported / "tokenizer.json"))
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert ids == ours.encode(TEXT).tolist()
+    assert tokenizer.decode(ids) == TEXT
+    for where in (tokenizer, theirs.config):
+        assert (where.bos_token_id, where.eos_token_id) == (ours.bos_id, ours.eos_id) == (0, 1)
+    words = Path(read_manifest(checkpoint)["config"]["data"]["tokenizer"])
+    assert (exported / "tokenizer.json").read_bytes() == words.read_bytes()
+    assert theirs.config.max_position_embeddings == 32, "what it was trained on"
+    assert stat.S_IMODE(exported.stat().st_mode) == 0o700
+
+
+def test_there_and_back_changes_no_bit(
+    checkpoint: Path, exported: Path, imported: Path, tmp_path: Path
+) -> None:
+    assert bits(weights_of(imported)) == bits(weights_of(checkpoint))
+    assert not problems_of(imported)
+    convert.export_checkpoint(imported, tmp_path / "again", shard_bytes=200_000)
+    parts = [load_file(file) for file in (tmp_path / "again").glob("model-*.safetensors")]
+    assert len(parts) > 3
+    again = {name: tensor for part in parts for name, tensor in part.items()}
+    assert bits(again) == bits(load_file(exported / "model.safetensors"))
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (exported / file).read_bytes()
+    # In several files, and narrower numbers stay as narrow as they are.
+    narrow = {name: tensor.bfloat16() for name, tensor in again.items()}
+    source = Path(shutil.copytree(exported, tmp_path / "narrow"))
+    convert.write_folder(tmp_path / "w", {}, iter(narrow.items()), files={})
+    shutil.move(tmp_path / "w" / "model.safetensors", source / "model.safetensors")
+    convert.import_folder(source, tmp_path / "checkpoint", file_bytes=200_000)
+    assert len(list((tmp_path / "checkpoint").glob("part-*.bin"))) > 3
+    assert not problems_of(tmp_path / "checkpoint")
+    found = weights_of(tmp_path / "checkpoint")
+    want = {fqn: t.bfloat16() for fqn, t in weights_of(checkpoint).items()}
+    assert found.keys() == want.keys()
+    assert all(t.dtype == torch.bfloat16 and t.equal(want[fqn]) for fqn, t in found.items())
+
+
+def first_steps(folder: Path, name: str, initial: Path) -> Any:
+    """The curve of a new run of another mesh, with the weights of ``initial``."""
+    folder.mkdir()
+    tokenizer = write_tokenizer(folder / "words.json")
+    keys = {"model.name": name, "data.tokenizer": tokenizer} | RUNS[name][1]
+    run(folder, 2, **STEPS, **keys, **{"checkpoint.initial_load_path": str(initial)})
+    assert f"weights from {initial}" in log(folder)
+    return curve(folder)
+
+
+def test_a_run_starts_from_any_of_the_three(
+    name: str, checkpoint: Path, exported: Path, imported: Path, tmp_path: Path
+) -> None:
+    sources = {"checkpoint": checkpoint, "exported": exported, "imported": imported}
+    curves = {kind: first_steps(tmp_path / kind, name, path) for kind, path in sources.items()}
+    assert curves["checkpoint"] == curves["exported"] == curves["imported"]
+    before = curve(checkpoint.parents[2])
+    assert curves["exported"][1] != before[1], "not the weights that every run begins with"
+
+
+def test_a_run_of_another_model_is_refused(exported: Path, name: str, tmp_path: Path) -> None:
+    other = {"llama3": "qwen3", "qwen3": "llama3"}[name]
+    keys = {"model.name": other, "checkpoint.initial_load_path": str(exported)}
+    with started(tmp_path, 2, **STEPS, **keys) as processes:
+        assert codes(processes) == {exit_codes.BAD_CONFIG}
+    assert "checkpoint.initial_load_path: " in log(tmp_path)
+    assert "model_type" in log(tmp_path)
+    assert "Traceback" not in log(tmp_path)
+    assert not (tmp_path / "debug_model" / "config.toml").exists()
+
+
+def forge(checkpoint: Path, **changed: Any) -> None:
+    """Other facts, rightly signed."""
+    manifest = read_manifest(checkpoint) | changed
+    files = manifest.pop("files")
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, files, {k: v for k, v in manifest.items() if v is not None})
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """What the tool says when it refuses."""
+    assert convert.main([str(argument) for argument in arguments]) == exit_codes.BAD_CONFIG
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "Traceback" not in output.err
+    return output.err
+
+
+def test_what_cannot_be_exported_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, copy = tmp_path / "target", tmp_path / "copy"
+    manifest = read_manifest(checkpoint)
+    told = {
+        "says of no known model": {"model_args": None},
+        "of no known model that": {"config": {"model": {"name": "other"}}},
+        "is another model now": {"model_args": manifest["model_args"] | {"n_experts": 8}},
+        "not [64, 128]": {"model_args": manifest["model_args"] | {"vocab_size": 64}},
+        "not absent": {"model_args": manifest["model_args"] | {"n_layers": 3}},
+        "is absent": {"model_args": manifest["model_args"] | {"n_layers": 5}},
+        "is not the tokenizer that": {"fingerprints": {"tokenizer": "0"}},
+    }
+    for text, changed in told.items():
+        shutil.copytree(checkpoint, copy)
+        forge(copy, **changed)
+        assert text in fails(capsys, "export", copy, target)
+        shutil.rmtree(copy)
+    shutil.copytree(checkpoint, copy)
+    (data,) = sorted(copy.glob("rank-00001.bin"))
+    os.truncate(data, data.stat().st_size - 1)
+    assert "rank-00001.bin" in fails(capsys, "export", copy, target)
+    assert "manifest.json" in fails(capsys, "export", tmp_path / "none", target)
+    gone = fails(capsys, "export", checkpoint, target, "--tokenizer", tmp_path / "gone.json")
+    assert "--tokenizer says where it is now" in gone
+    assert "is not the tokenizer that" in fails(
+        capsys, "export", checkpoint, target, "--tokenizer", "bytes"
+    )
+    assert not target.exists()
+    (tmp_path / "target").mkdir()
+    assert "nothing is overwritten" in fails(capsys, "export", checkpoint, target)
+    assert {path.name for path in tmp_path.iterdir()} == {"copy", "target"}
+
+
+def test_what_cannot_be_imported_is_refused(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, copy = tmp_path / "target", tmp_path / "copy"
+    config = json.loads((exported / "config.json").read_text())
+    told = {
+        "model_type: 'mamba' is not one of llama, qwen3": {"model_type": "mamba"},
+        "model_type: ['llama']": {"model_type": ["llama"]},
+        "attention_bias: True": {"attention_bias": True},
+        "model.embed_tokens.weight is [320, 128], not [384, 128]": {"vocab_size": 384},
+        "is missing": {"num_hidden_layers": 5},
+        "is unknown": {"num_hidden_layers": 3},
+        "tensors for": {"num_hidden_layers": 10**9},
+        "calculation overflowed": {"hidden_size": 1 << 36, "vocab_size": 1 << 36},
+    }
+    for text, changed in told.items():
+        shutil.copytree(exported, copy)
+        (copy / "config.json").write_text(json.dumps(config | changed))
+        assert text in fails(capsys, "import", copy, target)
+        shutil.rmtree(copy)
+    assert "config.json" in fails(capsys, "import", tmp_path / "none", target)
+    target.mkdir()
+    assert "nothing is overwritten" in fails(capsys, "import", exported, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_tokenizer_that_is_no_file_is_left_out(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    manifest = read_manifest(copy)
+    config = manifest["config"] | {"data": {"tokenizer": "bytes"}}
+    forge(copy, config=config, fingerprints={"tokenizer": load_tokenizer("bytes").fingerprint})
+    assert convert.main(["export", str(copy), str(tmp_path / "bytes")]) == exit_codes.DONE
+    assert "bytes is not a file" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "bytes").iterdir()}
+    assert names == {"config.json", "model.safetensors"}
+    found = json.loads((tmp_path / "bytes" / "config.json").read_text())
+    assert (found["bos_token_id"], found["eos_token_id"]) == (256, 257)
+
+
+@pytest.mark.parametrize("arguments", [[], ["export"], ["import", "a"], ["other", "a", "b"]])
+def test_wrong_arguments_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fails(capsys, *arguments)

@@ -1,0 +1,306 @@
+"""Checkpoints to Hugging Face folders and back, tensor by tensor, bit for bit.
+
+``python -m tools.convert export CHECKPOINT FOLDER [--tokenizer NAME]``: what transformers loads.
+``python -m tools.convert import FOLDER CHECKPOINT``: what ``checkpoint.initial_load_path`` takes.
+"""
+
+import argparse
+import json
+import sys
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from checkpoint.hugging_face import (
+    CONFIG_FILE,
+    SHARD_BYTES,
+    Folder,
+    new_folder,
+    split,
+    write_folder,
+)
+from checkpoint.manifest import NAME, read_manifest, write_manifest
+from checkpoint.storage import (
+    DTYPES,
+    INDEX_FILE,
+    Entry,
+    HashedFile,
+    Reader,
+    read_index,
+    write_index,
+    write_parts,
+)
+from checkpoint.store import STATE_FILE, problems_of, sizes_of
+from config.changes import changed_arguments
+from data.tokenizer import Tokenizer, load_tokenizer
+from models import MODEL_SPECS, ModelSpec, TransformerArgs
+from models.hugging_face import HuggingFace
+from models.meta import build_on_meta
+from runtime import exit_codes
+
+TOKENIZER_FILE = "tokenizer.json"
+# Of the names of a checkpoint's weights, beside those of the optimizer's state.
+PREFIX = "model."
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def main(arguments: list[str]) -> int:
+    parser = Parser(prog="python -m tools.convert", description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("export", help="to a folder that transformers loads").add_argument
+    add("checkpoint", type=Path, help="a checkpoint's folder, such as .../step-00000100")
+    add("folder", type=Path, help="what is written; must not be there yet")
+    add("--tokenizer", metavar="NAME", help="the run's own, if its file is elsewhere now")
+    add = commands.add_parser("import", help="from a folder with safetensors").add_argument
+    add("folder", type=Path, help="with config.json and safetensors")
+    add("checkpoint", type=Path, help="what is written; must not be there yet")
+    try:
+        options = parser.parse_args(arguments)
+        if options.command == "export":
+            export_checkpoint(options.checkpoint, options.folder, tokenizer_name=options.tokenizer)
+        else:
+            import_folder(options.folder, options.checkpoint)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    return exit_codes.DONE
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    tokenizer_name: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weights of a checkpoint, that any mesh wrote, as a new folder of Hugging Face's.
+
+    Raises ``ValueError`` for what does not verify, or has no form there.
+    """
+    if problems := problems_of(checkpoint):
+        raise ValueError("; ".join(problems))
+    manifest = read_manifest(checkpoint)
+    index = read_index(checkpoint, sizes_of(manifest))
+    weights = {k.removeprefix(PREFIX): e for k, e in index.items() if k.startswith(PREFIX)}
+    spec, family, args = _model_of(checkpoint, manifest)
+    pairs = family.tensors(args)
+    _check_weights(checkpoint, weights, spec, args)
+    tokenizer, files = _tokenizer_of(checkpoint, manifest, tokenizer_name)
+    dtypes = (DTYPES[entry.dtype] for entry in weights.values())
+    dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+    config = family.config(args) | {
+        "bos_token_id": tokenizer and tokenizer.bos_id,
+        "eos_token_id": tokenizer and tokenizer.eos_id,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in pairs:
+            if pair.shares is None:
+                yield from split(pair, _read_weight(checkpoint, pair.ours, weights[pair.ours]))
+
+    write_folder(folder, config, tensors(), files=files, shard_bytes=shard_bytes)
+    print(f"{folder}: {config['architectures'][0]}, {dtype}, step {manifest['step']}")
+
+
+def _model_of(
+    checkpoint: Path, manifest: Mapping[str, Any]
+) -> tuple[ModelSpec, HuggingFace, TransformerArgs]:
+    try:
+        name, saved = manifest["config"]["model"]["name"], manifest["model_args"]
+        spec = MODEL_SPECS[name]
+        args = _build(type(next(iter(spec.flavors.values()))), saved)
+    except (KeyError, TypeError):
+        raise ValueError(f"{checkpoint}: its {NAME} says of no known model that it is of") from None
+    if changed := changed_arguments(saved, args):
+        raise ValueError(f"{checkpoint}: {name} is another model now: {'; '.join(changed)}")
+    if spec.hugging_face is None:
+        raise ValueError(f"{checkpoint}: {name} has no known form at Hugging Face")
+    return spec, spec.hugging_face, args
+
+
+def _build(kind: Any, saved: Mapping[str, Any]) -> Any:
+    """The dataclass of which ``saved`` is the dict; fields of it may be dataclasses or None."""
+    values = {f.name: saved[f.name] for f in fields(kind) if f.name in saved}
+    for f in fields(kind):
+        nested = [option for option in (f.type, *get_args(f.type)) if is_dataclass(option)]
+        if nested and isinstance(values.get(f.name), dict):
+            values[f.name] = _build(nested[0], values[f.name])
+    return kind(**values)
+
+
+def _check_weights(
+    checkpoint: Path, weights: Mapping[str, Entry], spec: ModelSpec, args: TransformerArgs
+) -> None:
+    have = {fqn: entry.shape for fqn, entry in weights.items()}
+    want = {fqn: list(shape) for fqn, shape in _shapes(spec, args).items()}
+    for fqn in sorted(have.keys() | want.keys()):
+        if have.get(fqn) != want.get(fqn):
+            sizes = f"{have.get(fqn, 'absent')}, not {want.get(fqn, 'absent')}"
+            raise ValueError(f"{checkpoint}: {fqn} is {sizes}")
+
+
+def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
+    """Of the model's state dict; ``ValueError`` for sizes that no memory has."""
+    try:
+        state = build_on_meta(spec, args, torch.float32).state_dict()
+    except (OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{args}: {error}") from None
+    return {fqn: tensor.shape for fqn, tensor in state.items()}
+
+
+def _read_weight(checkpoint: Path, fqn: str, entry: Entry) -> torch.Tensor:
+    key = PREFIX + fqn
+    state = {key: torch.empty(entry.shape, dtype=DTYPES[entry.dtype])}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=Reader(checkpoint, {key: entry}), no_dist=True)
+    return state[key]
+
+
+def _tokenizer_of(
+    checkpoint: Path, manifest: Mapping[str, Any], name: str | None
+) -> tuple[Tokenizer | None, dict[str, bytes]]:
+    """The run's tokenizer, and what of it is written; none where the checkpoint knows of none."""
+    name = name or manifest["config"].get("data", {}).get("tokenizer")
+    if name is None:
+        print("no tokenizer is written: the checkpoint names none, and there is no --tokenizer")
+        return None, {}
+    try:
+        tokenizer = load_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}; --tokenizer says where it is now") from None
+    fingerprint = manifest.get("fingerprints", {}).get("tokenizer", tokenizer.fingerprint)
+    if tokenizer.fingerprint != fingerprint:
+        raise ValueError(f"{checkpoint}: {name} is not the tokenizer that it was trained with")
+    path = Path(name)
+    if path.suffix == ".json":
+        markers = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": tokenizer.decode([tokenizer.bos_id]),
+            "eos_token": tokenizer.decode([tokenizer.eos_id]),
+        }
+        text = json.dumps(markers, indent=2) + "\n"
+        files = {TOKENIZER_FILE: path.read_bytes(), "tokenizer_config.json": text.encode()}
+        return tokenizer, files
+    if path.suffix in (".tiktoken", ".model"):
+        return tokenizer, {path.name: path.read_bytes()}
+    print(f"no tokenizer is written: {name} is not a file")
+    return tokenizer, {}
+
+
+def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYTES) -> None:
+    """Write the weights of a folder of Hugging Face's as a new checkpoint, of step 0.
+
+    Raises ``ValueError`` for what is not implemented here, missing, left over or torn.
+    """
+    source = Folder(folder)
+    model_type = source.config.get("model_type")
+    families = {s.hugging_face.model_type: n for n, s in MODEL_SPECS.items() if s.hugging_face}
+    name = families.get(model_type) if isinstance(model_type, str) else None
+    if name is None:
+        known = ", ".join(families)
+        raise ValueError(f"{folder}: model_type: {model_type!r} is not one of {known}")
+    spec, family = MODEL_SPECS[name], MODEL_SPECS[name].hugging_face
+    assert family is not None
+    try:
+        args = family.args(source.config)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
+    if args.n_layers > len(source.names):
+        raise ValueError(f"{folder}: {len(source.names)} tensors for {args.n_layers} layers")
+    pairs, shapes = family.tensors(args), _shapes(spec, args)
+    source.check(pairs, shapes)
+    facts = _facts(folder, name, spec, args)
+    by_name = {pair.ours: pair for pair in pairs}
+    # What shares another's weight is read from there.
+    origins = {pair.ours: by_name[pair.shares or pair.ours] for pair in pairs}
+    items = [_item(fqn, shapes[fqn], source.dtype(pair)) for fqn, pair in origins.items()]
+
+    def read(item: WriteItem) -> torch.Tensor:
+        fqn = item.index.fqn.removeprefix(PREFIX)
+        return source.read_ours(origins[fqn], [0] * len(shapes[fqn]), shapes[fqn])
+
+    with new_folder(checkpoint) as scratch:
+        files: dict[str, dict[str, Any]] = {}
+        written: list[Mapping[str, Entry]] = []
+        # Several, so that as many ranks can verify them.
+        for number, group in enumerate(_groups(items, file_bytes)):
+            file = f"part-{number:05d}.bin"
+            files[file], entries = write_parts(scratch / file, group, read)
+            written.append(entries)
+        state_file = HashedFile(scratch / STATE_FILE)
+        state_file.write(b"{}")
+        files[STATE_FILE] = state_file.close()
+        files[INDEX_FILE] = write_index(scratch / INDEX_FILE, written)
+        write_manifest(scratch, files, facts)
+    print(f"{checkpoint}: {name}, for checkpoint.initial_load_path")
+
+
+def _item(fqn: str, shape: torch.Size, dtype: torch.dtype) -> WriteItem:
+    """A whole tensor, for ``write_parts``."""
+    start = torch.Size([0] * len(shape))
+    data = TensorWriteData(
+        ChunkStorageMetadata(start, shape), TensorProperties(dtype=dtype), size=shape
+    )
+    return WriteItem(MetadataIndex(PREFIX + fqn, start), WriteItemType.TENSOR, tensor_data=data)
+
+
+def _groups(items: Iterable[WriteItem], file_bytes: int) -> Iterator[list[WriteItem]]:
+    group: list[WriteItem] = []
+    size = 0
+    for item in items:
+        assert item.tensor_data is not None
+        n_bytes = item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
+        if group and size + n_bytes > file_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += n_bytes
+    yield group
+
+
+def _facts(folder: Path, name: str, spec: ModelSpec, args: TransformerArgs) -> dict[str, Any]:
+    """Of a checkpoint that no run saved."""
+    flavors = (
+        flavor
+        for flavor, published in spec.flavors.items()
+        if not changed_arguments(asdict(args), replace(published, vocab_size=args.vocab_size))
+    )
+    config: dict[str, Any] = {
+        "model": {"name": name, "flavor": next(flavors, None), "vocab_size": args.vocab_size}
+    }
+    facts: dict[str, Any] = {"config": config, "model_args": asdict(args)}
+    path = folder / TOKENIZER_FILE
+    if path.exists():
+        try:
+            facts["fingerprints"] = {"tokenizer": load_tokenizer(str(path)).fingerprint}
+            config["data"] = {"tokenizer": str(path.absolute())}
+        except ValueError as error:
+            print(f"the tokenizer is left out: {error}")
+    attempt = uuid.uuid4().hex
+    lineage = {"run": attempt, "parent": None, "attempt": attempt}
+    return {"step": 0, "world_size": 1, **lineage, **facts}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
