@@ -1,85 +1,111 @@
-"""The whole program on any mesh: the model that it trains is the same, in float64.
+"""The whole program on any mesh trains the same model, in float64.
 
-So is what it validates, writes and consumes, and what becomes of it on another mesh.
+So is what it validates, writes and consumes, and what becomes of it on other meshes. What guards
+the run and watches it sees all stages of a pipeline.
 """
 
 import os
 import re
+import time
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 import forward_backward
 import train
-from checkpoint.states import ModelState, OptimizerState
+from checkpoint.storage import Reader
+from config.job_config import ActivationCheckpoint
 from metrics import stragglers
-from parallelisms.materialize import canonical_fqn
 from runtime import exit_codes
 from runtime.distributed import local_part
-from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP
-from tests.reliability.forked import checkpoints, codes, curve, differences, log, run, started
-from tests.reliability.forked import tensors as saved_tensors
+from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
+from tests.reliability.forked import (
+    checkpoints,
+    codes,
+    curve,
+    differences,
+    log,
+    nothing,
+    run,
+    started,
+    tensors,
+)
+from tests.reliability.test_planted import spike_at_step_5
 from tests.test_train import records
 from tools import check_ledger
 
-FLAVORS = ("debugmodel", "debugmodel_tied")
-KEYS = {
-    "lr_scheduler.total_steps": "40",
+UNTIED, TIED = FLAVORS = ("debugmodel", "debugmodel_tied")
+PROMPT = "def loss(logits, labels):"
+KEYS = {"lr_scheduler.total_steps": "40"}
+SEEN = {
     "validation.enable": "true",
     "validation.freq": "3",
-    # More than fit in a sequence: the window moves.
-    "validation.sample_tokens": "32",
-    "validation.sample_prompt": "def ",
+    "validation.steps": "2",
+    # Prompt and tokens are more than fit in a sequence: the window moves.
+    "validation.sample_tokens": "12",
+    "validation.sample_prompt": PROMPT,
     "metrics.enable_ledger": "true",
 }
-SHORT, LONG = 6, 20
-TWO_STAGES = {PP: "2"}
-INTERLEAVED = {PP: "2", SCHEDULE: "Interleaved1F1B"}
-TWO_PARTS, GATHERED = {CP: "2"}, {CP: "2", METHOD: "allgather"}
-SELECTIVE = {"activation_checkpoint.mode": "selective"}
-Reference = Callable[[str, int], Path]
+STEPS, LONG = 6, 20
+INTERLEAVED = {PP: 2, SCHEDULE: "Interleaved1F1B"}
+GATHERED = {CP: 2, METHOD: "allgather"}
+SELECTIVE = ActivationCheckpoint(mode="selective")
+DOCUMENTS = {"data.document_mask": "true"}
+Plant = Callable[[], None]
+Reference = Callable[..., Path]
 
 
-def options(parallelism: dict[str, str], **others: str) -> dict[str, str]:
+def keys_of(layout: Layout, flavor: str = UNTIED, steps: int = STEPS) -> dict[str, str]:
     """As overrides of the debug config."""
-    return KEYS | {f"parallelism.{key}": value for key, value in parallelism.items()} | others
+    parallelism = {f"parallelism.{key}": str(value) for key, value in layout.parallelism.items()}
+    others = {"training.steps": str(steps), "activation_checkpoint.mode": layout.recompute.mode}
+    return KEYS | parallelism | others | {"model.flavor": flavor}
 
 
-def steps(count: int) -> dict[str, str]:
-    return {"training.steps": str(count)}
+def run_with(
+    plant: Plant, folder: Path, layout: Layout, keys: dict[str, str], want: int = exit_codes.DONE
+) -> None:
+    with started(folder, layout.world_size, plant=plant, **keys) as processes:
+        assert codes(processes) == {want}, log(folder)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Folder of an uninterrupted run with FSDP, of that flavor and so many steps."""
+    """The folder of an uninterrupted run with FSDP, with these keys."""
 
     @cache
-    def made(flavor: str, n_steps: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"{flavor}-{n_steps}")
-        run(folder, 2, **options({}, **steps(n_steps), **{"model.flavor": flavor}))
+    def folder_of(flavor: str, steps: int = STEPS, plant: Plant = nothing, **keys: str) -> Path:
+        folder = tmp_path_factory.mktemp("two_ranks")
+        run_with(plant, folder, Layout(2), keys_of(Layout(2), flavor, steps) | keys)
         return folder
 
-    return made
+    return folder_of
 
 
 def assert_same_run(folder: Path, want: Path) -> None:
-    """The curves, the text on every rank, and each row of each step."""
-    got, expected = curve(folder), curve(want)
-    assert list(got) == list(expected)
-    for step, values in expected.items():
-        assert got[step] == pytest.approx(values, rel=1e-9), f"step {step}"
-    validated = validation_curve(folder)
-    assert list(validated) == list(validation_curve(want))
-    assert validated == pytest.approx(validation_curve(want), rel=1e-9), "validation"
+    """Its curves, what each rank's model writes, and every row of every step."""
+    assert_same_curve(folder, want)
+    got = validation_curve(folder)
+    for step, loss in validation_curve(want).items():
+        assert got[step] == pytest.approx(loss, rel=1e-9), f"validation after step {step}"
     assert set(texts(folder)) == set(texts(want)), "text"
-    assert (
-        check_ledger.main([str(folder / "debug_model"), "--against", str(want / "debug_model")])
-        == 0
-    ), "ledger"
+    runs = [str(path / "debug_model") for path in (folder, want)]
+    assert check_ledger.main([runs[0], "--against", runs[1]]) == 0, "ledger"
+
+
+def assert_same_curve(folder: Path, want: Path) -> None:
+    got = curve(folder)
+    assert list(got) == list(curve(want))
+    for step, values in curve(want).items():
+        assert got[step] == pytest.approx(values, rel=1e-9), f"step {step}"
 
 
 def validation_curve(folder: Path) -> dict[int, float]:
@@ -89,64 +115,403 @@ def validation_curve(folder: Path) -> dict[int, float]:
 
 def texts(folder: Path) -> list[str]:
     """What the model writes at the end, as each rank has it."""
-    logs = [path.read_text() for path in sorted(folder.glob("rank-*.log"))]
-    after = [text.partition("the model writes:\n")[2] for text in logs]
     # The next line of the log begins with the time.
-    return [
-        re.split(r"^\d\d:\d\d:\d\d ", text, maxsplit=1, flags=re.MULTILINE)[0] for text in after
-    ]
+    text = re.compile(r"the model writes:\n(.*?)^\d\d:\d\d:\d\d ", re.DOTALL | re.MULTILINE)
+    logs = [path.read_text() for path in sorted(folder.glob("rank-*.log"))]
+    return [found[1] if (found := text.search(log)) else "" for log in logs]
 
 
-def test_the_reference_has_what_is_compared(two_ranks: Reference) -> None:
-    folder = two_ranks(FLAVORS[0], SHORT)
-    assert list(curve(folder)) == list(range(1, SHORT + 1))
+def test_two_ranks_have_all_that_is_compared(two_ranks: Reference) -> None:
+    folder = two_ranks(UNTIED, **SEEN)
+    assert list(curve(folder)) == list(range(1, STEPS + 1))
     assert list(validation_curve(folder)) == [0, 3, 6]
     first, second = texts(folder)
     assert first == second
-    assert first.startswith("def ")
-    assert len(first) > len("def ")
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+    assert first.startswith(PROMPT)
+    assert len(first) > len(PROMPT) + 1
 
 
 LAYOUTS = [
-    (1, {}),
-    (4, {TP: "2"}),
-    (4, {REPLICATE: "2"}),
-    (2, {MODE: "ddp"}),
-    (2, {MODE: "simple_fsdp"}),
-    (2, TWO_PARTS),
-    (2, GATHERED),
-    (2, TWO_STAGES),
-    (2, INTERLEAVED),
-    (4, TWO_STAGES | {TP: "2"}),
-    (4, TWO_STAGES | TWO_PARTS),
-    (2, TWO_STAGES | {SCHEDULE: "GPipe"}),
-    (2, TWO_STAGES | {SCHEDULE: "InterleavedZeroBubble"}),
-    (2, TWO_STAGES | {"pipeline_parallel_microbatch_size": "2"}),
-    (3, {PP: "3"}),
-    (4, {PP: "4"}),
-    (4, TWO_STAGES | {MODE: "ddp"}),
-    (4, TWO_STAGES | {MODE: "simple_fsdp"}),
-    (4, TWO_STAGES | {REPLICATE: "2"}),
-    (4, INTERLEAVED | {TP: "2"}),
-    (4, INTERLEAVED | GATHERED),
-    (4, {TP: "4"}),
-    (4, {CP: "4"}),
-    (4, {CP: "4", METHOD: "allgather"}),
-    (4, {TP: "2"} | TWO_PARTS),
-    (4, {TP: "2"} | GATHERED),
-    (8, TWO_STAGES | TWO_PARTS | {TP: "2"}),
-    (8, INTERLEAVED | GATHERED | {TP: "2"}),
+    Layout(1),
+    Layout(2, {MODE: "ddp"}),
+    Layout(2, {MODE: "simple_fsdp"}),
+    Layout(4, {REPLICATE: 2}),
+    Layout(4, {TP: 2}),
+    # Fewer heads of keys than ranks.
+    Layout(4, {TP: 4}),
+    Layout(2, {CP: 2}),
+    Layout(2, GATHERED),
+    Layout(4, {CP: 4}),
+    Layout(4, {CP: 4, METHOD: "allgather"}),
+    Layout(4, {CP: 2, TP: 2}),
+    Layout(4, GATHERED | {TP: 2}),
+    Layout(2, GATHERED, recompute=SELECTIVE),
+    Layout(2, {PP: 2}),
+    Layout(2, {PP: 2}, recompute=SELECTIVE),
+    Layout(2, {PP: 2, "pipeline_parallel_microbatch_size": 2}),
+    Layout(2, {PP: 2, SCHEDULE: "GPipe"}),
+    Layout(2, {PP: 2, SCHEDULE: "InterleavedZeroBubble"}),
+    Layout(2, INTERLEAVED),
+    # Stages of 1, 2 and 1 layers.
+    Layout(3, {PP: 3}),
+    Layout(4, {PP: 4}),
+    Layout(4, {PP: 2, MODE: "ddp"}),
+    Layout(4, {PP: 2, MODE: "simple_fsdp"}),
+    Layout(4, {PP: 2, REPLICATE: 2}),
+    Layout(4, {PP: 2, TP: 2}),
+    Layout(4, {PP: 2, CP: 2}),
+    Layout(4, INTERLEAVED | {TP: 2}),
+    Layout(4, INTERLEAVED | GATHERED),
+    Layout(8, {PP: 2, CP: 2, TP: 2}),
+    Layout(8, INTERLEAVED | GATHERED | {TP: 2}),
+]
+QUICK = [
+    *((UNTIED, layout) for layout in LAYOUTS[:5]),
+    (UNTIED, Layout(2, {CP: 2})),
+    (TIED, Layout(2, GATHERED)),
+    (UNTIED, Layout(2, {PP: 2})),
+    (TIED, Layout(2, {PP: 2}, recompute=SELECTIVE)),
+    (TIED, Layout(2, INTERLEAVED)),
+    (UNTIED, Layout(4, {PP: 2, CP: 2})),
 ]
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
-@pytest.mark.parametrize(("n_ranks", "parallelism"), LAYOUTS, ids=str)
+def slow(*values: Any, id: str | None = None) -> Any:
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "layout"),
+    [case if case in QUICK else slow(*case) for case in product(FLAVORS, LAYOUTS)],
+    ids=str,
+)
 def test_any_mesh_trains_the_same_model(
-    two_ranks: Reference, tmp_path: Path, flavor: str, n_ranks: int, parallelism: dict[str, str]
+    two_ranks: Reference, tmp_path: Path, flavor: str, layout: Layout
 ) -> None:
-    run(tmp_path, n_ranks, **options(parallelism, **steps(SHORT), **{"model.flavor": flavor}))
-    assert_same_run(tmp_path, two_ranks(flavor, SHORT))
+    run(tmp_path, layout.world_size, **keys_of(layout, flavor), **SEEN)
+    assert_same_run(tmp_path, two_ranks(flavor, **SEEN))
+
+
+def tied_gradients_apart() -> None:
+    """Each of the stages that share a weight has its own part of the gradient."""
+    forward_backward.sum_tied = lambda parameters, pp_mesh: None
+
+
+def loss_of_own_stage() -> None:
+    train.sum_in_order = lambda losses, mesh: losses.sum()
+
+
+def validation_loss_of_own_stage() -> None:
+    forward_backward.sum_in_order = lambda losses, mesh: losses.sum()
+
+
+def sequence_parts_in_a_row() -> None:
+    """The first half for the first rank, whatever attention expects."""
+    original = forward_backward.sequence_part
+    forward_backward.sequence_part = lambda *args, method: original(*args, method="ulysses")
+
+
+def logits_in_the_order_of_ranks() -> None:
+    original = forward_backward.whole_sequence
+    forward_backward.whole_sequence = lambda *args, method: original(*args, method="ulysses")
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "seen"),
+    [
+        (tied_gradients_apart, Layout(2, {PP: 2}), "step 1"),
+        (validation_loss_of_own_stage, Layout(2, {PP: 2}), "validation after step 0"),
+        (sequence_parts_in_a_row, Layout(2, GATHERED), "step 1"),
+        slow(loss_of_own_stage, Layout(2, {PP: 2}), "step 1"),
+        slow(logits_in_the_order_of_ranks, Layout(2, GATHERED), "text"),
+    ],
+)
+def test_a_fault_is_seen(
+    two_ranks: Reference, tmp_path: Path, fault: Plant, layout: Layout, seen: str
+) -> None:
+    run_with(fault, tmp_path, layout, keys_of(layout, TIED) | SEEN)
+    with pytest.raises(AssertionError, match=rf"^{seen}\b"):
+        assert_same_run(tmp_path, two_ranks(TIED, **SEEN))
+
+
+QUICK_CHAIN = [
+    Layout(2),
+    Layout(2, {PP: 2}),
+    Layout(2, GATHERED),
+    Layout(4, {PP: 2, TP: 2}),
+    Layout(2, INTERLEAVED),
+    Layout(1),
+]
+CHAIN = [
+    Layout(2),
+    Layout(2, {PP: 2}),
+    Layout(2, {CP: 2}),
+    Layout(4, {PP: 2, TP: 2}),
+    Layout(4, GATHERED | {TP: 2}),
+    Layout(4, {TP: 4}),
+    Layout(2, INTERLEAVED),
+    Layout(4, {REPLICATE: 2}),
+    Layout(1),
+    Layout(3, {PP: 3}),
+    Layout(4, {MODE: "simple_fsdp", TP: 2}),
+    Layout(4, {PP: 2, CP: 2}),
+    Layout(2, {MODE: "ddp"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "keys", "chain"),
+    [
+        pytest.param(TIED, {}, QUICK_CHAIN, id="tied"),
+        slow(TIED, {}, CHAIN, id="tied, all"),
+        slow(UNTIED, DOCUMENTS, CHAIN, id="documents, all"),
+    ],
+)
+def test_a_run_changes_its_mesh_on_resume(
+    two_ranks: Reference, tmp_path: Path, flavor: str, keys: dict[str, str], chain: list[Layout]
+) -> None:
+    keys = SEEN | keys | {"checkpoint.interval": "2", "checkpoint.async_mode": "async"}
+    keys |= {"validation.freq": "5", "validation.steps": "1"}
+    ends = [LONG * number // len(chain) for number in range(1, len(chain) + 1)]
+    for start, end, layout in zip([0, *ends], ends, chain, strict=False):
+        for path in tmp_path.glob("rank-*.log"):
+            path.unlink()
+        keys["validation.sample_tokens"] = "12" if end == LONG else "0"
+        run(tmp_path, layout.world_size, **keys_of(layout, flavor, end), **keys)
+        assert (f"resumed from step {start} of" in log(tmp_path)) == (start > 0)
+    assert_same_run(tmp_path, two_ranks(flavor, LONG, **keys))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, INTERLEAVED),
+        slow(Layout(4, {PP: 2, TP: 2})),
+        slow(Layout(4, {PP: 2, CP: 2})),
+    ],
+    ids=str,
+)
+def test_a_pipeline_resumes_bitwise(tmp_path: Path, layout: Layout) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, layout.world_size, **keys_of(layout, TIED))
+    for steps in (3, STEPS):
+        run(parts, layout.world_size, **keys_of(layout, TIED, steps))
+    assert "resumed from step 3" in log(parts)
+    assert curve(parts) == curve(whole)
+    assert not differences(checkpoints(parts)[0], checkpoints(whole)[0])
+
+
+def last_stage_loads_all_but(*prefixes: str) -> None:
+    if os.environ["RANK"] == "1":
+        original = Reader.read_data
+
+        def read_data(self: Reader, plan: LoadPlan, planner: LoadPlanner) -> Any:
+            items = [i for i in plan.items if not i.storage_index.fqn.startswith(prefixes)]
+            return original(self, replace(plan, items=items), planner)
+
+        Reader.read_data = read_data
+
+
+MOMENTS = partial(last_stage_loads_all_but, "optimizer.state.tok_embeddings.")
+# The model has it by two names.
+WEIGHT = partial(last_stage_loads_all_but, "model.tok_embeddings.", "model.output.")
+
+
+def test_moments_that_a_stage_does_not_load_are_seen(two_ranks: Reference, tmp_path: Path) -> None:
+    """Of the tied weight, which the first stage has too."""
+    layout = Layout(2, {PP: 2})
+    run(tmp_path, 2, **keys_of(layout, TIED, 3))
+    run_with(MOMENTS, tmp_path, layout, keys_of(layout, TIED))
+    with pytest.raises(AssertionError, match=r"^step 5\b"):
+        assert_same_curve(tmp_path, two_ranks(TIED, **SEEN))
+
+
+@pytest.mark.slow
+def test_weights_of_another_run_are_taken_on_any_mesh(tmp_path: Path) -> None:
+    run(tmp_path / "first", 2, **keys_of(Layout(2, INTERLEAVED), TIED))
+    weights = {"checkpoint.initial_load_path": str(checkpoints(tmp_path / "first")[0])}
+    want = tmp_path / "want"
+    run(want, 2, **keys_of(Layout(2), TIED), **weights)
+    assert curve(want)[1] != curve(tmp_path / "first")[1]
+    for layout in (Layout(2, {PP: 2}), Layout(4, GATHERED | {TP: 2})):
+        got = tmp_path / str(layout)
+        run(got, layout.world_size, **keys_of(layout, TIED), **weights)
+        assert_same_curve(got, want)
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_rolled_back(two_ranks: Reference, tmp_path: Path) -> None:
+    keys = SEEN | {"numerics.on_spike": "rollback", "checkpoint.interval": "2"}
+    layout = Layout(4, INTERLEAVED | {TP: 2})
+    run_with(spike_at_step_5, tmp_path, layout, keys_of(layout, TIED, 8) | keys)
+    assert "went back from step 5 to step 4" in log(tmp_path)
+    assert_same_run(tmp_path, two_ranks(TIED, 8, plant=spike_at_step_5, **keys))
+
+
+def bad_loss(call: int) -> None:
+    """On the last rank, in this call of the loss function."""
+    if os.environ["RANK"] == "1":
+        original, calls = forward_backward.cross_entropy_sum, 0
+
+        def cross_entropy_sum(*args: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return original(*args) * (float("nan") if calls == call else 1.0)
+
+        forward_backward.cross_entropy_sum = cross_entropy_sum
+
+
+def bad_gradient() -> None:
+    """Of the first parameter that the last rank has, in step 3."""
+    if os.environ["RANK"] == "1":
+        original, calls = train.local_norms, 0
+
+        def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                local_part(parameters[0].grad).view(-1)[0] = torch.nan
+            return original(parameters)
+
+        train.local_norms = local_norms
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (bad_gradient, "the gradient of layers.2.attention_norm.weight"),
+        # Eight microbatches a step.
+        slow(partial(bad_loss, 21), "the loss"),
+    ],
+    ids=["gradient", "loss"],
+)
+def test_what_is_not_finite_on_a_stage_is_skipped_on_all(
+    two_ranks: Reference, tmp_path: Path, fault: Plant, named: str
+) -> None:
+    skips, layout = {"numerics.on_nonfinite": "skip"}, Layout(2, {PP: 2})
+    run_with(fault, tmp_path, layout, keys_of(layout) | skips)
+    said = f"step 3: {named} is not finite on some rank; 1 updates skipped since, 1 in all"
+    for path in tmp_path.glob("rank-*.log"):
+        assert path.read_text().count("is not finite") == path.read_text().count(said) == 1
+    # Of both stages, in the optimizer: one update short of the steps.
+    saved = tensors(checkpoints(tmp_path)[0])
+    assert {t.item() for fqn, t in saved.items() if fqn.endswith(".step")} == {STEPS - 1}
+    # Two microbatches a step: also in step 3.
+    got, want = curve(tmp_path), curve(two_ranks(UNTIED, plant=partial(bad_loss, 5), **skips))
+    for step in (1, 2, 4, 5, 6):
+        assert got[step] == pytest.approx(want[step], rel=1e-9)
+    assert (got[3][1], want[3][1]) == (None, None)
+
+
+def drift() -> None:
+    """The first weight that the last rank has, in step 3."""
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        original, calls = train.clip_grad_norm_, 0
+
+        def clip(parameters: list[nn.Parameter], *args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                local_part(parameters[0].detach()).view(-1)[0] += 1e-3
+            return original(parameters, *args, **kwargs)
+
+        train.clip_grad_norm_ = clip
+
+
+@pytest.mark.parametrize(
+    ("flavor", "layout", "named", "by"),
+    [
+        (
+            UNTIED,
+            Layout(4, {PP: 2, REPLICATE: 2}),
+            "replicas along dp_replicate differ, first in layers.2.attention_norm.weight",
+            [False, False, True, True],
+        ),
+        (
+            TIED,
+            Layout(2, {PP: 2}),
+            "the first and the last stage differ in tok_embeddings.weight",
+            [True, True],
+        ),
+    ],
+    ids=["copies", "tied"],
+)
+def test_copies_of_every_stage_are_compared(
+    two_ranks: Reference, tmp_path: Path, flavor: str, layout: Layout, named: str, by: list[bool]
+) -> None:
+    keys = keys_of(layout, flavor) | {"numerics.replica_check_freq": "1"}
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    run(good, layout.world_size, **keys)
+    assert_same_curve(good, two_ranks(flavor, **SEEN))
+    run_with(drift, bad, layout, keys, want=exit_codes.FAILED)
+    logs = [path.read_text() for path in sorted(bad.glob("rank-*.log"))]
+    assert [named in text for text in logs] == by
+    assert list(curve(bad)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("fault", [WEIGHT, slow(MOMENTS)], ids=["weight", "moments"])
+def test_copies_are_compared_after_a_resume(tmp_path: Path, fault: Plant) -> None:
+    layout, often = Layout(2, {PP: 2}), {"numerics.replica_check_freq": "1"}
+    run(tmp_path, 2, **keys_of(layout, TIED, 3))
+    run_with(fault, tmp_path, layout, keys_of(layout, TIED) | often, want=exit_codes.FAILED)
+    for path in tmp_path.glob("rank-*.log"):
+        said = "the first and the last stage differ in tok_embeddings.weight"
+        assert said in path.read_text()
+    # The weight is found before the first step, the moments with the first.
+    assert max(curve(tmp_path)) == (3 if fault is WEIGHT else 4)
+
+
+class EqualBlocks:
+    """A clock by which every block takes a second."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.total += 1.0
+
+    def finish_step(self) -> list[float]:
+        total, self.total = self.total, 0.0
+        return [total]
+
+
+def equal_blocks() -> None:
+    stragglers._HostClock = EqualBlocks
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(3, {PP: 3}), slow(Layout(2, {PP: 2})), slow(Layout(2, INTERLEAVED))],
+    ids=str,
+)
+def test_stages_of_equal_blocks_are_equally_fast(tmp_path: Path, layout: Layout) -> None:
+    """However many of them a stage has."""
+    keys = keys_of(layout) | {"metrics.straggler_window": "1"}
+    run_with(equal_blocks, tmp_path, layout, keys)
+    assert {record["slowest_over_median"] for record in records(tmp_path)} == {1.0}
+    assert "is slow" not in log(tmp_path)
+
+
+def slow_blocks() -> None:
+    """Of the last rank."""
+    original = train.Stragglers.__init__
+
+    def init(self: Any, blocks: Any, **keys: Any) -> None:
+        original(self, blocks, **keys)
+        for block in blocks:
+            block.register_forward_pre_hook(lambda *args: time.sleep(0.05))
+
+    if os.environ["RANK"] == "1":
+        train.Stragglers.__init__ = init
+
+
+def test_a_slow_stage_is_named(tmp_path: Path) -> None:
+    """And not the one that waits for it."""
+    layout = Layout(2, {PP: 2, "pipeline_parallel_microbatch_size": 2})
+    keys = keys_of(layout) | {"metrics.straggler_window": "2"}
+    run_with(slow_blocks, tmp_path, layout, keys)
+    assert re.findall(r"rank (\d) on \S+ is slow", log(tmp_path)) == ["1", "1"]
+    assert records(tmp_path)[-1]["slowest_rank"] == 1

@@ -2,11 +2,13 @@
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,10 +20,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from config.job_config import ActivationCheckpoint, Compile
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
-from models.transformer import FeedForward
+from models.transformer import FeedForward, rope_cache
 from parallelisms import materialize as subject
 from parallelisms.materialize import canonical_fqn, fill_trunc_normal, materialize
-from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
+from tests.layouts import (
+    CP,
+    CPU,
+    METHOD,
+    MODE,
+    PP,
+    REPLICATE,
+    SCHEDULE,
+    TP,
+    Layout,
+    build_sharded,
+    spread,
+)
 from tests.ranks import RankPool
 
 SEED = 7
@@ -30,6 +44,10 @@ ROWS, COLUMNS, STD = 2048, 1024, 0.02
 TRUNCATED_STD = 0.98658
 MODELS = [("llama3", "debugmodel"), ("llama3", "debugmodel_tied"), ("qwen3", "debugmodel")]
 Fault = Callable[[], AbstractContextManager]
+
+
+def slow(layout: Layout) -> Any:
+    return pytest.param(layout, marks=pytest.mark.slow)
 
 
 LAYOUTS = [
@@ -53,13 +71,42 @@ LAYOUTS = [
     Layout(4, {MODE: "simple_fsdp", REPLICATE: 2}),
     Layout(4, {MODE: "simple_fsdp", TP: 2}),
     Layout(4, {MODE: "simple_fsdp", TP: 2, REPLICATE: 2}),
+    Layout(2, {CP: 2}),
+    Layout(4, {CP: 2, TP: 2}),
+    slow(Layout(4, {CP: 2, MODE: "simple_fsdp"})),
+    slow(Layout(4, {CP: 2})),
+    slow(Layout(4, {CP: 4, METHOD: "allgather"})),
+    slow(Layout(4, {CP: 2, REPLICATE: 2})),
+    slow(Layout(4, {CP: 2, MODE: "ddp"})),
+    slow(Layout(8, {CP: 2, TP: 2, REPLICATE: 2})),
+]
+INTERLEAVED = {PP: 2, SCHEDULE: "Interleaved1F1B"}
+FULL, COMPILED = ActivationCheckpoint(mode="full"), Compile(enable=True)
+# Of four layers.
+STAGED_LAYERS = 4
+PIPELINES = [
+    Layout(2, {PP: 2}),
+    Layout(2, INTERLEAVED),
+    Layout(3, {PP: 3}),
+    Layout(4, {PP: 2, TP: 2}),
+    Layout(4, {PP: 2, CP: 2}),
+    Layout(4, {PP: 2, MODE: "simple_fsdp"}),
+    slow(Layout(4, INTERLEAVED | {TP: 2})),
+    slow(Layout(4, INTERLEAVED | {CP: 2, METHOD: "allgather"})),
+    slow(Layout(4, {PP: 4})),
+    slow(Layout(4, {PP: 2})),
+    slow(Layout(4, {PP: 2, REPLICATE: 2})),
+    slow(Layout(4, {PP: 2, MODE: "ddp"})),
+    slow(Layout(2, {PP: 2}, recompute=FULL, compile=COMPILED)),
+    slow(Layout(8, {PP: 2, CP: 2, TP: 2})),
+    slow(Layout(8, INTERLEAVED | {CP: 2, TP: 2})),
 ]
 
 
-def small_args(name: str, flavor: str) -> TransformerArgs:
+def small_args(name: str, flavor: str, n_layers: int = 2) -> TransformerArgs:
     """61 rows divide by no degree."""
     args = find_model(name, flavor)[1]
-    return replace(args, n_layers=2, n_kv_heads=4, vocab_size=61, max_seq_len=8)
+    return replace(args, n_layers=n_layers, n_kv_heads=4, vocab_size=61, max_seq_len=8)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -73,9 +120,9 @@ def digests(model: nn.Module) -> dict[str, str]:
     return {canonical_fqn(fqn): digest(p) for fqn, p in model.named_parameters()}
 
 
-def one_process(name: str, flavor: str, seed: int = SEED) -> dict[str, str]:
+def one_process(name: str, flavor: str, seed: int = SEED, n_layers: int = 2) -> dict[str, str]:
     spec, _ = find_model(name, flavor)
-    model = build_on_meta(spec, small_args(name, flavor), torch.float32)
+    model = build_on_meta(spec, small_args(name, flavor, n_layers), torch.float32)
     materialize(model, CPU, seed=seed)
     return digests(model)
 
@@ -100,6 +147,55 @@ def test_any_mesh_has_the_weights_of_one_process(ranks: RankPool, layout: Layout
         assert found == want
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A model's part on a pipeline's rank."""
+
+    place: int
+    parameters: dict[str, str]
+    buffers: list[str]
+    """Digests of the stages' own."""
+
+
+def initialized_stages(layout: Layout, fault: Fault = nullcontext) -> dict[tuple[str, str], Staged]:
+    found = {}
+    for name, flavor in MODELS:
+        sharded = spread(name, small_args(name, flavor, STAGED_LAYERS), layout)
+        with fault():
+            materialize(sharded.model, CPU, seed=SEED)
+        held = {id(parameter) for parameter in sharded.model.parameters()}
+        for stage in sharded.stages:
+            assert all(id(parameter) in held for parameter in stage.parameters())
+        found[name, flavor] = Staged(
+            sharded.dims.pp_mesh.get_local_rank(),
+            digests(sharded.model),
+            [digest(buffer) for stage in sharded.stages for buffer in stage.buffers()],
+        )
+    return found
+
+
+@pytest.mark.parametrize("layout", PIPELINES, ids=str)
+def test_stages_have_the_weights_of_one_process(ranks: RankPool, layout: Layout) -> None:
+    """Each its own, a tied one the first and the last, and all the same table of angles."""
+    found = ranks.run(initialized_stages, layout.world_size, layout)
+    assert {small_args(*model).tie_embeddings for model in MODELS} == {False, True}
+    for name, flavor in MODELS:
+        want = one_process(name, flavor, n_layers=STAGED_LAYERS)
+        table = digest(rope_cache(small_args(name, flavor)).float())
+        places = defaultdict(set)
+        for rank in found:
+            staged = rank[name, flavor]
+            assert staged.parameters.items() <= want.items()
+            assert set(staged.buffers) == {table}
+            for fqn in staged.parameters:
+                places[fqn].add(staged.place)
+        last = layout.parallelism[PP] - 1
+        shared = {0, last} if small_args(name, flavor).tie_embeddings else {0}
+        assert places.keys() == want.keys()
+        assert places.pop("tok_embeddings.weight") == shared
+        assert {len(each) for each in places.values()} == {1}
+
+
 def random_ops() -> AbstractContextManager:
     def fill(parameter: torch.Tensor, *, std: float, key: int) -> None:
         torch.manual_seed(key)
@@ -121,6 +217,30 @@ def test_weights_that_follow_the_shards_are_seen(ranks: RankPool, fault: Fault) 
     for model in MODELS:
         differ = {fqn for fqn in one[model] if one[model][fqn] != two[model][fqn]}
         assert differ == {fqn for fqn in one[model] if "norm" not in fqn}
+
+
+def names_within_the_stage() -> AbstractContextManager:
+    """The last of two stages counts its layers from 0."""
+    original = subject._key
+
+    def key(seed: int, fqn: str) -> int:
+        return original(
+            seed, fqn.replace("layers.2.", "layers.0.").replace("layers.3.", "layers.1.")
+        )
+
+    return patch.object(subject, "_key", key)
+
+
+def test_weights_that_follow_the_stages_are_seen(ranks: RankPool) -> None:
+    found = ranks.run(initialized_stages, 2, Layout(2, {PP: 2}), names_within_the_stage)
+    for model in MODELS:
+        want = one_process(*model, n_layers=STAGED_LAYERS)
+        for rank, layers in zip(found, [(), ("2", "3")], strict=True):
+            parts = rank[model].parameters
+            differ = {fqn for fqn in parts if parts[fqn] != want[fqn]}
+            assert differ == {
+                fqn for fqn in parts if fqn.split(".")[1] in layers and "norm" not in fqn
+            }
 
 
 def fill_meshes() -> None:
