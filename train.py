@@ -107,7 +107,7 @@ def main(job: Job, witness: Witness) -> int:
     model = build_on_meta(job.spec, args, getattr(torch, training.dtype))
     flops = flops_per_token(
         matmul_parameters(model),
-        n_layers=args.n_layers,
+        n_layers=len(job.spec.attentions(model)),
         n_heads=args.n_heads,
         head_dim=args.head_dim,
         seq_len=training.seq_len,

@@ -35,7 +35,8 @@ def flops_per_token(
 ) -> tuple[float, float]:
     """Training FLOPs per token, without recomputation: (PaLM's convention, causal).
 
-    6 per matmul weight, and 12 * layers * heads * head_dim * seq_len for attention (appendix B of
+    ``n_layers``: those with attention; the states of other layers are left out. 6 per matmul
+    weight, and 12 * layers * heads * head_dim * seq_len for attention (appendix B of
     arXiv 2204.02311). A causal mask needs half of that attention.
     """
     attention = 12.0 * n_layers * n_heads * head_dim * seq_len

@@ -1,6 +1,6 @@
 import difflib
 
-from models import llama3, qwen3, qwen3_moe_sharding
+from models import llama3, qwen3, qwen3_moe_sharding, qwen3_next_sharding
 from models.model_spec import ModelSpec
 from models.transformer import TransformerArgs
 
@@ -8,6 +8,7 @@ MODEL_SPECS: dict[str, ModelSpec] = {
     "llama3": llama3.SPEC,
     "qwen3": qwen3.SPEC,
     "qwen3_moe": qwen3_moe_sharding.SPEC,
+    "qwen3_next": qwen3_next_sharding.SPEC,
 }
 
 

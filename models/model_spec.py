@@ -13,7 +13,7 @@ from models.transformer import TransformerArgs
 class ModelSpec:
     """What the rest of the repository needs to know about one model family."""
 
-    model_cls: Callable[[TransformerArgs], nn.Module]
+    model_cls: Callable[[Any], nn.Module]
     flavors: Mapping[str, TransformerArgs]
     """Flavor name to the args of ``model_cls``, as published."""
     tensor_parallel_plan: Callable[[Any], dict[str, ParallelStyle]]
@@ -24,6 +24,8 @@ class ModelSpec:
     """The repeated blocks: what is checkpointed and compiled one by one."""
     attentions: Callable[[Any], list[nn.Module]]
     """Modules whose ``inner(q, k, v, document_ids)`` attends to the whole sequence."""
+    delta_nets: Callable[[Any], list[nn.Module]]
+    """Modules whose ``inner(qkv, gates, conv, a_log, dt_bias, document_ids)`` does."""
     moes: Callable[[Any], list[nn.Module]]
     """Mixtures of experts: with ``experts``, ``inner``, ``tally``, and the buffer ``load``."""
     cut_stage: Callable[[Any, range], None]

@@ -59,7 +59,7 @@ FLAVORS = {
 }  # fmt: skip
 
 
-def _experts(args: Qwen3MoeArgs) -> list[TensorPair]:
+def expert_pairs(args: Qwen3MoeArgs) -> list[TensorPair]:
     """Theirs are one tensor for each expert; a bias of the choice they do not have."""
     pairs = []
     for i in range(args.n_layers):
@@ -76,7 +76,7 @@ HUGGING_FACE = decoder(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         layer=NORMS | ATTENTION | QK_NORM | {"feed_forward.router": "mlp.gate"},
-        others=_experts,
+        others=expert_pairs,
         args_cls=Qwen3MoeArgs,
         ours={"qk_norm": True},
         numbers={

@@ -249,6 +249,6 @@ class Transformer(nn.Module):
                 trunc_normal_, residual_std=0.02 / (2 * self.args.n_layers) ** 0.5
             )
         if self.norm is not None:
-            nn.init.ones_(self.norm.weight)
+            self.norm.reset_parameters()
         if self.output is not None and not is_tied:
             trunc_normal_(self.output.weight, std=head_std)

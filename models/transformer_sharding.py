@@ -31,6 +31,7 @@ def transformer_spec(
         fsdp_units=fsdp_units,
         blocks=blocks,
         attentions=attentions,
+        delta_nets=lambda model: [],
         moes=lambda model: [],
         cut_stage=cut_stage,
         join_stages=join_stages,

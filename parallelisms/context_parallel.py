@@ -5,9 +5,10 @@ it trades back. ``allgather`` (section 3.3.2 of arXiv 2407.21783): keys and valu
 """
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,9 +19,15 @@ from runtime.log import logger
 
 
 def apply_context_parallel(
-    attentions: list[nn.Module], cp_mesh: DeviceMesh, *, method: ContextParallelMethod
+    attentions: list[nn.Module],
+    delta_nets: list[nn.Module],
+    cp_mesh: DeviceMesh,
+    *,
+    method: ContextParallelMethod,
 ) -> None:
-    """Wrap the ``inner`` of each module, that it attends to the sequence of all ranks.
+    """Wrap the ``inner`` of each module, that it sees the sequence of all ranks.
+
+    Gated delta nets have a state instead of keys: theirs are dealt out by heads in any case.
 
     Mutates the modules. What enters the model must be ``sequence_part``'s part of the sequence,
     and ``document_ids`` those of the whole.
@@ -28,8 +35,10 @@ def apply_context_parallel(
     kind = {"ulysses": Ulysses, "allgather": AllGather}[method]
     for attention in attentions:
         attention.inner = kind(cast(nn.Module, attention.inner), cp_mesh)
-    logger.info("context parallel: %s in %d layers on %d ranks",
-                method, len(attentions), cp_mesh.size())  # fmt: skip
+    for delta_net in delta_nets:
+        delta_net.inner = UlyssesDeltaNet(cast(nn.Module, delta_net.inner), cp_mesh, method)
+    logger.info("context parallel: %s in %d layers, %d gated delta nets, on %d ranks",
+                method, len(attentions), len(delta_nets), cp_mesh.size())  # fmt: skip
 
 
 def sequence_part(
@@ -76,15 +85,69 @@ class Ulysses(nn.Module):
             k, v = (t.repeat_interleave(copies, dim=2) for t in (k, v))
         heads = [t.unflatten(2, (self.degree, -1)) for t in (q, k, v)]  # each (b, s/n, n, h/n, k)
         sizes = [t.shape[3] for t in heads]
-        exchanged = self._exchange(torch.cat(heads, dim=3).movedim(2, 0))
+        exchanged = _exchange(torch.cat(heads, dim=3).movedim(2, 0), self.group)
         whole = exchanged.transpose(0, 1).flatten(1, 2)  # (b, s, h/n of q, k and v, k)
         out = self.inner(*whole.split(sizes, dim=2), document_ids)
-        exchanged = self._exchange(out.unflatten(1, (self.degree, -1)).transpose(0, 1))
+        exchanged = _exchange(out.unflatten(1, (self.degree, -1)).transpose(0, 1), self.group)
         return exchanged.movedim(0, 2).flatten(2, 3)
 
-    def _exchange(self, t: torch.Tensor) -> torch.Tensor:
-        """Of t (n, ...): t[i] goes to rank i, and what comes from there is in its place."""
-        return all_to_all_single_autograd(t.contiguous(), None, None, self.group)
+
+class UlyssesDeltaNet(nn.Module):
+    """Ranks have some key heads each; where there are fewer, some of their value heads."""
+
+    def __init__(
+        self, inner: nn.Module, cp_mesh: DeviceMesh, method: ContextParallelMethod
+    ) -> None:
+        super().__init__()
+        self.inner, self.group, self.degree = inner, cp_mesh.get_group(), cp_mesh.size()
+        self.rank, self.method = cp_mesh.get_local_rank(), method
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        conv: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        document_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Parts of the sequence, all heads: qkv (b, s/n, heads, group), gates (b, s/n, heads,
+        ratio, 2); weights whole; document_ids (b, s)."""
+        ratio = gates.shape[3]
+        splits = max(1, self.degree // qkv.shape[2])
+        conv = self._own(_split_heads(conv, ratio, splits, self.inner))
+        a_log, dt_bias = self._own(a_log), self._own(dt_bias)
+        qkv = _split_heads(qkv.movedim(2, 0).movedim(-1, 1), ratio, splits, self.inner)
+        qkv = qkv.movedim(1, -1).movedim(0, 2)
+        gates = gates.unflatten(3, (splits, -1)).flatten(2, 3)
+        sent = torch.cat([qkv, gates.flatten(3)], dim=-1).unflatten(2, (self.degree, -1))
+        arrived = _exchange(sent.movedim(2, 0), self.group).transpose(0, 1).flatten(1, 2)
+        order = _parts(arrived.shape[1], self.degree, self.method).flatten().to(qkv.device)
+        whole = arrived[:, order.argsort()]  # (b, s, heads / n, ...)
+        qkv, gates = whole.split([qkv.shape[-1], 2 * gates.shape[3]], dim=-1)
+        gates = gates.unflatten(-1, (-1, 2))
+        out = self.inner(qkv, gates, conv, a_log, dt_bias, document_ids)[:, order]
+        exchanged = _exchange(out.unflatten(1, (self.degree, -1)).transpose(0, 1), self.group)
+        return exchanged.movedim(0, 2).flatten(2, 3)
+
+    def _own(self, weight: torch.Tensor) -> torch.Tensor:
+        """Of this rank's heads; the ranks' gradients are added up like all others."""
+        return weight.chunk(self.degree)[self.rank]
+
+
+def _split_heads(t: torch.Tensor, ratio: int, splits: int, inner: Any) -> torch.Tensor:
+    """t (heads, q k v, ...) to (heads * splits, q k v/splits, ...): the same q and k for each part
+    of a head's values."""
+    if splits == 1:
+        return t
+    q, k, v = t.split([inner.key_dim, inner.key_dim, ratio * inner.value_dim], dim=1)
+    q, k = (x[:, None].expand(-1, splits, *x.shape[1:]) for x in (q, k))
+    return torch.cat([q, k, v.unflatten(1, (splits, -1))], dim=2).flatten(0, 1)
+
+
+def _exchange(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Of t (n, ...): t[i] goes to rank i, and what comes from there is in its place."""
+    return all_to_all_single_autograd(t.contiguous(), None, None, group)
 
 
 class AllGather(nn.Module):

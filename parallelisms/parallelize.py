@@ -32,6 +32,8 @@ class ShardingFacts(Cuts, Protocol):
     @property
     def moes(self) -> Callable[[Any], list[nn.Module]]: ...
     @property
+    def delta_nets(self) -> Callable[[Any], list[nn.Module]]: ...
+    @property
     def attentions(self) -> Callable[[Any], list[nn.Module]]: ...
 
 
@@ -73,7 +75,9 @@ def parallelize(
             )
         if dims.degrees.cp > 1:
             method = parallelism.context_parallel_method
-            apply_context_parallel(facts.attentions(stage), dims.cp_mesh, method=method)
+            apply_context_parallel(
+                facts.attentions(stage), facts.delta_nets(stage), dims.cp_mesh, method=method
+            )
         mesh, is_simple = dims.fsdp_mesh, parallelism.data_parallel == "simple_fsdp"
         gathers = is_simple and mesh.size(-1) > 1
         apply_activation_checkpoint(

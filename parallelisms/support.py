@@ -77,6 +77,16 @@ def _is_idle(run: Run, *keys: str) -> bool:
     return any(getattr(run.config.parallelism, key) != getattr(default, key) for key in keys)
 
 
+def _key_heads(run: Run) -> int:
+    """Of gated delta nets; 0 where there are none."""
+    return getattr(run.shape, "n_key_heads", 0)
+
+
+def _deals_out_heads(run: Run) -> bool:
+    heads, cp = _key_heads(run), run.degrees.cp
+    return heads % cp == 0 or (cp % heads == 0 and getattr(run.shape, "n_value_heads", 0) % cp == 0)
+
+
 def _ep(run: Run) -> int:
     return run.config.parallelism.expert_parallel_degree
 
@@ -258,6 +268,12 @@ REFUSALS = (
             lambda run: run.config.parallelism.context_parallel_method == "ulysses"
             and run.shape.n_heads % (run.degrees.cp * run.degrees.tp) != 0
             and run.degrees.cp > 1),
+    Refusal("parallelism.tensor_parallel_degree", "gated delta nets are not cut into matrices yet",
+            lambda run: run.degrees.tp > 1 and _key_heads(run) > 0),
+    Refusal("parallelism.context_parallel_degree",
+            "gated delta nets are dealt out by heads: it must divide n_key_heads, or be a multiple"
+            " of them that divides n_value_heads",
+            lambda run: _key_heads(run) > 0 and not _deals_out_heads(run)),
     Refusal("parallelism.pipeline_parallel_degree", "more stages than the model has layers",
             lambda run: run.degrees.pp > 1 and _stages(run) > run.shape.n_layers),
     Refusal("parallelism.pipeline_parallel_schedule",

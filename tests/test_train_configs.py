@@ -23,6 +23,8 @@ WORLD_SIZES = {
     "qwen3_8b": 64,
     "qwen3_moe_debug": 2,
     "qwen3_moe_30b_a3b": 64,
+    "qwen3_next_debug": 2,
+    "qwen3_next_80b_a3b": 128,
 }
 PUBLISHED_PARAMETERS = {
     "llama3_1b": 1_235_814_400,
@@ -32,6 +34,7 @@ PUBLISHED_PARAMETERS = {
     "qwen3_0.6b": 596_049_920,
     "qwen3_8b": 8_190_735_360,
     "qwen3_moe_30b_a3b": 30_532_122_624,
+    "qwen3_next_80b_a3b": 79_674_391_296,
 }
 
 

@@ -151,6 +151,8 @@ def write(options: argparse.Namespace) -> None:
     dtype = getattr(torch, options.dtype) if options.dtype else compute_dtype(Training(), device)
     model = load_model(folder, manifest, spec, args=args, dtype=dtype, device=device)
     name = "{name} {flavor}".format(**manifest["config"]["model"])
+    if spec.delta_nets(model):
+        raise ValueError(f"{folder}: {name}: the state of gated delta nets is not kept here yet")
     print(f"{folder}: {name}, {dtype} on {device}", file=sys.stderr)
 
     choose = partial(

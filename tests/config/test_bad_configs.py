@@ -40,7 +40,7 @@ class Bad:
 TP = "parallelism.tensor_parallel_degree"
 CP, PP = TP.replace("tensor", "context"), TP.replace("tensor", "pipeline")
 EP = "parallelism.expert_parallel_degree"
-MOE = "--model.name qwen3_moe"
+MOE, NEXT = "--model.name qwen3_moe", "--model.name qwen3_next"
 GATHER = "--parallelism.context_parallel_method allgather"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 HSDP = "--parallelism.data_parallel_replicate_degree"
@@ -177,6 +177,8 @@ BAD = [
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble --activation_checkpoint.mode none"
         f" {RESHARD} always", says="freed"),
+    Bad(TP, f"{NEXT} --{TP} 2", says="gated delta nets"),
+    Bad("parallelism.context_parallel_", f"{NEXT} --{CP} 8", says="n_key_heads", ranks=8),
     Bad("experts", "--experts.balance_loss 0.5", says="none"),
     Bad("debug.determinism", f"{MOE} {ELASTIC}", says="experts"),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 3", says="n_experts", ranks=3),

@@ -1,55 +1,75 @@
-"""Qwen3's mixture of experts has the logits of Hugging Face's, and its folders, both ways."""
+"""Qwen3's mixtures of experts and Qwen3-Next have Hugging Face's logits, and folders both ways."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from checkpoint.hugging_face import Folder, split, write_folder
-from models.qwen3_moe import HUGGING_FACE, Qwen3Moe
+from models import qwen3_moe, qwen3_next_hugging_face
+from models.qwen3_moe import Qwen3Moe
+from models.qwen3_next import Qwen3Next
 from tests.models.test_hugging_face import float64_for_float32
 
 transformers = pytest.importorskip("transformers")
 
-VOCAB_SIZE, SEQ_LEN = 61, 64
+VOCAB_SIZE, SEQ_LEN = 61, 150
 
 
-def theirs(**changed: Any) -> Any:
+SHARED = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": SEQ_LEN,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+}
+FAMILIES = {
+    "Qwen3Moe": (qwen3_moe.HUGGING_FACE, Qwen3Moe, {"num_hidden_layers": 2}),
+    "Qwen3Next": (
+        qwen3_next_hugging_face.HUGGING_FACE,
+        Qwen3Next,
+        {
+            "num_hidden_layers": 5,
+            "shared_expert_intermediate_size": 40,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
+}
+
+
+def theirs(family: str, **changed: Any) -> Any:
     """A small model in float64, every parameter far from its initial value."""
-    options = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 56,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": SEQ_LEN,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-    }
     torch.manual_seed(0)
     with float64_for_float32():
-        config = transformers.Qwen3MoeConfig(**options | changed)
-        model = transformers.Qwen3MoeForCausalLM(config).double().eval()
+        options = SHARED | FAMILIES[family][2] | changed
+        config = getattr(transformers, f"{family}Config")(**options)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        for name, parameter in model.named_parameters():
+            if not name.endswith("A_log"):
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model
 
 
-def read(path: Path) -> Qwen3Moe:
+def read(family: str, path: Path) -> Any:
+    form, model_cls, _ = FAMILIES[family]
     folder = Folder(path)
-    args: Any = HUGGING_FACE.args(folder.config)
-    model = Qwen3Moe(args).double()
+    args: Any = form.args(folder.config)
+    model = cast(Any, model_cls(args)).double()
     model.init_weights()
     own = model.state_dict()
-    pairs = HUGGING_FACE.tensors(args)
+    pairs = form.tensors(args)
     folder.check(pairs, {fqn: tensor.shape for fqn, tensor in own.items()})
     found = {
         pair.ours: folder.read_ours(pair, [0] * own[pair.ours].ndim, own[pair.ours].shape)
@@ -62,34 +82,40 @@ def read(path: Path) -> Qwen3Moe:
 
 
 CASES = [
-    pytest.param({}, id="6-experts"),
-    pytest.param({"num_experts": 5, "num_experts_per_tok": 3}, id="3-of-5"),
-    pytest.param({"num_key_value_heads": 1, "tie_word_embeddings": True}, id="tied"),
+    pytest.param("Qwen3Moe", {}, id="6-experts"),
+    pytest.param("Qwen3Moe", {"num_experts": 5, "num_experts_per_tok": 3}, id="3-of-5"),
+    pytest.param("Qwen3Moe", {"num_key_value_heads": 1, "tie_word_embeddings": True}, id="tied"),
+    pytest.param("Qwen3Next", {}, id="next"),
+    pytest.param("Qwen3Next", {"linear_num_key_heads": 4, "num_key_value_heads": 1}, id="next-4"),
+    pytest.param("Qwen3Next", {"num_hidden_layers": 3}, id="next-without-attention"),
 ]
 
 
-@pytest.mark.parametrize("changed", CASES)
+@pytest.mark.parametrize(("family", "changed"), CASES)
 @torch.no_grad()
-def test_their_folder_has_our_logits(changed: dict[str, Any], tmp_path: Path) -> None:
-    other = theirs(**changed)
+def test_their_folder_has_our_logits(family: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    other = theirs(family, **changed)
     other.save_pretrained(tmp_path)
     tokens = torch.randint(VOCAB_SIZE, (2, SEQ_LEN))
     with float64_for_float32():
-        want = other(tokens).logits
-    got = read(tmp_path)(tokens)
+        want = other(tokens, use_cache=False).logits
+    got = read(family, tmp_path)(tokens)
     assert want.dtype == got.dtype == torch.float64
     assert (got - want).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("changed", CASES)
-def test_our_folder_is_theirs_to_the_last_bit(changed: dict[str, Any], tmp_path: Path) -> None:
-    other = theirs(**changed)
+@pytest.mark.parametrize(("family", "changed"), CASES)
+def test_our_folder_is_theirs_to_the_last_bit(
+    family: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    form = FAMILIES[family][0]
+    other = theirs(family, **changed)
     other.save_pretrained(tmp_path / "theirs")
-    model = read(tmp_path / "theirs")
-    own, pairs = model.state_dict(), HUGGING_FACE.tensors(model.args)
+    model = read(family, tmp_path / "theirs")
+    own, pairs = model.state_dict(), form.tensors(model.args)
     written = [pair for pair in pairs if pair.shares is None]
     tensors = (part for pair in written for part in split(pair, own[pair.ours]))
-    config = HUGGING_FACE.config(model.args) | {"dtype": "float64"}
+    config = form.config(model.args) | {"dtype": "float64"}
     write_folder(tmp_path / "ours", config, tensors, files={}, shard_bytes=50_000)
     back, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", dtype=torch.float64, output_loading_info=True
@@ -98,9 +124,34 @@ def test_our_folder_is_theirs_to_the_last_bit(changed: dict[str, Any], tmp_path:
     assert not info["unexpected_keys"]
     for fqn, tensor in other.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[fqn]), fqn
+    assert form.args(form.config(model.args)) == model.args
+
+
+@torch.no_grad()
+def test_packed_documents_are_documents(tmp_path: Path) -> None:
+    """Theirs ignores on a CPU where documents begin, so it sees one at a time."""
+    sizes = (37, 64, 1, 48)
+    with float64_for_float32():
+        other = theirs("Qwen3Next")
+        tokens = torch.randint(VOCAB_SIZE, (1, SEQ_LEN))
+        parts = [other(part, use_cache=False).logits for part in tokens.split(sizes, dim=1)]
+    other.save_pretrained(tmp_path)
+    ids = torch.cat([torch.full((1, size), number) for number, size in enumerate(sizes)], dim=1)
+    positions = torch.cat([torch.arange(size)[None] for size in sizes], dim=1)
+    model = read("Qwen3Next", tmp_path)
+    got = model(tokens, positions, ids)
+    assert (got - torch.cat(parts, dim=1)).abs().max() < 1e-10
+    assert (model(tokens, positions) - got).abs().max() > 0.1, "documents make no difference"
 
 
 def test_weights_that_do_not_add_up_to_1_are_refused(tmp_path: Path) -> None:
-    theirs(norm_topk_prob=False).save_pretrained(tmp_path)
+    theirs("Qwen3Moe", norm_topk_prob=False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="norm_topk_prob"):
-        read(tmp_path)
+        read("Qwen3Moe", tmp_path)
+
+
+def test_layers_in_another_order_are_refused(tmp_path: Path) -> None:
+    config = theirs("Qwen3Next").config.to_dict()
+    config["layer_types"] = ["full_attention", *["linear_attention"] * 4]
+    with pytest.raises(ValueError, match="layer_types"):
+        FAMILIES["Qwen3Next"][0].args(config)

@@ -24,6 +24,7 @@ from forward_backward import WholeModel, count_valid
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from models.qwen3_moe import Qwen3MoeArgs
+from models.qwen3_next import Qwen3NextArgs
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
 from optim.optimizer import build_optimizer
@@ -169,6 +170,8 @@ def args_of(name: str, is_tied: bool, has_narrow_keys: bool, n_layers: int) -> T
     """A small model; with narrow keys, wk and wv have fewer rows than four ranks."""
     args = find_model(name, "debugmodel")[1]
     args = replace(args, n_layers=n_layers, max_seq_len=SEQ_LEN, tie_embeddings=is_tied)
+    if isinstance(args, Qwen3NextArgs):
+        args = replace(args, attention_every=2)
     if isinstance(args, Qwen3MoeArgs):
         args = replace(args, balance_weight=0.01)
     return replace(args, n_kv_heads=1, head_dim=2) if has_narrow_keys else args

@@ -1,0 +1,170 @@
+"""Gated delta net (arXiv 2412.06464): linear attention whose state forgets and corrects itself.
+
+b batch, s sequence, n key heads, r value heads for each, k and v the dims of their heads. What
+belongs to a key head is together in every weight, so that heads can be dealt out to ranks.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+InitFn = Callable[..., object]
+CHUNK = 64
+
+
+class GatedDeltaNet(nn.Module):
+    def __init__(
+        self,
+        *,
+        dim: int,
+        n_key_heads: int,
+        n_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_size: int,
+        norm_eps: float,
+    ) -> None:
+        super().__init__()
+        ratio = n_value_heads // n_key_heads
+        self.key_dim, self.value_dim, self.ratio = key_dim, value_dim, ratio
+        self.group = 2 * key_dim + ratio * value_dim
+        """What a key head has of q, k and v."""
+        width = n_key_heads * (self.group + ratio * value_dim)
+        self.wqkvz = nn.Linear(dim, width, bias=False)
+        self.wba = nn.Linear(dim, 2 * n_value_heads, bias=False)
+        self.conv = nn.Parameter(torch.empty(n_key_heads, self.group, conv_size))
+        self.a_log = nn.Parameter(torch.empty(n_value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(n_value_heads))
+        self.inner = InnerDeltaNet(key_dim, value_dim)
+        self.norm = GatedNorm(value_dim, norm_eps)
+        self.wo = nn.Linear(n_value_heads * value_dim, dim, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(b, s, d) to (b, s, d); the state knows positions by itself, without ``rope``."""
+        b, s, _ = x.shape
+        qkvz = self.wqkvz(x).view(b, s, -1, self.group + self.ratio * self.value_dim)
+        qkv, z = qkvz.split([self.group, self.ratio * self.value_dim], dim=-1)
+        beta, a = self.wba(x).view(b, s, -1, 2 * self.ratio).chunk(2, dim=-1)
+        gates = torch.stack([beta, a], dim=-1)  # (b, s, n, r, 2)
+        out = self.inner(qkv, gates, self.conv, self.a_log, self.dt_bias, document_ids)
+        out = self.norm(out, z.reshape(b, s, -1, self.value_dim))
+        return self.wo(out.reshape(b, s, -1))
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        for weight in (self.wqkvz.weight, self.wba.weight):
+            trunc_normal_(weight, std=0.02)
+        trunc_normal_(self.conv, std=self.conv.shape[-1] ** -0.5)
+        # Decays of 1 to 16, spread evenly: of a normal, what it is in its distribution.
+        trunc_normal_(self.a_log, std=1.0)
+        self.a_log.copy_((1 + 7.5 * (1 + torch.erf(self.a_log / math.sqrt(2)))).log())
+        nn.init.ones_(self.dt_bias)
+        nn.init.ones_(self.norm.weight)
+        trunc_normal_(self.wo.weight, std=residual_std)
+
+
+class InnerDeltaNet(nn.Module):
+    """What needs the whole sequence, but only its own heads."""
+
+    def __init__(self, key_dim: int, value_dim: int) -> None:
+        super().__init__()
+        self.key_dim, self.value_dim = key_dim, value_dim
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        conv: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        document_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """qkv (b, s, n, group), gates (b, s, n, r, 2), conv (n, group, size), a_log and dt_bias
+        (n * r,), document_ids (b, s) to (b, s, n * r, v)."""
+        precise = torch.promote_types(qkv.dtype, torch.float32)
+        mixed = F.silu(causal_conv(qkv, conv, document_ids))
+        q, k, v = mixed.split([self.key_dim, self.key_dim, mixed.shape[-1] - 2 * self.key_dim], -1)
+        ratio = gates.shape[3]
+        q, k = (t.repeat_interleave(ratio, dim=2) for t in (q, k))
+        v = v.reshape(*q.shape[:3], self.value_dim)
+        beta, a = gates.flatten(2, 3).unbind(-1)
+        decay = -a_log.to(precise).exp() * F.softplus(a.to(precise) + dt_bias.to(precise))
+        q, k, v, beta = (t.to(precise) for t in (q, k, v, beta.sigmoid()))
+        return delta_rule(q, k, v, decay, beta, document_ids).type_as(qkv)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of each head, times silu of its gate."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(dim)), eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        precise = torch.promote_types(x.dtype, torch.float32)
+        normed = F.rms_norm(x.to(precise), x.shape[-1:], eps=self.eps).type_as(x)
+        return (self.weight * normed * F.silu(gate.to(precise))).type_as(x)
+
+
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, document_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Each channel's sum over its last few positions, within documents.
+
+    x (b, s, n, c), weight (n, c, size); its last column is for the position itself.
+    """
+    size, s = weight.shape[-1], x.shape[1]
+    out = x * weight[..., -1]
+    for back in range(1, min(size, s)):
+        earlier = x[:, : s - back]
+        if document_ids is not None:
+            is_same = document_ids[:, back:] == document_ids[:, : s - back]
+            earlier = earlier * is_same[:, :, None, None]
+        out = out + F.pad(earlier * weight[..., -1 - back], (0, 0, 0, 0, back, 0))
+    return out
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    document_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """q, k (b, s, h, k), v (b, s, h, v), decay and beta (b, s, h) to (b, s, h, v).
+
+    State S (k, v) of each head: S = e^decay S; S += k (beta (v - S'k))'; out = S'q, from zero in
+    each document. In chunks (section 3.3 of arXiv 2412.06464): one triangular system each.
+    """
+    b, s, h, _ = q.shape
+    if document_ids is None:
+        document_ids = torch.zeros(b, s, dtype=torch.int64, device=q.device)
+    q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    state = q.new_zeros(b, h, k.shape[-1], v.shape[-1])
+    before, outs = document_ids[:, :1], []
+    for start in range(0, s, CHUNK):
+        part = slice(start, start + CHUNK)
+        ids = document_ids[:, part]
+        # (b, h, c, ...)
+        qc, kc, vc, gc, bc = (t[:, part].transpose(1, 2) for t in (q, k, v, decay, beta))
+        total = gc.cumsum(-1)
+        is_same = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
+        between = total[..., :, None] - total[..., None, :]
+        weights = between.masked_fill(~is_same, -math.inf).exp()
+        # What of the state before the chunk a position still sees.
+        into = total.exp() * (ids == before)[:, None]
+        kb = kc * bc[..., None]
+        system = (kb @ kc.mT) * weights
+        wanted = vc * bc[..., None] - (kb * into[..., None]) @ state
+        update = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        outs.append((qc * into[..., None]) @ state + ((qc @ kc.mT) * weights) @ update)
+        kept = weights[..., -1, :, None] * kc
+        state = into[..., -1:, None] * state + kept.mT @ update
+        before = ids[:, -1:]
+    return torch.cat(outs, dim=2).transpose(1, 2)

@@ -1,0 +1,174 @@
+"""Qwen3-Next: three layers with a gated delta net, then one with gated attention; experts in all.
+
+The published config and ``transformers``; arXiv 2412.06464, 2505.06708.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from models.gated_delta_net import GatedDeltaNet
+from models.moe import MoE, Router
+from models.qwen3_moe import Qwen3MoeArgs
+from models.transformer import (
+    FeedForward,
+    InitFn,
+    InnerAttention,
+    Rope,
+    Transformer,
+    apply_rope,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextArgs(Qwen3MoeArgs):
+    rotary_dim: int
+    """Of ``head_dim``, what is rotated."""
+    shared_hidden_dim: int
+    """Of the expert that every token goes through."""
+    n_key_heads: int
+    """Of the gated delta nets, like the next four."""
+    n_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int = 4
+    attention_every: int = 4
+    """The last of so many layers has attention, the others have gated delta nets."""
+
+
+class Qwen3Next(Transformer):
+    args: Qwen3NextArgs
+
+    def __init__(self, args: Qwen3NextArgs) -> None:
+        super().__init__(args)
+        self.rope = Rope(replace(args, head_dim=args.rotary_dim))
+        self.norm = ZeroCenteredNorm(args.dim, args.norm_eps)
+
+    def build_block(self, index: int) -> nn.Module:
+        return Qwen3NextBlock(self.args, has_attention=(index + 1) % self.args.attention_every == 0)
+
+
+class Qwen3NextBlock(nn.Module):
+    def __init__(self, args: Qwen3NextArgs, *, has_attention: bool) -> None:
+        super().__init__()
+        self.attention_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
+        self.attention = GatedAttention(args) if has_attention else delta_net(args)
+        self.ffn_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
+        self.feed_forward = SharedMoE(args)
+
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, document_ids)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        self.attention_norm.reset_parameters()
+        self.ffn_norm.reset_parameters()
+        self.attention.init_weights(trunc_normal_, residual_std)
+        self.feed_forward.init_weights(trunc_normal_, residual_std)
+
+
+class ZeroCenteredNorm(nn.RMSNorm):
+    """RMSNorm times 1 + weight, so that weight decay pulls the scale to 1."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        precise = torch.promote_types(x.dtype, torch.float32)
+        scale = 1.0 + self.weight.to(precise)
+        return F.rms_norm(x.to(precise), self.normalized_shape, scale, self.eps).type_as(x)
+
+
+class GatedAttention(nn.Module):
+    """Attention whose rotary embedding turns part of each head, and whose output a gate scales."""
+
+    def __init__(self, args: Qwen3NextArgs) -> None:
+        super().__init__()
+        self.head_dim, self.rotary_dim = args.head_dim, args.rotary_dim
+        self.wq = nn.Linear(args.dim, 2 * args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.q_norm = ZeroCenteredNorm(args.head_dim, args.norm_eps)
+        self.k_norm = ZeroCenteredNorm(args.head_dim, args.norm_eps)
+        self.inner = InnerAttention()
+
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        b, s, _ = x.shape
+        q, gate = self.wq(x).view(b, s, -1, 2 * self.head_dim).chunk(2, dim=-1)
+        k = self.k_norm(self.wk(x).view(b, s, -1, self.head_dim))
+        v = self.wv(x).view(b, s, -1, self.head_dim)
+        q, k = self._rotate(self.q_norm(q), rope), self._rotate(k, rope)
+        out = self.inner(q, k, v, document_ids) * gate.sigmoid()
+        return self.wo(out.reshape(b, s, -1))
+
+    def _rotate(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        turned, kept = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
+        return torch.cat([apply_rope(turned, rope), kept], dim=-1)
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        for linear in (self.wq, self.wk, self.wv):
+            trunc_normal_(linear.weight, std=0.02)
+        trunc_normal_(self.wo.weight, std=residual_std)
+        self.q_norm.reset_parameters()
+        self.k_norm.reset_parameters()
+
+
+def delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
+    return GatedDeltaNet(
+        dim=args.dim,
+        n_key_heads=args.n_key_heads,
+        n_value_heads=args.n_value_heads,
+        key_dim=args.key_dim,
+        value_dim=args.value_dim,
+        conv_size=args.conv_size,
+        norm_eps=args.norm_eps,
+    )
+
+
+class SharedMoE(MoE):
+    """And one more expert that every token goes through, scaled by a gate."""
+
+    def __init__(self, args: Qwen3NextArgs) -> None:
+        super().__init__(
+            dim=args.dim,
+            hidden_dim=args.hidden_dim,
+            n_experts=args.n_experts,
+            n_chosen=args.n_chosen,
+            normalizes=True,
+            balance_weight=args.balance_weight,
+        )
+        self.shared = FeedForward(replace(args, hidden_dim=args.shared_hidden_dim))
+        self.shared_gate = Router(args.dim, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shared_gate(x).sigmoid() * self.shared(x)
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        super().init_weights(trunc_normal_, residual_std)
+        self.shared.init_weights(trunc_normal_, residual_std)
+        trunc_normal_(self.shared_gate.weight, std=0.02)
+
+
+FLAVORS = {
+    "debugmodel": Qwen3NextArgs(
+        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, vocab_size=320,
+        max_seq_len=2048, rope_theta=1e7, norm_eps=1e-6, n_experts=8, n_chosen=2, rotary_dim=8,
+        shared_hidden_dim=96, n_key_heads=2, n_value_heads=4, key_dim=16, value_dim=24,
+    ),
+    "80B-A3B": Qwen3NextArgs(
+        dim=2048, n_layers=48, n_heads=16, n_kv_heads=2, head_dim=256, hidden_dim=512,
+        vocab_size=151936, max_seq_len=262144, rope_theta=1e7, norm_eps=1e-6, n_experts=512,
+        n_chosen=10, rotary_dim=64, shared_hidden_dim=512, n_key_heads=16, n_value_heads=32,
+        key_dim=128, value_dim=128,
+    ),
+}  # fmt: skip

@@ -1,0 +1,124 @@
+"""What Qwen3-Next is at Hugging Face."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from models.hugging_face import NORMS, Table, TensorPair, decoder
+from models.qwen3_moe import expert_pairs
+from models.qwen3_next import Qwen3NextArgs
+
+DELTA_NET = {
+    "wqkvz.weight": "in_proj_qkvz.weight",
+    "wba.weight": "in_proj_ba.weight",
+    "a_log": "A_log",
+    "dt_bias": "dt_bias",
+    "norm.weight": "norm.weight",
+    "wo.weight": "out_proj.weight",
+}
+ATTENTION = {f"w{letter}.weight": f"{letter}_proj.weight" for letter in "qkvo"}
+ATTENTION |= {f"{letter}_norm.weight": f"{letter}_norm.weight" for letter in "qk"}
+SHARED = {
+    "router": "gate",
+    "shared.w1": "shared_expert.gate_proj",
+    "shared.w2": "shared_expert.down_proj",
+    "shared.w3": "shared_expert.up_proj",
+    "shared_gate": "shared_expert_gate",
+}
+
+
+def _pairs(args: Qwen3NextArgs) -> list[TensorPair]:
+    pairs = expert_pairs(args)
+    for i, kind in enumerate(_layer_types(args)):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        names = {f"feed_forward.{o}.weight": f"mlp.{t}.weight" for o, t in SHARED.items()}
+        if kind == "full_attention":
+            names |= {f"attention.{o}": f"self_attn.{t}" for o, t in ATTENTION.items()}
+        else:
+            names |= {f"attention.{o}": f"linear_attn.{t}" for o, t in DELTA_NET.items()}
+            pairs.append(_conv(args, f"{ours}.attention.conv", f"{theirs}.linear_attn"))
+        pairs += [TensorPair(f"{ours}.{o}", (f"{theirs}.{t}",)) for o, t in names.items()]
+    return pairs
+
+
+def _conv(args: Qwen3NextArgs, ours: str, theirs: str) -> TensorPair:
+    """Theirs has all queries, all keys, all values; ours what belongs to a key head together."""
+    heads, of_keys = args.n_key_heads, args.n_key_heads * args.key_dim
+    sizes = [of_keys, of_keys, args.n_value_heads * args.value_dim]
+
+    def to_ours(weight: torch.Tensor) -> torch.Tensor:
+        parts = weight.squeeze(1).split(sizes)
+        return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
+
+    def to_theirs(weight: torch.Tensor) -> torch.Tensor:
+        parts = weight.split([size // heads for size in sizes], dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts]).unsqueeze(1)
+
+    return TensorPair(ours, (f"{theirs}.conv1d.weight",), to_theirs=to_theirs, to_ours=to_ours)
+
+
+TABLE = decoder(
+    Table(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        layer=NORMS,
+        others=_pairs,
+        args_cls=Qwen3NextArgs,
+        numbers={
+            "num_experts": "n_experts",
+            "num_experts_per_tok": "n_chosen",
+            "moe_intermediate_size": "hidden_dim",
+            "shared_expert_intermediate_size": "shared_hidden_dim",
+            "linear_num_key_heads": "n_key_heads",
+            "linear_num_value_heads": "n_value_heads",
+            "linear_key_head_dim": "key_dim",
+            "linear_value_head_dim": "value_dim",
+            "linear_conv_kernel_dim": "conv_size",
+            # Not theirs: below.
+            "rotary_dim": "rotary_dim",
+            "full_attention_interval": "attention_every",
+        },
+        fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    )
+)
+
+
+def _config(args: Qwen3NextArgs) -> dict[str, Any]:
+    config = TABLE.config(args)
+    part = config.pop("rotary_dim") / args.head_dim
+    rope = config["rope_parameters"] | {"partial_rotary_factor": part}
+    layer_types = _layer_types(args)
+    return config | {
+        "partial_rotary_factor": part, "rope_parameters": rope, "layer_types": layer_types
+    }  # fmt: skip
+
+
+def _args(config: Mapping[str, Any]) -> Qwen3NextArgs:
+    there = dict(config)
+    rope = dict(there.get("rope_parameters") or {})
+    part = rope.pop("partial_rotary_factor", there.pop("partial_rotary_factor", 0.25))
+    if rope:
+        there["rope_parameters"] = rope
+    there["rotary_dim"] = round(part * there["head_dim"])
+    there.setdefault("full_attention_interval", 4)
+    layer_types = there.pop("layer_types", None)
+    args = TABLE.args(there)
+    assert isinstance(args, Qwen3NextArgs)
+    if layer_types is not None and layer_types != _layer_types(args):
+        every = layer_types.index("full_attention") + 1 if "full_attention" in layer_types else 0
+        args = replace(args, attention_every=every or args.n_layers + 1)
+        if layer_types != _layer_types(args):
+            raise ValueError("layer_types: only attention in every n-th layer is implemented here")
+    return args
+
+
+def _layer_types(args: Qwen3NextArgs) -> list[str]:
+    every = args.attention_every
+    return [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(args.n_layers)
+    ]
+
+
+HUGGING_FACE = replace(TABLE, config=_config, args=_args)

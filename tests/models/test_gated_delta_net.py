@@ -1,0 +1,42 @@
+"""The gated delta rule in chunks is the rule token by token, also where documents begin."""
+
+import pytest
+import torch
+
+from models.gated_delta_net import delta_rule
+
+
+def token_by_token(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
+    q, state, outs = (
+        q * q.shape[-1] ** -0.5,
+        q.new_zeros(*q.shape[::2], k.shape[-1], v.shape[-1]),
+        [],
+    )
+    for t in range(q.shape[1]):
+        is_same = (ids[:, t] == ids[:, max(t - 1, 0)])[:, None, None, None]
+        state = state * decay[:, t].exp()[..., None, None] * is_same
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, dim=1)
+
+
+@pytest.mark.parametrize("sizes", [(150,), (64, 64, 22), (63, 1, 1, 65, 20), (1,) * 150])
+def test_chunks_are_token_by_token(sizes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 150, 3, n, generator=generator, dtype=torch.float64) for n in (8, 8, 12)
+    )
+    decay, beta = torch.rand(2, 2, 150, 3, generator=generator, dtype=torch.float64)
+    inputs = [t.requires_grad_() for t in (q, k, v, -3 * decay, beta)]
+    ids = torch.cat([torch.full((2, size), number) for number, size in enumerate(sizes)], dim=1)
+    found = []
+    for rule in (delta_rule, token_by_token):
+        out = rule(*inputs, ids)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for got, want in zip(*found, strict=True):
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
