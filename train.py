@@ -194,7 +194,7 @@ def main(job: Job, witness: Witness) -> int:
         "replicas agree: %s", check_replicas(model, dims.weight_mesh, tied=tied) or "there are none"
     )
     peak = peak_flops(device, config.metrics.peak_tflops)
-    if peak is not None and dims.degrees.pp == 1:
+    if peak is not None and dims.degrees.pp == 1 and experts is None:
         warn_of_traffic(
             dims,
             config.parallelism,

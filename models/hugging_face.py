@@ -65,6 +65,8 @@ class Table:
     """An absent ``head_dim`` or ``num_key_value_heads`` follows from other keys."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """More keys that have but one value, which is also what an absent one means."""
+    said: Mapping[str, Any] = field(default_factory=dict)
+    """The same, but an absent one means something else."""
 
 
 NUMBERS = {
@@ -132,6 +134,7 @@ def _config(table: Table, args: TransformerArgs) -> dict[str, Any]:
         **{key: getattr(args, name) for key, name in {**NUMBERS, **table.numbers}.items()},
         **FIXED,
         **table.fixed,
+        **table.said,
         "tie_word_embeddings": args.tie_embeddings,
         # Twice, for who reads only the older keys would take defaults for what is in the newer.
         "rope_theta": args.rope_theta,
@@ -150,6 +153,9 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
     required = {"architectures": [table.architecture], **FIXED, **FOREIGN, **table.fixed}
     for key, value in required.items():
         if there.get(key, value) != value:
+            _refuse(there, key, value)
+    for key, value in table.said.items():
+        if there.get(key) != value:
             _refuse(there, key, value)
     # Some give a window, and say elsewhere that it is off.
     if "sliding_window" in there and there.get("use_sliding_window") is not False:
@@ -170,6 +176,8 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
         _refuse(there, "head_dim", "an even number")
     if numbers["n_heads"] % numbers["n_kv_heads"]:
         _refuse(there, "num_key_value_heads", "a divisor of num_attention_heads")
+    if numbers.get("n_chosen", 0) > numbers.get("n_experts", 0):
+        _refuse(there, "num_experts_per_tok", "at most num_experts")
     fixed = {"tie_embeddings": is_tied, **table.ours}
     return table.args_cls(**numbers, **_rope(there), **fixed)
 

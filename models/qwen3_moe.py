@@ -85,8 +85,8 @@ HUGGING_FACE = decoder(
             "moe_intermediate_size": "hidden_dim",
         },
         aliases={"num_local_experts": "num_experts"},
+        said={"norm_topk_prob": True},
         fixed={
-            "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             "use_sliding_window": False,

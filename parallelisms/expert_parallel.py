@@ -60,11 +60,12 @@ class AllToAll(nn.Module):
         sent = counts.view(self.degree, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        to, from_ = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
+        to, from_ = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
         arrived = all_to_all_single_autograd(x, from_, to, self.group)
         # It comes rank by rank, and goes into the experts expert by expert.
         own = torch.arange(sent.shape[1], device=x.device).repeat(self.degree)
-        order = own.repeat_interleave(received.flatten()).argsort(stable=True)
+        owners = own.repeat_interleave(received.flatten(), output_size=sum(from_))
+        order = owners.argsort(stable=True)
         out = experts(arrived[order], received.sum(dim=0))[order.argsort()]
         return all_to_all_single_autograd(out, to, from_, self.group)
 

@@ -56,7 +56,9 @@ def apply_fsdp(
 
     if expert_mesh is not None:
         for module in experts:
-            shard(module, expert_mesh, is_kept=reshard == "never")
+            # A pipeline keeps what backward gathered, which recomputation would not gather again.
+            is_kept = reshard == "never" or parallelism.pipeline_parallel_degree > 1
+            shard(module, expert_mesh, is_kept=is_kept)
     for unit in units:
         # Backward starts with the last unit; resharding it would only gather it again.
         is_last = reshard == "default" and unit is units[-1]
@@ -72,7 +74,8 @@ def apply_fsdp(
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
         "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s, reshard after forward %s",
-        len(units), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype, reshard,
+        len(units) + len(experts if expert_mesh else ()), sizes,
+        mp_policy.param_dtype, mp_policy.reduce_dtype, reshard,
     )  # fmt: skip
 
 

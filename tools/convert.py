@@ -104,7 +104,7 @@ def export_checkpoint(
     pairs = family.tensors(args)
     _check_weights(checkpoint, weights, spec, args)
     tokenizer, files = _tokenizer_of(checkpoint, manifest, tokenizer_name)
-    dtypes = (DTYPES[entry.dtype] for entry in weights.values())
+    dtypes = (DTYPES[weights[pair.ours].dtype] for pair in pairs if pair.theirs)
     dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
     config = family.config(args) | {
         "bos_token_id": tokenizer and tokenizer.bos_id,
@@ -226,7 +226,7 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
         args = family.args(source.config)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
-    if args.n_layers > len(source.names):
+    if args.n_layers * getattr(args, "n_experts", 1) > len(source.names):
         raise ValueError(f"{folder}: {len(source.names)} tensors for {args.n_layers} layers")
     pairs, shapes = family.tensors(args), _shapes(spec, args)
     source.check(pairs, shapes)

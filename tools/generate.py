@@ -233,6 +233,8 @@ def read_facts(
         fingerprint = manifest["fingerprints"]["tokenizer"]
     except (KeyError, TypeError):
         raise ValueError(f"{folder}: its {NAME} does not say of which model it is") from None
+    if not isinstance(flavor, str):
+        raise ValueError(f"{folder}: it is of no size known here")
     try:
         spec, published_args = find_model(name, flavor)
     except ValueError as error:

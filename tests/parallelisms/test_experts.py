@@ -14,7 +14,20 @@ from optim.expert_balance import ExpertBalance
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
-from tests.layouts import CP, CPU, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout, spread
+from tests.layouts import (
+    CP,
+    CPU,
+    METHOD,
+    MODE,
+    PP,
+    REDUCE,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    TP,
+    Layout,
+    spread,
+)
 from tests.parallelisms.test_parity import (
     MAX_NORM,
     ROWS,
@@ -27,6 +40,7 @@ from tests.parallelisms.test_parity import (
 from tests.ranks import RankPool
 
 RATE = 0.125
+SELECTIVE = ActivationCheckpoint(mode="selective")
 
 EP, GATHER = "expert_parallel_degree", {METHOD: "allgather"}
 LAYOUTS = [
@@ -48,8 +62,15 @@ LAYOUTS = [
     Layout(8, {PP: 2, CP: 2, TP: 2, EP: 4}),
     Layout(8, {EP: 4, TP: 2, REPLICATE: 2}),
     Layout(2, {EP: 2}, recompute=ActivationCheckpoint(mode="full")),
-    Layout(2, {EP: 2}, recompute=ActivationCheckpoint(mode="selective")),
+    Layout(4, {EP: 2}, recompute=SELECTIVE),
     Layout(4, {PP: 2, EP: 2, SCHEDULE: "Interleaved1F1B"}),
+    Layout(4, {PP: 2, EP: 2, SCHEDULE: "InterleavedZeroBubble"}),
+    Layout(4, {PP: 2, EP: 2, RESHARD: "always"}, recompute=SELECTIVE),
+    Layout(4, {EP: 2, TP: 2}, recompute=SELECTIVE),
+    Layout(4, {EP: 2, CP: 2}, recompute=SELECTIVE),
+    Layout(4, {MODE: "ddp", CP: 2}),
+    Layout(4, {MODE: "simple_fsdp", PP: 2}),
+    Layout(2, {EP: 2, REDUCE: "last_microbatch"}),
 ]
 ROUTED = [
     Layout(2),
