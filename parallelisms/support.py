@@ -215,7 +215,7 @@ REFUSALS = (
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Refusal("parallelism.fsdp_cpu_offload", "needs a GPU to offload from",
             lambda run: run.config.parallelism.fsdp_cpu_offload and not run.has_gpu),
-    Refusal("experts", "the model has none: balance_loss and balance_bias_rate do nothing",
+    Refusal("experts.balance_loss", "the model has no experts: nor does balance_bias_rate matter",
             lambda run: not _has_experts(run) and run.config.experts != Experts()),
     Refusal("debug.determinism", "elastic is proved for models without experts only",
             lambda run: _has_experts(run) and _is_elastic(run)),

@@ -179,7 +179,7 @@ BAD = [
         f" {RESHARD} always", says="freed"),
     Bad(TP, f"{NEXT} --{TP} 2", says="gated delta nets"),
     Bad("parallelism.context_parallel_", f"{NEXT} --{CP} 8", says="n_key_heads", ranks=8),
-    Bad("experts", "--experts.balance_loss 0.5", says="none"),
+    Bad("experts.balance_loss", "--experts.balance_loss 0.5", says="no experts"),
     Bad("debug.determinism", f"{MOE} {ELASTIC}", says="experts"),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 3", says="n_experts", ranks=3),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 4", says="must divide data"),

@@ -183,7 +183,7 @@ def check_alone(layout: Layout, fault: Fault) -> bool:
     training = Training(layout)
     training.guard._groups = []
     training.step(1, fault)
-    return bool(training.guard._found_inf)
+    return bool(training.guard.found_inf)
 
 
 @pytest.mark.row(20, "What is not finite never enters weights or a checkpoint")
