@@ -57,13 +57,15 @@ def whole_sequence(
 ) -> torch.Tensor:
     """The ranks' parts (b, s/n, ...) in the order of the sequence: (b, s, ...). No gradient."""
     gathered = DTensor.from_local(part, cp_mesh, [Shard(1)], run_check=False).full_tensor()
-    order = _parts(gathered.shape[1], cp_mesh.size(), method).flatten()
-    return gathered[:, order.argsort().to(part.device)]
+    order = _parts(gathered.shape[1], cp_mesh.size(), method, part.device).flatten()
+    return gathered[:, order.argsort()]
 
 
-def _parts(seq_len: int, degree: int, method: ContextParallelMethod) -> torch.Tensor:
+def _parts(
+    seq_len: int, degree: int, method: ContextParallelMethod, device: torch.device | None = None
+) -> torch.Tensor:
     """Positions (degree, seq_len / degree)."""
-    positions = torch.arange(seq_len)
+    positions = torch.arange(seq_len, device=device)
     if method == "ulysses":
         return positions.view(degree, -1)
     chunks = positions.view(2 * degree, -1)
@@ -85,11 +87,9 @@ class Ulysses(nn.Module):
             k, v = (t.repeat_interleave(copies, dim=2) for t in (k, v))
         heads = [t.unflatten(2, (self.degree, -1)) for t in (q, k, v)]  # each (b, s/n, n, h/n, k)
         sizes = [t.shape[3] for t in heads]
-        exchanged = _exchange(torch.cat(heads, dim=3).movedim(2, 0), self.group)
-        whole = exchanged.transpose(0, 1).flatten(1, 2)  # (b, s, h/n of q, k and v, k)
+        whole = _to_heads(torch.cat(heads, dim=3), self.group)  # (b, s, h/n of q, k and v, k)
         out = self.inner(*whole.split(sizes, dim=2), document_ids)
-        exchanged = _exchange(out.unflatten(1, (self.degree, -1)).transpose(0, 1), self.group)
-        return exchanged.movedim(0, 2).flatten(2, 3)
+        return _to_sequence(out, self.degree, self.group)
 
 
 class UlyssesDeltaNet(nn.Module):
@@ -121,14 +121,17 @@ class UlyssesDeltaNet(nn.Module):
         qkv = qkv.movedim(1, -1).movedim(0, 2)
         gates = gates.unflatten(3, (splits, -1)).flatten(2, 3)
         sent = torch.cat([qkv, gates.flatten(3)], dim=-1).unflatten(2, (self.degree, -1))
-        arrived = _exchange(sent.movedim(2, 0), self.group).transpose(0, 1).flatten(1, 2)
-        order = _parts(arrived.shape[1], self.degree, self.method).flatten().to(qkv.device)
-        whole = arrived[:, order.argsort()]  # (b, s, heads / n, ...)
+        whole = _to_heads(sent, self.group)  # (b, s, heads / n, ...)
+        order = None
+        if self.method == "allgather":
+            # The ranks' parts are not in the order of the sequence.
+            parts = _parts(whole.shape[1], self.degree, self.method, whole.device)
+            order = parts.flatten()
+            whole = whole[:, order.argsort()]
         qkv, gates = whole.split([qkv.shape[-1], 2 * gates.shape[3]], dim=-1)
         gates = gates.unflatten(-1, (-1, 2))
-        out = self.inner(qkv, gates, conv, a_log, dt_bias, document_ids)[:, order]
-        exchanged = _exchange(out.unflatten(1, (self.degree, -1)).transpose(0, 1), self.group)
-        return exchanged.movedim(0, 2).flatten(2, 3)
+        out = self.inner(qkv, gates, conv, a_log, dt_bias, document_ids)
+        return _to_sequence(out if order is None else out[:, order], self.degree, self.group)
 
     def _own(self, weight: torch.Tensor) -> torch.Tensor:
         """Of this rank's heads; the ranks' gradients are added up like all others."""
@@ -143,6 +146,17 @@ def _split_heads(t: torch.Tensor, ratio: int, splits: int, inner: Any) -> torch.
     q, k, v = t.split([inner.key_dim, inner.key_dim, ratio * inner.value_dim], dim=1)
     q, k = (x[:, None].expand(-1, splits, *x.shape[1:]) for x in (q, k))
     return torch.cat([q, k, v.unflatten(1, (splits, -1))], dim=2).flatten(0, 1)
+
+
+def _to_heads(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Part of the sequence, the heads of each rank (b, s/n, n, h/n, ...) to (b, s, h/n, ...)."""
+    return _exchange(t.movedim(2, 0), group).transpose(0, 1).flatten(1, 2)
+
+
+def _to_sequence(t: torch.Tensor, degree: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The whole sequence, this rank's heads (b, s, h/n, k) to (b, s/n, h, k)."""
+    exchanged = _exchange(t.unflatten(1, (degree, -1)).transpose(0, 1), group)
+    return exchanged.movedim(0, 2).flatten(2, 3)
 
 
 def _exchange(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
