@@ -51,13 +51,8 @@ class Runner(Protocol):
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
         """This rank's part of the cross entropy, summed over tokens, by batch (n,)."""
 
-    def logits(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits (b, s, vocab_size) of a batch's inputs (b, s), whole on each rank."""
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Logits (b, s, vocab_size), whole on each rank."""
 
 
 def validation_loss(runner: Runner, batches: list[Batch], dims: ParallelDims) -> float:
@@ -132,13 +127,8 @@ class WholeModel:
             return torch.stack([self._loss_sum(batch) for batch in batches])
 
     @torch.no_grad()
-    def logits(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x, options = self._spread.inputs(tokens, positions, document_ids)
+    def logits(self, batch: Batch) -> torch.Tensor:
+        x, options = self._spread.inputs(*batch.inputs)
         return self._spread.whole(self._model(x, **options))
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
@@ -197,14 +187,9 @@ class Pipeline:
         return torch.cat(losses)
 
     @torch.no_grad()
-    def logits(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        x, options = self._inputs([Batch(tokens, tokens, positions, document_ids)])
-        found = self._build(tokens.shape, 1, None).step(x, **options)
+    def logits(self, batch: Batch) -> torch.Tensor:
+        x, options = self._inputs([batch])
+        found = self._build(batch.tokens.shape, 1, None).step(x, **options)
         shape = (*x.shape, self._args.vocab_size)
         logits = torch.empty(shape, dtype=self._logits_dtype, device=self._device)
         if found is not None:

@@ -404,7 +404,7 @@ def written_text(runner: Runner, job: Job, dims: ParallelDims) -> str:
     config, tokenizer = job.config, job.tokenizer
     prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
     tokens = sample(
-        runner.logits,
+        lambda tokens: runner.logits(Batch(tokens, tokens, None, None)),
         prompt,
         count=config.validation.sample_tokens,
         n_ids=tokenizer.n_vocab,

@@ -220,7 +220,7 @@ def one_device(name: str, args: TransformerArgs) -> Truth:
     model = build_on_meta(spec, args, torch.float64)
     materialize(model, CPU, seed=7)
     runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
-    logits = runner.logits(*batch.inputs)
+    logits = runner.logits(batch)
     loss = runner.train([batch], count_valid([batch])).sum()
     gradients = {}
     for fqn, parameter in model.named_parameters():
@@ -340,7 +340,7 @@ def compare(model: nn.Module, runner: Runner, dims: ParallelDims, truth: Truth) 
     parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
     rows = slice(rank * ROWS // degree, (rank + 1) * ROWS // degree)
-    logits = runner.logits(*rows_of(packed(), rows).inputs)
+    logits = runner.logits(rows_of(packed(), rows))
     microbatches = own_microbatches(dims)
     n_tokens = int(sum_over(torch.tensor(count_valid(microbatches)), dims.batch_mesh))
     loss = sum_in_order(runner.train(microbatches, n_tokens), dims.data_mesh)
@@ -391,7 +391,9 @@ def influence(runner: Runner, tokens: torch.Tensor, *others: torch.Tensor) -> to
     after = before.clone()
     after.diagonal(dim1=1, dim2=2).add_(1).remainder_(64)
     before, after, *rest = (t.flatten(0, 1) for t in (before, after, *rest))
-    is_changed = runner.logits(before, *rest) != runner.logits(after, *rest)
+    facts = rest or [None, None]
+    logits = [runner.logits(Batch(tokens, tokens, *facts)) for tokens in (before, after)]
+    is_changed = logits[0] != logits[1]
     return is_changed.any(dim=-1).unflatten(0, (-1, SEQ_LEN))
 
 

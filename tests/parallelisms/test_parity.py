@@ -214,7 +214,7 @@ def one_device(
     materialize(model, CPU, seed=7)
     optimizer = build_optimizer(model, OPTIMIZER)
     runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
-    logits, steps = [runner.logits(*batch.inputs)], []
+    logits, steps = [runner.logits(batch)], []
     for _ in ACCUMULATION:
         loss = runner.train([batch], count_valid([batch])).sum()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -222,7 +222,7 @@ def one_device(
         steps.append(Step(loss, norm, gradients))
         optimizer.step()
         optimizer.zero_grad()
-    logits.append(runner.logits(*batch.inputs))
+    logits.append(runner.logits(batch))
     return logits, steps, {fqn: p.detach() for fqn, p in model.named_parameters()}
 
 
@@ -258,7 +258,7 @@ def check_layout(
 
     def check_logits(want: torch.Tensor) -> None:
         rows = slice(rank * ROWS // degree, (rank + 1) * ROWS // degree)
-        got = runner.logits(*rows_of(batch, rows).inputs)
+        got = runner.logits(rows_of(batch, rows))
         assert_close(got, want[rows], "logits")
 
     check_logits(want_logits[0])
