@@ -111,6 +111,7 @@ def main(job: Job, witness: Witness) -> int:
         n_heads=args.n_heads,
         head_dim=args.head_dim,
         seq_len=training.seq_len,
+        state_size=sum(cast(int, net.state_size) for net in job.spec.delta_nets(model)),
     )
     fqns, tied = [fqn for fqn, _ in model.named_parameters()], shared_names(model)
     n_parameters = sum(p.numel() for p in model.parameters())

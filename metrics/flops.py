@@ -31,16 +31,24 @@ def matmul_parameters(model: nn.Module) -> int:
 
 
 def flops_per_token(
-    matmul_params: int, *, n_layers: int, n_heads: int, head_dim: int, seq_len: int
+    matmul_params: int,
+    *,
+    n_layers: int,
+    n_heads: int,
+    head_dim: int,
+    seq_len: int,
+    state_size: int = 0,
 ) -> tuple[float, float]:
     """Training FLOPs per token, without recomputation: (PaLM's convention, causal).
 
-    ``n_layers``: those with attention; the states of other layers are left out. 6 per matmul
-    weight, and 12 * layers * heads * head_dim * seq_len for attention (appendix B of
-    arXiv 2204.02311). A causal mask needs half of that attention.
+    6 per matmul weight, and 12 * layers * heads * head_dim * seq_len for the ``n_layers`` with
+    attention (appendix B of arXiv 2204.02311), of which a causal mask needs half. 18 per number of
+    the gated delta nets' states, all layers' together: a token reads them twice and writes them
+    once, whatever the chunks in which that is computed.
     """
+    linear = 6.0 * matmul_params + 18.0 * state_size
     attention = 12.0 * n_layers * n_heads * head_dim * seq_len
-    return 6.0 * matmul_params + attention, 6.0 * matmul_params + attention / 2
+    return linear + attention, linear + attention / 2
 
 
 def peak_flops(device: torch.device, given_tflops: float | None) -> float | None:

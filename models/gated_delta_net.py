@@ -11,6 +11,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from models.local_part import local_part
+
 InitFn = Callable[..., object]
 CHUNK = 64
 
@@ -32,6 +34,7 @@ class GatedDeltaNet(nn.Module):
         self.key_dim, self.value_dim, self.ratio = key_dim, value_dim, ratio
         self.group = 2 * key_dim + ratio * value_dim
         """What a key head has of q, k and v."""
+        self.state_size = n_value_heads * key_dim * value_dim
         width = n_key_heads * (self.group + ratio * value_dim)
         self.wqkvz = nn.Linear(dim, width, bias=False)
         self.wba = nn.Linear(dim, 2 * n_value_heads, bias=False)
@@ -51,7 +54,8 @@ class GatedDeltaNet(nn.Module):
         qkv, z = qkvz.split([self.group, self.ratio * self.value_dim], dim=-1)
         beta, a = self.wba(x).view(b, s, -1, 2 * self.ratio).chunk(2, dim=-1)
         gates = torch.stack([beta, a], dim=-1)  # (b, s, n, r, 2)
-        out = self.inner(qkv, gates, self.conv, self.a_log, self.dt_bias, document_ids)
+        of_heads = (local_part(weight) for weight in (self.conv, self.a_log, self.dt_bias))
+        out = self.inner(qkv, gates, *of_heads, document_ids)
         out = self.norm(out, z.reshape(b, s, -1, self.value_dim))
         return self.wo(out.reshape(b, s, -1))
 
@@ -85,8 +89,25 @@ class InnerDeltaNet(nn.Module):
     ) -> torch.Tensor:
         """qkv (b, s, n, group), gates (b, s, n, r, 2), conv (n, group, size), a_log and dt_bias
         (n * r,), document_ids (b, s) to (b, s, n * r, v)."""
+        return self.go_on(qkv, gates, conv, a_log, dt_bias, document_ids, None)[0]
+
+    def go_on(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        conv: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From ``state`` (b, n * r, k, v) on, to what it is at the end too.
+
+        There are gates of the last positions only: what of qkv is before them was seen before, and
+        the convolution still sees it. ``document_ids`` (b, s or more) ends where they end.
+        """
         precise = torch.promote_types(qkv.dtype, torch.float32)
-        mixed = F.silu(causal_conv(qkv, conv, document_ids))
+        mixed = F.silu(causal_conv(qkv, conv, document_ids)[:, -gates.shape[1] :])
         q, k, v = mixed.split([self.key_dim, self.key_dim, mixed.shape[-1] - 2 * self.key_dim], -1)
         ratio = gates.shape[3]
         q, k = (t.repeat_interleave(ratio, dim=2) for t in (q, k))
@@ -94,7 +115,8 @@ class InnerDeltaNet(nn.Module):
         beta, a = gates.flatten(2, 3).unbind(-1)
         decay = -a_log.to(precise).exp() * F.softplus(a.to(precise) + dt_bias.to(precise))
         q, k, v, beta = (t.to(precise) for t in (q, k, v, beta.sigmoid()))
-        return delta_rule(q, k, v, decay, beta, document_ids).type_as(qkv)
+        out, state = delta_rule(q, k, v, decay, beta, document_ids, state)
+        return out.type_as(qkv), state
 
 
 class GatedNorm(nn.Module):
@@ -107,7 +129,7 @@ class GatedNorm(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         precise = torch.promote_types(x.dtype, torch.float32)
         normed = F.rms_norm(x.to(precise), x.shape[-1:], eps=self.eps).type_as(x)
-        return (self.weight * normed * F.silu(gate.to(precise))).type_as(x)
+        return (local_part(self.weight) * normed * F.silu(gate.to(precise))).type_as(x)
 
 
 def causal_conv(
@@ -118,6 +140,8 @@ def causal_conv(
     x (b, s, n, c), weight (n, c, size); its last column is for the position itself.
     """
     size, s = weight.shape[-1], x.shape[1]
+    if document_ids is not None:
+        document_ids = document_ids[:, -s:]
     out = x * weight[..., -1]
     for back in range(1, min(size, s)):
         earlier = x[:, : s - back]
@@ -135,19 +159,24 @@ def delta_rule(
     decay: torch.Tensor,
     beta: torch.Tensor,
     document_ids: torch.Tensor | None,
-) -> torch.Tensor:
-    """q, k (b, s, h, k), v (b, s, h, v), decay and beta (b, s, h) to (b, s, h, v).
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q, k (b, s, h, k), v (b, s, h, v), decay and beta (b, s, h) to (b, s, h, v) and the state.
 
     State S (k, v) of each head: S = e^decay S; S += k (beta (v - S'k))'; out = S'q, from zero in
     each document. In chunks (section 3.3 of arXiv 2412.06464): one triangular system each.
+    A ``state`` (b, h, k, v) to go on from is that of the position before, which ``document_ids``
+    (b, s or more) has too.
     """
     b, s, h, _ = q.shape
     if document_ids is None:
         document_ids = torch.zeros(b, s, dtype=torch.int64, device=q.device)
     q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
     q = q * q.shape[-1] ** -0.5
-    state = q.new_zeros(b, h, k.shape[-1], v.shape[-1])
-    before, outs = document_ids[:, :1], []
+    if state is None:
+        state = q.new_zeros(b, h, k.shape[-1], v.shape[-1])
+    document_ids = document_ids[:, -(s + 1) :]
+    before, document_ids, outs = document_ids[:, :1], document_ids[:, -s:], []
     for start in range(0, s, CHUNK):
         part = slice(start, start + CHUNK)
         ids = document_ids[:, part]
@@ -167,4 +196,4 @@ def delta_rule(
         kept = weights[..., -1, :, None] * kc
         state = into[..., -1:, None] * state + kept.mT @ update
         before = ids[:, -1:]
-    return torch.cat(outs, dim=2).transpose(1, 2)
+    return torch.cat(outs, dim=2).transpose(1, 2), state

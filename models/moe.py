@@ -11,14 +11,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from models.local_part import local_part
+
 InitFn = Callable[..., object]
-
-
-class Own(nn.Module):
-    """A weight to this rank's part of it; here it is all of it."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
 
 
 class Experts(nn.Module):
@@ -29,13 +24,12 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
-        self.own = Own()
         self.active_share = n_chosen / n_experts
         """Of these weights, what multiplies a token."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x (n, d), sorted by expert; counts (e,) int64 of each expert's tokens. To (n, d)."""
-        w1, w2, w3 = self.own(self.w1), self.own(self.w2), self.own(self.w3)
+        w1, w2, w3 = local_part(self.w1), local_part(self.w2), local_part(self.w3)
         if x.is_cuda and x.dtype == torch.bfloat16:
             offsets = counts.cumsum(0).to(torch.int32)
             gate = F.grouped_mm(x, w1.transpose(-2, -1), offs=offsets)
@@ -50,13 +44,14 @@ class Experts(nn.Module):
         trunc_normal_(self.w3, std=0.02)
 
 
-class Router(nn.Linear):
-    def __init__(self, dim: int, n_experts: int) -> None:
-        super().__init__(dim, n_experts, bias=False)
-        self.own = Own()
+class LocalLinear(nn.Linear):
+    """Of tokens that no other rank has."""
+
+    def __init__(self, dim: int, out_dim: int) -> None:
+        super().__init__(dim, out_dim, bias=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, self.own(self.weight))
+        return F.linear(input, local_part(self.weight))
 
 
 class InnerExperts(nn.Module):
@@ -100,7 +95,7 @@ class MoE(nn.Module):
         super().__init__()
         self.n_chosen, self.normalizes = n_chosen, normalizes
         self.balance_weight = balance_weight
-        self.router = Router(dim, n_experts)
+        self.router = LocalLinear(dim, n_experts)
         self.experts = Experts(n_experts, n_chosen, dim, hidden_dim)
         self.inner, self.tally = InnerExperts(), Tally()
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32))

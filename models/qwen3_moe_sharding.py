@@ -4,22 +4,24 @@ from dataclasses import replace
 from typing import cast
 
 import torch.nn as nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
 
 from models.moe import MoE
 from models.qwen3_moe import FLAVORS, HUGGING_FACE, Qwen3Moe, Qwen3MoeArgs
+from models.transformer_sharding import LocalParameters, transformer_spec
 from models.transformer_sharding import tensor_parallel_plan as dense_plan
-from models.transformer_sharding import transformer_spec
 
 
 def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, ParallelStyle]:
     """The dense decoder's, but experts take this rank's part of the sequence, whole and as it is:
-    to them tensor parallel ranks are ranks with other tokens."""
+    to them tensor parallel ranks are ranks with other tokens. Their weights are dealt out already.
+    """
     plan = {path: style for path, style in dense_plan(args).items() if "feed_forward" not in path}
     plan["layers.*.feed_forward"] = PrepareModuleInput(
         input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
     )
+    plan["layers.*.feed_forward.router"] = LocalParameters(Replicate())
     return plan
 
 

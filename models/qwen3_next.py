@@ -10,10 +10,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.gated_delta_net import GatedDeltaNet
-from models.moe import MoE, Router
+from models.moe import LocalLinear, MoE
 from models.qwen3_moe import Qwen3MoeArgs
 from models.transformer import (
-    FeedForward,
     InitFn,
     InnerAttention,
     Rope,
@@ -37,6 +36,9 @@ class Qwen3NextArgs(Qwen3MoeArgs):
     attention_every: int = 4
     """The last of so many layers has attention, the others have gated delta nets."""
 
+    def has_attention(self, layer: int) -> bool:
+        return (layer + 1) % self.attention_every == 0
+
 
 class Qwen3Next(Transformer):
     args: Qwen3NextArgs
@@ -47,7 +49,7 @@ class Qwen3Next(Transformer):
         self.norm = ZeroCenteredNorm(args.dim, args.norm_eps)
 
     def build_block(self, index: int) -> nn.Module:
-        return Qwen3NextBlock(self.args, has_attention=(index + 1) % self.args.attention_every == 0)
+        return Qwen3NextBlock(self.args, has_attention=self.args.has_attention(index))
 
 
 class Qwen3NextBlock(nn.Module):
@@ -135,6 +137,24 @@ def delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
     )
 
 
+class SharedExpert(nn.Module):
+    """A SwiGLU feed-forward that every rank has whole, for its own tokens."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = LocalLinear(dim, hidden_dim)
+        self.w2 = LocalLinear(hidden_dim, dim)
+        self.w3 = LocalLinear(dim, hidden_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        trunc_normal_(self.w1.weight, std=0.02)
+        trunc_normal_(self.w2.weight, std=residual_std)
+        trunc_normal_(self.w3.weight, std=0.02)
+
+
 class SharedMoE(MoE):
     """And one more expert that every token goes through, scaled by a gate."""
 
@@ -147,8 +167,8 @@ class SharedMoE(MoE):
             normalizes=True,
             balance_weight=args.balance_weight,
         )
-        self.shared = FeedForward(replace(args, hidden_dim=args.shared_hidden_dim))
-        self.shared_gate = Router(args.dim, 1)
+        self.shared = SharedExpert(args.dim, args.shared_hidden_dim)
+        self.shared_gate = LocalLinear(args.dim, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.shared_gate(x).sigmoid() * self.shared(x)

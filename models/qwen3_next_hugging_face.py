@@ -115,10 +115,8 @@ def _args(config: Mapping[str, Any]) -> Qwen3NextArgs:
 
 
 def _layer_types(args: Qwen3NextArgs) -> list[str]:
-    every = args.attention_every
-    return [
-        "linear_attention" if (i + 1) % every else "full_attention" for i in range(args.n_layers)
-    ]
+    kinds = {True: "full_attention", False: "linear_attention"}
+    return [kinds[args.has_attention(i)] for i in range(args.n_layers)]
 
 
 HUGGING_FACE = replace(TABLE, config=_config, args=_args)

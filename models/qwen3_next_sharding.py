@@ -4,12 +4,61 @@ from dataclasses import replace
 from typing import cast
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
 
 from models.gated_delta_net import GatedDeltaNet
 from models.qwen3_moe_sharding import moes
-from models.qwen3_next import FLAVORS, GatedAttention, Qwen3Next, Qwen3NextBlock
+from models.qwen3_moe_sharding import tensor_parallel_plan as moe_plan
+from models.qwen3_next import FLAVORS, GatedAttention, Qwen3Next, Qwen3NextArgs, Qwen3NextBlock
 from models.qwen3_next_hugging_face import HUGGING_FACE
-from models.transformer_sharding import transformer_spec
+from models.transformer_sharding import LocalParameters, transformer_spec
+
+
+def tensor_parallel_plan(args: Qwen3NextArgs) -> dict[str, ParallelStyle]:
+    """Attention as in the dense decoder, gated delta nets by key heads; the shared expert, like all
+    experts, for this rank's part of the sequence."""
+    # Its gate and norms are those of heads.
+    plan = moe_plan(replace(args, qk_norm=True))
+    head, attention = "layers.*.attention", {}
+    for path in [path for path in plan if path == head or path.startswith(f"{head}.")]:
+        attention[path.removeprefix(head)] = plan.pop(path)
+    for path in ("shared_gate", "shared.w[123]"):
+        plan[f"layers.*.feed_forward.{path}"] = LocalParameters(Replicate())
+    for layer in range(args.n_layers):
+        styles = attention if args.has_attention(layer) else delta_net_plan()
+        plan |= {f"layers.{layer}.attention{path}": style for path, style in styles.items()}
+    return plan
+
+
+def delta_net_plan() -> dict[str, ParallelStyle]:
+    return {
+        "": DeltaNetParallel(),
+        ".wqkvz": ColwiseParallel(),
+        ".wba": ColwiseParallel(),
+        # One for all heads.
+        ".norm": LocalParameters(Replicate()),
+        ".wo": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+class DeltaNetParallel(PrepareModuleInput):
+    """Gather x along the sequence, and deal out what each head has."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = LocalParameters(Shard(0))._apply(module, device_mesh)
+        return super()._apply(module, device_mesh)
 
 
 def mixers(model: Qwen3Next) -> list[nn.Module]:
@@ -28,6 +77,7 @@ def delta_nets(model: Qwen3Next) -> list[nn.Module]:
 SPEC = replace(
     transformer_spec(FLAVORS, HUGGING_FACE),
     model_cls=Qwen3Next,
+    tensor_parallel_plan=tensor_parallel_plan,
     attentions=attentions,
     delta_nets=delta_nets,
     moes=moes,

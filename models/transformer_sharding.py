@@ -7,7 +7,14 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -99,6 +106,22 @@ class HeadParallel(ColwiseParallel):
             return own.flatten(-2)
 
         module.register_forward_hook(keep if self._n_heads % degree == 0 else gather)
+        return module
+
+
+class LocalParameters(ParallelStyle):
+    """Spread the parameters of a module that computes with its ``local_part`` of them."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self._placement = placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            spread = distribute_tensor(
+                parameter, device_mesh, [self._placement], src_data_rank=self.src_data_rank
+            )
+            module.register_parameter(name, nn.Parameter(spread))
         return module
 
 

@@ -8,13 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-)
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from runtime.log import logger
 
@@ -31,16 +25,12 @@ def apply_expert_parallel(
     for moe in moes:
         if sequence_meshes:
             moe.tally = Summed(sequence_meshes)
-        if tp_mesh.size() > 1:
-            distribute_module(moe.router, tp_mesh)
-            moe.router.own = Local()
         if expert_mesh is None:
             continue
         ep_mesh = expert_mesh["ep"]
         for name, parameter in list(moe.experts.named_parameters()):
             sharded = distribute_tensor(parameter, ep_mesh, [Shard(0)], src_data_rank=None)
             moe.experts.register_parameter(name, nn.Parameter(sharded))
-        moe.experts.own = Local()
         if ep_mesh.size() > 1:
             moe.inner = AllToAll(ep_mesh)
     if expert_mesh is not None:
@@ -68,15 +58,6 @@ class AllToAll(nn.Module):
         order = owners.argsort(stable=True)
         out = experts(arrived[order], received.sum(dim=0))[order.argsort()]
         return all_to_all_single_autograd(out, to, from_, self.group)
-
-
-class Local(nn.Module):
-    """In place of ``Own``."""
-
-    def forward(self, weight: DTensor) -> torch.Tensor:
-        # What all ranks have, each uses for other tokens: its gradients are parts of a sum.
-        placements = [Partial() if p.is_replicate() else p for p in weight.placements]
-        return weight.to_local(grad_placements=placements)
 
 
 class Summed(nn.Module):

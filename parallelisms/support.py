@@ -83,8 +83,9 @@ def _key_heads(run: Run) -> int:
 
 
 def _deals_out_heads(run: Run) -> bool:
-    heads, cp = _key_heads(run), run.degrees.cp
-    return heads % cp == 0 or (cp % heads == 0 and getattr(run.shape, "n_value_heads", 0) % cp == 0)
+    cp, tp = run.degrees.cp, run.degrees.tp
+    heads, values = _key_heads(run) // tp or 1, getattr(run.shape, "n_value_heads", 0) // tp
+    return heads % cp == 0 or (cp % heads == 0 and values % cp == 0)
 
 
 def _ep(run: Run) -> int:
@@ -275,11 +276,11 @@ REFUSALS = (
             lambda run: run.config.parallelism.context_parallel_method == "ulysses"
             and run.shape.n_heads % (run.degrees.cp * run.degrees.tp) != 0
             and run.degrees.cp > 1),
-    Refusal("parallelism.tensor_parallel_degree", "gated delta nets are not cut into matrices yet",
-            lambda run: run.degrees.tp > 1 and _key_heads(run) > 0),
+    Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_key_heads",
+            _tp_splits(_key_heads)),
     Refusal("parallelism.context_parallel_degree",
-            "gated delta nets are dealt out by heads: it must divide n_key_heads, or be a multiple"
-            " of them that divides n_value_heads",
+            "gated delta nets are dealt out by heads: it must divide the n_key_heads of a tensor"
+            " parallel rank, or be a multiple of them that divides its n_value_heads",
             lambda run: _key_heads(run) > 0 and not _deals_out_heads(run)),
     Refusal("parallelism.pipeline_parallel_degree", "more stages than the model has layers",
             lambda run: run.degrees.pp > 1 and _stages(run) > run.shape.n_layers),

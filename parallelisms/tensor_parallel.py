@@ -1,5 +1,6 @@
 """Tensor parallel with sequence parallel between the matrices (arXiv 2205.05198)."""
 
+import fnmatch
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ def apply_tensor_parallel(
     """
     if is_async:
         _enable_async(tp_mesh)
-    children = dict(model.named_children())
-    plan = {path: style for path, style in plan.items() if path.partition(".")[0] in children}
+    names = [name for name, _ in model.named_modules()]
+    plan = {path: style for path, style in plan.items() if fnmatch.filter(names, path)}
     with keep_shared(model):
         parallelize_module(model, tp_mesh, plan)
     for module in model.modules():

@@ -39,6 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmarks": LIBRARIES | {"forward_backward", "job", "tools", "train"},
     "tests": LIBRARIES | {"benchmarks", "forward_backward", "job", "tools", "train"},
 }
+# Of the models' files, those beside the *_sharding.py that may: a type, and what reads a DTensor.
+KNOW_SHARDS = {"model_spec.py", "local_part.py"}
 # Each of these is imported in the one module that wraps it.
 HEAVY = {"datasets", "transformers", "wandb", "fla", "torchao", "matplotlib"}
 
@@ -78,7 +80,7 @@ def is_allowed(file: Path, package: str, name: str) -> bool:
     if package == "config":
         return top != "torch"
     if package == "models":
-        knows_shards = file.name.endswith("_sharding.py") or file.name == "model_spec.py"
+        knows_shards = file.name.endswith("_sharding.py") or file.name in KNOW_SHARDS
         return top == "torch" and (knows_shards or not name.startswith("torch.distributed"))
     return True
 

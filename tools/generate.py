@@ -30,7 +30,7 @@ from config.job_config import Training
 from data.tokenizer import Tokenizer, load_tokenizer
 from metrics.sample import TEMPERATURE, draw
 from models import ModelSpec, TransformerArgs, find_model
-from models.kv_cache import cached
+from models.cache import cached
 from models.meta import build_on_meta
 from parallelisms.shared_parameters import keep_shared
 from runtime import exit_codes
@@ -151,8 +151,6 @@ def write(options: argparse.Namespace) -> None:
     dtype = getattr(torch, options.dtype) if options.dtype else compute_dtype(Training(), device)
     model = load_model(folder, manifest, spec, args=args, dtype=dtype, device=device)
     name = "{name} {flavor}".format(**manifest["config"]["model"])
-    if spec.delta_nets(model):
-        raise ValueError(f"{folder}: {name}: the state of gated delta nets is not kept here yet")
     print(f"{folder}: {name}, {dtype} on {device}", file=sys.stderr)
 
     choose = partial(
@@ -164,7 +162,7 @@ def write(options: argparse.Namespace) -> None:
     )
     tokens = generate(
         model,
-        spec.attentions(model),
+        spec,
         prompt=prompt,
         count=count,
         choose=lambda logits: choose(logits[: tokenizer.n_vocab]),
@@ -287,7 +285,7 @@ def load_model(
 @torch.inference_mode()
 def generate(
     model: nn.Module,
-    attentions: list[nn.Module],
+    spec: ModelSpec,
     *,
     prompt: list[int],
     count: int,
@@ -296,7 +294,7 @@ def generate(
     """``count`` tokens after ``prompt``, each of which ``choose`` takes by its logits (vocab,)."""
     device = next(model.parameters()).device
     given, n_seen = torch.tensor([prompt], device=device), 0
-    with cached(attentions, max_seq_len=len(prompt) + count):
+    with cached(spec.attentions(model), spec.delta_nets(model), max_seq_len=len(prompt) + count):
         for _ in range(count):
             for chunk in given.split(CHUNK, dim=1):
                 positions = torch.arange(n_seen, n_seen + chunk.shape[1], device=device)[None]

@@ -177,7 +177,7 @@ BAD = [
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble --activation_checkpoint.mode none"
         f" {RESHARD} always", says="freed"),
-    Bad(TP, f"{NEXT} --{TP} 2", says="gated delta nets"),
+    Bad(TP, f"{NEXT} --{TP} 4", says="n_key_heads", ranks=4),
     Bad("parallelism.context_parallel_", f"{NEXT} --{CP} 8", says="n_key_heads", ranks=8),
     Bad("experts.balance_loss", "--experts.balance_loss 0.5", says="no experts"),
     Bad("debug.determinism", f"{MOE} {ELASTIC}", says="experts"),

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from config.job_config import ActivationCheckpoint
-from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, Layout
+from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, TP, Layout
 from tests.parallelisms.test_parity import check_layout
 from tests.ranks import RankPool
 
@@ -21,6 +21,13 @@ LAYOUTS = [
     Layout(4, {CP: 4} | GATHER),
     Layout(4, {CP: 2, EP: 2}),
     Layout(4, {CP: 2, REPLICATE: 2}),
+    Layout(2, {TP: 2}),
+    Layout(4, {TP: 2, EP: 2}),
+    Layout(4, {TP: 2, REPLICATE: 2}),
+    # One key head for each tensor parallel rank, and its value heads for the context's.
+    Layout(4, {TP: 2, CP: 2}),
+    Layout(4, {TP: 2, CP: 2, EP: 4} | GATHER),
+    Layout(4, {PP: 2, TP: 2}),
     Layout(2, {PP: 2}),
     Layout(4, {PP: 2, CP: 2} | GATHER),
     Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),

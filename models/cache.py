@@ -1,4 +1,4 @@
-"""Attention that keeps keys and values, so that a sequence can come piece by piece."""
+"""What layers keep of a sequence, so that it can come piece by piece."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,25 +7,34 @@ from typing import cast
 import torch
 import torch.nn as nn
 
+from models.gated_delta_net import InnerDeltaNet
+
 
 @contextmanager
-def cached(attentions: list[nn.Module], *, max_seq_len: int) -> Iterator[None]:
+def cached(
+    attentions: list[nn.Module], delta_nets: list[nn.Module], *, max_seq_len: int
+) -> Iterator[None]:
     """Within, what the model is given goes on where it ended: ``max_seq_len`` positions in all.
 
     The caller says the positions, and names in ``document_ids`` the documents of the sequence so
     far. No gradients. Wraps the ``inner`` of each module, and unwraps it at the end: every sequence
     has a cache of its own.
     """
+    before = [(module, cast(nn.Module, module.inner)) for module in (*attentions, *delta_nets)]
     for attention in attentions:
         attention.inner = CachedAttention(cast(nn.Module, attention.inner), max_seq_len)
+    for delta_net in delta_nets:
+        delta_net.inner = CachedDeltaNet(cast(InnerDeltaNet, delta_net.inner))
     try:
         yield
     finally:
-        for attention in attentions:
-            attention.inner = cast(CachedAttention, attention.inner).inner
+        for module, inner in before:
+            module.inner = inner
 
 
 class CachedAttention(nn.Module):
+    """Keeps the keys and values."""
+
     def __init__(self, inner: nn.Module, max_seq_len: int) -> None:
         super().__init__()
         self.inner, self.max_seq_len = inner, max_seq_len
@@ -49,3 +58,33 @@ class CachedAttention(nn.Module):
         self.n_seen = end
         k, v = (cache[:, :end] for cache in self.caches)
         return self.inner(q, k, v, document_ids)
+
+
+class CachedDeltaNet(nn.Module):
+    """Keeps the state, and of the last positions what the convolution still sees."""
+
+    def __init__(self, inner: InnerDeltaNet) -> None:
+        super().__init__()
+        self.inner = inner
+        self.seen: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        conv: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        document_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The next positions, as of ``InnerDeltaNet``; document_ids (b, so far)."""
+        assert not torch.is_grad_enabled(), "a cache has no gradients"
+        if self.seen is not None:
+            assert len(self.seen) == len(qkv), "other sequences than before"
+            qkv = torch.cat([self.seen, qkv], dim=1)
+        self.seen = qkv[:, qkv.shape[1] - min(qkv.shape[1], conv.shape[-1] - 1) :].clone()
+        out, self.state = self.inner.go_on(
+            qkv, gates, conv, a_log, dt_bias, document_ids, self.state
+        )
+        return out
