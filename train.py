@@ -28,7 +28,7 @@ from config.job_config import Checkpoint
 from data.loader import Batch, BatchLoader
 from forward_backward import Runner, build_runner, count_valid, take_step, validation_loss
 from job import Job, check_resume, facts_of, resolve
-from metrics.flops import flops_per_token, matmul_parameters, peak_flops
+from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
 from metrics.ledger import Attempt, Ledger
 from metrics.logger import MetricsLogger
 from metrics.profiling import profiler
@@ -111,7 +111,7 @@ def main(job: Job, witness: Witness) -> int:
         n_heads=args.n_heads,
         head_dim=args.head_dim,
         seq_len=training.seq_len,
-        state_size=sum(cast(int, net.state_size) for net in job.spec.delta_nets(model)),
+        state_size=state_size(job.spec.delta_nets(model)),
     )
     fqns, tied = [fqn for fqn, _ in model.named_parameters()], shared_names(model)
     n_parameters = sum(p.numel() for p in model.parameters())

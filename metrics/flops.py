@@ -1,5 +1,8 @@
 """FLOPs per token from the model's own shapes, and the peaks they are measured against."""
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 import torch.nn as nn
 
@@ -30,6 +33,11 @@ def matmul_parameters(model: nn.Module) -> int:
     return linear + round(sum(shares))
 
 
+def state_size(delta_nets: Iterable[nn.Module]) -> int:
+    """Numbers in the states of all of them."""
+    return sum(cast(int, net.state_size) for net in delta_nets)
+
+
 def flops_per_token(
     matmul_params: int,
     *,
@@ -43,8 +51,8 @@ def flops_per_token(
 
     6 per matmul weight, and 12 * layers * heads * head_dim * seq_len for the ``n_layers`` with
     attention (appendix B of arXiv 2204.02311), of which a causal mask needs half. 18 per number of
-    the gated delta nets' states, all layers' together: a token reads them twice and writes them
-    once, whatever the chunks in which that is computed.
+    the gated delta nets' states: a token reads them twice and writes them once, whatever the chunks
+    in which that is computed.
     """
     linear = 6.0 * matmul_params + 18.0 * state_size
     attention = 12.0 * n_layers * n_heads * head_dim * seq_len
