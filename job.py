@@ -11,7 +11,6 @@ from config.changes import changed_arguments, compare
 from data.sources import Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_model
-from models.qwen3_moe import Qwen3MoeArgs
 from parallelisms.support import check_support
 from runtime.log import logger
 
@@ -61,13 +60,13 @@ def resolve(config: JobConfig, world_size: int) -> Job:
         "training": config.training.model_copy(update={"global_batch_size": batch_size}),
         "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),
     }
-    args = replace(published_args, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
-    if isinstance(args, Qwen3MoeArgs):
-        args = replace(args, balance_weight=config.experts.balance_loss / batch_size)
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": config.training.seq_len}
+    if hasattr(published_args, "balance_weight"):
+        sizes["balance_weight"] = config.experts.balance_loss / batch_size
     return Job(
         config=config.model_copy(update=resolved),
         spec=spec,
-        args=args,
+        args=replace(published_args, **sizes),
         tokenizer=tokenizer,
         train_source=train_source,
         held_out_source=held_out_source,

@@ -34,6 +34,7 @@ from checkpoint.manifest import FILE_NAME, NAME, sync_folder
 from checkpoint.storage import Reader, open_file, read_file
 from config import ConfigError
 from config.changes import changed_arguments
+from runtime.log import logger
 from runtime.together import gather, on_first
 
 CONFIG_FILE = "config.json"
@@ -70,6 +71,8 @@ class Family(Protocol):
     def args(self) -> Callable[[Mapping[str, Any]], Any]: ...
     @property
     def tensors(self) -> Callable[[Any], Sequence[Pair]]: ...
+    @property
+    def left_out(self) -> str: ...
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -119,7 +122,7 @@ def open_as(path: Path, family: Family, args: Any, shapes: Mapping[str, torch.Si
         different.append(f"set model.vocab_size = {theirs.vocab_size}, for no rows are made up")
     if different:
         raise ValueError(f"{path / CONFIG_FILE} is of another model: {'; '.join(different)}")
-    folder.check(family.tensors(args), shapes)
+    folder.check(family, args, shapes)
     return folder
 
 
@@ -146,14 +149,21 @@ class Folder:
     def names(self) -> Collection[str]:
         return self._files.keys()
 
-    def check(self, pairs: Sequence[Pair], shapes: Mapping[str, torch.Size]) -> None:
-        """Raise ``ValueError`` unless the tensors are those of ``pairs``, and such as make those of
-        ours that have ``shapes``."""
+    def check(self, family: Family, args: Any, shapes: Mapping[str, torch.Size]) -> None:
+        """Raise ``ValueError`` unless the tensors are those of the family's model with ``args``,
+        and such as make those of ours that have ``shapes``."""
+        pairs = family.tensors(args)
         by_name = {pair.ours: pair for pair in pairs}
         assert shapes.keys() <= by_name.keys(), "the table has every tensor of the model"
         known = {name: pair for pair in pairs for name in pair.theirs}
         missing = [n for n, pair in known.items() if n not in self._files and pair.shares is None]
         extra = sorted(self._files.keys() - known.keys())
+        if family.left_out:
+            kept = [name for name in extra if not name.startswith(family.left_out)]
+            if len(kept) < len(extra):
+                logger.warning("%s: left out: %d tensors %s*, which are no part of the model here",
+                               self._path, len(extra) - len(kept), family.left_out)  # fmt: skip
+            extra = kept
         found = [f"{self._path}: {n} is missing (of {len(missing)} tensors)" for n in missing[:1]]
         found += [f"{self._path}: {n} is unknown (of {len(extra)} tensors)" for n in extra[:1]]
         for ours, shape in shapes.items():

@@ -34,7 +34,7 @@ class Job(Section):
 
 class Model(Section):
     name: str = "llama3"
-    """Model family: a key of models.MODEL_SPECS."""
+    """Model family: a key of models.MODEL_SPECS, or module:attribute of a ModelSpec of your own."""
     flavor: str = "debugmodel"
     """Size within the family, e.g. debugmodel, 8B."""
     vocab_size: Count | None = None

@@ -1,4 +1,5 @@
 import difflib
+import pkgutil
 
 from models import llama3, qwen3, qwen3_moe_sharding, qwen3_next_sharding
 from models.model_spec import ModelSpec
@@ -14,12 +15,30 @@ MODEL_SPECS: dict[str, ModelSpec] = {
 
 def find_model(name: str, flavor: str) -> tuple[ModelSpec, TransformerArgs]:
     """The family and the published args; raise ``ValueError`` with what there is instead."""
-    if name not in MODEL_SPECS:
-        raise ValueError(_unknown("model.name", name, list(MODEL_SPECS)))
-    spec = MODEL_SPECS[name]
+    spec = find_spec(name)
     if flavor not in spec.flavors:
         raise ValueError(_unknown(f"model.flavor of {name}", flavor, list(spec.flavors)))
     return spec, spec.flavors[flavor]
+
+
+def find_spec(name: str) -> ModelSpec:
+    """The family of that name, or, of ``module:attribute``, what is imported from elsewhere."""
+    if ":" in name:
+        return _import_spec(name)
+    if name not in MODEL_SPECS:
+        raise ValueError(_unknown("model.name", name, list(MODEL_SPECS)))
+    return MODEL_SPECS[name]
+
+
+def _import_spec(name: str) -> ModelSpec:
+    try:
+        spec = pkgutil.resolve_name(name)
+    except Exception as error:
+        text = f"model.name: {name!r} cannot be imported: {type(error).__name__}: {error}"
+        raise ValueError(text) from error
+    if not isinstance(spec, ModelSpec):
+        raise ValueError(f"model.name: {name!r} is not a ModelSpec")
+    return spec
 
 
 def _unknown(key: str, value: str, known: list[str]) -> str:
@@ -29,4 +48,4 @@ def _unknown(key: str, value: str, known: list[str]) -> str:
     return f"{key}: {value!r} is not one of {', '.join(known)}{hint}"
 
 
-__all__ = ["MODEL_SPECS", "ModelSpec", "TransformerArgs", "find_model"]
+__all__ = ["MODEL_SPECS", "ModelSpec", "TransformerArgs", "find_model", "find_spec"]

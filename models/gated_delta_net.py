@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from models.local_part import local_part
+from models.own_part import own_part
 
 InitFn = Callable[..., object]
 CHUNK = 64
@@ -54,7 +54,7 @@ class GatedDeltaNet(nn.Module):
         qkv, z = qkvz.split([self.group, self.ratio * self.value_dim], dim=-1)
         beta, a = self.wba(x).view(b, s, -1, 2 * self.ratio).chunk(2, dim=-1)
         gates = torch.stack([beta, a], dim=-1)  # (b, s, n, r, 2)
-        of_heads = (local_part(weight) for weight in (self.conv, self.a_log, self.dt_bias))
+        of_heads = (own_part(weight) for weight in (self.conv, self.a_log, self.dt_bias))
         out = self.inner(qkv, gates, *of_heads, document_ids)
         out = self.norm(out, z.reshape(b, s, -1, self.value_dim))
         return self.wo(out.reshape(b, s, -1))
@@ -129,7 +129,7 @@ class GatedNorm(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         precise = torch.promote_types(x.dtype, torch.float32)
         normed = F.rms_norm(x.to(precise), x.shape[-1:], eps=self.eps).type_as(x)
-        return (local_part(self.weight) * normed * F.silu(gate.to(precise))).type_as(x)
+        return (own_part(self.weight) * normed * F.silu(gate.to(precise))).type_as(x)
 
 
 def causal_conv(

@@ -42,6 +42,8 @@ class HuggingFace:
     """The inverse. Raises ``ValueError`` that names the key of what is not implemented here."""
     tensors: Callable[[Any], list[TensorPair]]
     """Args to all tensors of the model's state dict."""
+    left_out: str = ""
+    """What the names of theirs begin with that are no part of the model here."""
 
 
 @dataclass(frozen=True)

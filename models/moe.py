@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from models.local_part import local_part
+from models.own_part import own_part
 
 InitFn = Callable[..., object]
 
@@ -29,7 +29,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x (n, d), sorted by expert; counts (e,) int64 of each expert's tokens. To (n, d)."""
-        w1, w2, w3 = local_part(self.w1), local_part(self.w2), local_part(self.w3)
+        w1, w2, w3 = own_part(self.w1), own_part(self.w2), own_part(self.w3)
         if x.is_cuda and x.dtype == torch.bfloat16:
             offsets = counts.cumsum(0).to(torch.int32)
             gate = F.grouped_mm(x, w1.transpose(-2, -1), offs=offsets)
@@ -51,7 +51,7 @@ class LocalLinear(nn.Linear):
         super().__init__(dim, out_dim, bias=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, local_part(self.weight))
+        return F.linear(input, own_part(self.weight))
 
 
 class InnerExperts(nn.Module):

@@ -119,4 +119,5 @@ def _layer_types(args: Qwen3NextArgs) -> list[str]:
     return [kinds[args.has_attention(i)] for i in range(args.n_layers)]
 
 
-HUGGING_FACE = replace(TABLE, config=_config, args=_args)
+# Published folders have weights for predicting several tokens, which transformers leaves out too.
+HUGGING_FACE = replace(TABLE, config=_config, args=_args, left_out="mtp.")

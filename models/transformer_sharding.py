@@ -110,7 +110,7 @@ class HeadParallel(ColwiseParallel):
 
 
 class LocalParameters(ParallelStyle):
-    """Spread the parameters of a module that computes with its ``local_part`` of them."""
+    """Spread the parameters of a module that computes with its ``own_part`` of them."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()

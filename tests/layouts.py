@@ -18,7 +18,7 @@ from parallelisms.shared_parameters import shared_names
 
 CPU = torch.device("cpu")
 MODE, REPLICATE = "data_parallel", "data_parallel_replicate_degree"
-TP, CP, PP = (f"{name}_parallel_degree" for name in ("tensor", "context", "pipeline"))
+TP, CP, PP, EP = (f"{name}_parallel_degree" for name in ("tensor", "context", "pipeline", "expert"))
 METHOD, SCHEDULE = "context_parallel_method", "pipeline_parallel_schedule"
 RESHARD, REDUCE = "fsdp_reshard_after_forward", "fsdp_reduce_gradients"
 SHORT = {MODE: "", REPLICATE: "replicate", TP: "tp", RESHARD: "reshard-", REDUCE: "reduce-"}

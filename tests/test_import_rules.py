@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tests": LIBRARIES | {"benchmarks", "forward_backward", "job", "tools", "train"},
 }
 # Of the models' files, those beside the *_sharding.py that may: a type, and what reads a DTensor.
-KNOW_SHARDS = {"model_spec.py", "local_part.py"}
+KNOW_SHARDS = {"model_spec.py", "own_part.py"}
 # Each of these is imported in the one module that wraps it.
 HEAVY = {"datasets", "transformers", "wandb", "fla", "torchao", "matplotlib"}
 

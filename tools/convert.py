@@ -10,10 +10,10 @@ import sys
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,7 +32,7 @@ from checkpoint.hugging_face import (
     split,
     write_folder,
 )
-from checkpoint.manifest import NAME, read_manifest, write_manifest
+from checkpoint.manifest import read_manifest, write_manifest
 from checkpoint.storage import (
     DTYPES,
     INDEX_FILE,
@@ -47,9 +47,9 @@ from checkpoint.store import STATE_FILE, problems_of, sizes_of
 from config.changes import changed_arguments
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
-from models.hugging_face import HuggingFace
 from models.meta import build_on_meta
 from runtime import exit_codes
+from tools.saved_model import saved_model
 
 TOKENIZER_FILE = "tokenizer.json"
 # Of the names of a checkpoint's weights, beside those of the optimizer's state.
@@ -100,13 +100,15 @@ def export_checkpoint(
     manifest = read_manifest(checkpoint)
     index = read_index(checkpoint, sizes_of(manifest))
     weights = {k.removeprefix(PREFIX): e for k, e in index.items() if k.startswith(PREFIX)}
-    spec, family, args = _model_of(checkpoint, manifest)
-    pairs = family.tensors(args)
+    name, spec, args = saved_model(checkpoint, manifest)
+    if spec.hugging_face is None:
+        raise ValueError(f"{checkpoint}: {name} has no known form at Hugging Face")
+    pairs = spec.hugging_face.tensors(args)
     _check_weights(checkpoint, weights, spec, args)
     tokenizer, files = _tokenizer_of(checkpoint, manifest, tokenizer_name)
     dtypes = (DTYPES[weights[pair.ours].dtype] for pair in pairs if pair.theirs)
     dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
-    config = family.config(args) | {
+    config = spec.hugging_face.config(args) | {
         "bos_token_id": tokenizer and tokenizer.bos_id,
         "eos_token_id": tokenizer and tokenizer.eos_id,
         "dtype": dtype,
@@ -120,32 +122,6 @@ def export_checkpoint(
 
     write_folder(folder, config, tensors(), files=files, shard_bytes=shard_bytes)
     print(f"{folder}: {config['architectures'][0]}, {dtype}, step {manifest['step']}")
-
-
-def _model_of(
-    checkpoint: Path, manifest: Mapping[str, Any]
-) -> tuple[ModelSpec, HuggingFace, TransformerArgs]:
-    try:
-        name, saved = manifest["config"]["model"]["name"], manifest["model_args"]
-        spec = MODEL_SPECS[name]
-        args = _build(type(next(iter(spec.flavors.values()))), saved)
-    except (KeyError, TypeError):
-        raise ValueError(f"{checkpoint}: its {NAME} says of no known model that it is of") from None
-    if changed := changed_arguments(saved, args):
-        raise ValueError(f"{checkpoint}: {name} is another model now: {'; '.join(changed)}")
-    if spec.hugging_face is None:
-        raise ValueError(f"{checkpoint}: {name} has no known form at Hugging Face")
-    return spec, spec.hugging_face, args
-
-
-def _build(kind: Any, saved: Mapping[str, Any]) -> Any:
-    """The dataclass of which ``saved`` is the dict; fields of it may be dataclasses or None."""
-    values = {f.name: saved[f.name] for f in fields(kind) if f.name in saved}
-    for f in fields(kind):
-        nested = [option for option in (f.type, *get_args(f.type)) if is_dataclass(option)]
-        if nested and isinstance(values.get(f.name), dict):
-            values[f.name] = _build(nested[0], values[f.name])
-    return kind(**values)
 
 
 def _check_weights(
@@ -229,7 +205,7 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
     if args.n_layers * getattr(args, "n_experts", 1) > len(source.names):
         raise ValueError(f"{folder}: {len(source.names)} tensors for {args.n_layers} layers")
     pairs, shapes = family.tensors(args), _shapes(spec, args)
-    source.check(pairs, shapes)
+    source.check(family, args, shapes)
     facts = _facts(folder, name, spec, args)
     by_name = {pair.ours: pair for pair in pairs}
     # What shares another's weight is read from there.

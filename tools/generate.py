@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -25,16 +24,16 @@ from checkpoint.manifest import NAME, read_manifest
 from checkpoint.states import ModelState
 from checkpoint.storage import Reader, read_index
 from checkpoint.store import problems_of, published, sizes_of
-from config.changes import changed_arguments
 from config.job_config import Training
 from data.tokenizer import Tokenizer, load_tokenizer
 from metrics.sample import TEMPERATURE, draw
-from models import ModelSpec, TransformerArgs, find_model
+from models import ModelSpec, TransformerArgs
 from models.cache import cached
 from models.meta import build_on_meta
 from parallelisms.shared_parameters import keep_shared
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
+from tools.saved_model import saved_model
 
 MOST_TOKENS = 256
 # Bounds the logits of a prompt, of which only the last are needed.
@@ -142,7 +141,8 @@ def write(options: argparse.Namespace) -> None:
     """Print prompt and text as it is drawn; raise ``ValueError`` for what cannot be done."""
     folder = find_checkpoint(options.checkpoint)
     manifest = read_manifest(folder)
-    spec, args, tokenizer = read_facts(folder, manifest, options.tokenizer)
+    name, spec, args = saved_model(folder, manifest)
+    tokenizer = read_tokenizer(folder, manifest, options.tokenizer)
     prompt = [tokenizer.bos_id, *tokenizer.encode(options.prompt).tolist()]
     count = _count(options.tokens, prompt, args.max_seq_len)
     if options.top_k is not None and options.top_k > tokenizer.n_vocab:
@@ -150,7 +150,6 @@ def write(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype) if options.dtype else compute_dtype(Training(), device)
     model = load_model(folder, manifest, spec, args=args, dtype=dtype, device=device)
-    name = "{name} {flavor}".format(**manifest["config"]["model"])
     print(f"{folder}: {name}, {dtype} on {device}", file=sys.stderr)
 
     choose = partial(
@@ -218,37 +217,21 @@ def find_checkpoint(path: Path) -> Path:
     raise ValueError(f"{path}: nothing that verifies: {'; '.join(problems)}")
 
 
-def read_facts(
-    folder: Path, manifest: dict[str, Any], tokenizer_name: str | None
-) -> tuple[ModelSpec, TransformerArgs, Tokenizer]:
-    """What the checkpoint is of; raise ``ValueError`` if this version cannot build that."""
+def read_tokenizer(folder: Path, manifest: dict[str, Any], name: str | None) -> Tokenizer:
+    """The checkpoint's, or the one of that ``name`` if it is the same."""
+    named_by = "argument --tokenizer" if name else f"{folder}: data.tokenizer"
+    name = name or manifest["config"].get("data", {}).get("tokenizer")
+    if name is None:
+        raise ValueError(f"{folder}: it names no tokenizer; --tokenizer does")
     try:
-        config, saved = manifest["config"], manifest["model_args"]
-        name, flavor = config["model"]["name"], config["model"]["flavor"]
-        sizes = {key: saved[key] for key in ("vocab_size", "max_seq_len")}
-        named_by = "argument --tokenizer" if tokenizer_name else f"{folder}: data.tokenizer"
-        tokenizer_name = tokenizer_name or config["data"]["tokenizer"]
-        fingerprint = manifest["fingerprints"]["tokenizer"]
-    except (KeyError, TypeError):
-        raise ValueError(f"{folder}: its {NAME} does not say of which model it is") from None
-    if not isinstance(flavor, str):
-        raise ValueError(f"{folder}: it is of no size known here")
-    try:
-        spec, published_args = find_model(name, flavor)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    args = replace(published_args, **sizes)
-    changed = changed_arguments(saved, args)
-    if changed:
-        raise ValueError(f"{folder}: {name} {flavor} is another model now: {'; '.join(changed)}")
-    try:
-        tokenizer = load_tokenizer(tokenizer_name)
+        tokenizer = load_tokenizer(name)
     except ValueError as error:
         raise ValueError(f"{named_by}{str(error).removeprefix('data.tokenizer')}") from None
+    fingerprint = manifest.get("fingerprints", {}).get("tokenizer", tokenizer.fingerprint)
     if tokenizer.fingerprint != fingerprint:
-        text = f"{tokenizer_name} is not the tokenizer that the model was trained with"
+        text = f"{name} is not the tokenizer that the model was trained with"
         raise ValueError(f"{named_by}: {text}; --tokenizer names another")
-    return spec, args, tokenizer
+    return tokenizer
 
 
 def load_model(

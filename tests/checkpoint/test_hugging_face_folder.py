@@ -471,7 +471,9 @@ def test_any_box_of_any_pair_comes_back(kind: str, tmp_path: Path) -> None:
     assert {name for name, _ in written} == {*pair.theirs, "other"}
     write_folder(tmp_path / "folder", {}, iter(written), files={})
     folder = Folder(tmp_path / "folder")
-    folder.check([pair, TensorPair("other", ("other",))], {"x": tensor.shape})
+    pairs = [pair, TensorPair("other", ("other",))]
+    family = HuggingFace("", config=dict, args=dict, tensors=lambda args: pairs)
+    folder.check(family, None, {"x": tensor.shape})
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         ends = [torch.randint(n + 1, (2,), generator=generator).sort()[0] for n in tensor.shape]
@@ -481,7 +483,7 @@ def test_any_box_of_any_pair_comes_back(kind: str, tmp_path: Path) -> None:
     if kind != "zero":
         transposed = tensor.shape[:-2] + tensor.shape[-2:][::-1]
         with pytest.raises(ValueError, match="not \\["):
-            folder.check([pair, TensorPair("other", ("other",))], {"x": transposed})
+            folder.check(family, None, {"x": transposed})
 
 
 def test_what_has_no_place_there_must_be_zero() -> None:

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoint.hugging_face import Folder, split, write_folder
 from models import qwen3_moe, qwen3_next_hugging_face
@@ -70,7 +71,7 @@ def read(family: str, path: Path) -> Any:
     model.init_weights()
     own = model.state_dict()
     pairs = form.tensors(args)
-    folder.check(pairs, {fqn: tensor.shape for fqn, tensor in own.items()})
+    folder.check(form, args, {fqn: tensor.shape for fqn, tensor in own.items()})
     found = {
         pair.ours: folder.read_ours(pair, [0] * own[pair.ours].ndim, own[pair.ours].shape)
         for pair in pairs
@@ -142,6 +143,23 @@ def test_packed_documents_are_documents(tmp_path: Path) -> None:
     got = model(tokens, positions, ids)
     assert (got - torch.cat(parts, dim=1)).abs().max() < 1e-10
     assert (model(tokens, positions) - got).abs().max() > 0.1, "documents make no difference"
+
+
+def test_what_predicts_several_tokens_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs("Qwen3Next").save_pretrained(tmp_path)
+    want = read("Qwen3Next", tmp_path).state_dict()
+    assert not caplog.records
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, file)
+    got = read("Qwen3Next", tmp_path).state_dict()
+    assert all(torch.equal(tensor, want[fqn]) for fqn, tensor in got.items())
+    assert "left out: 1 tensors mtp.*" in caplog.text
+    save_file(tensors | {"other.weight": torch.ones(2, 2)}, file)
+    with pytest.raises(ValueError, match=r"other\.weight is unknown \(of 1 tensors\)"):
+        read("Qwen3Next", tmp_path)
 
 
 def test_weights_that_do_not_add_up_to_1_are_refused(tmp_path: Path) -> None:

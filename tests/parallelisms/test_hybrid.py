@@ -1,15 +1,22 @@
 """Gated delta nets on any mesh compute what one device computes, packed documents too."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import pytest
+import torch
 
 from config.job_config import ActivationCheckpoint
-from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, TP, Layout
+from data.loader import Batch
+from models import find_model
+from models.gated_delta_net import InnerDeltaNet
+from parallelisms.materialize import materialize
+from tests.layouts import CP, CPU, EP, METHOD, MODE, PP, REPLICATE, TP, Layout, spread
 from tests.parallelisms.test_parity import check_layout
 from tests.ranks import RankPool
 
-EP, GATHER = "expert_parallel_degree", {METHOD: "allgather"}
+GATHER = {METHOD: "allgather"}
 LAYOUTS = [
     Layout(2),
     Layout(2, {MODE: "ddp"}),
@@ -41,3 +48,69 @@ LAYOUTS = [
 def test_layout_matches_one_device(ranks: RankPool, layout: Layout, document_mask: bool) -> None:
     check = partial(check_layout, document_mask=document_mask)
     ranks.run(check, layout.world_size, "qwen3_next", False, layout)
+
+
+SEQ_LEN, SIZES = 160, (37, 1, 66, 24, 32)
+# First and last tokens of documents, of chunks of the state, and of ranks' parts; and some others.
+CHANGED = (0, 36, 37, 38, 50, 63, 64, 79, 80, 103, 104, 119, 120, 128, 159)
+
+
+def look(layout: Layout) -> None:
+    """Change a token, and see whose logits change; see how much of a sequence layers get."""
+    args = replace(find_model("qwen3_next", "debugmodel")[1], max_seq_len=SEQ_LEN)
+    spec, _ = find_model("qwen3_next", "debugmodel")
+    found = spread("qwen3_next", args, layout, dtype="float64")
+    materialize(found.model, CPU, seed=7)
+    # So that what is far away still tells.
+    with torch.no_grad():
+        for net in spec.delta_nets(found.model):
+            cast(Any, net).dt_bias.fill_(-4.0)
+    blocks, inners = set(), set()
+    for block in spec.blocks(found.model).values():
+        block.register_forward_pre_hook(lambda module, inputs: blocks.add(inputs[0].shape[1]))
+    for module in found.model.modules():
+        if isinstance(module, InnerDeltaNet):
+            module.register_forward_pre_hook(
+                lambda module, inputs: inners.add(tuple(inputs[1].shape[1:4]))
+            )
+
+    tokens = torch.randint(
+        args.vocab_size, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1)
+    )
+    ids = torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES))[None]
+    positions = torch.cat([torch.arange(size) for size in SIZES])[None]
+    runner = found.runner()
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        return runner.logits(Batch(tokens, tokens, positions, ids))[0]
+
+    before = logits(tokens)
+    for at in CHANGED:
+        other = tokens.clone()
+        other[0, at] = (other[0, at] + 1) % args.vocab_size
+        differences = (logits(other) - before).abs().amax(dim=-1)
+        sees = (ids[0] == ids[0, at]) & (torch.arange(SEQ_LEN) >= at)
+        # A matrix product of other sizes rounds differently.
+        assert differences[~sees].sum() < 1e-11, f"position {at} is seen by others"
+        assert differences[sees].min() > 1e-9, f"position {at} is not seen by all of its document"
+
+    cp, tp = found.dims.degrees.cp, found.dims.degrees.tp
+    assert blocks == {SEQ_LEN // (cp * tp)}
+    heads = args.n_value_heads // (cp * tp)
+    assert {(seq_len, n * ratio) for seq_len, n, ratio in inners} == {(SEQ_LEN, heads)}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, {CP: 2}),
+        Layout(2, {CP: 2} | GATHER),
+        Layout(4, {CP: 4}),
+        Layout(4, {CP: 2, TP: 2} | GATHER),
+    ],
+    ids=str,
+)
+def test_ranks_have_parts_of_the_sequence_and_documents_are_alone(
+    ranks: RankPool, layout: Layout
+) -> None:
+    ranks.run(look, layout.world_size, layout)

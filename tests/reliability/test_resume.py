@@ -45,9 +45,31 @@ LAYOUTS: dict[str, tuple[int, dict[str, str]]] = {
         2,
         {"model.name": "qwen3", "data.document_mask": "true", "checkpoint.async_mode": "async"},
     ),
+    "qwen3_moe, ep, bias": (
+        2,
+        {
+            "model.name": "qwen3_moe",
+            "parallelism.expert_parallel_degree": "2",
+            "experts.balance_bias_rate": "0.01",
+        },
+    ),
+    "qwen3_next, cp, documents": (
+        2,
+        {
+            "model.name": "qwen3_next",
+            "parallelism.context_parallel_degree": "2",
+            "parallelism.expert_parallel_degree": "2",
+            "data.document_mask": "true",
+        },
+    ),
     "bfloat16 compute": (2, {"training.mixed_precision_param": "bfloat16"}),
 }
-QUICK_TO_TELL = {"fsdp, accumulation", "tp", "qwen3, documents, asynchronous saves"}
+QUICK_TO_TELL = {
+    "fsdp, accumulation",
+    "tp",
+    "qwen3, documents, asynchronous saves",
+    "qwen3_next, cp, documents",
+}
 
 
 def wait_for(condition: Callable[[], Any], processes: list[BaseProcess], folder: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tokenizers
@@ -19,8 +19,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from checkpoint.manifest import read_manifest, write_manifest
 from checkpoint.store import problems_of
 from data.tokenizer import load_tokenizer
-from models.transformer import Transformer
+from models import MODEL_SPECS
 from runtime import exit_codes
+from tests.layouts import CP, EP, TP
 from tests.models.test_hugging_face import TOLERANCE, float64_for_float32, form_of
 from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
 from tools import convert
@@ -29,12 +30,24 @@ transformers = pytest.importorskip("transformers")
 
 TEXT = "the other words' 12345\n  of the w\u00f6rld"
 STEPS = {"training.steps": "2", "lr_scheduler.total_steps": "2", "training.dtype": "float32"}
-TENSOR_PARALLEL = {"parallelism.tensor_parallel_degree": "2"}
+TENSOR_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL = (
+    {f"parallelism.{degree}": "2"} for degree in (TP, CP, EP)
+)
 # Saved by one mesh, loaded by another.
 RUNS = {
     "llama3": ({"model.name": "llama3", **TENSOR_PARALLEL}, {}),
     "qwen3": ({"model.name": "qwen3"}, TENSOR_PARALLEL),
+    "qwen3_moe": ({"model.name": "qwen3_moe", **EXPERT_PARALLEL}, TENSOR_PARALLEL),
+    "qwen3_next": ({"model.name": "qwen3_next", **CONTEXT_PARALLEL}, TENSOR_PARALLEL),
 }
+
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+def of_families(*names: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", names, indirect=True, scope="module")
 
 
 def write_tokenizer(path: Path) -> str:
@@ -52,7 +65,7 @@ def write_tokenizer(path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama3", marks=pytest.mark.slow), "qwen3"])
+@pytest.fixture(scope="module")
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -88,8 +101,9 @@ def bits(found: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {k: (t.dtype, t.shape, t.contiguous().numpy().tobytes()) for k, t in found.items()}
 
 
+@of_families(slow("llama3"), "qwen3")
 def test_transformers_has_the_logits_and_tokens_of_the_run(
-    checkpoint: Path, exported: Path
+    name: str, checkpoint: Path, exported: Path
 ) -> None:
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         exported, output_loading_info=True
@@ -104,8 +118,9 @@ def test_transformers_has_the_logits_and_tokens_of_the_run(
         tokens = torch.randint(theirs.config.vocab_size, (2, 32))
         want = theirs(tokens).logits.detach()
     config = json.loads((exported / "config.json").read_text())
-    model = Transformer(form_of(config["model_type"]).args(config)).double()
-    model.init_weights()
+    args = form_of(config["model_type"]).args(config)
+    model = MODEL_SPECS[name].model_cls(args).double()
+    cast(Any, model).init_weights()
     model.load_state_dict(weights_of(checkpoint))
     assert (model(tokens) - want).abs().max() < TOLERANCE
 
@@ -122,6 +137,7 @@ def test_transformers_has_the_logits_and_tokens_of_the_run(
     assert stat.S_IMODE(exported.stat().st_mode) == 0o700
 
 
+@of_families(slow("llama3"), "qwen3", slow("qwen3_moe"), "qwen3_next")
 def test_there_and_back_changes_no_bit(
     checkpoint: Path, exported: Path, imported: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +161,8 @@ def test_there_and_back_changes_no_bit(
     found = weights_of(tmp_path / "checkpoint")
     want = {fqn: t.bfloat16() for fqn, t in weights_of(checkpoint).items()}
     assert found.keys() == want.keys()
+    # What they do not have is zero, and as wide as it is here.
+    found = {fqn: t for fqn, t in found.items() if not fqn.endswith("feed_forward.bias")}
     assert all(t.dtype == torch.bfloat16 and t.equal(want[fqn]) for fqn, t in found.items())
 
 
@@ -158,6 +176,7 @@ def first_steps(folder: Path, name: str, initial: Path) -> Any:
     return curve(folder)
 
 
+@of_families(slow("llama3"), "qwen3", slow("qwen3_moe"), "qwen3_next")
 def test_a_run_starts_from_any_of_the_three(
     name: str, checkpoint: Path, exported: Path, imported: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +187,7 @@ def test_a_run_starts_from_any_of_the_three(
     assert curves["exported"][1] != before[1], "not the weights that every run begins with"
 
 
+@of_families(slow("llama3"), "qwen3")
 def test_a_run_of_another_model_is_refused(exported: Path, name: str, tmp_path: Path) -> None:
     other = {"llama3": "qwen3", "qwen3": "llama3"}[name]
     keys = {"model.name": other, "checkpoint.initial_load_path": str(exported)}
@@ -196,14 +216,15 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     return output.err
 
 
+@of_families(slow("llama3"), "qwen3")
 def test_what_cannot_be_exported_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, copy = tmp_path / "target", tmp_path / "copy"
     manifest = read_manifest(checkpoint)
     told = {
-        "says of no known model": {"model_args": None},
-        "of no known model that": {"config": {"model": {"name": "other"}}},
+        "does not say of which model": {"model_args": None},
+        "'other' is not one of": {"config": {"model": {"name": "other"}}},
         "is another model now": {"model_args": manifest["model_args"] | {"n_experts": 8}},
         "not [64, 128]": {"model_args": manifest["model_args"] | {"vocab_size": 64}},
         "not absent": {"model_args": manifest["model_args"] | {"n_layers": 3}},
@@ -231,6 +252,7 @@ def test_what_cannot_be_exported_is_refused(
     assert {path.name for path in tmp_path.iterdir()} == {"copy", "target"}
 
 
+@of_families(slow("llama3"), "qwen3")
 def test_what_cannot_be_imported_is_refused(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +279,7 @@ def test_what_cannot_be_imported_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
+@of_families(slow("llama3"), "qwen3")
 def test_a_tokenizer_that_is_no_file_is_left_out(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ from models import find_model
 from parallelisms import materialize
 from runtime.distributed import compute_dtype
 from tests.data.test_tokenizer import RANDOM, TEXTS, load_json
-from tests.layouts import PP, TP
+from tests.layouts import CP, EP, PP, TP
 from tests.reliability.forked import checkpoints, codes, log, started, tensors
 from tests.test_train import ROOT
 from tools import generate
@@ -51,6 +51,8 @@ RUNS = {
     "tp": {f"parallelism.{TP}": "2"},
     "pp": {f"parallelism.{PP}": "2", "model.flavor": "debugmodel_tied"},
     "qwen3": {"model.name": "qwen3"},
+    "qwen3_moe": {"model.name": "qwen3_moe", f"parallelism.{EP}": "2"},
+    "qwen3_next": {"model.name": "qwen3_next", f"parallelism.{CP}": "2"},
 }
 BYTES = load_tokenizer("bytes")
 Trained = Callable[[str], Path]
@@ -252,7 +254,7 @@ def test_defaults_fill_a_sequence(run_folder: Path, capsys: pytest.CaptureFixtur
     first, last = said[0].err.splitlines()
     dtype = compute_dtype(Training(), torch.device("cpu"))
     if not torch.cuda.is_available():
-        assert first == f"{newest(run_folder)}: llama3 debugmodel, {dtype} on cpu"
+        assert first == f"{newest(run_folder)}: llama3, {dtype} on cpu"
     assert re.fullmatch(rf"{room} tokens after {SEQ_LEN - room + 1}, [\d.,]+ tokens/s", last)
 
 
@@ -342,12 +344,12 @@ def no_table(facts: Facts) -> None:
     facts["config"] = {"model": None}
 
 
-def unknown_flavor(facts: Facts) -> None:
-    facts["config"]["model"]["flavor"] = "9T"
+def unknown_family(facts: Facts) -> None:
+    facts["config"]["model"]["name"] = "llama9"
 
 
 def other_arguments(facts: Facts) -> None:
-    facts["model_args"]["rope_theta"] = 1e4
+    facts["model_args"]["n_experts"] = 4
 
 
 def other_tokenizer(facts: Facts) -> None:
@@ -367,8 +369,8 @@ def other_shapes(facts: Facts) -> None:
     [
         (nothing_known, "its manifest.json does not say of which model it is"),
         (no_table, "its manifest.json does not say of which model it is"),
-        (unknown_flavor, "model.flavor of llama3: '9T' is not one of"),
-        (other_arguments, "llama3 debugmodel is another model now: rope_theta: 10000.0 to"),
+        (unknown_family, "model.name: 'llama9' is not one of"),
+        (other_arguments, "llama3 is another model now: n_experts: 4 to no such argument"),
         (other_tokenizer, "data.tokenizer: bytes is not the tokenizer that the model was trained"),
         (missing_tokenizer, "data.tokenizer: nowhere/tokenizer.json: "),
         (other_shapes, "model.output.weight is [320, 128], not [384, 128]"),

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 
 
-def local_part(weight: torch.Tensor) -> torch.Tensor:
+def own_part(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a weight; all of it, if it is on one device."""
     if not isinstance(weight, DTensor):
         return weight

@@ -1,0 +1,74 @@
+"""The page that says how to add a model is right: its files, as they are, train on any mesh."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from subprocess import run as run_command
+
+import pytest
+
+from models import find_model
+from tests.layouts import CP, PP, TP
+from tests.test_train import ROOT, curve, start
+
+PAGE = ROOT / "docs" / "add_a_model.md"
+NAME = "my_models.relu2_sharding:SPEC"
+FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With the page's files, where Python finds them."""
+    files = dict(FILE.findall(PAGE.read_text()))
+    assert list(files) == ["my_models/relu2.py", "my_models/relu2_sharding.py", "relu2_debug.toml"]
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "relu2_debug.toml"))
+    return tmp_path
+
+
+MESHES = [{PP: "2"}, {TP: "2"}, {CP: "2"}]
+
+
+def test_it_is_the_same_on_any_mesh_and_writes_text(folder: Path) -> None:
+    keys = {"job.name": "debug_model", "training.steps": "3"}
+    curves = []
+    for mesh in [{}, *MESHES]:
+        degrees = {f"parallelism.{key}": value for key, value in mesh.items()}
+        process = start(folder / str(len(curves)), 1 + len(mesh), **keys, **degrees)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+        curves.append(curve(folder / str(len(curves))))
+    for got in curves[1:]:
+        assert [*got] == [1, 2, 3]
+        for step, values in got.items():
+            assert values == pytest.approx(curves[0][step], rel=1e-9)
+    path = f"{folder}:{ROOT}"
+    written = run_command(
+        [sys.executable, "-m", "tools.generate", folder / "1" / "debug_model", "--tokens", "4"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert written.returncode == 0, written.stderr
+    assert NAME in written.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_such_models:SPEC", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("models:SPEC", "cannot be imported: AttributeError"),
+        ("models:MODEL_SPECS", "is not a ModelSpec"),
+        ("models:", "is not a ModelSpec"),
+    ],
+)
+def test_what_is_no_spec_is_told(name: str, told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        find_model(name, "debugmodel")
+    assert str(caught.value).startswith(f"model.name: {name!r} ")
