@@ -87,6 +87,7 @@ CASES = [
     pytest.param("Qwen3Moe", {"num_experts": 5, "num_experts_per_tok": 3}, id="3-of-5"),
     pytest.param("Qwen3Moe", {"num_key_value_heads": 1, "tie_word_embeddings": True}, id="tied"),
     pytest.param("Qwen3Next", {}, id="next"),
+    pytest.param("Qwen3Next", {"tie_word_embeddings": True}, id="next-tied"),
     pytest.param("Qwen3Next", {"linear_num_key_heads": 4, "num_key_value_heads": 1}, id="next-4"),
     pytest.param("Qwen3Next", {"num_hidden_layers": 3}, id="next-without-attention"),
 ]

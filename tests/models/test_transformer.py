@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import find_model
+from models import MODEL_SPECS, find_model
 from models.transformer import Transformer, TransformerArgs
 
 PUBLISHED = {
@@ -20,6 +20,9 @@ PUBLISHED = {
     ("qwen3", "8B"): 8_190_735_360,
     ("qwen3", "14B"): 14_768_307_200,
     ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3_moe", "30B-A3B"): 30_532_122_624,
+    ("qwen3_moe", "235B-A22B"): 235_093_634_560,
+    ("qwen3_next", "80B-A3B"): 79_674_391_296,
 }
 DEBUG = [("llama3", "debugmodel"), ("qwen3", "debugmodel")]
 DOCUMENTS = [5, 1, 14, 12]
@@ -53,7 +56,7 @@ def test_parameter_count_is_the_published_one(name: str, flavor: str) -> None:
 
 
 def test_every_published_flavor_is_counted() -> None:
-    flavors = {(name, f) for name in ("llama3", "qwen3") for f in find_model(name, "8B")[0].flavors}
+    flavors = {(name, flavor) for name, spec in MODEL_SPECS.items() for flavor in spec.flavors}
     assert {(name, f) for name, f in flavors if not f.startswith("debugmodel")} == set(PUBLISHED)
 
 
