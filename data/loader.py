@@ -97,13 +97,18 @@ class RowReader:
 
     def _read_document(self) -> np.ndarray:
         """The next document that has text."""
-        for text in islice(self._texts, MAX_EMPTY_DOCUMENTS):
+        for document in islice(self._texts, MAX_EMPTY_DOCUMENTS):
             number, self._next_document = self._next_document, self._next_document + 1
-            if text:
-                ids = self._tokenizer.encode(text)
-                tokens = np.concatenate([[self._tokenizer.bos_id], ids, [self._tokenizer.eos_id]])
-                return np.stack([tokens, np.full_like(tokens, number), np.arange(len(tokens))])
+            if len(document) > 0:
+                tokens = document if isinstance(document, np.ndarray) else self._encode(document)
+                facts = np.empty((3, len(tokens)), np.int64)
+                facts[0], facts[1], facts[2] = tokens, number, np.arange(len(tokens))
+                return facts
         raise ValueError(f"data: {MAX_EMPTY_DOCUMENTS:,} documents in a row have no text")
+
+    def _encode(self, text: str) -> np.ndarray:
+        ids = self._tokenizer.encode(text)
+        return np.concatenate([[self._tokenizer.bos_id], ids, [self._tokenizer.eos_id]])
 
 
 class BatchLoader:

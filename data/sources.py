@@ -16,7 +16,10 @@ from config.job_config import Data
 from data.text_files import TextFiles, builtin_files, matching_files
 
 TABLE_SUFFIXES = {".jsonl", ".parquet"}
-FINGERPRINTED_TEXTS = 64
+FINGERPRINTED = 64
+
+Document = str | np.ndarray
+"""Text, or its ids, markers among them, as they are trained on."""
 
 
 class Source(Protocol):
@@ -24,41 +27,44 @@ class Source(Protocol):
     """Equal for sources that give equal documents in equal order."""
     description: str
 
-    def documents(self, row: int, n_rows: int, start: int) -> Iterator[str]:
+    def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
         """The row's documents from its ``start``-th on, without end."""
         ...
 
 
-class Texts(Protocol):
+class Documents(Protocol):
+    """What can be read by index, in a natural order."""
+
     keys: np.ndarray
-    """Of each text, the uniform uint64 that decides whether it is held out."""
+    """Of each document, the uniform uint64 that decides whether it is held out."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> str: ...
+    def __getitem__(self, index: int) -> Document: ...
 
 
 class ShuffledDocuments:
     """Documents that can be read by index, in another seeded order each epoch."""
 
     def __init__(
-        self, texts: Texts, indices: np.ndarray, *, seed: int, name: str, fingerprint: str
+        self, documents: Documents, indices: np.ndarray, *, seed: int, name: str, fingerprint: str
     ) -> None:
         if len(indices) == 0:
             raise ValueError(
-                f"data: none of {len(texts):,} documents is for {name}; see data.validation_percent"
+                f"data: none of {len(documents):,} documents is for {name};"
+                " see data.validation_percent"
             )
-        self._texts, self._indices, self._seed = texts, indices, seed
+        self._documents, self._indices, self._seed = documents, indices, seed
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}"
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         self.description = f"{len(indices):,} documents for {name}"
         # Rows are in different epochs for a while; two orders serve them all.
         self._order = lru_cache(maxsize=2)(self._permutation)
 
-    def documents(self, row: int, n_rows: int, start: int) -> Iterator[str]:
+    def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
         counter = start * n_rows + row
         while True:
             epoch, place = divmod(counter, len(self._indices))
-            yield self._texts[self._order(epoch)[place]]
+            yield self._documents[self._order(epoch)[place]]
             counter += n_rows
 
     def _permutation(self, epoch: int) -> np.ndarray:
@@ -80,32 +86,42 @@ def build_sources(
         from data.tables import hub_streams
 
         return hub_streams(config, with_held_out)
-    is_builtin = config.source == "builtin"
-    files = builtin_files() if is_builtin else matching_files(config.path)
-    texts: Texts
-    if TABLE_SUFFIXES & {path.suffix for path, _ in files}:
-        from data.tables import Tables
-
-        texts = Tables(files, config.text_key)
-    else:
-        texts = TextFiles(files, encoding_errors="replace" if is_builtin else "strict")
-    fingerprint = _fingerprint(files, texts)
-    is_held_out = texts.keys < np.uint64(config.validation_percent / 100 * 2**64)
+    documents, fingerprint = open_documents(config)
+    is_held_out = documents.keys < np.uint64(config.validation_percent / 100 * 2**64)
     train = ShuffledDocuments(
-        texts, np.flatnonzero(~is_held_out), seed=seed, name="training", fingerprint=fingerprint
+        documents, np.flatnonzero(~is_held_out), seed=seed, name="training", fingerprint=fingerprint
     )
     if config.validation_percent == 0 or not with_held_out:
         return train, None
     held_out = ShuffledDocuments(
-        texts, np.flatnonzero(is_held_out), seed=seed, name="validation", fingerprint=fingerprint
+        documents,
+        np.flatnonzero(is_held_out),
+        seed=seed,
+        name="validation",
+        fingerprint=fingerprint,
     )
     return train, held_out
 
 
-def _fingerprint(files: list[tuple[Path, str]], texts: Texts) -> str:
-    """Of the names and sizes of all files, and of a few texts spread over them."""
+def open_documents(config: Data) -> tuple[Documents, str]:
+    """What the files have, by index, and its fingerprint; ``ValueError`` names what is missing."""
+    is_builtin = config.source == "builtin"
+    files = builtin_files() if is_builtin else matching_files(config.path)
+    documents: Documents
+    if TABLE_SUFFIXES & {path.suffix for path, _ in files}:
+        from data.tables import Tables
+
+        documents = Tables(files, config.text_key)
+    else:
+        documents = TextFiles(files, encoding_errors="replace" if is_builtin else "strict")
+    return documents, _fingerprint(files, documents)
+
+
+def _fingerprint(files: list[tuple[Path, str]], documents: Documents) -> str:
+    """Of the names and sizes of all files, and of a few documents spread over them."""
     listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
     digest = hashlib.sha256(listing.encode())
-    for index in range(0, len(texts), len(texts) // FINGERPRINTED_TEXTS + 1):
-        digest.update(texts[index].encode())
+    for index in range(0, len(documents), len(documents) // FINGERPRINTED + 1):
+        document = documents[index]
+        digest.update(document.encode() if isinstance(document, str) else document.tobytes())
     return digest.hexdigest()
