@@ -8,7 +8,8 @@ import torch
 
 from config import ConfigError, JobConfig
 from config.changes import changed_arguments, compare
-from data.sources import Source, build_sources
+from data.mixture import Mixture
+from data.sources import build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_model
 from parallelisms.support import check_support
@@ -24,8 +25,9 @@ class Job:
     spec: ModelSpec
     args: TransformerArgs
     tokenizer: Tokenizer
-    train_source: Source
-    held_out_source: Source | None
+    train: Mixture
+    held_out: dict[str, Mixture]
+    """By source."""
     microbatch_size: int
     """Sequences that a rank computes at once."""
     global_batch_size: int
@@ -43,9 +45,10 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
     if vocab_size < tokenizer.n_vocab:
         raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
-    train_source, held_out_source = build_sources(
+    train, held_out = build_sources(
         config.data, config.debug.seed, with_held_out=config.validation.enable
     )
+    weights = [source.weight for source in config.data.mixture]
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
     total_steps = config.lr_scheduler.total_steps or config.training.steps
@@ -68,8 +71,8 @@ def resolve(config: JobConfig, world_size: int) -> Job:
         spec=spec,
         args=replace(published_args, **sizes),
         tokenizer=tokenizer,
-        train_source=train_source,
-        held_out_source=held_out_source,
+        train=Mixture(train, weights),
+        held_out={label: Mixture([source]) for label, source in held_out.items()},
         microbatch_size=config.parallelism.pipeline_parallel_microbatch_size
         if degrees.pp > 1
         else config.training.local_batch_size,
@@ -85,7 +88,7 @@ def facts_of(job: Job) -> dict[str, Any]:
         "model_args": asdict(job.args),
         "fingerprints": {
             "tokenizer": job.tokenizer.fingerprint,
-            "data": job.train_source.fingerprint,
+            "data": job.train.fingerprint,
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

@@ -26,8 +26,9 @@ from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Checkpoint
 from data.loader import Batch, BatchLoader
-from forward_backward import Runner, build_runner, count_valid, take_step, validation_loss
+from forward_backward import Runner, build_runner, count_valid, take_step, validation_losses
 from job import Job, check_resume, facts_of, resolve
+from metrics.data_shares import data_shares
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
 from metrics.ledger import Attempt, Ledger
 from metrics.logger import MetricsLogger
@@ -98,9 +99,12 @@ def main(job: Job, witness: Witness) -> int:
         degree=dims.batch_mesh.size(),
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
+        packing=config.data.packing,
     )
-    loader = build_loader(job.train_source)
-    logger.info("data: %s, tokenizer %s", job.train_source.description, config.data.tokenizer)
+    loader = build_loader(job.train)
+    labels = [source.label for source in config.data.mixture]
+    sources = list(zip(labels, (s.n_documents for s in job.train.sources), strict=True))
+    logger.info("data: %s, tokenizer %s", job.train.description, config.data.tokenizer)
 
     # 3. The model on the meta device: shapes only
     args = job.args
@@ -208,10 +212,10 @@ def main(job: Job, witness: Witness) -> int:
         )
 
     # 7. What is seen
-    held_out: list[Batch] = []
-    if job.held_out_source is not None:
-        count = config.validation.steps * loader.microbatches
-        held_out = list(islice(build_loader(job.held_out_source), count))
+    count = config.validation.steps * loader.microbatches
+    held_out = {
+        label: list(islice(build_loader(mixture), count)) for label, mixture in job.held_out.items()
+    }
     metrics = MetricsLogger(
         run_folder,
         config.metrics,
@@ -232,8 +236,8 @@ def main(job: Job, witness: Witness) -> int:
 
     def validate() -> None:
         with metrics.paused():
-            loss = validation_loss(runner, held_out, dims)
-            metrics.log_validation(state.step, loss)
+            losses = validation_losses(runner, held_out, dims)
+            metrics.log_validation(state.step, losses)
 
     def save(*, wait: bool = False) -> None:
         with metrics.paused():
@@ -284,6 +288,11 @@ def main(job: Job, witness: Witness) -> int:
                 # What was taken is not committed: the run that resumes takes it again.
                 ending = asked_to_end(control.stop, config.checkpoint)
                 break
+            if agreed["tokens"] == 0:
+                ending = exit_codes.DATA_ENDED
+                if held_out and state.step % config.validation.freq:
+                    validate()
+                break
 
             state.step += 1
             witness.step = state.step
@@ -319,6 +328,8 @@ def main(job: Job, witness: Witness) -> int:
             has_spike = False
             if is_logged and experts is not None:
                 extra |= experts.look()
+            if is_logged and len(job.train.sources) > 1:
+                extra |= data_shares(loader.consumed(), sources, dims.batch_mesh)
             if is_logged or reads_every_step:
                 loss = sum_in_order(losses, dims.data_mesh).item()
                 values = {"loss": loss, "grad_norm": grad_norm.item()}

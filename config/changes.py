@@ -19,13 +19,13 @@ def _keys(text: str) -> frozenset[str]:
 
 FROZEN = _keys("""
     model: name flavor vocab_size
-    data: source subset text_key document_mask validation_percent
+    data: source subset text_key packing document_mask validation_percent
     training: global_batch_size dtype
     debug: seed
 """)
 # Where documents and tokenizer lie may change: what they are is fingerprinted by the data's state.
 RECORDED = _keys("""
-    data: path tokenizer
+    data: path sources tokenizer
     training: steps seq_len local_batch_size max_norm
     training: mixed_precision_param mixed_precision_reduce mixed_precision_output
     optimizer: lr beta1 beta2 eps weight_decay

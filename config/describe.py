@@ -24,14 +24,30 @@ def help_text() -> str:
     for section, properties in _sections().items():
         lines.append(f"[{section}]")
         for name, field in properties.items():
-            default = field.get("default")
-            shown = "" if default is None else f" = {json.dumps(default)}"
-            lines.append(f"  --{section}.{name}{shown}   ({_type_text(field)})")
-            lines += textwrap.wrap(
-                field["description"], 90, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            lines += _key_help(f"--{section}.{name}", field)
         lines.append("")
+        for name, table in _arrays(properties).items():
+            lines.append(f"[[{section}.{name}]]")
+            for key, field in table.items():
+                lines += _key_help(key, field)
+            lines.append("")
     return "\n".join(lines)
+
+
+def _key_help(key: str, field: dict[str, Any]) -> list[str]:
+    default = field.get("default")
+    shown = "" if default is None else f" = {json.dumps(default)}"
+    text = textwrap.wrap(
+        field["description"], 90, initial_indent=" " * 6, subsequent_indent=" " * 6
+    )
+    return [f"  {key}{shown}   ({_type_text(field)})", *text]
+
+
+def _arrays(properties: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of arrays of tables, the keys of a table."""
+    found = {name: field["items"]["$ref"] for name, field in properties.items() if "items" in field}
+    tables = JobConfig.model_json_schema()["$defs"]
+    return {name: tables[ref.rsplit("/", 1)[1]]["properties"] for name, ref in found.items()}
 
 
 def schema_text() -> str:

@@ -41,23 +41,63 @@ class Model(Section):
     """Rows of the embedding. Absent: the tokenizer's vocabulary, rounded up to a multiple of 64."""
 
 
-class Data(Section):
-    source: Literal["builtin", "files", "c4", "huggingface"] = "builtin"
-    """builtin: source text of Python and torch. files: local text. c4, huggingface: streamed."""
+Packing = Literal["concat", "best_fit"]
+
+
+class DataSource(Section):
+    type: Literal["builtin", "files", "tokens", "c4", "huggingface"] = "files"
+    """builtin: source text of Python and torch. files: local text. tokens: what tools.prepare or
+    Megatron-LM tokenized. c4, huggingface: streamed."""
     path: str = ""
-    """files: a glob of .txt, .jsonl or .parquet (** recurses). huggingface: the dataset's name."""
+    """files: a glob of .txt, .jsonl or .parquet (** recurses). tokens: a folder, or a glob of .idx.
+    huggingface: the dataset's name."""
     subset: str = ""
     """huggingface: configuration of the dataset, e.g. "en"."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text in .jsonl, .parquet and huggingface sources."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Share of the tokens, beside the other sources' weights."""
+    repeat: bool = True
+    """Begin again after the last document. Else the others go on without it, and when the last of
+    them has ended, so has the run."""
+
+    name: str = ""
+    """What it is called in messages and metrics. Absent: its path, or type."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.path or self.type
+
+
+class Data(Section):
+    source: Literal["builtin", "files", "tokens", "c4", "huggingface"] = "builtin"
+    """What is read, if it is one source: the type, as in [[data.sources]]."""
+    path: str = ""
+    """As in [[data.sources]], like the next two."""
+    subset: str = ""
+    """Of a huggingface dataset."""
+    text_key: Annotated[str, Field(min_length=1)] = "text"
+    """Column that holds the text."""
+    sources: list[DataSource] = []
+    """[[data.sources]]: a mixture, instead of source, path, subset and text_key."""
     tokenizer: Annotated[str, Field(min_length=1)] = "bytes"
     """bytes; a tiktoken encoding (cl100k_base); a .tiktoken/.model rank file; a tokenizer.json."""
+    packing: Packing = "concat"
+    """concat: documents follow each other and are cut where a sequence ends. best_fit: documents
+    that fit into a sequence are not cut, what is left over is filled, and no label is of another
+    document."""
     document_mask: bool = False
     """Attend only within a document, and restart positions at each document."""
     validation_percent: Annotated[float, Field(ge=0.0, le=50.0)] = 2.0
     """Share of builtin or local documents held out, chosen by a hash of path and row."""
     prefetch: Count = 2
     """Microbatches prepared ahead, in a thread."""
+
+    @property
+    def mixture(self) -> list[DataSource]:
+        """The sources, however they are given."""
+        one = {key: getattr(self, key) for key in ("path", "subset", "text_key")}
+        return list(self.sources) or [DataSource(type=self.source, **one)]
 
 
 class Training(Section):

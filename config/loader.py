@@ -12,7 +12,7 @@ import tomli
 import tomli_w
 from pydantic import ValidationError
 
-from config.job_config import JobConfig
+from config.job_config import DataSource, JobConfig
 
 
 class ConfigError(ValueError):
@@ -103,7 +103,7 @@ def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -
     """One line per key; the branches of a union are one mistake."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"][:2])
+        key = _key(item["loc"])
         value = "" if item["type"] == "extra_forbidden" else f", got {item['input']!r}"
         reason = _unknown(key) if item["type"] == "extra_forbidden" else item["msg"]
         reasons.setdefault(key, [])
@@ -114,8 +114,20 @@ def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -
     return [f"{origin[key]}: {key}: {' or '.join(texts)}" for key, texts in reasons.items()]
 
 
+def _key(place: tuple[int | str, ...]) -> str:
+    """``section.name``, or ``section.name[0].key`` in an array of tables; what may follow are the
+    branches of a union."""
+    key = ".".join(str(part) for part in place[:2])
+    if len(place) > 2 and isinstance(place[2], int):
+        key += f"[{place[2]}]" + "".join(f".{part}" for part in place[3:4])
+    return key
+
+
 def _unknown(key: str) -> str:
     section, _, name = key.partition(".")
+    if "[" in name:
+        near = difflib.get_close_matches(name.rpartition(".")[2], DataSource.model_fields, n=1)
+        return "unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if not name:
         near = difflib.get_close_matches(section, JobConfig.model_fields, n=1)
         hint = f"; did you mean [{near[0]}]?" if near else ""

@@ -3,28 +3,16 @@
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from config import ConfigError
-from data.sources import Source
+from config.job_config import Packing
+from data.mixture import MixedRow, Mixture, RowState
+from data.packing import BestFit, Concatenated, RowReader, Sequences, Span
 from data.tokenizer import Tokenizer
-
-MAX_EMPTY_DOCUMENTS = 100_000
-
-# A document of a row, counted from 0, and a token in it.
-Place = tuple[int, int]
-
-
-class Span(NamedTuple):
-    """Which part of its row a sequence is: from its first token to the next sequence's first."""
-
-    row: int
-    start: Place
-    end: Place
 
 
 class Batch(NamedTuple):
@@ -32,7 +20,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    """The next token of each."""
+    """The next token of each; IGNORED where none is to be predicted."""
     positions: torch.Tensor | None
     """Place within its document; None: within the sequence."""
     document_ids: torch.Tensor | None
@@ -46,73 +34,10 @@ class Batch(NamedTuple):
         return self.tokens, self.positions, self.document_ids
 
 
-class RowReader:
-    """One row of the global batch: its documents, concatenated and cut into sequences."""
-
-    def __init__(
-        self,
-        source: Source,
-        tokenizer: Tokenizer,
-        row: int,
-        start: Place,
-        *,
-        n_rows: int,
-        vocab_size: int,
-    ) -> None:
-        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
-        self._row, self._start = row, start
-        self._next_document, self._cursor = start
-        self._texts = source.documents(row, n_rows, self._next_document)
-        # What is read ahead, three facts per token: its id, its document, its place in that.
-        self._buffer = np.empty((3, 0), np.int64)
-
-    def read(self, seq_len: int) -> tuple[np.ndarray, np.ndarray, Span]:
-        """seq_len + 1 tokens, the number of each one's document, and what part of the row it is.
-
-        The next read starts at the last of them, so every token is predicted exactly once.
-        """
-        documents = [self._buffer]
-        missing = self._cursor + seq_len + 1 - self._buffer.shape[1]
-        while missing > 0:
-            documents.append(self._read_document())
-            missing -= documents[-1].shape[1]
-        if len(documents) > 1:
-            self._buffer = np.concatenate(documents, axis=1)[:, self._cursor :]
-            self._cursor = 0
-        tokens, numbers, places = self._buffer[:, self._cursor : self._cursor + seq_len + 1]
-        self._check_ids(tokens, numbers)
-        self._cursor += seq_len
-        start, self._start = self._start, (int(numbers[-1]), int(places[-1]))
-        return tokens, numbers, Span(self._row, start, self._start)
-
-    def _check_ids(self, tokens: np.ndarray, numbers: np.ndarray) -> None:
-        """No other guard is certain: an embedding that is split takes a foreign id for zeros."""
-        if tokens.min() >= 0 and tokens.max() < self._vocab_size:
-            return
-        bad = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0]
-        raise ValueError(
-            f"data: {self._source.description}: document {numbers[bad]} of row {self._row} has the"
-            f" id {tokens[bad]}; model.vocab_size is {self._vocab_size}"
-        )
-
-    def _read_document(self) -> np.ndarray:
-        """The next document that has text."""
-        for document in islice(self._texts, MAX_EMPTY_DOCUMENTS):
-            number, self._next_document = self._next_document, self._next_document + 1
-            if len(document) > 0:
-                tokens = document if isinstance(document, np.ndarray) else self._encode(document)
-                facts = np.empty((3, len(tokens)), np.int64)
-                facts[0], facts[1], facts[2] = tokens, number, np.arange(len(tokens))
-                return facts
-        raise ValueError(f"data: {MAX_EMPTY_DOCUMENTS:,} documents in a row have no text")
-
-    def _encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(text)
-        return np.concatenate([[self._tokenizer.bos_id], ids, [self._tokenizer.eos_id]])
-
-
 class BatchLoader:
     """This rank's microbatches, endless; what raises in the thread raises where they are taken.
+
+    Where the mixture ends, labels are ignored from there on.
 
     Microbatch ``a`` of a step has rows (a * degree + rank) * local_batch_size and on, so a global
     batch has the same rows on any number of ranks.
@@ -120,7 +45,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        source: Source,
+        mixture: Mixture,
         tokenizer: Tokenizer,
         *,
         vocab_size: int,
@@ -131,16 +56,19 @@ class BatchLoader:
         degree: int,
         document_mask: bool,
         prefetch: int,
+        packing: Packing = "concat",
     ) -> None:
         assert global_batch_size % (local_batch_size * degree) == 0, "rows left over"
-        self._source, self._tokenizer, self._vocab_size = source, tokenizer, vocab_size
+        self._mixture, self._tokenizer, self._vocab_size = mixture, tokenizer, vocab_size
         self._seq_len, self._document_mask = seq_len, document_mask
-        self._n_rows, self._prefetch = global_batch_size, prefetch
+        self._n_rows, self._prefetch, self._packing = global_batch_size, prefetch, packing
         self.microbatches = global_batch_size // (local_batch_size * degree)
         """Microbatches of one step."""
         firsts = [(a * degree + rank) * local_batch_size for a in range(self.microbatches)]
         self._rows = [range(first, first + local_batch_size) for first in firsts]
-        self._starts: dict[int, Place] = {row: (0, 0) for rows in self._rows for row in rows}
+        nothing = (0,) * len(mixture.sources)
+        start = RowState(nothing, nothing, 0)
+        self._starts = {row: start for rows in self._rows for row in rows}
         self._microbatches = self._read_from_starts()
         self._ahead: deque[Future[Batch]] = deque()
         # What it runs refers to no loader, so that a loader that is dropped takes it along.
@@ -166,10 +94,12 @@ class BatchLoader:
         This rank's part; the union over ranks is the state of the whole.
         """
         return {
-            "source": self._source.fingerprint,
+            "source": self._mixture.fingerprint,
             "tokenizer": self._tokenizer.fingerprint,
             "global_batch_size": self._n_rows,
-            "rows": {str(row): list(start) for row, start in self._starts.items()},
+            # What is packed into sequences of another length is packed otherwise.
+            "packing": f"best_fit {self._seq_len}" if self._packing == "best_fit" else "concat",
+            "rows": {str(row): start.as_json() for row, start in self._starts.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,29 +107,39 @@ class BatchLoader:
         assert not self._ahead, "the loader has already started"
         own = self.state_dict()
         keys = {
-            "source": "the documents of [data], or debug.seed, which orders them",
+            "source": "the documents of [data], their weights, or debug.seed, which orders them",
             "tokenizer": "data.tokenizer",
             "global_batch_size": "training.global_batch_size (absent, it follows the ranks)",
+            "packing": "data.packing, or with best_fit training.seq_len,",
         }
         for key, name in keys.items():
             if state[key] != own[key]:
                 text = f"{name} changed since the checkpoint: {state[key]} to {own[key]}"
                 raise ConfigError([text])
-        self._starts = {row: tuple(state["rows"][str(row)]) for row in self._starts}
+        self._starts = {row: RowState.of_json(state["rows"][str(row)]) for row in self._starts}
         self._microbatches = self._read_from_starts()
 
+    def consumed(self) -> list[tuple[int, int]]:
+        """Of each source: documents and tokens that are behind this rank's rows."""
+        taken, tokens = (
+            np.sum([getattr(start, name) for start in self._starts.values()], axis=0)
+            for name in ("taken", "tokens")
+        )
+        return [(int(n), int(m)) for n, m in zip(taken, tokens, strict=True)]
+
     def _read_from_starts(self) -> Iterator[Batch]:
-        readers = {
-            row: RowReader(
-                self._source,
+        kind = BestFit if self._packing == "best_fit" else Concatenated
+        readers: dict[int, RowReader] = {}
+        for row, start in self._starts.items():
+            documents = MixedRow(
+                self._mixture,
                 self._tokenizer,
                 row,
                 start,
                 n_rows=self._n_rows,
                 vocab_size=self._vocab_size,
             )
-            for row, start in self._starts.items()
-        }
+            readers[row] = kind(documents, start, filler=self._tokenizer.eos_id)
         return _read_microbatches(readers, self._rows, self._seq_len, self._document_mask)
 
 
@@ -209,23 +149,18 @@ def _read_microbatches(
     """Each microbatch of rows, step after step."""
     while True:
         for rows in microbatches:
-            yield _assemble([readers[row].read(seq_len) for row in rows], document_mask)
+            yield _read_microbatch([readers[row] for row in rows], seq_len, document_mask)
 
 
-def _assemble(sequences: list[tuple[np.ndarray, np.ndarray, Span]], document_mask: bool) -> Batch:
-    tokens = torch.from_numpy(np.stack([tokens for tokens, _, _ in sequences]))
+def _read_microbatch(readers: list[RowReader], seq_len: int, document_mask: bool) -> Batch:
+    sequences = Sequences.empty(len(readers), seq_len)
+    spans = [reader.read(sequences.row(index)) for index, reader in enumerate(readers)]
     positions = document_ids = None
     if document_mask:
-        numbers = np.stack([numbers[:-1] for _, numbers, _ in sequences])
-        document_ids = torch.from_numpy(numbers)
-        positions = torch.from_numpy(_places(numbers))
-    return Batch(
-        tokens[:, :-1].contiguous(),
-        tokens[:, 1:].contiguous(),
-        positions,
-        document_ids,
-        tuple(span for _, _, span in sequences),
-    )
+        document_ids = torch.from_numpy(sequences.numbers)
+        positions = torch.from_numpy(_places(sequences.numbers))
+    tokens, labels = torch.from_numpy(sequences.tokens), torch.from_numpy(sequences.labels)
+    return Batch(tokens, labels, positions, document_ids, tuple(spans))
 
 
 def _places(numbers: np.ndarray) -> np.ndarray:

@@ -6,13 +6,14 @@ of an endless order, so what a step consumes depends on the seed and the step al
 
 import hashlib
 from collections.abc import Iterator
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from config.job_config import Data
+from config.job_config import Data, DataSource
 from data.text_files import TextFiles, builtin_files, matching_files
 
 TABLE_SUFFIXES = {".jsonl", ".parquet"}
@@ -28,7 +29,12 @@ class Source(Protocol):
     description: str
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
-        """The row's documents from its ``start``-th on, without end."""
+        """The row's documents from its ``start``-th on; without end, if the source repeats."""
+        ...
+
+    @property
+    def n_documents(self) -> int | None:
+        """Of one epoch, on all rows; None: not known."""
         ...
 
 
@@ -46,7 +52,14 @@ class ShuffledDocuments:
     """Documents that can be read by index, in another seeded order each epoch."""
 
     def __init__(
-        self, documents: Documents, indices: np.ndarray, *, seed: int, name: str, fingerprint: str
+        self,
+        documents: Documents,
+        indices: np.ndarray,
+        *,
+        seed: int,
+        name: str,
+        fingerprint: str,
+        repeat: bool = True,
     ) -> None:
         if len(indices) == 0:
             raise ValueError(
@@ -54,7 +67,8 @@ class ShuffledDocuments:
                 " see data.validation_percent"
             )
         self._documents, self._indices, self._seed = documents, indices, seed
-        parts = f"{fingerprint}/{name}/{seed}/{len(indices)}"
+        self._repeat, self.n_documents = repeat, len(indices)
+        parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         self.description = f"{len(indices):,} documents for {name}"
         # Rows are in different epochs for a while; two orders serve them all.
@@ -62,7 +76,7 @@ class ShuffledDocuments:
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
         counter = start * n_rows + row
-        while True:
+        while self._repeat or counter < len(self._indices):
             epoch, place = divmod(counter, len(self._indices))
             yield self._documents[self._order(epoch)[place]]
             counter += n_rows
@@ -75,37 +89,54 @@ class ShuffledDocuments:
 
 def build_sources(
     config: Data, seed: int, *, with_held_out: bool = True
-) -> tuple[Source, Source | None]:
-    """Training and held-out documents; raise ``ValueError`` that names what is missing.
+) -> tuple[list[Source], dict[str, Source]]:
+    """Training documents of each source, and held-out ones by its label.
 
     Held out is decided by a hash of a file's relative path (and a table's row), so the split is the
-    same on every machine. None: nothing is held out, or it is not asked for.
+    same on every machine. Raises ``ValueError`` that names what is missing.
     """
-    if config.source in ("c4", "huggingface"):
+    train, held_out = [], {}
+    for source in config.mixture:
+        with naming(source, config):
+            one, other = _build_source(source, config.validation_percent, seed, with_held_out)
+        train.append(one)
+        if other is not None:
+            held_out[source.label] = other
+    return train, held_out
+
+
+@contextmanager
+def naming(source: DataSource, config: Data) -> Iterator[None]:
+    """Say of which of several sources an error is."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if not config.sources:
+            raise
+        text = f"data.sources, {source.label}: {str(error).removeprefix('data.')}"
+        raise type(error)(text) from None
+
+
+def _build_source(
+    config: DataSource, percent: float, seed: int, with_held_out: bool
+) -> tuple[Source, Source | None]:
+    if config.type in ("c4", "huggingface"):
         # datasets takes a second to import, so only those who need it wait.
         from data.tables import hub_streams
 
         return hub_streams(config, with_held_out)
     documents, fingerprint = open_documents(config)
-    is_held_out = documents.keys < np.uint64(config.validation_percent / 100 * 2**64)
-    train = ShuffledDocuments(
-        documents, np.flatnonzero(~is_held_out), seed=seed, name="training", fingerprint=fingerprint
-    )
-    if config.validation_percent == 0 or not with_held_out:
+    is_held_out = documents.keys < np.uint64(percent / 100 * 2**64)
+    build = partial(ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint)
+    train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
+    if percent == 0 or not with_held_out:
         return train, None
-    held_out = ShuffledDocuments(
-        documents,
-        np.flatnonzero(is_held_out),
-        seed=seed,
-        name="validation",
-        fingerprint=fingerprint,
-    )
-    return train, held_out
+    return train, build(np.flatnonzero(is_held_out), name="validation")
 
 
-def open_documents(config: Data) -> tuple[Documents, str]:
+def open_documents(config: DataSource) -> tuple[Documents, str]:
     """What the files have, by index, and its fingerprint; ``ValueError`` names what is missing."""
-    is_builtin = config.source == "builtin"
+    is_builtin = config.type == "builtin"
     files = builtin_files() if is_builtin else matching_files(config.path)
     documents: Documents
     if TABLE_SUFFIXES & {path.suffix for path, _ in files}:

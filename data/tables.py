@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from config.job_config import Data
+from config.job_config import DataSource
 from data.text_files import name_key
 
 C4 = ("allenai/c4", "en", "text")
@@ -54,10 +54,14 @@ class HubStream:
     share one take turns. To resume, a row passes over what it has read.
     """
 
-    def __init__(self, name: str, subset: str, split: str, text_key: str) -> None:
-        self._text_key = text_key
+    n_documents = None
+
+    def __init__(
+        self, name: str, subset: str, split: str, text_key: str, *, repeat: bool = True
+    ) -> None:
+        self._text_key, self._repeat = text_key, repeat
         self.description = f"{name} {subset} ({split}), streamed"
-        parts = f"{name}/{subset}/{split}/{text_key}"
+        parts = f"{name}/{subset}/{split}/{text_key}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         try:
             self._dataset = datasets.load_dataset(name, subset or None, split=split, streaming=True)
@@ -76,10 +80,12 @@ class HubStream:
                 if number >= start:
                     yield _text(record, self._text_key, f"document {number} of row {row}")
                 number += 1
-            if number == first:
+            if number == first and self._repeat:
                 raise ValueError(
                     f"data.path: {self.description}, has no document for row {row} of {n_rows}"
                 )
+            if not self._repeat:
+                return
 
     def _read(
         self, records: Iterator[dict[str, Any]], row: int, number: int
@@ -95,11 +101,11 @@ class HubStream:
             raise kind(f"data.path: {where} cannot be read: {error!r}") from error
 
 
-def hub_streams(config: Data, with_held_out: bool) -> tuple[HubStream, HubStream | None]:
+def hub_streams(config: DataSource, with_held_out: bool) -> tuple[HubStream, HubStream | None]:
     """The split "train" of the dataset that ``config`` names, and "validation" if asked for."""
     default = (config.path, config.subset, config.text_key)
-    name, subset, text_key = C4 if config.source == "c4" else default
-    train = HubStream(name, subset, "train", text_key)
+    name, subset, text_key = C4 if config.type == "c4" else default
+    train = HubStream(name, subset, "train", text_key, repeat=config.repeat)
     held_out = HubStream(name, subset, "validation", text_key) if with_held_out else None
     return train, held_out
 

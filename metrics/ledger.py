@@ -17,7 +17,10 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 import torch
 
-Place = tuple[int, int]
+
+class State(Protocol):
+    @property
+    def place(self) -> tuple[int, int]: ...  # a document of the row, and a token in it
 
 
 class Microbatch(Protocol):
@@ -26,7 +29,7 @@ class Microbatch(Protocol):
     @property
     def labels(self) -> torch.Tensor: ...
     @property
-    def spans(self) -> Iterable[tuple[int, Place, Place]]: ...
+    def spans(self) -> Iterable[tuple[int, State, State]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ class Ledger:
     ) -> None:
         """Enter a finished step: this rank's microbatches, the loss and norm of all ranks."""
         rows = [
-            [row, *start, *end, _crc32(tokens, labels)]
+            [row, *start.place, *end.place, _crc32(tokens, labels)]
             for batch in microbatches
             for (row, start, end), tokens, labels in zip(
                 batch.spans, batch.tokens.numpy(), batch.labels.numpy(), strict=True

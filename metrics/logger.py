@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -82,10 +82,12 @@ class MetricsLogger:
         )  # fmt: skip
         self._reset()
 
-    def log_validation(self, step: int, loss: float) -> None:
-        """``loss``: nats per token over all held-out batches."""
-        logger.info("step %5d  validation loss %.4f", step, loss)
-        self.write({"step": step, "validation_loss": loss})
+    def log_validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Nats per token by source; under "" of all together."""
+        sources = "".join(f"  {label} {loss:.4f}" for label, loss in losses.items() if label)
+        logger.info("step %5d  validation loss %.4f%s", step, losses[""], sources)
+        values = {f"validation_loss/{label}": loss for label, loss in losses.items() if label}
+        self.write({"step": step, "validation_loss": losses[""]} | values)
 
     def write(self, record: dict[str, Any]) -> None:
         try:

@@ -2,8 +2,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.distributed import local_part
-
-IGNORED = -100
+from runtime.labels import IGNORED
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

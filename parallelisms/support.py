@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from config import ConfigError
-from config.job_config import Experts, JobConfig, Numerics, Parallelism
+from config.job_config import Data, DataSource, Experts, JobConfig, Numerics, Parallelism
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
 
@@ -114,8 +114,8 @@ def _pipeline_microbatches(run: Run) -> float:
     return rows / run.config.parallelism.pipeline_parallel_microbatch_size
 
 
-def _is_text_key_idle(run: Run) -> bool:
-    return run.config.data.source in ("builtin", "c4") and run.config.data.text_key != "text"
+def _any_source(applies: Callable[[DataSource], bool]) -> Callable[[Run], bool]:
+    return lambda run: any(applies(source) for source in run.config.data.mixture)
 
 
 def _microbatches(run: Run) -> float:
@@ -405,16 +405,25 @@ REFUSALS = (
             lambda run: run.config.metrics.straggler_window > 0
             and run.degrees.pp * run.degrees.batch == 1),
     Refusal("lr_scheduler.total_steps", "must not be less than training.steps", _is_horizon_passed),
-    Refusal("data.path", "must say what to read with data.source files or huggingface",
-            lambda run: run.config.data.source in ("files", "huggingface")
-            and not run.config.data.path),
-    Refusal("data.path", "does nothing with data.source builtin or c4",
-            lambda run: run.config.data.source in ("builtin", "c4") and run.config.data.path != ""),
-    Refusal("data.subset", "does nothing unless data.source is huggingface",
-            lambda run: run.config.data.source != "huggingface" and run.config.data.subset != ""),
-    Refusal("data.text_key", "does nothing with data.source builtin or c4", _is_text_key_idle),
+    Refusal("data.sources", "data.source, path, subset and text_key do nothing beside it",
+            lambda run: len(run.config.data.sources) > 0
+            and any(getattr(run.config.data, key) != getattr(Data(), key)
+                    for key in ("source", "path", "subset", "text_key"))),
+    Refusal("data.sources", "two are called the same: give each a name",
+            lambda run: len({s.label for s in run.config.data.mixture})
+            < len(run.config.data.mixture)),
+    Refusal("data.path", "must say what to read with files, tokens or huggingface",
+            _any_source(lambda source: source.type in ("files", "tokens", "huggingface")
+                        and not source.path)),
+    Refusal("data.path", "does nothing with builtin or c4",
+            _any_source(lambda source: source.type in ("builtin", "c4") and source.path != "")),
+    Refusal("data.subset", "does nothing unless the source is huggingface",
+            _any_source(lambda source: source.type != "huggingface" and source.subset != "")),
+    Refusal("data.text_key", "does nothing with builtin, tokens or c4",
+            _any_source(lambda source: source.type in ("builtin", "tokens", "c4")
+                        and source.text_key != DataSource().text_key)),
     Refusal("data.validation_percent", "must be more than 0 for validation.enable",
             lambda run: run.config.validation.enable
-            and run.config.data.source in ("builtin", "files")
+            and any(s.type in ("builtin", "files", "tokens") for s in run.config.data.mixture)
             and run.config.data.validation_percent == 0),
 )  # fmt: skip

@@ -23,4 +23,5 @@ class Ending:
 _AGAIN = "not saved, and the same command would come here again"
 NOT_FINITE = Ending("a loss or gradient that is not finite", DO_NOT_REQUEUE, _AGAIN, False)
 SPIKES = Ending("too many spikes", DO_NOT_REQUEUE, _AGAIN, False)
+DATA_ENDED = Ending("the end of the data", DONE, "[[data.sources]] with repeat = true begin again")
 NOT_SAVED = Ending("checkpoints that could not be saved", FAILED, is_saved=False)

@@ -48,6 +48,11 @@ DDP, SIMPLE = "--parallelism.data_parallel ddp", "--parallelism.data_parallel si
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
 ELASTIC = "--debug.determinism elastic"
 FILE = "run.toml"
+SOURCES = """
+[[data.sources]]
+type = "files"
+path = "*.txt"
+"""
 
 BAD = [
     # Wrong types
@@ -248,6 +253,11 @@ BAD = [
     Bad("data.path", "--data.source huggingface", says="what to read"),
     Bad("data.path", "--data.path *.txt", says="does nothing"),
     Bad("data.subset", "--data.source c4 --data.subset en", says="does nothing"),
+    Bad("data.sources", "--data.text_key a", toml=SOURCES, says="beside it"),
+    Bad("data.sources", toml=SOURCES + SOURCES, says="name"),
+    Bad("data.sources[0].weight", toml=SOURCES + "weight = 0.0", says="greater than 0"),
+    Bad("data.sources[0].wait", toml=SOURCES + "wait = 1.0", says="weight"),
+    Bad("data.sources", toml="[data]\nsources = 3", says="list"),
     Bad("data.text_key", "--data.text_key content", says="does nothing"),
     Bad("data.text_key", "--data.source c4 --data.text_key content", says="does nothing"),
     Bad("data.validation_percent", "--data.validation_percent 0", says="more than 0"),

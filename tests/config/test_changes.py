@@ -76,6 +76,7 @@ FROZEN_CHANGES: dict[str, Any] = {
     "data__subset": "en",
     "data__text_key": "body",
     "data__document_mask": True,
+    "data__packing": "best_fit",
     "data__validation_percent": 3.0,
     "training__global_batch_size": 32,
     "training__dtype": "float64",

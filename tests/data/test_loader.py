@@ -20,6 +20,7 @@ import torch
 from checkpoint.checkpointer import merge
 from config.job_config import Data
 from data.loader import Batch, BatchLoader
+from data.mixture import Mixture
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
 
@@ -61,7 +62,7 @@ def build(source: Source, degree: int = 1, rank: int = 0, **changes: Any) -> Bat
         "document_mask": False,
         "prefetch": 2,
     }
-    return BatchLoader(source, rank=rank, degree=degree, **(keywords | changes))
+    return BatchLoader(Mixture([source]), rank=rank, degree=degree, **(keywords | changes))
 
 
 def build_all(source: Source, degree: int, local: int, **changes: Any) -> list[BatchLoader]:
@@ -238,9 +239,8 @@ def test_resume_on_other_data_is_refused_by_name(changes: dict[str, Any], named:
 def files_source(folder: Path, count: int) -> Source:
     for i in range(count):
         (folder / f"{i}.txt").write_text(f"document {i}\n")
-    return build_sources(Data(source="files", path=str(folder / "*.txt"), validation_percent=0), 0)[
-        0
-    ]
+    config = Data(source="files", path=str(folder / "*.txt"), validation_percent=0)
+    return build_sources(config, 0)[0][0]
 
 
 @pytest.mark.parametrize("fault", ["vanished", "not UTF-8"])
@@ -272,6 +272,7 @@ class Sparse:
     """Documents with empty ones before each."""
 
     fingerprint = description = "sparse"
+    n_documents = None
 
     def __init__(self, n_empty: int) -> None:
         self._texts = [*[""] * n_empty, "7 8"]
@@ -282,7 +283,7 @@ class Sparse:
 
 @pytest.mark.parametrize("count", [1, 3, 5000])
 def test_documents_without_text_are_an_error(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr("data.loader.MAX_EMPTY_DOCUMENTS", 1000)
+    monkeypatch.setattr("data.mixture.MAX_EMPTY_DOCUMENTS", 1000)
     with pytest.raises(ValueError, match="1,000 documents in a row have no text"):
         next(build(shuffled([""] * count)))
     with pytest.raises(ValueError, match="1,000 documents in a row have no text"):
@@ -312,12 +313,13 @@ def test_interpreter_exits_cleanly_while_batches_are_prepared() -> None:
     program = """if True:
         from config.job_config import Data
         from data.loader import BatchLoader
+        from data.mixture import Mixture
         from data.sources import build_sources
         from data.tokenizer import load_tokenizer
+        mixture = Mixture(build_sources(Data(), 0)[0])
         loader = BatchLoader(
-            build_sources(Data(), 0)[0], load_tokenizer("bytes"), vocab_size=320, seq_len=128,
-            local_batch_size=2, global_batch_size=2, rank=0, degree=1, document_mask=True,
-            prefetch=50,
+            mixture, load_tokenizer("bytes"), vocab_size=320, seq_len=128, local_batch_size=2,
+            global_batch_size=2, rank=0, degree=1, document_mask=True, prefetch=50,
         )
         next(loader)
     """

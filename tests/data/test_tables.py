@@ -12,6 +12,7 @@ import pytest
 from config.job_config import Data
 from data.sources import build_sources
 from data.tables import HubStream, Tables
+from tests.data.test_sources import both
 
 TEXTS = ["plain", "", "two\nlines", "\N{WAVING HAND SIGN} caf\u00e9", "\0", "<|end_of_text|>"]
 
@@ -86,8 +87,8 @@ def test_held_out_rows_are_apart_and_stay_on_their_side(tmp_path: Path) -> None:
         write(tmp_path / name, rows)
 
     def sides(seed: int) -> list[set[str]]:
-        sources = build_sources(files(tmp_path, percent=25.0), seed)
-        counts = [int(source.description.split()[0]) for source in sources if source]
+        sources = both(files(tmp_path, percent=25.0), seed)
+        counts = [int(source.description.split()[0]) for source in sources]
         return [
             set(islice(source.documents(0, 1, 0), count))
             for source, count in zip(sources, counts, strict=True)
@@ -163,11 +164,10 @@ def test_hub_dataset_needs_both_splits_and_the_column(tmp_path: Path) -> None:
     path = tmp_path / "data"
     hub(path, [3], ".jsonl")
     config = Data(source="huggingface", path=str(path))
-    train, held_out = build_sources(config, 0)
-    assert held_out is not None
+    train, held_out = both(config, 0)
     assert next(held_out.documents(0, 1, 0)) == "held out"
     assert train.fingerprint != held_out.fingerprint
-    other, _ = build_sources(config.model_copy(update={"text_key": "id"}), 0)
+    other, _ = both(config.model_copy(update={"text_key": "id"}), 0)
     assert other.fingerprint != train.fingerprint
     with pytest.raises(ValueError, match=r"data\.text_key: 'id' of document 0 of row 0 is 0"):
         next(other.documents(0, 1, 0))

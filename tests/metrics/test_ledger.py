@@ -14,6 +14,7 @@ import torch
 
 from checkpoint.checkpointer import merge
 from data.loader import Batch, BatchLoader
+from data.mixture import RowState
 from data.sources import ShuffledDocuments, Source
 from metrics.ledger import Attempt, Ledger
 from tests.data.test_loader import (
@@ -310,7 +311,8 @@ def test_abandoned_branch_is_named(tmp_path: Path) -> None:
 
 def test_crc_is_of_every_token(tmp_path: Path) -> None:
     tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
-    spans = ((0, (0, 0), (1, 2)), (1, (0, 0), (3, 4)))
+    start, end, other = (RowState((n,), (0,), token) for n, token in ((0, 0), (1, 2), (3, 4)))
+    spans = ((0, start, end), (1, start, other))
 
     def crcs(sequence: torch.Tensor, name: str) -> list[int]:
         head = Attempt(

@@ -16,7 +16,9 @@ import xxhash
 
 from checkpoint.storage import HashedFile, describe_file
 from config.job_config import Numerics, Optimizer, Parallelism
-from data.loader import Batch, Span
+from data.loader import Batch
+from data.mixture import RowState
+from data.packing import Span
 from forward_backward import WholeModel
 from metrics.ledger import Attempt, Ledger
 from models import find_model
@@ -61,7 +63,8 @@ def batches() -> Iterable[Batch]:
     draws = torch.Generator().manual_seed(dist.get_rank())
     while True:
         ids = torch.randint(0, 64, (BATCH, SEQ_LEN + 1), generator=draws)
-        spans = tuple(Span(row, (0, 0), (0, SEQ_LEN)) for row in range(BATCH))
+        start, end = RowState((0,), (0,), 0), RowState((0,), (0,), SEQ_LEN)
+        spans = tuple(Span(row, start, end) for row in range(BATCH))
         yield Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, spans)
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from config.job_config import Data, Parallelism
-from data.loader import Batch, BatchLoader, RowReader
+from data.loader import Batch, BatchLoader
+from data.mixture import MixedRow, Mixture
 from data.sources import ShuffledDocuments, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
 from parallelisms.materialize import materialize
@@ -54,7 +55,7 @@ def first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
     model, _ = build_sharded("llama3", ARGS, layout)
     materialize(model, CPU, seed=0)
     loader = BatchLoader(
-        words(24),
+        Mixture([words(24)]),
         tokenizer(bad_id),
         vocab_size=VOCAB,
         seq_len=ARGS.max_seq_len,
@@ -65,7 +66,7 @@ def first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
         document_mask=False,
         prefetch=1,
     )
-    unchecked = patch.object(RowReader, "_check_ids", lambda *_: None)
+    unchecked = patch.object(MixedRow, "_check_ids", lambda *_: None)
     with nullcontext() if is_checked else unchecked, torch.no_grad():
         for _ in range(6 * loader.microbatches):
             batch, said = take(loader)
@@ -127,7 +128,7 @@ def test_without_the_check_a_foreign_id_is_silent_under_tensor_parallelism(
 
 def test_every_id_of_the_vocabulary_is_legal() -> None:
     loader = BatchLoader(
-        words(24), tokenizer(VOCAB - 1), vocab_size=VOCAB, seq_len=8, local_batch_size=4,
+        Mixture([words(24)]), tokenizer(VOCAB - 1), vocab_size=VOCAB, seq_len=8, local_batch_size=4,
         global_batch_size=4, rank=0, degree=1, document_mask=False, prefetch=1,
     )  # fmt: skip
     labels = torch.cat([batch.labels for batch in islice(loader, 6)])
@@ -198,12 +199,13 @@ def said_of(folder: Path, file: str, content: bytes | None) -> str:
     path.write_bytes(good if content is None else content)
     try:
         config = Data(source="files", path=str(folder / "*"), validation_percent=0)
-        source, _ = build_sources(config, 0, with_held_out=False)
+        sources, _ = build_sources(config, 0, with_held_out=False)
         if content is None:
             path.unlink()
         loader = BatchLoader(
-            source, load_tokenizer("bytes"), vocab_size=320, seq_len=1024, local_batch_size=1,
-            global_batch_size=1, rank=0, degree=1, document_mask=False, prefetch=1,
+            Mixture(sources), load_tokenizer("bytes"), vocab_size=320, seq_len=1024,
+            local_batch_size=1, global_batch_size=1, rank=0, degree=1, document_mask=False,
+            prefetch=1,
         )  # fmt: skip
         for _ in islice(loader, 60):
             pass

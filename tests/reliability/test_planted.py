@@ -10,7 +10,8 @@ import torch
 
 import forward_backward
 import train
-from data.loader import RowReader
+from data.mixture import MixedRow
+from data.packing import Concatenated, Sequences
 from optim.spikes import SpikeGuard
 from runtime import exit_codes
 from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
@@ -57,29 +58,29 @@ def spike_at_step_5() -> None:
 def foreign_ids() -> None:
     """In rank 1's third document."""
     if os.environ["RANK"] == "1":
-        original, calls = RowReader._read_document, 0
+        original, calls = MixedRow._encode, 0
 
-        def read(self: RowReader) -> Any:
+        def encode(self: MixedRow, text: str) -> Any:
             nonlocal calls
             calls += 1
-            return original(self) + (100_000 if calls == 3 else 0)
+            return original(self, text) + (100_000 if calls == 3 else 0)
 
-        RowReader._read_document = read  # type: ignore[method-assign]
+        MixedRow._encode = encode  # type: ignore[method-assign]
 
 
 def unreadable_file() -> None:
     """For rank 1, after a while."""
     if os.environ["RANK"] == "1":
-        original, calls = RowReader.read, 0
+        original, calls = Concatenated.read, 0
 
-        def read(self: RowReader, seq_len: int) -> Any:
+        def read(self: Concatenated, sequence: Sequences) -> Any:
             nonlocal calls
             calls += 1
             if calls == 20:
                 raise OSError("books/1.txt: stale file handle")
-            return original(self, seq_len)
+            return original(self, sequence)
 
-        RowReader.read = read  # type: ignore[method-assign]
+        Concatenated.read = read  # type: ignore[method-assign]
 
 
 def flipped_weight() -> None:

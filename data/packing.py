@@ -1,0 +1,151 @@
+"""Documents into sequences: one after the other and cut, or whole where they fit."""
+
+import bisect
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from data.mixture import MixedRow, RowState
+from runtime.labels import IGNORED
+
+# Sequences that best_fit packs at once: more waste less, and take longer to find again.
+WINDOW = 64
+
+
+class Span(NamedTuple):
+    """Which part of its row a sequence is: from its first token to the next sequence's first."""
+
+    row: int
+    start: RowState
+    end: RowState
+
+
+class Sequences(NamedTuple):
+    """What readers fill: (b, s) int64 arrays, or a row (s,) of them."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    """The next token of each, or IGNORED."""
+    numbers: np.ndarray
+    """Of each token's document, no other one's of the sequence."""
+
+    @classmethod
+    def empty(cls, n_rows: int, seq_len: int) -> "Sequences":
+        return cls(*(np.empty((n_rows, seq_len), np.int64) for _ in cls._fields))
+
+    def row(self, index: int) -> "Sequences":
+        return Sequences(*(array[index] for array in self))
+
+
+class RowReader(Protocol):
+    """One row of the global batch."""
+
+    def read(self, sequence: Sequences) -> Span:
+        """Fill the row's next sequence, and say what part of the row it is."""
+        ...
+
+
+class Concatenated:
+    """Documents one after the other, cut where a sequence ends, so that every token is predicted
+    once, the first of a document by the last of the one before."""
+
+    def __init__(self, documents: MixedRow, start: RowState, *, filler: int) -> None:
+        self._documents, self._filler = documents, filler
+        # The document that the next sequence starts in, and where it does.
+        self._state, self._document = start, np.empty(0, np.int64)
+        self._is_begun = False
+
+    def read(self, sequence: Sequences) -> Span:
+        tokens, labels, numbers = sequence
+        if not self._is_begun:
+            self._is_begun = True
+            self._begin_document(self._state.token)
+        start, token, filled = self._state, self._state.token, 0
+        while True:
+            part = self._document[token : token + len(tokens) - filled]
+            end = filled + len(part)
+            tokens[filled:end] = part
+            numbers[filled:end] = sum(self._state.taken)
+            filled, token = end, token + len(part)
+            if token < len(self._document):
+                last_label = self._document[token]
+                break
+            if not self._begin_document(0):
+                last_label = IGNORED
+                break
+            token = 0
+        labels[: max(filled - 1, 0)] = tokens[1:filled]
+        labels[max(filled - 1, 0) :] = IGNORED
+        labels[filled - 1 : filled] = last_label
+        tokens[filled:] = self._filler
+        numbers[filled:] = sum(self._state.taken) + 1
+        self._state = self._state._replace(token=token)
+        return Span(self._documents.row, start, self._state)
+
+    def _begin_document(self, token: int) -> bool:
+        found = self._documents.read()
+        if found is None:
+            return False
+        before, self._document = found
+        self._state = before._replace(token=token)
+        return True
+
+
+class BestFit:
+    """Documents that fit are whole; longer ones are cut into whole sequences and a rest.
+
+    Of a window of documents, each piece goes where it leaves the least room (best fit decreasing).
+    An input has a label of its own document, or none, so a document's last token is only a label.
+    Every token but the first of a document is predicted once.
+    """
+
+    def __init__(self, documents: MixedRow, start: RowState, *, filler: int) -> None:
+        self._documents, self._filler = documents, filler
+        self._state = start
+        self._window: list[list[np.ndarray]] = []
+
+    def read(self, sequence: Sequences) -> Span:
+        tokens, labels, numbers = sequence
+        if not self._window:
+            self._window = self._pack(len(tokens))
+        start, filled = self._state, 0
+        pieces = self._window[start.token] if self._window else []
+        for number, piece in enumerate(pieces):
+            end = filled + len(piece) - 1
+            tokens[filled:end], labels[filled:end] = piece[:-1], piece[1:]
+            numbers[filled:end] = number
+            filled = end
+        tokens[filled:], labels[filled:], numbers[filled:] = self._filler, IGNORED, len(pieces)
+        if start.token + 1 < len(self._window):
+            self._state = start._replace(token=start.token + 1)
+        elif self._window:
+            self._state, self._window = self._documents.state, []
+        return Span(self._documents.row, start, self._state)
+
+    def _pack(self, seq_len: int) -> list[list[np.ndarray]]:
+        """The pieces of each sequence of the next window; nothing at the end of all."""
+        pieces: list[np.ndarray] = []
+        missing = WINDOW * seq_len
+        while missing > 0 and (found := self._documents.read()) is not None:
+            _, ids = found
+            starts = range(0, len(ids) - 1, seq_len)
+            pieces += [ids[start : start + seq_len + 1] for start in starts]
+            missing -= len(ids)
+        packed = best_fit([len(piece) - 1 for piece in pieces], seq_len)
+        return [[pieces[index] for index in indices] for indices in packed]
+
+
+def best_fit(sizes: list[int], capacity: int) -> list[list[int]]:
+    """Indices of ``sizes`` by bin, each in order, by their first; the largest are placed first."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of each bin (room, number), sorted
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        at = bisect.bisect_left(rooms, (sizes[index], -1))
+        if at == len(rooms):
+            room, number = capacity, len(bins)
+            bins.append([])
+        else:
+            room, number = rooms.pop(at)
+        bins[number].append(index)
+        bisect.insort(rooms, (room - sizes[index], number))
+    return sorted(sorted(indices) for indices in bins)

@@ -1,0 +1,181 @@
+"""Mixtures against a truth of plain lists: shares, order, resume on other ranks, and the end."""
+
+import json
+import random
+from collections import Counter
+from functools import reduce
+from itertools import count, islice
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint.checkpointer import merge
+from config import ConfigError
+from data.loader import BatchLoader
+from data.mixture import Mixture, RowState
+from data.sources import ShuffledDocuments
+from runtime.labels import IGNORED
+from tests.data.test_loader import UNIQUE
+
+Loaders = list[BatchLoader]
+
+
+def source(texts: list[str], *, repeat: bool = True) -> ShuffledDocuments:
+    return ShuffledDocuments(
+        texts, np.arange(len(texts)), seed=3, name="training", fingerprint=str(texts), repeat=repeat
+    )
+
+
+def corpora(generator: random.Random, n_sources: int, n_documents: int) -> list[list[str]]:
+    """No two documents share a token; some are empty, some of one token, some long."""
+    ids, found = count(2), []
+    for _ in range(n_sources):
+        longest = generator.choice([2, 20, 90])
+        lengths = [
+            generator.choice([0, 1, generator.randint(1, longest)]) for _ in range(n_documents)
+        ]
+        lengths[0] = 5
+        found.append([" ".join(str(next(ids)) for _ in range(length)) for length in lengths])
+    return found
+
+
+def build(mixture: Mixture, degree: int, local: int, *, n_rows: int, seq_len: int) -> Loaders:
+    return [
+        BatchLoader(
+            mixture, UNIQUE, vocab_size=UNIQUE.n_vocab, seq_len=seq_len, local_batch_size=local,
+            global_batch_size=n_rows, rank=rank, degree=degree, document_mask=True, prefetch=3,
+        )
+        for rank in range(degree)
+    ]  # fmt: skip
+
+
+def take(loaders: Loaders) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a global batch, row by row."""
+    of_ranks = [list(islice(loader, loader.microbatches)) for loader in loaders]
+    for loader, batches in zip(loaders, of_ranks, strict=True):
+        loader.commit(batches)
+    in_order = [batch for step in zip(*of_ranks, strict=True) for batch in step]
+    return tuple(torch.cat([getattr(b, name) for b in in_order]) for name in ("tokens", "labels"))
+
+
+def true_row(mixture: Mixture, row: int, n_rows: int, length: int) -> tuple[list[int], list[int]]:
+    """The first tokens of a row, and how many it has of each source, by the rule in words."""
+    streams = [s.documents(row, n_rows, 0) for s in mixture.sources]
+    seen, tokens = [0] * len(streams), []
+    live = set(range(len(streams)))
+    while len(tokens) < length and live:
+        if sum(seen) == 0:
+            chosen = mixture.choose(row, seen, sorted(live))
+        else:
+            chosen = min(live, key=lambda i: (seen[i] / mixture.weights[i], i))
+        text = next(streams[chosen], None)
+        if text is None:
+            live.remove(chosen)
+        elif text:
+            ids = [UNIQUE.bos_id, *UNIQUE.encode(text), UNIQUE.eos_id]
+            seen[chosen] += len(ids)
+            tokens += ids
+    return tokens, seen
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mixture_on_any_ranks_with_any_stops_is_the_truth(seed: int) -> None:
+    generator = random.Random(seed)
+    n_sources, n_rows = generator.randint(1, 4), generator.choice([4, 8])
+    texts = corpora(generator, n_sources, n_documents=generator.choice([9, 40]))
+    weights = [generator.choice([0.3, 1.0, 2.5]) for _ in texts]
+    repeats = [generator.random() < 0.6 for _ in texts]
+    mixture = Mixture([source(t, repeat=r) for t, r in zip(texts, repeats, strict=True)], weights)
+    seq_len, n_steps = generator.choice([4, 16]), 30
+    want = [true_row(mixture, row, n_rows, n_steps * seq_len + 1)[0] for row in range(n_rows)]
+    saved = None
+    for step in range(n_steps):
+        if step == 0 or generator.random() < 0.3:
+            # Stopped, and started again on another number of ranks.
+            degree = generator.choice([d for d in (1, 2, 4, 8) if n_rows % d == 0])
+            local = generator.choice([m for m in (1, 2) if n_rows % (degree * m) == 0])
+            loaders = build(mixture, degree, local, n_rows=n_rows, seq_len=seq_len)
+            for loader in loaders if saved else []:
+                loader.load_state_dict(saved["data"])
+        tokens, labels = take(loaders)
+        for row in range(n_rows):
+            begin = step * seq_len
+            valid = want[row][begin + 1 : begin + seq_len + 1]
+            assert labels[row].tolist() == valid + [IGNORED] * (seq_len - len(valid))
+            real = want[row][begin : begin + seq_len]
+            if valid:
+                assert tokens[row, : len(real)].tolist() == real
+        states = [{"data": loader.state_dict()} for loader in loaders]
+        saved = json.loads(json.dumps(reduce(merge, states)))
+
+
+def test_shares_are_those_of_tokens_not_of_documents() -> None:
+    generator = random.Random(0)
+    short = [" ".join(["7"] * generator.randint(1, 5)) for _ in range(3000)]
+    long = [" ".join(["8"] * generator.randint(50, 400)) for _ in range(300)]
+    mixture = Mixture([source(short), source(long)], [3.0, 1.0])
+    (loader,) = build(mixture, 1, 4, n_rows=4, seq_len=500)
+    for _ in range(40):
+        take([loader])
+    (_, of_short), (_, of_long) = loader.consumed()
+    assert of_short / (of_short + of_long) == pytest.approx(0.75, abs=0.01)
+    # On every row, at any time, within the longest document.
+    for row in range(4):
+        for length in (1000, 5000, 20_000):
+            _, (first, second) = true_row(mixture, row, 4, length)
+            assert abs(first - 3 * second) <= 3 * 402
+
+
+def test_rows_begin_with_all_sources_by_weight() -> None:
+    mixture = Mixture([source(["1"]), source(["2"]), source(["3"])], [5.0, 3.0, 2.0])
+    begins = Counter(mixture.choose(row, (0, 0, 0), (0, 1, 2)) for row in range(1000))
+    assert [begins[i] for i in range(3)] == pytest.approx([500, 300, 200], abs=5)
+
+
+def test_every_token_of_sources_that_end_is_predicted_once() -> None:
+    texts = corpora(random.Random(1), 3, 100)
+    mixture = Mixture([source(t, repeat=False) for t in texts], [1.0, 2.0, 0.5])
+    loaders, ledger, n_rows = build(mixture, 2, 2, n_rows=8, seq_len=16), Counter(), 8
+    firsts: list[int] = []
+    for step in range(1000):
+        tokens, labels = take(loaders)
+        valid = labels[labels != IGNORED]
+        if len(valid) == 0:
+            break
+        firsts += tokens[:, 0].tolist() if step == 0 else []
+        ledger.update(valid.tolist())
+    assert step > 5
+    want = Counter(int(word) for t in texts for text in t for word in text.split())
+    ends = sum(1 for t in texts for text in t if text)
+    assert firsts == [UNIQUE.bos_id] * n_rows
+    assert ledger == want + Counter({UNIQUE.eos_id: ends, UNIQUE.bos_id: ends - n_rows})
+    # And it stays at the end, also after a checkpoint there.
+    states = [loader.state_dict() for loader in loaders]
+    again = build(mixture, 1, 8, n_rows=8, seq_len=16)
+    again[0].load_state_dict(reduce(merge, states))
+    assert (take(again)[1] == IGNORED).all()
+
+
+def test_what_padding_is_belongs_to_no_document() -> None:
+    mixture = Mixture([source(["5 6 7"], repeat=False)])
+    (loader,) = build(mixture, 1, 1, n_rows=1, seq_len=12)
+    batch = next(loader)
+    assert batch.labels[0].tolist() == [5, 6, 7, UNIQUE.eos_id] + [IGNORED] * 8
+    assert batch.document_ids is not None
+    assert batch.document_ids[0].tolist() == [0] * 5 + [1] * 7
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [2.0, 1.0]])
+def test_other_weights_are_another_order(weights: list[float]) -> None:
+    sources = [source(["1 2"]), source(["3 4"])]
+    (before,) = build(Mixture(sources, [1.0, 1.0]), 1, 1, n_rows=1, seq_len=4)
+    (after,) = build(Mixture(sources, weights), 1, 1, n_rows=1, seq_len=4)
+    with pytest.raises(ConfigError, match=r"documents of \[data\], their weights"):
+        after.load_state_dict(before.state_dict())
+
+
+def test_a_state_is_integers() -> None:
+    state = RowState((1, 2), (30, 40), 5)
+    assert RowState.of_json(json.loads(json.dumps(state.as_json()))) == state
+    assert state.place == (3, 5)
