@@ -11,7 +11,7 @@ import torch
 from config import ConfigError
 from config.job_config import Packing
 from data.mixture import MixedRow, Mixture, RowState
-from data.packing import BestFit, Concatenated, RowReader, Sequences, Span
+from data.packing import BestFit, Concatenated, RowReader, Sequence, Span
 from data.tokenizer import Tokenizer
 
 
@@ -153,18 +153,16 @@ def _read_microbatches(
 
 
 def _read_microbatch(readers: list[RowReader], seq_len: int, document_mask: bool) -> Batch:
-    sequences = Sequences.empty(len(readers), seq_len)
-    spans = [reader.read(sequences.row(index)) for index, reader in enumerate(readers)]
-    positions = document_ids = None
-    if document_mask:
-        document_ids = torch.from_numpy(sequences.numbers)
-        positions = torch.from_numpy(_places(sequences.numbers))
-    tokens, labels = torch.from_numpy(sequences.tokens), torch.from_numpy(sequences.labels)
-    return Batch(tokens, labels, positions, document_ids, tuple(spans))
-
-
-def _places(numbers: np.ndarray) -> np.ndarray:
-    """For document numbers (b, s), each token's distance from where its document starts in s."""
-    index = np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape)
-    is_start = np.diff(numbers, axis=1, prepend=-1) != 0
-    return index - np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
+    arrays = np.empty((4, len(readers), seq_len), np.int64)
+    tokens, labels, document_ids, positions = arrays
+    spans = []
+    for index, reader in enumerate(readers):
+        marks = (document_ids[index], positions[index]) if document_mask else (None, None)
+        spans.append(reader.read(Sequence(tokens[index], labels[index], *marks)))
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        torch.from_numpy(positions) if document_mask else None,
+        torch.from_numpy(document_ids) if document_mask else None,
+        tuple(spans),
+    )

@@ -33,6 +33,8 @@ class Mixture:
 
     def choose(self, row: int, tokens: Sequence[int], live: Sequence[int]) -> int:
         """Of the ``live`` sources the next, after so many ``tokens`` of each."""
+        if len(live) == 1:
+            return live[0]
         if any(tokens):
             return min(live, key=lambda i: (tokens[i] / self.weights[i], i))
         # At the start all shares are met: rows begin with different sources, spread by weight.
@@ -52,9 +54,13 @@ class RowState(NamedTuple):
     """With best_fit, a sequence of the documents that are packed together from this one on."""
 
     @property
+    def document(self) -> int:
+        """Its number, counted over all sources."""
+        return sum(self.taken)
+
+    @property
     def place(self) -> tuple[int, int]:
-        """The document, counted over all sources, and the token in it."""
-        return sum(self.taken), self.token
+        return self.document, self.token
 
     def as_json(self) -> dict[str, Any]:
         return {"taken": list(self.taken), "tokens": list(self.tokens), "token": self.token}
@@ -114,11 +120,13 @@ class MixedRow:
 
     def _check_ids(self, ids: np.ndarray, before: RowState) -> None:
         """No other guard is certain: an embedding that is split takes a foreign id for zeros."""
-        if ids.min() >= 0 and ids.max() < self._vocab_size:
+        # A negative one is a large one without its sign.
+        is_signed = ids.dtype.kind == "i"
+        if (ids.view(f"u{ids.itemsize}") if is_signed else ids).max() < self._vocab_size:
             return
         bad = ids[(ids < 0) | (ids >= self._vocab_size)][0]
         raise ValueError(
-            f"data: {self._mixture.description}: document {sum(before.taken)} of row {self.row} has"
+            f"data: {self._mixture.description}: document {before.document} of row {self.row} has"
             f" the id {bad}; model.vocab_size is {self._vocab_size}"
         )
 

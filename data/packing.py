@@ -20,27 +20,28 @@ class Span(NamedTuple):
     end: RowState
 
 
-class Sequences(NamedTuple):
-    """What readers fill: (b, s) int64 arrays, or a row (s,) of them."""
+class Sequence(NamedTuple):
+    """What a reader fills: (s,) int64 arrays."""
 
     tokens: np.ndarray
     labels: np.ndarray
     """The next token of each, or IGNORED."""
-    numbers: np.ndarray
-    """Of each token's document, no other one's of the sequence."""
+    document_ids: np.ndarray | None
+    """Of each token's document, no other one's of the sequence. None: not asked for."""
+    positions: np.ndarray | None
+    """In what the sequence has of the document."""
 
-    @classmethod
-    def empty(cls, n_rows: int, seq_len: int) -> "Sequences":
-        return cls(*(np.empty((n_rows, seq_len), np.int64) for _ in cls._fields))
-
-    def row(self, index: int) -> "Sequences":
-        return Sequences(*(array[index] for array in self))
+    def mark(self, begin: int, end: int, document_id: int) -> None:
+        """Say that these are of one document."""
+        if self.document_ids is not None and self.positions is not None:
+            self.document_ids[begin:end] = document_id
+            self.positions[begin:end] = np.arange(end - begin)
 
 
 class RowReader(Protocol):
     """One row of the global batch."""
 
-    def read(self, sequence: Sequences) -> Span:
+    def read(self, sequence: Sequence) -> Span:
         """Fill the row's next sequence, and say what part of the row it is."""
         ...
 
@@ -55,8 +56,8 @@ class Concatenated:
         self._state, self._document = start, np.empty(0, np.int64)
         self._is_begun = False
 
-    def read(self, sequence: Sequences) -> Span:
-        tokens, labels, numbers = sequence
+    def read(self, sequence: Sequence) -> Span:
+        tokens, labels = sequence.tokens, sequence.labels
         if not self._is_begun:
             self._is_begun = True
             self._begin_document(self._state.token)
@@ -65,7 +66,7 @@ class Concatenated:
             part = self._document[token : token + len(tokens) - filled]
             end = filled + len(part)
             tokens[filled:end] = part
-            numbers[filled:end] = sum(self._state.taken)
+            sequence.mark(filled, end, self._state.document)
             filled, token = end, token + len(part)
             if token < len(self._document):
                 last_label = self._document[token]
@@ -78,7 +79,7 @@ class Concatenated:
         labels[max(filled - 1, 0) :] = IGNORED
         labels[filled - 1 : filled] = last_label
         tokens[filled:] = self._filler
-        numbers[filled:] = sum(self._state.taken) + 1
+        sequence.mark(filled, len(tokens), self._state.document + 1)
         self._state = self._state._replace(token=token)
         return Span(self._documents.row, start, self._state)
 
@@ -104,8 +105,8 @@ class BestFit:
         self._state = start
         self._window: list[list[np.ndarray]] = []
 
-    def read(self, sequence: Sequences) -> Span:
-        tokens, labels, numbers = sequence
+    def read(self, sequence: Sequence) -> Span:
+        tokens, labels = sequence.tokens, sequence.labels
         if not self._window:
             self._window = self._pack(len(tokens))
         start, filled = self._state, 0
@@ -113,9 +114,10 @@ class BestFit:
         for number, piece in enumerate(pieces):
             end = filled + len(piece) - 1
             tokens[filled:end], labels[filled:end] = piece[:-1], piece[1:]
-            numbers[filled:end] = number
+            sequence.mark(filled, end, number)
             filled = end
-        tokens[filled:], labels[filled:], numbers[filled:] = self._filler, IGNORED, len(pieces)
+        tokens[filled:], labels[filled:] = self._filler, IGNORED
+        sequence.mark(filled, len(tokens), len(pieces))
         if start.token + 1 < len(self._window):
             self._state = start._replace(token=start.token + 1)
         elif self._window:

@@ -11,7 +11,7 @@ import torch
 import forward_backward
 import train
 from data.mixture import MixedRow
-from data.packing import Concatenated, Sequences
+from data.packing import Concatenated, Sequence
 from optim.spikes import SpikeGuard
 from runtime import exit_codes
 from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
@@ -73,7 +73,7 @@ def unreadable_file() -> None:
     if os.environ["RANK"] == "1":
         original, calls = Concatenated.read, 0
 
-        def read(self: Concatenated, sequence: Sequences) -> Any:
+        def read(self: Concatenated, sequence: Sequence) -> Any:
             nonlocal calls
             calls += 1
             if calls == 20:
