@@ -279,9 +279,14 @@ def main(job: Job, witness: Witness) -> int:
                 unread=int(problem is not None),
                 mistakes=int(isinstance(problem, ValueError)),
                 writers=int(checkpointer.is_writing),
+                bad=loader.n_bad,
             )
             if agreed["unread"]:
                 raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
+            bad_records = agreed["bad"] * dims.batch_mesh.size() // world_size
+            if bad_records > config.data.max_bad_records:
+                text = f"data.max_bad_records: {bad_records} records could not be read"
+                raise ConfigError([text])
             if checkpointer.is_begun and agreed["writers"] == 0:
                 checkpointer.finish()
             if control.stop is not None:
@@ -337,6 +342,7 @@ def main(job: Job, witness: Witness) -> int:
                     ledger.log(state.step, microbatches, **values)
                 if is_logged:
                     skipped = {"skipped_steps": guard.skipped} if guard.skipped else {}
+                    skipped |= {"bad_records": bad_records} if bad_records else {}
                     metrics.log(state.step, training.steps, values | {"lr": lr} | skipped | extra)
                 if has_spike_guard:
                     # Ranks must decide alike, to the last bit: rank 0's values are what counts.

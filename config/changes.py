@@ -25,7 +25,7 @@ FROZEN = _keys("""
 """)
 # Where documents and tokenizer lie may change: what they are is fingerprinted by the data's state.
 RECORDED = _keys("""
-    data: path sources tokenizer
+    data: path sources tokenizer on_bad_record
     training: steps seq_len local_batch_size max_norm
     training: mixed_precision_param mixed_precision_reduce mixed_precision_output
     optimizer: lr beta1 beta2 eps weight_decay
@@ -47,7 +47,7 @@ RECORDED = _keys("""
 """)
 FREE = _keys("""
     job: name output_dir
-    data: prefetch
+    data: prefetch max_bad_records
     training: gc_freq
     checkpoint: enable interval keep_latest_k keep_every async_mode max_unsaved_steps
     checkpoint: initial_load_path

@@ -90,6 +90,11 @@ class Data(Section):
     """Attend only within a document, and restart positions at each document."""
     validation_percent: Annotated[float, Field(ge=0.0, le=50.0)] = 2.0
     """Share of builtin or local documents held out, chosen by a hash of path and row."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """A record without text, that is not UTF-8 or not JSON. error: end, and say where it is. skip:
+    go on with the next one, and count."""
+    max_bad_records: Count = 1000
+    """skip: more of them end the run."""
     prefetch: Count = 2
     """Microbatches prepared ahead, in a thread."""
 

@@ -67,7 +67,8 @@ class BatchLoader:
         firsts = [(a * degree + rank) * local_batch_size for a in range(self.microbatches)]
         self._rows = [range(first, first + local_batch_size) for first in firsts]
         nothing = (0,) * len(mixture.sources)
-        start = RowState(nothing, nothing, 0)
+        start = RowState(nothing, nothing, 0, 0)
+        self._taken: dict[int, RowState] = {}
         self._starts = {row: start for rows in self._rows for row in rows}
         self._microbatches = self._read_from_starts()
         self._ahead: deque[Future[Batch]] = deque()
@@ -82,7 +83,13 @@ class BatchLoader:
             self._ahead.append(self._thread.submit(next, self._microbatches))
         batch = self._ahead[0].result()
         self._ahead.popleft()
+        self._taken |= {span.row: span.end for span in batch.spans}
         return batch
+
+    @property
+    def n_bad(self) -> int:
+        """Records that could not be read, in this rank's rows, up to what was taken."""
+        return sum(state.bad for state in (self._starts | self._taken).values())
 
     def commit(self, microbatches: list[Batch]) -> None:
         """Count what was taken as trained on: a finished step. The state is what was committed."""

@@ -16,6 +16,7 @@ from data.tokenizer import Tokenizer
 
 MAX_EMPTY_DOCUMENTS = 100_000
 GOLDEN = 0.6180339887498949
+END: Any = object()
 
 
 class Mixture:
@@ -50,6 +51,8 @@ class RowState(NamedTuple):
     """Documents of each source before this one."""
     tokens: tuple[int, ...]
     """And their tokens."""
+    bad: int
+    """And how many of all could not be read."""
     token: int
     """With best_fit, a sequence of the documents that are packed together from this one on."""
 
@@ -63,11 +66,11 @@ class RowState(NamedTuple):
         return self.document, self.token
 
     def as_json(self) -> dict[str, Any]:
-        return {"taken": list(self.taken), "tokens": list(self.tokens), "token": self.token}
+        return self._asdict() | {"taken": list(self.taken), "tokens": list(self.tokens)}
 
     @classmethod
     def of_json(cls, saved: dict[str, Any]) -> "RowState":
-        return cls(tuple(saved["taken"]), tuple(saved["tokens"]), saved["token"])
+        return cls(**saved | {name: tuple(saved[name]) for name in ("taken", "tokens")})
 
 
 class MixedRow:
@@ -85,7 +88,7 @@ class MixedRow:
     ) -> None:
         self.row = row
         self._mixture, self._tokenizer, self._vocab_size = mixture, tokenizer, vocab_size
-        self._taken, self._tokens = list(state.taken), list(state.tokens)
+        self._taken, self._tokens, self._bad = list(state.taken), list(state.tokens), state.bad
         self._streams: list[Iterator[Document]] = [
             source.documents(row, n_rows, taken)
             for source, taken in zip(mixture.sources, state.taken, strict=True)
@@ -98,12 +101,13 @@ class MixedRow:
         while self._live:
             before = self.state
             chosen = self._mixture.choose(self.row, self._tokens, self._live)
-            document = next(self._streams[chosen], None)
-            if document is None:
+            document = next(self._streams[chosen], END)
+            if document is END:
                 self._live.remove(chosen)
                 continue
             self._taken[chosen] += 1
-            if len(document) > 0:
+            self._bad += document is None
+            if document is not None and len(document) > 0:
                 ids = document if isinstance(document, np.ndarray) else self._encode(document)
                 self._check_ids(ids, before)
                 self._tokens[chosen] += len(ids)
@@ -116,7 +120,7 @@ class MixedRow:
     @property
     def state(self) -> RowState:
         """After all that was read."""
-        return RowState(tuple(self._taken), tuple(self._tokens), 0)
+        return RowState(tuple(self._taken), tuple(self._tokens), self._bad, 0)
 
     def _check_ids(self, ids: np.ndarray, before: RowState) -> None:
         """No other guard is certain: an embedding that is split takes a foreign id for zeros."""

@@ -15,12 +15,13 @@ import numpy as np
 
 from config.job_config import Data, DataSource
 from data.text_files import TextFiles, builtin_files, matching_files
+from runtime.log import logger
 
-TABLE_SUFFIXES = {".jsonl", ".parquet"}
+TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 FINGERPRINTED = 64
 
-Document = str | np.ndarray
-"""Text, or its ids, markers among them, as they are trained on."""
+Document = str | np.ndarray | None
+"""Text, or its ids, markers among them, as they are trained on. None: it cannot be read."""
 
 
 class Source(Protocol):
@@ -60,6 +61,7 @@ class ShuffledDocuments:
         name: str,
         fingerprint: str,
         repeat: bool = True,
+        skips_bad: bool = False,
     ) -> None:
         if len(indices) == 0:
             raise ValueError(
@@ -67,7 +69,7 @@ class ShuffledDocuments:
                 " see data.validation_percent"
             )
         self._documents, self._indices, self._seed = documents, indices, seed
-        self._repeat, self.n_documents = repeat, len(indices)
+        self._repeat, self._skips_bad, self.n_documents = repeat, skips_bad, len(indices)
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         self.description = f"{len(indices):,} documents for {name}"
@@ -78,8 +80,17 @@ class ShuffledDocuments:
         counter = start * n_rows + row
         while self._repeat or counter < len(self._indices):
             epoch, place = divmod(counter, len(self._indices))
-            yield self._documents[self._order(epoch)[place]]
+            yield self._read(self._order(epoch)[place])
             counter += n_rows
+
+    def _read(self, index: int) -> Document:
+        try:
+            return self._documents[index]
+        except ValueError as error:
+            if not self._skips_bad:
+                raise
+            logger.warning("skipped: %s", error)
+            return None
 
     def _permutation(self, epoch: int) -> np.ndarray:
         # NumPy promises the same raw draws in every release, and no such thing of permutations.
@@ -96,9 +107,12 @@ def build_sources(
     same on every machine. Raises ``ValueError`` that names what is missing.
     """
     train, held_out = [], {}
+    percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
     for source in config.mixture:
         with naming(source, config):
-            one, other = _build_source(source, config.validation_percent, seed, with_held_out)
+            one, other = _build_source(
+                source, percent, seed, with_held_out=with_held_out, skips_bad=skips_bad
+            )
         train.append(one)
         if other is not None:
             held_out[source.label] = other
@@ -118,41 +132,54 @@ def naming(source: DataSource, config: Data) -> Iterator[None]:
 
 
 def _build_source(
-    config: DataSource, percent: float, seed: int, with_held_out: bool
+    config: DataSource, percent: float, seed: int, *, with_held_out: bool, skips_bad: bool
 ) -> tuple[Source, Source | None]:
     if config.type in ("c4", "huggingface"):
         # datasets takes a second to import, so only those who need it wait.
         from data.tables import hub_streams
 
-        return hub_streams(config, with_held_out)
-    documents, fingerprint = open_documents(config)
+        return hub_streams(config, with_held_out, skips_bad=skips_bad)
+    documents, fingerprint = open_documents(config, skips_bad=skips_bad)
     is_held_out = documents.keys < np.uint64(percent / 100 * 2**64)
-    build = partial(ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint)
+    build = partial(
+        ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint, skips_bad=skips_bad
+    )
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if percent == 0 or not with_held_out:
         return train, None
     return train, build(np.flatnonzero(is_held_out), name="validation")
 
 
-def open_documents(config: DataSource) -> tuple[Documents, str]:
-    """What the files have, by index, and its fingerprint; ``ValueError`` names what is missing."""
+def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Documents, str]:
+    """What the files have, by index, and its fingerprint; ``ValueError`` names what is missing.
+
+    ``skips_bad``: records of tables that cannot be read are None.
+    """
     is_builtin = config.type == "builtin"
     files = builtin_files() if is_builtin else matching_files(config.path)
     documents: Documents
-    if TABLE_SUFFIXES & {path.suffix for path, _ in files}:
+    if any(path.name.endswith(TABLE_SUFFIXES) for path, _ in files):
         from data.tables import Tables
 
-        documents = Tables(files, config.text_key)
+        documents = Tables(files, config.text_key, skips_bad=skips_bad)
     else:
         documents = TextFiles(files, encoding_errors="replace" if is_builtin else "strict")
-    return documents, _fingerprint(files, documents)
+    return documents, _fingerprint(files, documents, skips_bad)
 
 
-def _fingerprint(files: list[tuple[Path, str]], documents: Documents) -> str:
+def _fingerprint(files: list[tuple[Path, str]], documents: Documents, skips_bad: bool) -> str:
     """Of the names and sizes of all files, and of a few documents spread over them."""
     listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
     digest = hashlib.sha256(listing.encode())
     for index in range(0, len(documents), len(documents) // FINGERPRINTED + 1):
-        document = documents[index]
-        digest.update(document.encode() if isinstance(document, str) else document.tobytes())
+        try:
+            document = documents[index]
+        except ValueError:
+            if not skips_bad:
+                raise
+            document = None
+        if isinstance(document, np.ndarray):
+            digest.update(document.tobytes())
+        elif document is not None:
+            digest.update(document.encode())
     return digest.hexdigest()

@@ -1,9 +1,12 @@
 """Documents in the rows of tables, read through Hugging Face's ``datasets``: local or streamed."""
 
+import gzip
 import hashlib
+import io
 import json
 import reprlib
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,17 +18,20 @@ from config.job_config import DataSource
 from data.text_files import name_key
 
 C4 = ("allenai/c4", "en", "text")
+COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 
 
 class Tables:
     """Rows of .jsonl and .parquet files, memory-mapped after a first conversion to Arrow."""
 
-    def __init__(self, files: list[tuple[Path, str]], text_key: str) -> None:
-        others = [str(path) for path, _ in files if path.suffix not in (".jsonl", ".parquet")]
+    def __init__(
+        self, files: list[tuple[Path, str]], text_key: str, *, skips_bad: bool = False
+    ) -> None:
+        others = [str(path) for path, _ in files if not (_is_json(path) or _is_parquet(path))]
         if others:
             raise ValueError(f"data.path mixes tables with plain text files: {', '.join(others)}")
         self._files, self._text_key = files, text_key
-        self._tables = [_read_table(path, text_key) for path, _ in files]
+        self._tables = [_read_table(path, text_key, skips_bad) for path, _ in files]
         counts = [len(table) for table in self._tables]
         self._ends = np.cumsum(counts)
         self.keys = np.concatenate(
@@ -36,7 +42,7 @@ class Tables:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> str | None:
         table = int(np.searchsorted(self._ends, index, side="right"))
         row = int(index - (self._ends[table - 1] if table else 0))
         try:
@@ -57,9 +63,16 @@ class HubStream:
     n_documents = None
 
     def __init__(
-        self, name: str, subset: str, split: str, text_key: str, *, repeat: bool = True
+        self,
+        name: str,
+        subset: str,
+        split: str,
+        text_key: str,
+        *,
+        repeat: bool = True,
+        skips_bad: bool = False,
     ) -> None:
-        self._text_key, self._repeat = text_key, repeat
+        self._text_key, self._repeat, self._skips_bad = text_key, repeat, skips_bad
         self.description = f"{name} {subset} ({split}), streamed"
         parts = f"{name}/{subset}/{split}/{text_key}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
@@ -68,7 +81,7 @@ class HubStream:
         except Exception as error:  # datasets raises its own and the network's errors
             raise ValueError(f"data.path: cannot open {name} ({split}): {error}") from error
 
-    def documents(self, row: int, n_rows: int, start: int) -> Iterator[str]:
+    def documents(self, row: int, n_rows: int, start: int) -> Iterator[str | None]:
         n_shares = min(n_rows, self._dataset.num_shards)
         share, turn = row % n_shares, row // n_shares
         turns = len(range(share, n_rows, n_shares))
@@ -77,8 +90,12 @@ class HubStream:
         while True:
             first = number
             for record in self._read(islice(mine, turn, None, turns), row, number):
-                if number >= start:
-                    yield _text(record, self._text_key, f"document {number} of row {row}")
+                text = record.get(self._text_key)
+                if number >= start and (isinstance(text, str) or self._skips_bad):
+                    yield text if isinstance(text, str) else None
+                elif number >= start:
+                    where = f"{self._text_key!r} of document {number} of row {row}"
+                    raise ValueError(f"data.text_key: {where} is {text!r}, not text")
                 number += 1
             if number == first and self._repeat:
                 raise ValueError(
@@ -101,20 +118,36 @@ class HubStream:
             raise kind(f"data.path: {where} cannot be read: {error!r}") from error
 
 
-def hub_streams(config: DataSource, with_held_out: bool) -> tuple[HubStream, HubStream | None]:
+def hub_streams(
+    config: DataSource, with_held_out: bool, *, skips_bad: bool
+) -> tuple[HubStream, HubStream | None]:
     """The split "train" of the dataset that ``config`` names, and "validation" if asked for."""
     default = (config.path, config.subset, config.text_key)
     name, subset, text_key = C4 if config.type == "c4" else default
-    train = HubStream(name, subset, "train", text_key, repeat=config.repeat)
-    held_out = HubStream(name, subset, "validation", text_key) if with_held_out else None
+    build = partial(HubStream, name, subset, text_key=text_key, skips_bad=skips_bad)
+    train = build("train", repeat=config.repeat)
+    held_out = build("validation") if with_held_out else None
     return train, held_out
 
 
-def _read_table(path: Path, text_key: str) -> datasets.Dataset:
-    """The table's column of texts, every one of them seen to be text."""
+def _is_json(path: Path) -> bool:
+    return path.name.endswith((".jsonl", *COMPRESSED))
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix == ".parquet"
+
+
+def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
+    """The table's column of texts, every one of them seen to be text.
+
+    ``skips_bad``: what is not is null.
+    """
     if path.stat().st_size == 0:
         raise ValueError(f"data.path: {path} is empty")
-    read = datasets.Dataset.from_json if path.suffix == ".jsonl" else datasets.Dataset.from_parquet
+    if _is_json(path) and skips_bad:
+        return _read_lines(path, text_key)
+    read = datasets.Dataset.from_json if _is_json(path) else datasets.Dataset.from_parquet
     try:
         table = read(str(path))
     except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors
@@ -129,24 +162,58 @@ def _read_table(path: Path, text_key: str) -> datasets.Dataset:
         raise ValueError(f"data.text_key: {_bad_line(path, text_key) or text}")
     table = table.select_columns([text_key])
     empty = table.data[text_key].is_null().index(True).as_py()
-    if empty >= 0:
+    if empty >= 0 and not skips_bad:
         text = f"{text_key!r} of {path}, row {empty}, is null"
         raise ValueError(f"data.text_key: {_bad_line(path, text_key) or text}")
     return table
 
 
+def _read_lines(path: Path, text_key: str) -> datasets.Dataset:
+    """A row for each line; null where it is not what it should be."""
+    status = path.stat()
+    # What is converted once is found again by these.
+    facts = {"path": str(path), "text_key": text_key, "size": status.st_size}
+    features = datasets.Features({text_key: datasets.Value("large_string")})
+    return datasets.Dataset.from_generator(
+        _texts, features=features, gen_kwargs=facts | {"time": status.st_mtime_ns}
+    )
+
+
+def _texts(path: str, text_key: str, **facts: int) -> Iterator[dict[str, str | None]]:
+    for line in _lines(Path(path)):
+        if _fault(line, text_key):
+            yield {text_key: None}
+        else:
+            record = json.loads(line.decode("utf-8-sig")) if line.strip() else {text_key: ""}
+            yield {text_key: record[text_key]}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.suffix == ".zst":
+        # Only who has such files needs the package.
+        import zstandard
+
+        with zstandard.open(path, "rb") as file:
+            yield from io.BufferedReader(file)
+    else:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield from file
+
+
 def _bad_line(path: Path, text_key: str) -> str:
-    """The first bad line of a .jsonl file and what is wrong with it: pyarrow tells only a row, and
-    counts from the start of the chunk that it reads. "" for other files, and if no line is bad."""
-    if path.suffix != ".jsonl":
+    """The first bad line of JSON and what is wrong with it: pyarrow tells only a row, and counts
+    from the start of the chunk that it reads. "" for other files, and if no line is bad."""
+    if not _is_json(path):
         return ""
     start = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    try:
+        for number, line in enumerate(_lines(path), start=1):
             fault = _fault(line, text_key)
             if fault:
                 return f"{path}, line {number}, byte {start}: {fault}"
             start += len(line)
+    except (OSError, EOFError, ImportError) as error:
+        return f"{path}, after byte {start} of its text: {error}"
     return ""
 
 
@@ -165,13 +232,6 @@ def _fault(line: bytes, text_key: str) -> str:
     except (ValueError, RecursionError) as error:
         return str(error)
     return ""
-
-
-def _text(record: dict[str, Any], text_key: str, where: str) -> str:
-    text = record.get(text_key)
-    if not isinstance(text, str):
-        raise ValueError(f"data.text_key: {text_key!r} of {where} is {text!r}, not text")
-    return text
 
 
 def _row_keys(name: str, count: int) -> np.ndarray:

@@ -422,6 +422,9 @@ REFUSALS = (
     Refusal("data.text_key", "does nothing with builtin, tokens or c4",
             _any_source(lambda source: source.type in ("builtin", "tokens", "c4")
                         and source.text_key != DataSource().text_key)),
+    Refusal("data.max_bad_records", "does nothing unless data.on_bad_record is skip",
+            lambda run: run.config.data.on_bad_record != "skip"
+            and run.config.data.max_bad_records != Data().max_bad_records),
     Refusal("data.validation_percent", "must be more than 0 for validation.enable",
             lambda run: run.config.validation.enable
             and any(s.type in ("builtin", "files", "tokens") for s in run.config.data.mixture)

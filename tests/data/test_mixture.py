@@ -1,20 +1,24 @@
 """Mixtures against a truth of plain lists: shares, order, resume on other ranks, and the end."""
 
+import gzip
 import json
 import random
 from collections import Counter
 from functools import reduce
 from itertools import count, islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 from checkpoint.checkpointer import merge
 from config import ConfigError
+from config.job_config import Data, DataSource
 from data.loader import BatchLoader
 from data.mixture import Mixture, RowState
-from data.sources import ShuffledDocuments
+from data.sources import ShuffledDocuments, build_sources
 from runtime.labels import IGNORED
 from tests.data.test_loader import UNIQUE
 
@@ -176,6 +180,55 @@ def test_other_weights_are_another_order(weights: list[float]) -> None:
 
 
 def test_a_state_is_integers() -> None:
-    state = RowState((1, 2), (30, 40), 5)
+    state = RowState((1, 2), (30, 40), 6, 5)
     assert RowState.of_json(json.loads(json.dumps(state.as_json()))) == state
     assert state.place == (3, 5)
+
+
+BAD_LINES = {
+    3: b'{"text": "un',
+    5: b'{"text": null}',
+    8: b'{"other": "5"}',
+    11: b'{"text": "caf\xe9"}',
+    12: b"[1]",
+    15: b'{"text": 7}',
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_bad_records_are_skipped_and_counted_on_any_ranks(tmp_path: Path, suffix: str) -> None:
+    lines = [BAD_LINES.get(i, b'{"text": "%d %d"}' % (2 * i, 2 * i + 1)) for i in range(1, 21)]
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(suffix).suffix, bytes)
+    (tmp_path / f"a{suffix}").write_bytes(pack(b"\n".join(lines) + b"\n"))
+    path = {"source": "files", "path": str(tmp_path / "*"), "validation_percent": 0.0}
+    with pytest.raises(ValueError, match=rf"a{suffix}, line 3, byte 32: "):
+        build_sources(Data(**path), 0)
+    (plain,), _ = build_sources(Data(**path, on_bad_record="skip"), 0)
+    for degree in (1, 2, 4):
+        loaders = build(Mixture([plain]), degree, 1, n_rows=4, seq_len=4)
+        ledger: Counter[int] = Counter()
+        # An epoch of 20 records is 5 on each row; the next one begins with other tokens.
+        while min(sum(state.taken) for x in loaders for state in x._starts.values()) < 6:
+            ledger.update(take(loaders)[1].flatten().tolist())
+        assert sum(loader.n_bad for loader in loaders) >= len(BAD_LINES)
+        read = {2 * i for i in range(1, 21) if i not in BAD_LINES}
+        assert read <= set(ledger)
+        assert set(ledger) <= read | {n + 1 for n in read} | {UNIQUE.bos_id, UNIQUE.eos_id}
+    # A run that ends has read each record once.
+    config = Data(
+        on_bad_record="skip", validation_percent=0.0,
+        sources=[DataSource(path=path["path"], repeat=False)],
+    )  # fmt: skip
+    counts = set()
+    for degree in (1, 2, 4):
+        loaders = build(Mixture(build_sources(config, 0)[0]), degree, 1, n_rows=4, seq_len=4)
+        while (take(loaders)[1] != IGNORED).any():
+            pass
+        counts.add(sum(loader.n_bad for loader in loaders))
+        again = build(Mixture(build_sources(config, 0)[0]), degree, 1, n_rows=4, seq_len=4)
+        states = reduce(merge, [loader.state_dict() for loader in loaders])
+        for loader in again:
+            loader.load_state_dict(states)
+        assert (take(again)[1] == IGNORED).all()
+    assert counts <= set(range(len(BAD_LINES) + 1))
+    assert len(counts) == 1

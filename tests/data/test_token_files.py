@@ -1,0 +1,339 @@
+"""Prepared and Megatron-LM's files, written here by their definition, against what was written."""
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import token_files
+from data.token_files import (
+    DTYPES,
+    TokenFiles,
+    dtype_of,
+    index_text,
+    open_token_files,
+    read_index,
+    verify,
+)
+
+TOKENIZER = {"name": "bytes", "fingerprint": "f", "n_vocab": 258, "bos_id": 256, "eos_id": 257}
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_prepared(
+    folder: Path, shards: list[list[list[int]]], dtype: str = "uint16", fingerprint: str = "f"
+) -> Path:
+    folder.mkdir(parents=True)
+    facts = []
+    for number, documents in enumerate(shards):
+        path = folder / f"shard-{number:05d}.bin"
+        ids = [token for document in documents for token in document]
+        path.write_bytes(np.array(ids, np.dtype(dtype).newbyteorder("<")).tobytes())
+        ends = np.cumsum([len(document) for document in documents], dtype="<i8")
+        path.with_suffix(".ends").write_bytes(ends.tobytes())
+        hashes = {"sha256": digest(path), "ends_sha256": digest(path.with_suffix(".ends"))}
+        limits = {"min_id": min(ids, default=None), "max_id": max(ids, default=None)}
+        counts = {"documents": len(documents), "tokens": len(ids), "skipped": 0}
+        facts.append({"file": path.name, **counts, **limits, **hashes})
+    tokenizer = TOKENIZER | {"fingerprint": fingerprint}
+    write_index(folder, {"format": 1, "dtype": dtype, "tokenizer": tokenizer, "shards": facts})
+    return folder
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    (folder / "index.json").write_bytes(index_text(index))
+
+
+def write_megatron(path: Path, documents: list[list[list[int]]], dtype: str = "int32") -> Path:
+    """Documents of sequences of ids, as ``IndexedDatasetBuilder`` of Megatron-LM lays them out."""
+    sequences = [sequence for document in documents for sequence in document]
+    lengths = [len(sequence) for sequence in sequences]
+    item = np.dtype(dtype).itemsize
+    firsts = np.cumsum([0, *(len(document) for document in documents)])
+    with path.with_suffix(".bin").open("wb") as file:
+        for sequence in sequences:
+            file.write(np.array(sequence, dtype).tobytes())
+    with path.open("wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, CODES[dtype]))
+        file.write(struct.pack("<QQ", len(sequences), len(firsts)))
+        file.write(np.array(lengths, "<i4").tobytes())
+        file.write(
+            np.array([item * sum(lengths[:i]) for i in range(len(lengths))], "<i8").tobytes()
+        )
+        file.write(firsts.astype("<i8").tobytes())
+    return path
+
+
+def joined(sequences: list[list[int]]) -> list[int]:
+    return [token for sequence in sequences for token in sequence]
+
+
+def contents(files: TokenFiles) -> list[list[int]]:
+    return [files[index].tolist() for index in range(len(files))]
+
+
+def overwrite(path: Path, start: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(content)
+
+
+def random_documents(rng: np.random.Generator, high: int, least: int) -> list[list[int]]:
+    lengths = rng.choice([least, 1, 2, 7, 300], rng.integers(0, 12))
+    return [rng.integers(0, high, length, dtype=np.uint64).tolist() for length in lengths]
+
+
+def test_documents_are_what_was_written(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(40):
+        dtype = str(rng.choice(list(DTYPES)))
+        high = int(np.iinfo(dtype).max) + 1
+        # Shards without a document are between others.
+        shards = [random_documents(rng, high, least=1) for _ in range(5)] + [[[high - 1]]]
+        folder = write_prepared(tmp_path / str(trial), shards, dtype)
+        files = open_token_files(str(folder))
+        flat = [document for shard in shards for document in shard]
+        assert contents(files) == flat
+        assert len(files) == len(files.keys) == len(flat)
+        assert files.n_tokens == sum(map(len, flat))
+        assert files.max_id == high - 1
+        assert files.tokenizer_fingerprint == "f"
+        assert not any(problem for _, problem in verify(folder))
+        with pytest.raises(IndexError):
+            files[len(files)]
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_megatron_documents_are_what_was_written(tmp_path: Path, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    high = int(np.iinfo(dtype).max) + 1
+    for trial in range(20):
+        documents = [random_documents(rng, high, least=0) for _ in range(6)] + [[[high - 1]]]
+        path = write_megatron(tmp_path / f"{trial}.idx", documents, dtype)
+        files = open_token_files(str(path))
+        assert contents(files) == [joined(document) for document in documents]
+        assert files.n_tokens == sum(len(sequence) for d in documents for sequence in d)
+        assert (files.tokenizer_fingerprint, files.max_id) == (None, None)
+        assert files[6].dtype == np.dtype(dtype)
+
+
+def test_documents_are_views_of_the_file(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "a", [DOCUMENTS])
+    write_megatron(tmp_path / "b.idx", [DOCUMENTS, [[1]]])
+    for place in ("a", "b.idx"):
+        files = open_token_files(str(tmp_path / place))
+        assert np.shares_memory(files[0], files._mapped(0)[0])
+        assert isinstance(files._mapped(0)[0].base, np.memmap)
+        assert not files[0].flags.writeable
+    before = files[0].copy()
+    overwrite(tmp_path / "b.bin", 0, struct.pack("<i", 77))
+    assert (before[0], files[0][0]) == (1, 77)
+
+
+def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_files, "MAPPED_PARTS", 3)
+    files = open_token_files(str(write_prepared(tmp_path / "a", [DOCUMENTS] * 40)))
+    n_open = len(os.listdir("/proc/self/fd"))
+    assert contents(files) == DOCUMENTS * 40
+    assert len(os.listdir("/proc/self/fd")) <= n_open + 2 * 3
+
+
+def splitmix64(state: int) -> int:
+    """Steele, Lea, Flood: Fast splittable pseudorandom number generators, figure 17."""
+    z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def test_keys_are_uniform_and_depend_on_name_and_number_alone(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "a", [[[1]] * 3000, [[2]] * 2000])
+    keys = open_token_files(str(tmp_path / "a")).keys
+    assert keys.dtype == np.uint64
+    assert len(np.unique(keys)) == 5000
+    name = hashlib.blake2b(b"shard-00001", digest_size=8).digest()
+    start = int.from_bytes(name, "little")
+    expected = [splitmix64((start + i * 0x9E3779B97F4A7C15) % 2**64) for i in range(2000)]
+    assert keys[3000:].tolist() == expected
+    tenths = np.bincount((keys >> np.uint64(32)).astype(np.int64) * 10 >> 32, minlength=10)
+    # Five standard deviations of a binomial distribution.
+    assert np.abs(tenths - 500).max() < 5 * np.sqrt(5000 * 0.1 * 0.9)
+    write_prepared(tmp_path / "b", [[[5, 6]] * 3000, [[7]] * 2500])
+    assert (open_token_files(str(tmp_path / "b")).keys[:5000] == keys).all()
+
+
+def test_a_glob_finds_folders_and_indices(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "x" / "a", [DOCUMENTS])
+    write_prepared(tmp_path / "x" / "c", [DOCUMENTS[1:]])
+    write_megatron(tmp_path / "x" / "b.idx", [DOCUMENTS])
+    files = open_token_files(str(tmp_path / "x" / "*"))
+    assert contents(files) == [*DOCUMENTS, joined(DOCUMENTS), *DOCUMENTS[1:]]
+    assert (files.tokenizer_fingerprint, files.max_id) == ("f", None)
+    assert len(np.unique(files.keys)) == len(files)
+    assert len(open_token_files(str(tmp_path / "x" / "*.idx"))) == 1
+    (tmp_path / "y").mkdir()
+    (tmp_path / "x").rename(tmp_path / "y" / "x")
+    moved = open_token_files(str(tmp_path / "y" / "x" / "*"))
+    assert moved.fingerprint == files.fingerprint
+    assert (moved.keys == files.keys).all()
+    write_prepared(tmp_path / "y" / "x" / "d", [DOCUMENTS], fingerprint="g")
+    with pytest.raises(
+        ValueError, match=r"data\.path: .*x/a and .*x/d are of different tokenizers"
+    ):
+        open_token_files(str(tmp_path / "y" / "x" / "?"))
+
+
+def test_other_documents_have_another_fingerprint(tmp_path: Path) -> None:
+    other = [*DOCUMENTS[:3], [7, 8, 9, 11]]
+    cut_elsewhere = [[1, 2], [3, 4], *DOCUMENTS[2:]]
+    found = set()
+    for number, documents in enumerate((DOCUMENTS, other, cut_elsewhere)):
+        folder = write_prepared(tmp_path / str(number), [documents])
+        write_megatron(tmp_path / str(number) / "m.idx", [[d] for d in documents])
+        places = (folder, folder / "m.idx")
+        found |= {open_token_files(str(place)).fingerprint for place in places}
+    assert len(found) == 6
+
+
+def shrink(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        write_index(path.parent, read_index(path.parent) | changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("index.json", Path.unlink, r"/p has no index\.json"),
+        ("index.json", shrink, r"/p/index\.json: contents|/p/index\.json: not an index"),
+        ("index.json", lambda p: overwrite(p, 0, b"("), r"/p/index\.json: not an index: JSON"),
+        ("index.json", lambda p: p.write_text("[]"), r"/p/index\.json: not an index"),
+        ("index.json", edit(format=2), r"/p/index\.json: its format is 2, not 1"),
+        ("index.json", edit(dtype="float32"), r"/p/index\.json: its dtype is 'float32', not one"),
+        ("index.json", edit(shards=[{"file": "../x.bin"}]), r"'\.\./x\.bin' is not the name"),
+        ("shard-00001.bin", Path.unlink, r"/p/shard-00001\.bin: No such file"),
+        ("shard-00001.bin", shrink, r"/p/shard-00001\.bin has 19 bytes, not 20"),
+        ("shard-00000.ends", Path.unlink, r"/p/shard-00000\.ends: No such file"),
+        ("shard-00000.ends", shrink, r"/p/shard-00000\.ends has 31 bytes, not 32"),
+        (
+            "shard-00001.ends",
+            lambda p: overwrite(p, 0, b"\xff" * 8),
+            r"00001\.ends, bytes 0 and 24",
+        ),
+        ("shard-00001.ends", lambda p: overwrite(p, 24, b"\x09"), r"00001\.ends.* and 9, .* of 10"),
+    ],
+)
+def test_damage_is_named_when_opened(
+    tmp_path: Path, file: str, damage: Callable[[Path], None], message: str
+) -> None:
+    folder = write_prepared(tmp_path / "p", [DOCUMENTS, DOCUMENTS])
+    damage(folder / file)
+    with pytest.raises(ValueError, match=r"^data\.path: .*" + f"({message})"):
+        open_token_files(str(folder))
+
+
+def test_every_byte_of_the_index_counts(tmp_path: Path) -> None:
+    folder = write_prepared(tmp_path / "p", [DOCUMENTS])
+    whole = (folder / "index.json").read_bytes()
+    for place in range(0, len(whole), 3):
+        changed = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+        (folder / "index.json").write_bytes(changed)
+        if whole[place : place + 1].isspace():
+            continue
+        with pytest.raises(ValueError, match=r"index\.json"):
+            read_index(folder)
+
+
+@pytest.mark.parametrize("end", [0, 3, 11, -1, 2**62])
+def test_a_document_with_a_bad_end_is_named_when_read(tmp_path: Path, end: int) -> None:
+    folder = write_prepared(tmp_path / "p", [DOCUMENTS, DOCUMENTS])
+    overwrite(folder / "shard-00001.ends", 8, struct.pack("<q", end))
+    files = open_token_files(str(folder))
+    with pytest.raises(ValueError, match=r"^data\.path: .*00001\.ends, byte 8: document 1 "):
+        files[5]
+    assert [files[i].tolist() for i in (3, 4, 7)] == [DOCUMENTS[i] for i in (3, 0, 3)]
+
+
+def test_verify_names_what_changed(tmp_path: Path) -> None:
+    folder = write_prepared(tmp_path / "p", [DOCUMENTS, DOCUMENTS])
+    overwrite(folder / "shard-00001.bin", 6, b"\x07")
+    (folder / "shard-00000.ends").unlink()
+    found = {path.name: problem for path, problem in verify(folder)}
+    assert len(found) == 4
+    assert {name for name, problem in found.items() if problem} == {
+        "shard-00001.bin",
+        "shard-00000.ends",
+    }
+
+
+# A header of 34 bytes; 3 lengths of 4 bytes, 3 pointers and 3 document indices of 8.
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("m.idx", lambda p: overwrite(p, 0, b"X"), r"m\.idx: not an index of Megatron"),
+        ("m.idx", lambda p: os.truncate(p, 20), r"m\.idx: not an index of Megatron"),
+        ("m.idx", lambda p: overwrite(p, 9, b"\x02"), r"m\.idx: its version is 2"),
+        ("m.idx", lambda p: overwrite(p, 17, b"\x07"), r"m\.idx: its dtype has code 7"),
+        ("m.idx", lambda p: overwrite(p, 17, b"\x06"), r"m\.idx: its dtype has code 6"),
+        ("m.idx", shrink, r"m\.idx has 93 bytes, not 94"),
+        ("m.bin", shrink, r"m\.bin has 23 bytes, not 24"),
+        ("m.bin", Path.unlink, r"m\.bin: No such file"),
+        ("m.idx", lambda p: overwrite(p, 86, b"\x02"), r"m\.idx: its documents are not all 3"),
+        ("m.idx", lambda p: overwrite(p, 78, b"\x04"), r"m\.idx: document 0 has sequences 0 to 4"),
+        ("m.idx", lambda p: overwrite(p, 34, b"\x02"), r"m\.idx: document 0 is from byte 0"),
+        ("m.idx", lambda p: overwrite(p, 46, b"\x01"), r"m\.idx: document 0 is from byte 1"),
+    ],
+)
+def test_damage_to_megatron_files_is_named(
+    tmp_path: Path, file: str, damage: Callable[[Path], None], message: str
+) -> None:
+    path = write_megatron(tmp_path / "m.idx", [DOCUMENTS[:2], DOCUMENTS[2:3]])
+    assert path.stat().st_size == 94
+    damage(tmp_path / file)
+    with pytest.raises(ValueError, match=r"^data\.path: .*" + message):
+        open_token_files(str(path))
+
+
+def test_what_is_no_token_file_is_named(tmp_path: Path) -> None:
+    for path in ("", "nowhere", str(tmp_path / "*.idx")):
+        with pytest.raises(ValueError, match=r"^data\.path: no folder and no \.idx file matches"):
+            open_token_files(path)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=r"^data\.path: .*a\.txt is neither"):
+        open_token_files(str(tmp_path / "*"))
+    with pytest.raises(ValueError, match=r"^data\.path: .* has no documents"):
+        open_token_files(str(write_prepared(tmp_path / "p", [[]])))
+    (tmp_path / "p" / "index.json").rename(tmp_path / "p" / "begun.json")
+    with pytest.raises(ValueError, match=r"no index\.json; tools\.prepare is not done with it"):
+        open_token_files(str(tmp_path / "p"))
+
+
+@pytest.mark.parametrize(
+    ("n_vocab", "dtype"),
+    [
+        (1, "uint8"),
+        (256, "uint8"),
+        (257, "uint16"),
+        (65535, "uint16"),
+        (65536, "uint16"),
+        (65537, "uint32"),
+        (2**32, "uint32"),
+    ],
+)
+def test_the_dtype_is_the_smallest_that_holds_all_ids(n_vocab: int, dtype: str) -> None:
+    assert dtype_of(n_vocab) == dtype
+    assert np.array([n_vocab - 1]).astype(DTYPES[dtype])[0] == n_vocab - 1

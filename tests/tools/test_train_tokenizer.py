@@ -1,0 +1,166 @@
+"""One tokenizer in two formats, from a run's text, and the same one every time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from data import tokenizer_json
+from data.tokenizer import load_tokenizer
+from runtime import exit_codes
+from tests.data.test_tokenizer import assert_says_what_it_read
+from tests.test_import_rules import ROOT
+from tools import train_tokenizer
+from tools.train_tokenizer import FILES
+
+N = 400
+SOURCE = ["--data.source=files", f"--data.path={Path(json.__file__).parent}/*.py"]
+
+
+def run(capsys: pytest.CaptureFixture, folder: Path, *arguments: str) -> tuple[int, str, str]:
+    code = train_tokenizer.main([str(folder), *arguments])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "tokenizer"
+    assert train_tokenizer.main([str(folder), f"--vocab_size={N}", *SOURCE]) == exit_codes.DONE
+    assert {path.name for path in folder.iterdir()} == {*FILES}
+    return folder
+
+
+def test_both_formats_are_one_tokenizer(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        tokenizer_json.logger, "info", lambda text, *values: lines.append(text % values)
+    )
+    first, second = (load_tokenizer(str(trained / name)) for name in FILES[:2])
+    assert "runs on tiktoken, which gives the same ids" in lines[0]
+    truth = tokenizers.Tokenizer.from_file(str(trained / FILES[0]))
+    truth.encode_special_tokens = True
+    for tokenizer in (first, second):
+        assert_says_what_it_read(tokenizer)
+        assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (N, N - 2, N - 1)
+    draw = np.random.default_rng(0)
+    samples = ["".join(map(chr, draw.integers(0, 0xD800, 200))) for _ in range(100)]
+    for text in [*tokenizer_json.SAMPLES, *samples, Path(__file__).read_text()]:
+        ids = truth.encode(text, add_special_tokens=False).ids
+        assert first.encode(text).tolist() == second.encode(text).tolist() == ids
+        assert first.decode(ids) == second.decode(ids) == text
+    assert len(first.encode("import numpy as np\n    return self")) < 20, "nothing was learned"
+
+
+def test_transformers_reads_it_too(trained: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(trained / FILES[0]))
+    ours = load_tokenizer(str(trained / FILES[0]))
+    assert len(theirs) == N
+    assert theirs.convert_tokens_to_ids("<|end_of_text|>") == ours.eos_id
+    for text in tokenizer_json.SAMPLES:
+        # Theirs reads markers as such.
+        text = text.replace("<|", "<")
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist()
+
+
+def test_same_text_gives_the_same_bytes(trained: Path, tmp_path: Path) -> None:
+    """In another process, with one thread, which hashes in another order."""
+    module = ["-m", "tools.train_tokenizer", str(tmp_path / "again"), "--vocab_size", str(N)]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, *module, *SOURCE], cwd=ROOT, env=environment, capture_output=True
+    )
+    assert done.returncode == exit_codes.DONE, done.stderr
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (trained / name).read_bytes()
+
+
+def test_it_says_what_it_made_and_what_is_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = tmp_path / "a run.toml"
+    config.write_text("[debug]\nseed = 3\n")
+    code, told, _ = run(
+        capsys, tmp_path / "new" / "own", "--vocab_size=300", f"--config={config}", *SOURCE
+    )
+    assert code == exit_codes.DONE
+    ids = load_tokenizer(str(tmp_path / "new" / "own" / FILES[0])).encode("a")
+    assert len(ids) == 1
+    assert "own: 300 tokens, 1." in told or "own: 300 tokens, 2." in told
+    assert f"next: CONFIG_FILE='{config}' ./run_train.sh {SOURCE[0]}" in told
+    assert told.endswith(f"--data.tokenizer {tmp_path}/new/own/tokenizer.json\n")
+
+
+def test_sources_give_text_by_their_weights(tmp_path: Path) -> None:
+    for letter in "xyz":
+        (tmp_path / f"{letter}.txt").write_text(letter * 3000)
+    tables = [
+        f'[[data.sources]]\npath = "{tmp_path}/{letter}.txt"\nweight = {weight}'
+        for letter, weight in (("x", 3.0), ("y", 1.0), ("z", 4.0))
+    ]
+    config = train_tokenizer.load_config(
+        _written(tmp_path / "run.toml", "\n".join(tables)), ["--data.validation_percent=0"]
+    )
+    counts = {}
+    for max_bytes in (800, 100_000):
+        text = "".join(train_tokenizer._texts(config.data, 0, max_bytes))
+        counts[max_bytes] = [text.count(letter) for letter in "xyz"]
+    # No more than there is.
+    assert counts == {800: [300, 100, 400], 100_000: [3000, 3000, 3000]}
+
+
+def test_a_character_is_not_cut(tmp_path: Path) -> None:
+    path = _written(tmp_path / "text.txt", "ééé")
+    overrides = ["--data.source=files", f"--data.path={path}", "--data.validation_percent=0"]
+    config = train_tokenizer.load_config(Path(os.devnull), overrides)
+    assert list(train_tokenizer._texts(config.data, 0, 5)) == ["éé"]
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--vocab_size=257"], "argument --vocab_size: 257 is less than the 258"),
+        (["--vocab_size=x"], "argument --vocab_size: invalid int value"),
+        ([], "required: --vocab_size"),
+        (["--vocab_size=300", "--max_bytes=0"], "argument --max_bytes: 0 is less than 1"),
+        (["--vocab_size=300", "--max_bytes=9"], r"9 bytes of text have \d+ tokens, not 300"),
+        (["--vocab_size=300", "--data.source=files", "--data.path=/none/*"], "no file matches"),
+        (["--vocab_size=300", "--data.pth=a"], "data.pth: unknown key; did you mean data.path"),
+        (["--vocab_size=300", "--config=absent.toml"], "absent.toml"),
+        (["--vocab_size=300", "--size=1"], "'--size' is not --section.key"),
+    ],
+)
+def test_mistakes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], told: str
+) -> None:
+    code, _, error = run(capsys, tmp_path / "out", *arguments)
+    assert code == exit_codes.BAD_CONFIG
+    assert tokenizer_json.re.search(told, error)
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    table = _written(tmp_path / "empty.jsonl", json.dumps({"text": ""}) + "\n")
+    source = ["--data.source=files", f"--data.path={table}", "--data.validation_percent=0"]
+    code, _, error = run(capsys, tmp_path / "out", "--vocab_size=300", *source)
+    assert (code, "there is no text" in error) == (exit_codes.BAD_CONFIG, True)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    code, _, error = run(capsys, tmp_path, "--vocab_size=300", *SOURCE)
+    assert code == exit_codes.BAD_CONFIG
+    assert f"{name} is there already" in error
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
