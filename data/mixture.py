@@ -136,4 +136,7 @@ class MixedRow:
 
     def _encode(self, text: str) -> np.ndarray:
         ids = self._tokenizer.encode(text)
-        return np.concatenate([[self._tokenizer.bos_id], ids, [self._tokenizer.eos_id]])
+        document = np.empty(len(ids) + 2, np.int64)
+        document[0], document[1:-1] = self._tokenizer.bos_id, ids
+        document[-1] = self._tokenizer.eos_id
+        return document

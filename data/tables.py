@@ -46,7 +46,8 @@ class Tables:
         table = int(np.searchsorted(self._ends, index, side="right"))
         row = int(index - (self._ends[table - 1] if table else 0))
         try:
-            return self._tables[table][row][self._text_key]
+            # Half the time of the table's own access, which can do more.
+            return self._tables[table].data.fast_slice(row, 1)[self._text_key][0].as_py()
         except UnicodeDecodeError as error:
             path, _ = self._files[table]
             text = f"{path}: row {row} is not UTF-8: {error}"

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from data.tokenizer_json import SAMPLES, build_codec
+from runtime.log import logger
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<|endoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
@@ -18,6 +22,33 @@ LLAMA3_PATTERN = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_RESERVED = 256
+# The published .tiktoken files by their number of ranks, with pattern and special tokens as in
+# tiktoken_ext/openai_public.py of tiktoken 0.14.
+PUBLISHED = {
+    50_256: (  # gpt2, r50k_base
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        {"<|endoftext|>": 50256},
+    ),
+    100_256: (  # cl100k_base
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
+        r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+        {
+            "<|endoftext|>": 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+    ),
+    199_998: (  # o200k_base
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        {"<|endoftext|>": 199999, "<|endofprompt|>": 200018},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +99,16 @@ def _byte_encoding() -> tiktoken.Encoding:
 
 
 def _rank_file_encoding(path: Path) -> tiktoken.Encoding:
-    """Llama 3's tokenizer.model, or another base64 rank file split the same way."""
+    """The base64 rank file with the pattern and special tokens that belong to it."""
+    ranks = _read_ranks(path)
+    pattern, special_tokens, of = _pattern_of(path, len(ranks))
+    logger.info("tokenizer: %s: %s ranks, with the pattern of %s", path, f"{len(ranks):,}", of)
+    return tiktoken.Encoding(
+        name=path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+    )
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -86,12 +126,54 @@ def _rank_file_encoding(path: Path) -> tiktoken.Encoding:
         raise ValueError(f"data.tokenizer: {path}: not all 256 single bytes have a rank")
     if sorted(ranks.values()) != list(range(len(lines))):
         raise ValueError(f"data.tokenizer: {path}: the ranks are not 0 to {len(lines) - 1}")
+    return ranks
+
+
+def _pattern_of(path: Path, n_ranks: int) -> tuple[str, dict[str, int], str]:
+    """What splits text into words, the special tokens, and whose they are.
+
+    A rank file has neither. ``.model`` is Llama 3's. Of ``NAME.tiktoken`` they are in
+    ``NAME.tiktoken.json`` beside it, if it is there: ``{"pattern": ..., "special_tokens": {...}}``,
+    as tools/train_tokenizer.py writes it. Else the published files are known by their number of
+    ranks, and any other file is taken as Llama 3's.
+    """
+    companion = path.with_name(f"{path.name}.json")
+    if path.suffix == ".tiktoken" and companion.exists():
+        return *_read_companion(companion, n_ranks), companion.name
+    if path.suffix == ".tiktoken" and n_ranks in PUBLISHED:
+        return *PUBLISHED[n_ranks], "OpenAI's file of so many"
     names = ["<|begin_of_text|>", "<|end_of_text|>"]
     names += [f"<|reserved_special_token_{i}|>" for i in range(LLAMA3_RESERVED - len(names))]
-    special_tokens = {name: len(ranks) + i for i, name in enumerate(names)}
-    return tiktoken.Encoding(
-        name=path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens
-    )
+    return LLAMA3_PATTERN, {name: n_ranks + i for i, name in enumerate(names)}, "Llama 3"
+
+
+def _read_companion(path: Path, n_ranks: int) -> tuple[str, dict[str, int]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        pattern, special_tokens = content["pattern"], content["special_tokens"]
+        ids = list(special_tokens.values())
+        if len(content) > 2 or not isinstance(pattern, str) or {*map(type, ids)} - {int}:
+            raise TypeError
+    except (AttributeError, KeyError, TypeError):
+        form = '{"pattern": TEXT, "special_tokens": {NAME: ID}}'
+        raise ValueError(f"data.tokenizer: {path}: not of the form {form}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"data.tokenizer: {path}: {error}") from None
+    if len({*ids}) < len(ids) or any(not n_ranks <= i < 2**31 for i in ids):
+        text = f"special tokens need ids of their own, from {n_ranks} on"
+        raise ValueError(f"data.tokenizer: {path}: {text}")
+    ranks = {bytes([value]): value for value in range(256)}
+    try:
+        words = tiktoken.Encoding(
+            "words", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+        left_out = [text for text in SAMPLES if words.decode(words.encode_ordinary(text)) != text]
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer: {path}: the pattern: {error}") from None
+    if left_out:
+        text = f"the pattern does not match all of {left_out[0][:40]!r}"
+        raise ValueError(f"data.tokenizer: {path}: {text}")
+    return pattern, special_tokens
 
 
 def _from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
@@ -117,16 +199,11 @@ def _from_tokenizer_json(path: Path) -> Tokenizer:
         tokenizer = HuggingFaceTokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise ValueError(f"data.tokenizer: {path}: {error}") from None
-    # Documents are whole, and markers in them are text, whatever the file says.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
+    encode, decode = build_codec(tokenizer, path)
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     return Tokenizer(
-        encode=lambda t: np.array(
-            tokenizer.encode(t, add_special_tokens=False).ids, dtype=np.int64
-        ),
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        encode=encode,
+        decode=decode,
         n_vocab=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         bos_id=_marker(special, BOS_NAMES, str(path)),
         eos_id=_marker(special, EOS_NAMES, str(path)),

@@ -179,7 +179,10 @@ def _tokenizer_of(
         files = {TOKENIZER_FILE: path.read_bytes(), "tokenizer_config.json": text.encode()}
         return tokenizer, files
     if path.suffix in (".tiktoken", ".model"):
-        return tokenizer, {path.name: path.read_bytes()}
+        # What says how it splits text, if it is not known by itself.
+        companion = path.with_name(f"{path.name}.json")
+        paths = [path, *([companion] if path.suffix == ".tiktoken" and companion.exists() else [])]
+        return tokenizer, {each.name: each.read_bytes() for each in paths}
     print(f"no tokenizer is written: {name} is not a file")
     return tokenizer, {}
 

@@ -3,6 +3,7 @@
 All of it bit for bit, with real runs of ``train.py`` on two ranks.
 """
 
+import base64
 import json
 import os
 import shutil
@@ -293,6 +294,27 @@ def test_a_tokenizer_that_is_no_file_is_left_out(
     assert names == {"config.json", "model.safetensors"}
     found = json.loads((tmp_path / "bytes" / "config.json").read_text())
     assert (found["bos_token_id"], found["eos_token_id"]) == (256, 257)
+
+
+@of_families("qwen3")
+def test_a_rank_file_takes_its_companion_along(checkpoint: Path, tmp_path: Path) -> None:
+    merged = {"ab": 256, "th": 257}
+    ids = {bytes([value]): value for value in range(256)} | {
+        token.encode(): rank for token, rank in merged.items()
+    }
+    lines = [b"%b %d" % (base64.b64encode(token), rank) for token, rank in ids.items()]
+    ranks = tmp_path / "own.tiktoken"
+    ranks.write_bytes(b"\n".join(lines))
+    special = {"<|begin_of_text|>": 258, "<|end_of_text|>": 259}
+    facts = {"pattern": r"\S+|\s+", "special_tokens": special}
+    (tmp_path / "own.tiktoken.json").write_text(json.dumps(facts))
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    own = load_tokenizer(str(ranks))
+    config = read_manifest(copy)["config"] | {"data": {"tokenizer": str(ranks)}}
+    forge(copy, config=config, fingerprints={"tokenizer": own.fingerprint})
+    assert convert.main(["export", str(copy), str(tmp_path / "to")]) == exit_codes.DONE
+    there = load_tokenizer(str(tmp_path / "to" / "own.tiktoken"))
+    assert there.fingerprint == own.fingerprint
 
 
 @pytest.mark.parametrize("arguments", [[], ["export"], ["import", "a"], ["other", "a", "b"]])

@@ -1,17 +1,21 @@
 """Prepared folders against tokenizing directly; stopped and killed runs against whole ones."""
 
+import base64
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -25,7 +29,8 @@ from tests.test_train import ROOT
 from tools import prepare
 
 PATIENCE_SECONDS = 60
-SHARD_TOKENS = "100000"
+SHARD_TOKENS = 100_000
+SHARDS = ["--shard_tokens", SHARD_TOKENS]
 
 
 @contextmanager
@@ -49,11 +54,9 @@ def _main(arguments: list[str], log: Path) -> None:
     sys.exit(prepare.main(arguments))
 
 
-def run(*arguments: object, log: Path) -> tuple[int | None, str]:
-    """Run the tool to its end; what it ends with, and what it says."""
-    with started(*arguments, log=log) as process:
-        process.join(PATIENCE_SECONDS)
-        return process.exitcode, log.read_text()
+def run(*arguments: object) -> int:
+    """Run the tool to its end, here: its workers are forked from where torch is loaded."""
+    return prepare.main([str(part) for part in arguments])
 
 
 def write_texts(folder: Path, n_files: int) -> list[object]:
@@ -79,11 +82,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 @pytest.fixture(scope="module")
 def whole(texts: list[object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What one worker writes that nothing stops."""
-    folder = tmp_path_factory.mktemp("whole")
-    options = ["--shard_tokens", SHARD_TOKENS, "--workers", 1]
-    code, said = run(folder / "p", *texts, *options, log=folder / "log")
-    assert code == exit_codes.DONE, said
-    return bytes_of(folder / "p")
+    folder = tmp_path_factory.mktemp("whole") / "p"
+    assert run(folder, *texts, *SHARDS, "--workers", 1) == exit_codes.DONE
+    return bytes_of(folder)
 
 
 def test_the_whole_is_as_planned(texts: list[object], whole: dict[str, bytes]) -> None:
@@ -93,16 +94,14 @@ def test_the_whole_is_as_planned(texts: list[object], whole: dict[str, bytes]) -
     ends = [name.replace(".bin", ".ends") for name in names]
     assert whole.keys() == {"index.json", *names, *ends}
     tokens = [shard["tokens"] for shard in index["shards"]]
-    assert 0.5 < np.mean(tokens[:-1]) / int(SHARD_TOKENS) < 2
+    assert 0.5 < np.mean(tokens[:-1]) / SHARD_TOKENS < 2
 
 
 @pytest.mark.parametrize("n_workers", [2, 3])
 def test_any_number_of_workers_writes_the_same_bytes(
     tmp_path: Path, texts: list[object], whole: dict[str, bytes], n_workers: int
 ) -> None:
-    options = ["--shard_tokens", SHARD_TOKENS, "--workers", n_workers]
-    code, said = run(tmp_path / "p", *texts, *options, log=tmp_path / "log")
-    assert code == exit_codes.DONE, said
+    assert run(tmp_path / "p", *texts, *SHARDS, "--workers", n_workers) == exit_codes.DONE
     assert bytes_of(tmp_path / "p") == whole
 
 
@@ -135,55 +134,69 @@ def test_documents_are_those_of_the_source(
 
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
-    tmp_path: Path, texts: list[object], whole: dict[str, bytes]
+    tmp_path: Path,
+    texts: list[object],
+    whole: dict[str, bytes],
+    trials: Callable[[int], int],
+    seen: Callable[[str], None],
 ) -> None:
     rng = np.random.default_rng()
-    folder, n_kills, seen = tmp_path / "p", 0, set()
-    options = ["--shard_tokens", SHARD_TOKENS]
-    for attempt in range(100):
-        workers = ["--workers", 1 + attempt % 3]
-        kept = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.bin")}
-        kept = {p: time_ for p, time_ in kept.items() if p.with_suffix(".json").exists()}
-        with started(folder, *texts, *options, *workers, log=tmp_path / "log") as process:
-            process.join(float(rng.uniform(0.02, 0.6)))
+    folder, kept, n_kills = tmp_path / "p", dict[Path, int](), 0
+    for attempt in range(trials(40)):
+        options = [*texts, *SHARDS, "--workers", 1 + attempt % 3]
+        halves = {*folder.glob("shard-*.tmp")}
+        with started(folder, *options, log=tmp_path / "log") as process:
+            until(partial(writes_or_ended, process, folder, halves))
+            # All of it takes about twice as long.
+            time.sleep(float(rng.uniform(0, 0.1)))
             process.kill()
-            process.join()
-        # What was finished is not made again.
-        assert all(path.stat().st_mtime_ns == time_ for path, time_ in kept.items())
+        assert process.exitcode in (-signal.SIGKILL, exit_codes.DONE)
         n_kills += process.exitcode == -signal.SIGKILL
-        seen.add(len(kept))
-        if process.exitcode == exit_codes.DONE:
-            break
-        assert process.exitcode == -signal.SIGKILL, (tmp_path / "log").read_text()
+        # What was finished is not made again.
+        assert all(path.stat().st_mtime_ns == made for path, made in kept.items())
+        finished = [path.with_suffix(".bin") for path in folder.glob("shard-*.json")]
+        kept = {path: path.stat().st_mtime_ns for path in finished}
+        if (folder / "index.json").exists():
+            assert run(folder, *texts, *SHARDS) == exit_codes.DONE
+            assert bytes_of(folder) == whole
+            shutil.rmtree(folder)
+            kept = {}
+    # Workers of the last one may not yet know that nobody listens.
+    assert run(folder, *texts, *SHARDS) == exit_codes.DONE
     assert n_kills > 0
-    assert bytes_of(folder) == whole, (n_kills, seen)
+    assert bytes_of(folder) == whole
+    seen(f"{n_kills} kills, every file equal to that of a run that nothing stopped")
+
+
+def writes_or_ended(process: BaseProcess, folder: Path, before: set[Path]) -> bool:
+    return not process.is_alive() or not {*folder.glob("shard-*.tmp")} <= before
 
 
 def test_a_worker_that_dies_costs_its_shard_alone(
-    tmp_path: Path, texts: list[object], whole: dict[str, bytes]
+    tmp_path: Path,
+    texts: list[object],
+    whole: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "p"
-    options = [*texts, "--shard_tokens", SHARD_TOKENS, "--workers", 2]
-    with started(folder, *options, log=tmp_path / "log") as process:
-        until(lambda: any(folder.glob("shard-*.json")))
-        kill_one_that_writes(folder)
-        process.join(PATIENCE_SECONDS)
-    assert process.exitcode == exit_codes.FAILED
-    assert "a worker died" in (tmp_path / "log").read_text()
+    killer = Thread(target=kill_one_that_writes, args=(folder,))
+    killer.start()
+    assert run(folder, *texts, *SHARDS, "--workers", 2) == exit_codes.FAILED
+    killer.join()
+    assert "a worker died" in capsys.readouterr().err
     assert not list(folder.glob("*.tmp"))
-    code, said = run(folder, *options, log=tmp_path / "log")
-    assert code == exit_codes.DONE, said
+    assert run(folder, *texts, *SHARDS, "--workers", 2) == exit_codes.DONE
     assert bytes_of(folder) == whole
 
 
 def kill_one_that_writes(folder: Path) -> None:
-    """SIGKILL to a process that has a temporary file of ``folder`` open."""
+    """SIGKILL to a process that has a temporary file of a shard open."""
 
     def found() -> bool:
         for link in Path("/proc").glob("[0-9]*/fd/*"):
             with suppress(OSError):
                 target = os.readlink(link)
-                if target.startswith(f"{folder}/") and target.endswith(".tmp"):
+                if target.startswith(f"{folder}/shard-") and target.endswith(".tmp"):
                     os.kill(int(link.parts[2]), signal.SIGKILL)
                     return True
         return False
@@ -191,8 +204,7 @@ def kill_one_that_writes(folder: Path) -> None:
     until(found)
 
 
-def until(condition: object) -> None:
-    assert callable(condition)
+def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -202,68 +214,68 @@ def until(condition: object) -> None:
 def test_a_folder_of_something_else_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = [str(part) for part in write_texts(tmp_path / "x", 5)]
-    folder, options = str(tmp_path / "p"), [*texts, "--shard_tokens", "1000"]
-    assert prepare.main([folder, *options, "--workers", "1"]) == exit_codes.DONE
-    said = capsys.readouterr().out
-    assert f"./run_train.sh --data.source tokens --data.path {folder}" in said
-    before = bytes_of(Path(folder))
+    texts, folder = write_texts(tmp_path / "x", 5), tmp_path / "p"
+    options = [*texts, "--shard_tokens", 1000]
+    ranks = write_ranks(tmp_path / "r.tiktoken")
+    assert run(folder, *options, "--workers", 1) == exit_codes.DONE
+    assert f"./run_train.sh --data.source tokens --data.path {folder}" in capsys.readouterr().out
 
-    def refusal(*arguments: str) -> str:
-        assert prepare.main([folder, *arguments]) == exit_codes.BAD_CONFIG
-        assert bytes_of(Path(folder)) == before
+    def refusal(*arguments: object) -> str:
+        before = bytes_of(folder)
+        assert run(folder, *arguments) == exit_codes.BAD_CONFIG
+        assert bytes_of(folder) == before
         return capsys.readouterr().err
 
-    # Of a folder that is done, and of one that was only begun.
-    for _ in range(2):
-        said = refusal(*options, "--data.tokenizer", write_ranks(tmp_path / "r.tiktoken"))
-        assert "tokenizer: bytes, not " in said
+    def check_refusals() -> None:
+        said = refusal(*options, "--data.tokenizer", ranks)
+        assert f"tokenizer: bytes, not {ranks}" in said
         assert "documents: " not in said
-        assert "--shard_tokens: 1000, not 2000" in refusal(*texts, "--shard_tokens", "2000")
-        assert "documents: files " in refusal("--shard_tokens", "1000")
+        assert "--shard_tokens: 1000, not 2000" in refusal(*texts, "--shard_tokens", 2000)
+        said = refusal("--shard_tokens", 1000)
+        assert f"documents: files {tmp_path}/x/*.txt, not builtin" in said
         added = tmp_path / "x" / "new.txt"
         added.write_text("more")
         assert "*.txt has changed" in refusal(*options)
         added.unlink()
-        index = json.loads((tmp_path / "p" / "index.json").read_text())
-        (tmp_path / "p" / "index.json").unlink()
-        (tmp_path / "p" / "begun.json").write_text(json.dumps(index))
-        before = bytes_of(Path(folder))
-        if _ == 0:
-            continue
-    (tmp_path / "p" / "mine").write_text("mine")
-    before = bytes_of(Path(folder))
+
+    check_refusals()
+    # The same of one that was only begun.
+    (folder / "index.json").rename(folder / "begun.json")
+    check_refusals()
+    (folder / "mine").write_text("mine")
     assert "mine is not of a prepared folder" in refusal(*options)
 
 
 def write_ranks(path: Path) -> str:
-    import base64
-
     lines = [b"%s %d" % (base64.b64encode(bytes([value])), value) for value in range(256)]
     lines.append(base64.b64encode(b"the ") + b" 256")
     path.write_bytes(b"\n".join(lines))
     return str(path)
 
 
-def test_a_bad_document_is_named_and_what_is_finished_stays(tmp_path: Path) -> None:
+def test_a_bad_document_is_named_and_what_is_finished_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [*write_texts(tmp_path / "x", 300), "--shard_tokens", 50000, "--workers", 1]
-    code, said = run(tmp_path / "whole", *options, log=tmp_path / "log")
-    assert code == exit_codes.DONE, said
+    assert run(tmp_path / "whole", *options) == exit_codes.DONE
     # One that is not among those that the source's fingerprint is made of.
-    paths = sorted((tmp_path / "x").iterdir())
-    bad = next(path for path in paths[251:] if path.stat().st_size > 1000)
+    bad = next(path for path in sorted((tmp_path / "x").iterdir())[251:] if size(path) > 1000)
     content = bad.read_bytes()
     bad.write_bytes(content[:300] + b"\xff" + content[301:])
-    code, said = run(tmp_path / "p", *options, log=tmp_path / "log")
-    assert code == exit_codes.BAD_CONFIG
-    assert f"{bad}, byte 300: not UTF-8" in said
-    assert "Traceback" not in said
-    done = bytes_of(tmp_path / "p")
-    assert "shard-00000.json" in done
+    capsys.readouterr()
+    assert run(tmp_path / "p", *options) == exit_codes.BAD_CONFIG
+    assert f"{bad}, byte 300: not UTF-8" in capsys.readouterr().err
+    first = tmp_path / "p" / "shard-00000.bin"
+    made = first.stat().st_mtime_ns
+    assert first.with_suffix(".json").exists()
     bad.write_bytes(content)
-    code, said = run(tmp_path / "p", *options, log=tmp_path / "log")
-    assert code == exit_codes.DONE, said
+    assert run(tmp_path / "p", *options) == exit_codes.DONE
+    assert first.stat().st_mtime_ns == made
     assert bytes_of(tmp_path / "p") == bytes_of(tmp_path / "whole")
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size
 
 
 def test_a_full_disk_is_named(tmp_path: Path, texts: list[object]) -> None:
@@ -290,11 +302,12 @@ def _work_on_a_full_disk(connection: object, folder: Path, source: DataSource) -
     prepare._work(connection, folder, source, facts)  # type: ignore[arg-type]
 
 
-def test_two_at_once_are_refused(tmp_path: Path, texts: list[object]) -> None:
+def test_two_at_once_are_refused(
+    tmp_path: Path, texts: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
     with prepare._locked(tmp_path / "p"):
-        code, said = run(tmp_path / "p", *texts, log=tmp_path / "log")
-    assert code == exit_codes.BAD_CONFIG
-    assert "another process is preparing it now" in said
+        assert run(tmp_path / "p", *texts) == exit_codes.BAD_CONFIG
+    assert "another process is preparing it now" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -326,35 +339,62 @@ def test_mistakes_are_named(
     assert message in capsys.readouterr().err
 
 
-def test_ctrl_c_and_verify_from_the_command_line(tmp_path: Path) -> None:
-    """A real terminal's worth of processes, reading a table."""
-    text = "one two three\n" * 400
-    rows = [json.dumps({"body": f"{number}\n{text}" * (number % 3)}) for number in range(3000)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    source = DataSource(path=str(tmp_path / "*.jsonl"), text_key="body")
-    ranks = write_ranks(tmp_path / "r.tiktoken")
-    options = ["--data.source=files", "--data.path", source.path, "--data.text_key", "body"]
-    command = [sys.executable, "-m", "tools.prepare", *options, str(tmp_path / "p")]
-    command += ["--data.tokenizer", ranks, "--shard_tokens", "300000", "--workers", "2"]
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "tools.prepare", *(str(part) for part in arguments)]
+
+
+def is_group(number: int) -> bool:
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_ctrl_c_ends_all_processes(
+    tmp_path: Path, texts: list[object], whole: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "p"
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, start_new_session=True
+        command(folder, *texts, *SHARDS, "--workers", 2),
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
-        until(lambda: any((tmp_path / "p").glob("shard-*.json")))
+        until(lambda: any(folder.glob("*.tmp")))
+        # As a terminal does it: to all of them.
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == exit_codes.PREEMPTED, said.decode()
-    assert b"stopped; the same command goes on" in said
-    assert b"Traceback" not in said
-    assert not list((tmp_path / "p").glob("*.tmp"))
-    assert not (tmp_path / "p" / "index.json").exists()
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == exit_codes.PREEMPTED, said
+    assert said == "stopped; the same command goes on\n"
+    until(lambda: not is_group(process.pid))
+    assert not list(folder.glob("*.tmp"))
+    assert not (folder / "index.json").exists()
+    assert run(folder, *texts, *SHARDS) == exit_codes.DONE
+    assert bytes_of(folder) == whole
+
+
+def test_rows_of_a_table_from_the_command_line(tmp_path: Path) -> None:
+    rows = [json.dumps({"body": f"{number} the word\n" * (number % 3)}) for number in range(3000)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    source = DataSource(path=str(tmp_path / "*.jsonl"), text_key="body")
+    ranks, folder = write_ranks(tmp_path / "r.tiktoken"), tmp_path / "p"
+    keys = ["--data.source=files", "--data.path", source.path, "--data.text_key", "body"]
+    done = subprocess.run(
+        command(*keys, folder, "--data.tokenizer", ranks, "--shard_tokens", 10000),
+        env={**ENVIRONMENT, "HF_DATASETS_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == exit_codes.DONE, done.stderr
     assert "3,000 of 3,000 documents" in done.stderr
     assert "Warning" not in done.stderr
-    check_documents(tmp_path / "p", source, ranks)
-    assert prepare.main([str(tmp_path / "p"), "--verify"]) == exit_codes.DONE
-    with (tmp_path / "p" / "shard-00001.bin").open("r+b") as file:
+    check_documents(folder, source, ranks)
+    assert run(folder, "--verify") == exit_codes.DONE
+    with (folder / "shard-00001.bin").open("r+b") as file:
         file.write(b"\xff")
-    assert prepare.main([str(tmp_path / "p"), "--verify"]) == exit_codes.BAD_CONFIG
+    assert run(folder, "--verify") == exit_codes.BAD_CONFIG

@@ -1,0 +1,253 @@
+"""A tokenizer.json on tiktoken gives what ``tokenizers`` gives."""
+
+import json
+import random
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from data import tokenizer_json
+from data.tokenizer import LLAMA3_PATTERN, Tokenizer
+from data.tokenizer_json import BYTE_OF
+from runtime.log import logger
+from tests.data.test_tokenizer import BYTES, TEXTS, load_json
+
+ALPHABET = sorted(BYTE_OF, key=lambda char: BYTE_OF[char])
+QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+
+
+@pytest.fixture(scope="module")
+def learned() -> dict[str, Any]:
+    """A byte-level BPE of enough text to have tokens of many kinds, as ids of bytes and merges."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    texts = [*(path.read_text() for path in files), *tokenizer_json.SAMPLES]
+    tokenizer.train_from_iterator(texts * 2, trainer)
+    content = json.loads(tokenizer.to_str())
+    merges = content["model"]["merges"]
+    tokens = [*ALPHABET, *("".join(pair) for pair in merges)]
+    content["model"]["vocab"] = {token: i for i, token in enumerate(tokens)}
+    content["added_tokens"] = [added(610, "<s>"), added(650, "</s>")]
+    return content
+
+
+def added(number: int, content: str, **changes: Any) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": number, "content": content, **flags, "special": True, **changes}
+
+
+def with_model(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return content | {"model": content["model"] | changes}
+
+
+def with_split(content: dict[str, Any], pattern: str, **changes: Any) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    parts = [split | {"invert": False} | changes, by_bytes | {"use_regex": False}]
+    return content | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}}
+
+
+def with_ids(content: dict[str, Any], new: dict[int, int]) -> dict[str, Any]:
+    vocabulary = content["model"]["vocab"]
+    return with_model(content, vocab={token: new.get(i, i) for token, i in vocabulary.items()})
+
+
+def llama3_form(content: dict[str, Any]) -> dict[str, Any]:
+    """Every way to cut a token in two is a merge, as converters from tiktoken write it."""
+    vocab = content["model"]["vocab"]
+    cuts = ((token[:i], token[i:]) for token in vocab for i in range(1, len(token)))
+    merges = [[left, right] for left, right in cuts if left in vocab and right in vocab]
+    # And a token that no two others make, which is only found as a word.
+    vocab = vocab | {"zqxj": 600}
+    model = with_model(content, merges=merges, vocab=vocab, ignore_merges=True)
+    return with_split(model, LLAMA3_PATTERN)
+
+
+def qwen_form(content: dict[str, Any]) -> dict[str, Any]:
+    markers = [*content["added_tokens"], added(700, "of the", special=False)]
+    content = with_split(content, QWEN_PATTERN) | {"normalizer": {"type": "NFC"}}
+    return content | {"added_tokens": markers}
+
+
+def odd_places(content: dict[str, Any]) -> dict[str, Any]:
+    """Markers among the bytes and merges, the first ids unused, and holes."""
+    new = {i: 1000 + i * 3 for i in range(600)}
+    markers = [added(7, "<s>"), added(1001, "</s>"), added(3001, "<unused é 1>")]
+    return with_ids(content, new) | {"added_tokens": markers}
+
+
+FORMS = {
+    "gpt2": lambda content: content,
+    "strings": lambda content: with_model(
+        content, merges=[" ".join(pair) for pair in content["model"]["merges"]]
+    ),
+    "llama3": llama3_form,
+    "qwen": qwen_form,
+    "odd places": odd_places,
+}
+
+
+def load_logged(
+    folder: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tokenizer, str]:
+    lines: list[str] = []
+    monkeypatch.setattr(logger, "info", lambda text, *values: lines.append(text % values))
+    tokenizer = load_json(folder, content)
+    (line,) = lines
+    return tokenizer, line
+
+
+def assert_equals_tokenizers(tokenizer: Tokenizer, content: dict[str, Any], seed: int = 1) -> None:
+    truth = tokenizers.Tokenizer.from_str(json.dumps(content))
+    truth.encode_special_tokens = True
+    draw = random.Random(seed)
+    tokens = [token for token in truth.get_vocab() if len(token) > 1]
+    pieces = [*"aé .\n1'\u0301\u00c5\u212b\t", "s ", *TEXTS[1:5], "of the", "zqxj", "<unused é 1>"]
+    texts = [*TEXTS, "Z\u0301 >\u0338", "zqxj", "azqxj zqxj"]
+    for _ in range(300):
+        texts.append("".join(draw.choices(pieces, k=12)))
+        chars = "".join(draw.choices(tokens, k=12))
+        texts.append(bytes(BYTE_OF.get(char, 32) for char in chars).decode(errors="replace"))
+        texts.append("".join(map(chr, draw.choices(range(0xD800), k=30))))
+    for text in texts:
+        ids = truth.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text).tolist() == ids, text
+    for _ in range(300):
+        # Mostly not UTF-8, and ids of no token among them.
+        ids = draw.choices(range(tokenizer.n_vocab + 10), k=8)
+        assert tokenizer.decode(ids) == truth.decode(ids, skip_special_tokens=False), ids
+    assert tokenizer.n_vocab == max(truth.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokenizer_json_on_tiktoken(
+    tmp_path: Path, learned: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = FORMS[form](learned)
+    tokenizer, line = load_logged(tmp_path, content, monkeypatch)
+    assert line.endswith("tokenizer.json runs on tiktoken, which gives the same ids")
+    assert_equals_tokenizers(tokenizer, content)
+
+
+def test_blanks_that_are_too_many_for_tiktoken(tmp_path: Path, learned: dict[str, Any]) -> None:
+    text = " " * 1_000_000 + "x"
+    tokenizer = load_json(tmp_path, learned)
+    assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
+def swapped_ids(content: dict[str, Any]) -> dict[str, Any]:
+    """Of two merges that want the same letter."""
+    merges = [pair for pair in content["model"]["merges"] if "".join(pair).isalpha()]
+    first, second = next(
+        (one, other) for one, other in product(merges, repeat=2) if one[1] == other[0] != one[0]
+    )
+    ids = [content["model"]["vocab"]["".join(pair)] for pair in (first, second)]
+    return with_ids(content, dict(zip(ids, reversed(ids), strict=True)))
+
+
+def without_byte(content: dict[str, Any]) -> dict[str, Any]:
+    vocab = {token: i for token, i in content["model"]["vocab"].items() if token != ALPHABET[1]}
+    return with_model(content, vocab=vocab)
+
+
+def with_prefix_space(content: dict[str, Any]) -> dict[str, Any]:
+    return content | {"pre_tokenizer": content["pre_tokenizer"] | {"add_prefix_space": True}}
+
+
+NOT_SAME = {
+    "in the order of ids": swapped_ids,
+    "not all 256": without_byte,
+    "do not make 'zqxj'": lambda c: with_model(c, vocab=c["model"]["vocab"] | {"zqxj": 600}),
+    "may be read as a word": lambda c: with_model(
+        c, vocab=c["model"]["vocab"] | {"<s>": 610}, ignore_merges=True
+    ),
+    "stands for no byte": lambda c: with_model(c, vocab=c["model"]["vocab"] | {"\n": 600}),
+    "reads as bytes": lambda c: c | {"added_tokens": [*c["added_tokens"], added(700, "éé")]},
+    "other than by NFC": lambda c: c | {"normalizer": {"type": "NFKC"}},
+    "no Split and ByteLevel": with_prefix_space,
+    "may mean something else": lambda c: with_split(c, r"\s+$|" + LLAMA3_PATTERN),
+    "are not the words": lambda c: with_split(c, LLAMA3_PATTERN, behavior="MergedWithNext"),
+}
+
+
+@pytest.mark.parametrize("reason", NOT_SAME)
+def test_tokenizer_json_that_is_not_for_tiktoken(
+    tmp_path: Path, learned: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = NOT_SAME[reason](learned)
+    tokenizer, line = load_logged(tmp_path, content, monkeypatch)
+    assert "runs on tokenizers, not on tiktoken" in line
+    assert reason in line
+    assert_equals_tokenizers(tokenizer, content)
+
+
+def test_samples_see_what_the_other_checks_do_not(
+    tmp_path: Path, learned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_json, "_PLAIN_PATTERN", tokenizer_json.re.compile(".*"))
+    monkeypatch.setattr(tokenizer_json, "_check_merges", lambda *_: None)
+    patterns = [
+        LLAMA3_PATTERN.replace("{1,3}", "{1,3}+"),
+        r"\s+$|" + LLAMA3_PATTERN,
+        LLAMA3_PATTERN.removesuffix(r"|\s+"),
+    ]
+    contents = [with_split(learned, pattern) for pattern in patterns]
+    for content in (*contents, swapped_ids(learned)):
+        _, line = load_logged(tmp_path, content, monkeypatch)
+        assert line.endswith("has other ids")
+
+
+def test_merges_said_to_be_the_same_are(learned: dict[str, Any]) -> None:
+    """Random lists of merges, good and bad, on every word of two letters."""
+    words = ["".join(word) for n in range(1, 9) for word in product("ab", repeat=n)]
+    draw = random.Random(0)
+    n_same = n_other = 0
+    for _ in range(200):
+        vocab = {char: i for i, char in enumerate(ALPHABET)}
+        merges: list[list[str]] = []
+        known = ["a", "b"]
+        for _ in range(draw.randint(1, 9)):
+            pair = [draw.choice(known), draw.choice(known)]
+            known += [] if "".join(pair) in known else ["".join(pair)]
+            vocab.setdefault("".join(pair), len(vocab))
+            merges += [] if pair in merges else [pair]
+        if draw.random() < 0.3:
+            draw.shuffle(merges)
+        ignore_merges = draw.random() < 0.5
+        content = with_model(learned, vocab=vocab, merges=merges, ignore_merges=ignore_merges)
+        truth = tokenizers.Tokenizer.from_str(json.dumps(content))
+        try:
+            encoding = tokenizer_json._as_tiktoken(json.loads(truth.to_str()), truth)
+        except tokenizer_json._NotSame:
+            n_other += 1
+            continue
+        n_same += 1
+        expected = [one.ids for one in truth.encode_batch(words, add_special_tokens=False)]
+        assert [encoding.encode_ordinary(word) for word in words] == expected
+    assert min(n_same, n_other) > 30
+
+
+@pytest.mark.parametrize(
+    "piece", [r"\p{L}", r"\p{N}", r"\s", r"\p{Lu}", r"\p{M}", r"(?i:[sdmtlvre])"]
+)
+def test_both_regex_engines_have_the_same_classes(piece: str) -> None:
+    """Of all characters: the two could be built with other versions of Unicode."""
+    characters = "".join(chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
+    ranks = {byte: rank for rank, byte in enumerate(BYTES)}
+    words = tiktoken.Encoding(
+        name="", pat_str=f"(?:{piece})+", mergeable_ranks=ranks, special_tokens={}
+    )
+    split = pre_tokenizers.Split(Regex(f"(?:{piece})+"), "removed", invert=True)
+    found = "".join(word for word, _ in split.pre_tokenize_str(characters))
+    assert found
+    assert words.decode(words.encode_ordinary(characters)) == found

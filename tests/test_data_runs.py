@@ -1,0 +1,83 @@
+"""Whole runs on mixtures: they end, they resume, and no mesh changes what they read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.layouts import CP, PP, Layout
+from tests.reliability.forked import curve, log, run
+from tests.test_train import records
+from tools import check_ledger
+
+KEYS = {
+    "training.steps": "100",
+    "training.global_batch_size": "4",
+    "lr_scheduler.total_steps": "100",
+    "validation.enable": "true",
+    "data.validation_percent": "20.0",
+    "data.on_bad_record": "skip",
+    "metrics.enable_ledger": "true",
+}
+MESHES = [Layout(1), Layout(4), Layout(2, {CP: 2}), Layout(2, {PP: 2})]
+
+
+def mixture(folder: Path) -> dict[str, str]:
+    """Of two sources, one with three records that cannot be read; both end."""
+    names = {"sun": 40, "moon": 24}
+    for name, count in names.items():
+        lines = [json.dumps({"text": f"{name} {i} " * (i % 7 + 1)}) for i in range(count)]
+        bad = ["{", '{"text": 1}', "[]"] if name == "moon" else []
+        (folder / f"{name}.jsonl").write_text("\n".join([*bad, *lines]) + "\n")
+    sources = ", ".join(
+        f'{{name = "{name}", path = "{folder}/{name}.jsonl", weight = {weight}, repeat = false}}'
+        for name, weight in (("sun", 2.0), ("moon", 1.0))
+    )
+    return KEYS | {"data.sources": f"[{sources}]"}
+
+
+def keys_of(layout: Layout, packing: str) -> dict[str, str]:
+    parallelism = {f"parallelism.{key}": str(value) for key, value in layout.parallelism.items()}
+    local = {"training.local_batch_size": "1" if layout.world_size == 4 else "2"}
+    return parallelism | local | {"data.packing": packing, "data.document_mask": "true"}
+
+
+@pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.slow)])
+def test_a_mixture_ends_alike_on_every_mesh(tmp_path: Path, packing: str) -> None:
+    data = mixture(tmp_path)
+    want = tmp_path / "2"
+    run(want, 2, **data, **keys_of(Layout(2), packing))
+    losses = curve(want)
+    assert 5 < len(losses) < 100
+    assert "stopped by the end of the data" in log(want)
+    *_, last, validation = records(want)
+    assert set(validation) == {
+        "step", "validation_loss", "validation_loss/sun", "validation_loss/moon"
+    }  # fmt: skip
+    assert last["data_share/sun"] + last["data_share/moon"] == pytest.approx(1.0)
+    assert last["bad_records"] == 3
+    for number, layout in enumerate(MESHES):
+        folder = tmp_path / f"mesh-{number}"
+        run(folder, layout.world_size, **data, **keys_of(layout, packing))
+        assert list(curve(folder)) == list(losses)
+        for step, values in losses.items():
+            assert curve(folder)[step] == pytest.approx(values, rel=1e-9), step
+        runs = [str(path / "debug_model") for path in (folder, want)]
+        assert check_ledger.main([runs[0], "--against", runs[1]]) == 0
+
+
+def test_a_mixture_resumes_on_other_ranks(tmp_path: Path) -> None:
+    data = mixture(tmp_path)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(whole, 2, **data, **keys_of(Layout(2), "best_fit"))
+    first = data | {"training.steps": "4"}
+    run(parts, 2, **first, **keys_of(Layout(2), "best_fit"))
+    run(parts, 1, **data, **keys_of(Layout(1), "best_fit"))
+    assert "resumed from step" in log(parts)
+    assert list(curve(parts)) == list(curve(whole))
+    for step, values in curve(whole).items():
+        assert curve(parts)[step] == pytest.approx(values, rel=1e-9), step
+    assert (
+        check_ledger.main([str(parts / "debug_model"), "--against", str(whole / "debug_model")])
+        == 0
+    )
