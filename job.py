@@ -46,7 +46,10 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     if vocab_size < tokenizer.n_vocab:
         raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
     train, held_out = build_sources(
-        config.data, config.debug.seed, with_held_out=config.validation.enable
+        config.data,
+        config.debug.seed,
+        with_held_out=config.validation.enable,
+        tokenizer=tokenizer,
     )
     weights = [source.weight for source in config.data.mixture]
     one_microbatch = config.training.local_batch_size * degrees.batch

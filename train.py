@@ -28,6 +28,7 @@ from config.job_config import Checkpoint
 from data.loader import Batch, BatchLoader
 from forward_backward import Runner, build_runner, count_valid, take_step, validation_losses
 from job import Job, check_resume, facts_of, resolve
+from metrics.bits_per_byte import bits_per_nat
 from metrics.data_shares import data_shares
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
 from metrics.ledger import Attempt, Ledger
@@ -102,8 +103,10 @@ def main(job: Job, witness: Witness) -> int:
         packing=config.data.packing,
     )
     loader = build_loader(job.train)
-    labels = [source.label for source in config.data.mixture]
-    sources = list(zip(labels, (s.n_documents for s in job.train.sources), strict=True))
+    sources = [
+        (source.label, documents.n_documents)
+        for source, documents in zip(config.data.mixture, job.train.sources, strict=True)
+    ]
     logger.info("data: %s, tokenizer %s", job.train.description, config.data.tokenizer)
 
     # 3. The model on the meta device: shapes only
@@ -216,6 +219,10 @@ def main(job: Job, witness: Witness) -> int:
     held_out = {
         label: list(islice(build_loader(mixture), count)) for label, mixture in job.held_out.items()
     }
+    bits: float | None = None
+    if held_out and job.tokenizer.byte_lengths is not None:
+        labels = (batch.labels for batches in held_out.values() for batch in batches)
+        bits = bits_per_nat(labels, job.tokenizer.byte_lengths, dims.batch_mesh)
     metrics = MetricsLogger(
         run_folder,
         config.metrics,
@@ -237,7 +244,7 @@ def main(job: Job, witness: Witness) -> int:
     def validate() -> None:
         with metrics.paused():
             losses = validation_losses(runner, held_out, dims)
-            metrics.log_validation(state.step, losses)
+            metrics.log_validation(state.step, losses, bits_per_nat=bits)
 
     def save(*, wait: bool = False) -> None:
         with metrics.paused():

@@ -15,6 +15,8 @@ import numpy as np
 
 from config.job_config import Data, DataSource
 from data.text_files import TextFiles, builtin_files, matching_files
+from data.token_files import TokenFiles, open_token_files
+from data.tokenizer import Tokenizer
 from runtime.log import logger
 
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -42,8 +44,10 @@ class Source(Protocol):
 class Documents(Protocol):
     """What can be read by index, in a natural order."""
 
-    keys: np.ndarray
-    """Of each document, the uniform uint64 that decides whether it is held out."""
+    @property
+    def keys(self) -> np.ndarray:
+        """Of each document, the uniform uint64 that decides whether it is held out."""
+        ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Document: ...
@@ -99,17 +103,20 @@ class ShuffledDocuments:
 
 
 def build_sources(
-    config: Data, seed: int, *, with_held_out: bool = True
+    config: Data, seed: int, *, with_held_out: bool = True, tokenizer: Tokenizer | None = None
 ) -> tuple[list[Source], dict[str, Source]]:
     """Training documents of each source, and held-out ones by its label.
 
-    Held out is decided by a hash of a file's relative path (and a table's row), so the split is the
-    same on every machine. Raises ``ValueError`` that names what is missing.
+    What was tokenized before must be so by ``tokenizer``, if one is given. Held out is decided by a
+    hash of a file's relative path (and a table's row), so the split is the same on every machine.
+    Raises ``ValueError`` that names what is missing.
     """
     train, held_out = [], {}
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
     for source in config.mixture:
         with naming(source, config):
+            if source.type == "tokens" and tokenizer is not None:
+                check_tokenizer(open_token_files(source.path), tokenizer, config.tokenizer)
             one, other = _build_source(
                 source, percent, seed, with_held_out=with_held_out, skips_bad=skips_bad
             )
@@ -117,6 +124,16 @@ def build_sources(
         if other is not None:
             held_out[source.label] = other
     return train, held_out
+
+
+def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer, name: str) -> None:
+    """Raise ``ValueError`` unless ``tokenizer`` has the ids of ``files``, as far as they tell."""
+    theirs = files.tokenizer_fingerprint
+    if theirs is not None and theirs != tokenizer.fingerprint:
+        raise ValueError(f"data.path: the ids are not those of data.tokenizer, {name}")
+    if files.max_id is not None and files.max_id >= tokenizer.n_vocab:
+        text = f"an id is {files.max_id}; data.tokenizer, {name}, has {tokenizer.n_vocab}"
+        raise ValueError(f"data.path: {text}")
 
 
 @contextmanager
@@ -155,6 +172,9 @@ def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Docu
 
     ``skips_bad``: records of tables that cannot be read are None.
     """
+    if config.type == "tokens":
+        tokenized = open_token_files(config.path)
+        return tokenized, tokenized.fingerprint
     is_builtin = config.type == "builtin"
     files = builtin_files() if is_builtin else matching_files(config.path)
     documents: Documents

@@ -63,6 +63,8 @@ class Tokenizer:
     eos_id: int
     fingerprint: str
     """Equal for tokenizers that give equal ids."""
+    byte_lengths: np.ndarray | None = None
+    """Of each token's text (n_vocab,), 0 for markers; None: not known of each by itself."""
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -190,6 +192,7 @@ def _from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
         bos_id=_marker(special, BOS_NAMES, encoding.name),
         eos_id=_marker(special, EOS_NAMES, encoding.name),
         fingerprint=digest.hexdigest(),
+        byte_lengths=_byte_lengths(encoding, encoding.n_vocab),
     )
 
 
@@ -199,16 +202,25 @@ def _from_tokenizer_json(path: Path) -> Tokenizer:
         tokenizer = HuggingFaceTokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise ValueError(f"data.tokenizer: {path}: {error}") from None
-    encode, decode = build_codec(tokenizer, path)
+    encode, decode, encoding = build_codec(tokenizer, path)
+    n_vocab = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     return Tokenizer(
         encode=encode,
         decode=decode,
-        n_vocab=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+        n_vocab=n_vocab,
         bos_id=_marker(special, BOS_NAMES, str(path)),
         eos_id=_marker(special, EOS_NAMES, str(path)),
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+        byte_lengths=None if encoding is None else _byte_lengths(encoding, n_vocab),
     )
+
+
+def _byte_lengths(encoding: tiktoken.Encoding, n_vocab: int) -> np.ndarray:
+    lengths = np.zeros(n_vocab, np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
 
 
 def _marker(special: dict[str, int], names: tuple[str, ...], where: str) -> int:

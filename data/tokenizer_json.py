@@ -62,8 +62,9 @@ _MOST_RANDOM = 0x32400  # beyond are, but for a few, characters that no one has 
 
 def build_codec(
     tokenizer: Tokenizer, path: Path
-) -> tuple[Callable[[str], np.ndarray], Callable[[list[int]], str]]:
-    """Encode and decode as ``tokenizer`` does, with tiktoken if that is proved to be the same.
+) -> tuple[Callable[[str], np.ndarray], Callable[[list[int]], str], tiktoken.Encoding | None]:
+    """Encode and decode as ``tokenizer`` does, with tiktoken if that is proved to be the same: the
+    third, else None.
 
     Markers in the text are text. Mutates ``tokenizer``: documents are whole, whatever its file
     says.
@@ -90,9 +91,9 @@ def build_codec(
                 raise _NotSame(f"{text[:40]!r} has other ids")
     except _NotSame as reason:
         logger.info("tokenizer: %s runs on tokenizers, not on tiktoken: %s", path, reason)
-        return encode, decode
+        return encode, decode, None
     logger.info("tokenizer: %s runs on tiktoken, which gives the same ids", path)
-    return fast_encode, fast_decode
+    return fast_encode, fast_decode, encoding
 
 
 class _NotSame(Exception):

@@ -82,11 +82,15 @@ class MetricsLogger:
         )  # fmt: skip
         self._reset()
 
-    def log_validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Nats per token by source; under "" of all together."""
+    def log_validation(
+        self, step: int, losses: Mapping[str, float], *, bits_per_nat: float | None = None
+    ) -> None:
+        """Nats per token by source; under "" of all together, also told in bits per byte."""
         sources = "".join(f"  {label} {loss:.4f}" for label, loss in losses.items() if label)
         logger.info("step %5d  validation loss %.4f%s", step, losses[""], sources)
         values = {f"validation_loss/{label}": loss for label, loss in losses.items() if label}
+        if bits_per_nat is not None:
+            values["validation_bits_per_byte"] = losses[""] * bits_per_nat
         self.write({"step": step, "validation_loss": losses[""]} | values)
 
     def write(self, record: dict[str, Any]) -> None:

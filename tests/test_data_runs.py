@@ -1,6 +1,7 @@
 """Whole runs on mixtures: they end, they resume, and no mesh changes what they read."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,12 @@ def test_a_mixture_ends_alike_on_every_mesh(tmp_path: Path, packing: str) -> Non
     assert "stopped by the end of the data" in log(want)
     *_, last, validation = records(want)
     assert set(validation) == {
-        "step", "validation_loss", "validation_loss/sun", "validation_loss/moon"
+        "step", "validation_loss", "validation_loss/sun", "validation_loss/moon",
+        "validation_bits_per_byte",
     }  # fmt: skip
+    # A byte is a token, but for the two markers of a document.
+    bits = validation["validation_loss"] / math.log(2.0)
+    assert bits < validation["validation_bits_per_byte"] < 1.2 * bits
     assert last["data_share/sun"] + last["data_share/moon"] == pytest.approx(1.0)
     assert last["bad_records"] == 3
     for number, layout in enumerate(MESHES):

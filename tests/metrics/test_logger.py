@@ -88,7 +88,7 @@ def test_unknown_peak_is_no_utilization(tmp_path: Path, clock: Clock) -> None:
 def test_resumed_run_adds_lines(tmp_path: Path) -> None:
     for step in (10, 20):
         metrics = build(tmp_path)
-        metrics.log_validation(step, 1 / 3)
+        metrics.log_validation(step, {"": 1 / 3})
         metrics.close()
     assert records(tmp_path) == [{"step": s, "validation_loss": 1 / 3} for s in (10, 20)]
 
@@ -98,7 +98,7 @@ def test_only_the_writer_writes(tmp_path: Path, clock: Clock) -> None:
     metrics.count(tokens=1, data_wait=0.0)
     clock.now += 1.0
     metrics.log(1, 1, VALUES)
-    metrics.log_validation(1, 0.5)
+    metrics.log_validation(1, {"": 0.5})
     metrics.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -114,7 +114,7 @@ def test_tensorboard_has_what_the_lines_have(tmp_path: Path, clock: Clock) -> No
         metrics.count(tokens=1000 * step, data_wait=0.5)
         clock.now += 2.0
         metrics.log(step, 10, VALUES | {"loss": 1.0 / step})
-    metrics.log_validation(10, 0.75)
+    metrics.log_validation(10, {"": 0.75})
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -315,6 +315,7 @@ def test_two_at_once_are_refused(
     [
         ([], "arguments are required: FOLDER"),
         (["p", "--data.source", "c4"], "data.source: c4 "),
+        (["p", "--data.on_bad_record", "skip"], "data.on_bad_record: skip: not implemented"),
         (["p", "--data.source", "files", "--data.path", "nowhere/*"], "data.path: no file"),
         (["p", "--data.tokenizer", "none.json"], "data.tokenizer: none.json"),
         (["p", "--data.sourse", "files"], "data.sourse: unknown key; did you mean data.source?"),
@@ -379,13 +380,16 @@ def test_ctrl_c_ends_all_processes(
 
 
 def test_rows_of_a_table_from_the_command_line(tmp_path: Path) -> None:
-    rows = [json.dumps({"body": f"{number} the word\n" * (number % 3)}) for number in range(3000)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    # Of some shards, all documents are empty.
+    counts = [0 if 1000 <= number < 2000 else number % 3 for number in range(3000)]
+    texts = [f"{number} the word\n" * count for number, count in enumerate(counts)]
+    rows = "\n".join(json.dumps({"body": text}) for text in texts)
+    (tmp_path / "rows.jsonl").write_text(rows)
     source = DataSource(path=str(tmp_path / "*.jsonl"), text_key="body")
     ranks, folder = write_ranks(tmp_path / "r.tiktoken"), tmp_path / "p"
     keys = ["--data.source=files", "--data.path", source.path, "--data.text_key", "body"]
     done = subprocess.run(
-        command(*keys, folder, "--data.tokenizer", ranks, "--shard_tokens", 10000),
+        command(*keys, folder, "--data.tokenizer", ranks, "--shard_tokens", 3000),
         env={**ENVIRONMENT, "HF_DATASETS_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
@@ -394,6 +398,7 @@ def test_rows_of_a_table_from_the_command_line(tmp_path: Path) -> None:
     assert "3,000 of 3,000 documents" in done.stderr
     assert "Warning" not in done.stderr
     check_documents(folder, source, ranks)
+    assert 0 in [shard["documents"] for shard in read_index(folder)["shards"]]
     assert run(folder, "--verify") == exit_codes.DONE
     with (folder / "shard-00001.bin").open("r+b") as file:
         file.write(b"\xff")

@@ -1,0 +1,358 @@
+"""Documents that were tokenized before, memory-mapped: what tools.prepare or Megatron-LM wrote.
+
+A prepared folder has ``index.json`` and shards: ``shard-00000.bin`` has the ids of its documents
+one after the other, each complete (bos, ids, eos), ``shard-00000.ends`` where each of them ends.
+"""
+
+import bisect
+import glob
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.text_files import name_key
+
+INDEX_FILE = "index.json"
+BEGUN_FILE = "begun.json"
+FORMAT = 1
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32")}
+ENDS_DTYPE = np.dtype("<i8")
+SHARD_FILE = re.compile(r"shard-\d{5,}\.bin")
+
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+# Magic, version, code of the dtype, number of sequences, number of document indices.
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+# Each of them takes two file descriptors, of which a process may often have only 1024.
+MAPPED_PARTS = 256
+FINGERPRINTED = 64
+
+# Of a document of a part, its first id and the one after its last.
+Bounds = Callable[[int], tuple[int, int]]
+
+
+class Part(NamedTuple):
+    """A file of ids, and what knows where in it each document is."""
+
+    name: str
+    path: Path
+    dtype: np.dtype
+    n_documents: int
+    n_tokens: int
+    fingerprint: str
+    """Of the contents, if they were hashed; else of their size and a few documents."""
+    map_bounds: Callable[[], Bounds]
+
+
+class TokenFiles:
+    """Documents of ids. What is touched is in memory; files are mapped, the latest used ones."""
+
+    def __init__(
+        self, parts: list[Part], *, tokenizer_fingerprint: str | None, max_id: int | None
+    ) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(part.n_documents for part in parts))
+        self.tokenizer_fingerprint = tokenizer_fingerprint
+        """As of ``Tokenizer``; None: the files do not say."""
+        self.n_tokens = sum(part.n_tokens for part in parts)
+        self.max_id = max_id
+        """The largest id there is; None: the files do not say."""
+        self._mapped = lru_cache(maxsize=MAPPED_PARTS)(self._map)
+        lines = "\n".join(f"{part.name} {part.fingerprint}" for part in parts)
+        self.fingerprint = hashlib.sha256(lines.encode()).hexdigest()
+        """Equal for files that give equal documents in equal order."""
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The ids (s,) of a document, a view of the file; ``ValueError`` if it is not there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        number = bisect.bisect_right(self._ends, index)
+        ids, bounds = self._mapped(number)
+        start, end = bounds(int(index) - (self._ends[number - 1] if number else 0))
+        return ids[start:end]
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Of each document, a uniform uint64 that depends on its file's name and its number alone.
+
+        Computed at every call: it is as long as there are documents.
+        """
+        keys = np.empty(len(self), np.uint64)
+        for part, end in zip(self._parts, self._ends, strict=True):
+            keys[end - part.n_documents : end] = _document_keys(part.name, part.n_documents)
+        return keys
+
+    def _map(self, number: int) -> tuple[np.ndarray, Bounds]:
+        part = self._parts[number]
+        return _map_file(part.path, part.dtype), part.map_bounds()
+
+
+def open_token_files(path: str) -> TokenFiles:
+    """Open a folder of tools.prepare, an .idx file of Megatron-LM, or what a glob finds of those.
+
+    Raises ``ValueError`` for what is missing or not as long as it should be; contents are not read.
+    """
+    parts: list[Part] = []
+    tokenizers: dict[str, Path] = {}
+    max_ids: list[int | None] = []
+    for place, name in _matching(path):
+        if place.suffix == ".idx":
+            parts.append(_megatron_part(place, name))
+            max_ids.append(None)
+            continue
+        index = read_index(place)
+        parts += _prepared_parts(place, name, index)
+        tokenizers.setdefault(index["tokenizer"]["fingerprint"], place)
+        max_ids += [shard["max_id"] for shard in index["shards"] if shard["documents"]]
+    if len(tokenizers) > 1:
+        first, second = list(tokenizers.values())[:2]
+        raise ValueError(f"data.path: {first} and {second} are of different tokenizers")
+    if not any(part.n_documents for part in parts):
+        raise ValueError(f"data.path: {path} has no documents")
+    known = [max_id for max_id in max_ids if max_id is not None]
+    return TokenFiles(
+        parts,
+        tokenizer_fingerprint=next(iter(tokenizers), None),
+        max_id=max(known) if len(known) == len(max_ids) else None,
+    )
+
+
+def _matching(path: str) -> list[tuple[Path, str]]:
+    """(path, name) of folders and .idx files; the name does not depend on where they all lie."""
+    if path and os.path.exists(path):
+        places = [(Path(path), "" if os.path.isdir(path) else Path(path).name)]
+    else:
+        root = os.path.dirname(re.split(r"[*?[]", path)[0])
+        found = [Path(place) for place in sorted(glob.glob(path, recursive=True))]
+        # What of a glob that does not say .idx is beside one belongs to it.
+        found = [p for p in found if p.suffix != ".bin" or not p.with_suffix(".idx").exists()]
+        places = [(place, place.relative_to(root).as_posix()) for place in found]
+    if not places:
+        raise ValueError(f"data.path: no folder and no .idx file matches {path!r}")
+    for place, _ in places:
+        if place.suffix != ".idx" and not place.is_dir():
+            text = f"{place} is neither a folder of tools.prepare nor an .idx file"
+            raise ValueError(f"data.path: {text}")
+    return places
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What ``index.json`` says; raise ``ValueError`` if it is not what was written."""
+    path = folder / INDEX_FILE
+    try:
+        index = json.loads(path.read_bytes())
+        version, checksum = index["format"], index.pop("checksum")
+    except FileNotFoundError:
+        begun = (folder / BEGUN_FILE).exists()
+        hint = "; tools.prepare is not done with it" if begun else ""
+        raise ValueError(f"data.path: {folder} has no {INDEX_FILE}{hint}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"data.path: {path}: not an index: {error!r}") from None
+    if version != FORMAT:
+        raise ValueError(f"data.path: {path}: its format is {version!r}, not {FORMAT}")
+    if checksum != _checksum(index):
+        raise ValueError(f"data.path: {path}: contents are not what was written")
+    if index["dtype"] not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ValueError(f"data.path: {path}: its dtype is {index['dtype']!r}, not one of {known}")
+    for shard in index["shards"]:
+        if not SHARD_FILE.fullmatch(shard["file"]):
+            raise ValueError(f"data.path: {path}: {shard['file']!r} is not the name of a shard")
+    return index
+
+
+def index_text(index: dict[str, Any]) -> bytes:
+    """What ``read_index`` reads."""
+    return json.dumps({**index, "checksum": _checksum(index)}, indent=1).encode()
+
+
+def _checksum(index: dict[str, Any]) -> str:
+    """The index lists all hashes but its own; this is that one."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def dtype_of(n_vocab: int) -> str:
+    """The smallest that holds all ids below ``n_vocab``."""
+    return next(name for name, dtype in DTYPES.items() if n_vocab - 1 <= np.iinfo(dtype).max)
+
+
+def check_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> None:
+    """Raise ``ValueError`` if a file of a shard is missing, or not as long as its facts say."""
+    path = folder / shard["file"]
+    _check_size(path, shard["tokens"] * dtype.itemsize)
+    _check_size(path.with_suffix(".ends"), shard["documents"] * ENDS_DTYPE.itemsize)
+
+
+def verify(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Hash the files of a prepared folder, one by one: the path, and what is wrong, "" if nothing.
+
+    Raises ``ValueError`` if there is no index to compare with.
+    """
+    index = read_index(folder)
+    for shard in index["shards"]:
+        path = folder / shard["file"]
+        hashes = {path: shard["sha256"], path.with_suffix(".ends"): shard["ends_sha256"]}
+        for file, expected in hashes.items():
+            try:
+                with file.open("rb") as content:
+                    actual = hashlib.file_digest(content, "sha256").hexdigest()
+                yield file, "" if actual == expected else "contents are not what was written"
+            except OSError as error:
+                yield file, error.strerror or str(error)
+
+
+def _prepared_parts(folder: Path, name: str, index: dict[str, Any]) -> Iterator[Part]:
+    dtype = DTYPES[index["dtype"]]
+    for shard in index["shards"]:
+        check_sizes(folder, shard, dtype)
+        path, n_tokens = folder / shard["file"], shard["tokens"]
+        ends_path = path.with_suffix(".ends")
+        # The first and the last end are checked now, the others as they are used.
+        _prepared_bounds(ends_path, n_tokens)
+        yield Part(
+            name=PurePosixPath(name, path.stem).as_posix(),
+            path=path,
+            dtype=dtype,
+            n_documents=shard["documents"],
+            n_tokens=n_tokens,
+            fingerprint=f"{index['dtype']} {shard['sha256']} {shard['ends_sha256']}",
+            map_bounds=partial(_prepared_bounds, ends_path, n_tokens),
+        )
+
+
+def _prepared_bounds(path: Path, n_tokens: int) -> Bounds:
+    ends = _map_file(path, ENDS_DTYPE)
+    if len(ends) and (not 0 < ends[0] <= ends[-1] or ends[-1] != n_tokens):
+        where = f"data.path: {path}, bytes 0 and {ends.nbytes - ENDS_DTYPE.itemsize}"
+        text = f"documents end at {ends[0]} and {ends[-1]}, the last of {n_tokens} tokens"
+        raise ValueError(f"{where}: {text}")
+
+    def bounds(document: int) -> tuple[int, int]:
+        start = int(ends[document - 1]) if document else 0
+        end = int(ends[document])
+        if not 0 <= start < end <= n_tokens:
+            where = f"{path}, byte {document * ENDS_DTYPE.itemsize}: document {document}"
+            raise ValueError(f"data.path: {where} is from {start} to {end} of {n_tokens} tokens")
+        return start, end
+
+    return bounds
+
+
+def _megatron_part(path: Path, name: str) -> Part:
+    try:
+        with path.open("rb") as file:
+            header = file.read(MEGATRON_HEADER.size)
+    except OSError as error:
+        raise ValueError(f"data.path: {path}: {error.strerror}") from None
+    if len(header) < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
+        raise ValueError(f"data.path: {path}: not an index of Megatron-LM (MMIDIDX)")
+    _, version, code, n_sequences, n_indices = MEGATRON_HEADER.unpack(header)
+    if version != 1:
+        raise ValueError(f"data.path: {path}: its version is {version}, not 1")
+    if code not in MEGATRON_DTYPES:
+        raise ValueError(f"data.path: {path}: its dtype has code {code}: not whole numbers")
+    _check_size(path, MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_indices)
+    dtype = np.dtype(MEGATRON_DTYPES[code]).newbyteorder("<")
+    lengths, pointers, indices = _megatron_arrays(path, n_sequences)
+    if n_indices == 0 or indices[0] != 0 or indices[-1] != n_sequences:
+        raise ValueError(f"data.path: {path}: its documents are not all {n_sequences} sequences")
+    n_bytes = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if n_sequences else 0
+    ids_path = path.with_suffix(".bin")
+    _check_size(ids_path, n_bytes)
+    part = Part(
+        name=name,
+        path=ids_path,
+        dtype=dtype,
+        n_documents=n_indices - 1,
+        n_tokens=n_bytes // dtype.itemsize,
+        fingerprint=f"{dtype.name} {n_indices} {n_sequences} {n_bytes}",
+        map_bounds=partial(_megatron_bounds, path, n_sequences, dtype.itemsize, n_bytes),
+    )
+    return part._replace(fingerprint=f"{part.fingerprint} {_sample(part)}")
+
+
+def _megatron_arrays(path: Path, n_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the sequences, how many ids and at which byte; of the documents, the first sequence."""
+    raw = _map_file(path, np.dtype(np.uint8))
+    lengths = MEGATRON_HEADER.size
+    pointers = lengths + 4 * n_sequences
+    indices = pointers + 8 * n_sequences
+    return (
+        raw[lengths:pointers].view("<i4"),
+        raw[pointers:indices].view("<i8"),
+        raw[indices:].view("<i8"),
+    )
+
+
+def _megatron_bounds(path: Path, n_sequences: int, itemsize: int, n_bytes: int) -> Bounds:
+    lengths, pointers, indices = _megatron_arrays(path, n_sequences)
+
+    def bounds(document: int) -> tuple[int, int]:
+        first, last = int(indices[document]), int(indices[document + 1])
+        if first == last:
+            return 0, 0
+        where = f"data.path: {path}: document {document}"
+        if not 0 <= first < last <= n_sequences:
+            raise ValueError(f"{where} has sequences {first} to {last} of {n_sequences}")
+        start, size = int(pointers[first]), int(lengths[first:last].sum()) * itemsize
+        end = int(pointers[last - 1]) + int(lengths[last - 1]) * itemsize
+        if not 0 <= start <= end <= n_bytes or start % itemsize or end - start != size:
+            raise ValueError(f"{where} is from byte {start} to {end} of {n_bytes}, and has {size}")
+        return start // itemsize, end // itemsize
+
+    return bounds
+
+
+def _sample(part: Part) -> str:
+    """Hash of the beginnings of a few documents spread over the file."""
+    digest = hashlib.sha256()
+    ids, bounds = _map_file(part.path, part.dtype), part.map_bounds()
+    for document in range(0, part.n_documents, part.n_documents // FINGERPRINTED + 1):
+        start, end = bounds(document)
+        digest.update(b"%d %d " % (start, end) + ids[start : min(end, start + 4096)].tobytes())
+    return digest.hexdigest()
+
+
+def _check_size(path: Path, size: int) -> None:
+    try:
+        actual = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"data.path: {path}: {error.strerror}") from None
+    if actual != size:
+        raise ValueError(f"data.path: {path} has {actual} bytes, not {size}")
+
+
+def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The file's contents, read-only; ``ValueError`` if it is not there any more."""
+    try:
+        if path.stat().st_size == 0:
+            # Of nothing there is no map.
+            return np.empty(0, dtype)
+        # A view, because slices of np.memmap itself are slow.
+        return np.memmap(path, dtype, mode="r").view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.path: {path}: {error}") from None
+
+
+def _document_keys(name: str, count: int) -> np.ndarray:
+    """A uniform uint64 per document: splitmix64 from the name's key on."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(name_key(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
