@@ -15,7 +15,7 @@ import datasets
 import numpy as np
 
 from config.job_config import DataSource
-from data.text_files import name_key
+from data.text_files import record_keys
 
 C4 = ("allenai/c4", "en", "text")
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
@@ -35,7 +35,7 @@ class Tables:
         counts = [len(table) for table in self._tables]
         self._ends = np.cumsum(counts)
         self.keys = np.concatenate(
-            [_row_keys(name, count) for (_, name), count in zip(files, counts, strict=True)]
+            [record_keys(name, count) for (_, name), count in zip(files, counts, strict=True)]
         )
         """Of each row, a uniform uint64 that depends on its file's name and its number alone."""
 
@@ -233,14 +233,3 @@ def _fault(line: bytes, text_key: str) -> str:
     except (ValueError, RecursionError) as error:
         return str(error)
     return ""
-
-
-def _row_keys(name: str, count: int) -> np.ndarray:
-    """A uniform uint64 per row: splitmix64 from the file's key on."""
-    with np.errstate(over="ignore"):
-        z = np.uint64(name_key(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))

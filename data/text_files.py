@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import importlib.util
 import os
 import re
 import sysconfig
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import torch
 
 # Long files are read in pieces, so that a row does not dwell on one file for many steps.
 PIECE_BYTES = 1 << 14
@@ -23,7 +23,11 @@ def builtin_files() -> list[tuple[Path, str]]:
     Read in place. Contents vary with the Python and torch versions, so losses on them compare only
     within one machine.
     """
-    roots = {"python": Path(sysconfig.get_path("stdlib")), "torch": Path(torch.__file__).parent}
+    # Found without the seconds that importing it takes.
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    roots = {"python": Path(sysconfig.get_path("stdlib")), "torch": Path(torch.origin).parent}
     return sorted(
         (
             (path, f"{top}/{path.relative_to(root).as_posix()}")
@@ -76,6 +80,17 @@ class TextFiles:
 def name_key(name: str) -> int:
     """A uniform uint64 from a name, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def record_keys(name: str, count: int) -> np.ndarray:
+    """A uniform uint64 per record of a file: splitmix64 from the file's key on."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(name_key(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def _python_files(root: Path) -> Iterator[Path]:

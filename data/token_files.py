@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.text_files import name_key
+from data.text_files import record_keys
 
 INDEX_FILE = "index.json"
 BEGUN_FILE = "begun.json"
@@ -92,7 +92,7 @@ class TokenFiles:
         """
         keys = np.empty(len(self), np.uint64)
         for part, end in zip(self._parts, self._ends, strict=True):
-            keys[end - part.n_documents : end] = _document_keys(part.name, part.n_documents)
+            keys[end - part.n_documents : end] = record_keys(part.name, part.n_documents)
         return keys
 
     def _map(self, number: int) -> tuple[np.ndarray, Bounds]:
@@ -345,14 +345,3 @@ def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:
         raise ValueError(f"data.path: {path}: {error}") from None
-
-
-def _document_keys(name: str, count: int) -> np.ndarray:
-    """A uniform uint64 per document: splitmix64 from the name's key on."""
-    with np.errstate(over="ignore"):
-        z = np.uint64(name_key(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))

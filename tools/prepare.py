@@ -9,34 +9,23 @@ SIGKILL, the same command goes on where it was; the bytes are the same for any n
 
 import argparse
 import fcntl
-import hashlib
 import json
 import os
 import re
 import shlex
 import signal
 import sys
-import time
-import uuid
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import connection as connections
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import numpy as np
-
-from checkpoint.manifest import sync_folder
 from config import load_config
 from config.job_config import Data, DataSource
-from data.sources import Document, Documents, open_documents
+from data.sources import open_documents
 from data.token_files import (
     BEGUN_FILE,
     DTYPES,
-    ENDS_DTYPE,
     FORMAT,
     INDEX_FILE,
     check_sizes,
@@ -45,17 +34,22 @@ from data.token_files import (
     read_index,
     verify,
 )
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import load_tokenizer
 from runtime import exit_codes
 from runtime.compat import usable_cpus
+from tools.token_shards import (
+    Progress,
+    WorkerLost,
+    encode_document,
+    shard_name,
+    tokenize,
+    write_new_file,
+)
 
 CONFIG_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 SHARD_TOKENS = 1 << 26
 # From so many documents, spread over all, follows how many make a shard.
 MEASURED = 64
-# Tokens that a worker writes, and tells of, at once.
-BLOCK_TOKENS = 1 << 17
-PATIENCE_SECONDS = 5.0
 SUFFIXES = ("bin", "ends", "json")
 OURS = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
 
@@ -63,19 +57,6 @@ OURS = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
-
-
-class WorkerLost(Exception):
-    """A worker ended without a word."""
-
-
-class Told(NamedTuple):
-    """What a worker says of its shard, again and again."""
-
-    documents: int = 0
-    tokens: int = 0
-    is_done: bool = False
-    error: str = ""
 
 
 def main(arguments: list[str]) -> int:
@@ -200,7 +181,7 @@ def _facts(source: DataSource, tokenizer_name: str, shard_tokens: int) -> dict[s
     if len(documents) == 0:
         raise ValueError("data.path: there is no document")
     measured = range(0, len(documents), len(documents) // MEASURED + 1)
-    tokens = sum(len(_encode(tokenizer, documents[index])) for index in measured)
+    tokens = sum(len(encode_document(tokenizer, documents[index])) for index in measured)
     return {
         "format": FORMAT,
         "dtype": dtype_of(tokenizer.n_vocab),
@@ -248,7 +229,7 @@ def _begin(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
         if begun.get("format") != FORMAT:
             raise ValueError(f"{folder / BEGUN_FILE}: its format is not {FORMAT}")
     else:
-        _write(folder / BEGUN_FILE, json.dumps(facts, indent=1).encode())
+        write_new_file(folder / BEGUN_FILE, json.dumps(facts, indent=1).encode())
         return facts
     then, now = ([f["source"], f["tokenizer"], f["shard_tokens"]] for f in (begun, facts))
     changes = []
@@ -273,7 +254,7 @@ def _finished_shards(folder: Path, begun: dict[str, Any]) -> dict[int, dict[str,
             shard = _read_json(path)
             check_sizes(folder, shard, DTYPES[begun["dtype"]])
             finished[int(path.stem.removeprefix("shard-"))] = shard
-    keep = {f"{_name(number)}.{suffix}" for number in finished for suffix in SUFFIXES}
+    keep = {f"{shard_name(number)}.{suffix}" for number in finished for suffix in SUFFIXES}
     _remove(folder, keep | {BEGUN_FILE})
     return finished
 
@@ -285,11 +266,11 @@ def _remove(folder: Path, keep: set[str]) -> None:
 
 
 def _publish_index(folder: Path, begun: dict[str, Any], n_shards: int) -> None:
-    shards = [_read_json(folder / f"{_name(number)}.json") for number in range(n_shards)]
+    shards = [_read_json(folder / f"{shard_name(number)}.json") for number in range(n_shards)]
     counts = {k: sum(shard[k] for shard in shards) for k in ("documents", "tokens", "skipped")}
     if counts["documents"] == 0:
         raise ValueError(f"data.path: none of {counts['skipped']:,} documents has text")
-    _write(folder / INDEX_FILE, index_text({**begun, **counts, "shards": shards}))
+    write_new_file(folder / INDEX_FILE, index_text({**begun, **counts, "shards": shards}))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -297,238 +278,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _write(path: Path, content: bytes) -> None:
-    file = NewFile(path)
-    file.write(content)
-    file.publish()
-    sync_folder(path.parent)
-
-
-def _name(number: int) -> str:
-    return f"shard-{number:05d}"
-
-
-def tokenize(
-    folder: Path,
-    source: DataSource,
-    begun: dict[str, Any],
-    *,
-    numbers: list[int],
-    n_workers: int,
-    progress: "Progress",
-) -> None:
-    """Write the shards ``numbers`` in other processes.
-
-    Raises ``ValueError`` that a worker met, ``WorkerLost`` if one died.
-    """
-    waiting = deque(numbers)
-    busy: dict[Connection, int] = {}
-    with _workers(min(n_workers, len(numbers)), folder, source, begun) as idle:
-        while waiting or busy:
-            while waiting and idle:
-                connection = idle.pop()
-                busy[connection] = waiting.popleft()
-                with suppress(BrokenPipeError):  # its end is seen below
-                    connection.send(busy[connection])
-            ready = connections.wait(list(busy), timeout=0.5)
-            for connection in [connection for connection in busy if connection in ready]:
-                told = _receive(connection)
-                progress.add(busy[connection], told)
-                if told.is_done:
-                    del busy[connection]
-                    idle.append(connection)
-            progress.show()
-    progress.show(is_last=True)
-
-
-def _receive(connection: Connection) -> Told:
-    try:
-        told: Told = connection.recv()
-    except (EOFError, ConnectionResetError):
-        raise WorkerLost("a worker died; if memory was short, take fewer --workers") from None
-    if told.error:
-        raise ValueError(told.error)
-    return told
-
-
-@contextmanager
-def _workers(
-    count: int, folder: Path, source: DataSource, begun: dict[str, Any]
-) -> Iterator[list[Connection]]:
-    """Processes that take numbers of shards; they are gone in the end, with what is half done."""
-    context = get_context("forkserver")
-    # They are forked from a process that has loaded torch, and share its memory.
-    context.set_forkserver_preload(["checkpoint.manifest", "data.sources", "data.tokenizer"])
-    processes, ours = [], []
-    # Of Ctrl-C, which all processes of a terminal get, only this one is to know.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        for _ in range(count):
-            connection, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, folder, source, begun))
-            process.start()
-            theirs.close()
-            processes.append(process)
-            ours.append(connection)
-        signal.signal(signal.SIGINT, handler)
-        yield [*ours]
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for connection in ours:
-            connection.close()
-        # They end by themselves when nobody listens, and leave no semaphore behind.
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.join()
-        for path in folder.glob("*.tmp"):
-            path.unlink()
-        signal.signal(signal.SIGINT, handler)
-
-
-def _work(connection: Connection, folder: Path, source: DataSource, begun: dict[str, Any]) -> None:
-    """Write shards until there are no more, or nobody listens: then the parent was killed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        try:
-            documents, fingerprint = open_documents(source)
-            tokenizer = load_tokenizer(begun["tokenizer"]["name"])
-            if fingerprint != begun["source"]["fingerprint"]:
-                raise ValueError(f"data.path: {source.path} changed while it was read")
-            while True:
-                write_shard(folder, connection.recv(), documents, tokenizer, begun, connection.send)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise
-        except OSError as error:
-            where = error.filename or folder
-            text = f"{where}: {error.strerror or error}; what is finished stays"
-            connection.send(Told(error=text))
-        except ValueError as error:
-            connection.send(Told(error=str(error)))
-
-
-def write_shard(
-    folder: Path,
-    number: int,
-    documents: Documents,
-    tokenizer: Tokenizer,
-    begun: dict[str, Any],
-    tell: Callable[[Told], None],
-) -> None:
-    """Tokenize one range of documents. The file of its facts, written last, makes it count."""
-    ids_file = NewFile(folder / f"{_name(number)}.bin")
-    ends_file = NewFile(folder / f"{_name(number)}.ends")
-    first = number * begun["documents_per_shard"]
-    end = min(first + begun["documents_per_shard"], begun["source"]["documents"])
-    low, high, n_documents, n_tokens = [], [], 0, 0
-    for block, n_read in _blocks(documents, tokenizer, range(first, end)):
-        ids = np.concatenate(block)
-        low.append(int(ids.min()))
-        high.append(int(ids.max()))
-        assert 0 <= low[-1] <= high[-1] < tokenizer.n_vocab, "ids below n_vocab"
-        ids_file.write(ids.astype(DTYPES[begun["dtype"]]).tobytes())
-        ends = n_tokens + np.cumsum([len(document) for document in block])
-        ends_file.write(ends.astype(ENDS_DTYPE).tobytes())
-        n_documents, n_tokens = n_documents + len(block), int(ends[-1])
-        tell(Told(n_read, n_tokens))
-    sha256, ends_sha256 = ids_file.publish(), ends_file.publish()
-    sync_folder(folder)
-    shard = {
-        "file": f"{_name(number)}.bin",
-        "documents": n_documents,
-        "skipped": end - first - n_documents,
-        "tokens": n_tokens,
-        "min_id": min(low, default=None),
-        "max_id": max(high, default=None),
-        "sha256": sha256,
-        "ends_sha256": ends_sha256,
-    }
-    _write(folder / f"{_name(number)}.json", json.dumps(shard).encode())
-    tell(Told(end - first, n_tokens, is_done=True))
-
-
-def _blocks(
-    documents: Documents, tokenizer: Tokenizer, indices: range
-) -> Iterator[tuple[list[np.ndarray], int]]:
-    """Tokenized documents, some at once, and how many were read until then; none is empty."""
-    block: list[np.ndarray] = []
-    n_tokens = 0
-    for n_read, index in enumerate(indices, start=1):
-        ids = _encode(tokenizer, documents[index])
-        if len(ids) > 0:
-            block.append(ids)
-            n_tokens += len(ids)
-        if n_tokens >= BLOCK_TOKENS:
-            yield block, n_read
-            block, n_tokens = [], 0
-    if block:
-        yield block, len(indices)
-
-
-def _encode(tokenizer: Tokenizer, text: Document) -> np.ndarray:
-    """The ids that a run trains on; none of an empty document, which a run passes over."""
-    assert isinstance(text, str), "text"
-    if not text:
-        return np.empty(0, np.int64)
-    ids = tokenizer.encode(text)
-    whole = np.empty(len(ids) + 2, np.int64)
-    whole[0], whole[1:-1], whole[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
-    return whole
-
-
-class NewFile:
-    """A file that has its name only once it is whole, and knows its hash."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # Nobody else's, should a worker outlive its parent for a moment.
-        self._scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-        self._file = self._scratch.open("xb")
-        self._digest = hashlib.sha256()
-
-    def write(self, content: bytes) -> None:
-        self._digest.update(content)
-        self._file.write(content)
-
-    def publish(self) -> str:
-        """Make it survive a power cut, but for its name; return the hash."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._scratch.rename(self._path)
-        return self._digest.hexdigest()
-
-
-class Progress:
-    """A line on stderr: redrawn on a terminal, else once a minute."""
-
-    def __init__(self, n_documents: int, shards: list[dict[str, Any]]) -> None:
-        self._n_documents = n_documents
-        self._before = sum(shard["documents"] + shard["skipped"] for shard in shards)
-        self._told: dict[int, Told] = {}
-        self._is_terminal = sys.stderr.isatty()
-        self._begin = self._shown = time.monotonic()
-
-    def add(self, number: int, told: Told) -> None:
-        self._told[number] = told
-
-    def show(self, *, is_last: bool = False) -> None:
-        now = time.monotonic()
-        if not is_last and now - self._shown < (0.5 if self._is_terminal else 60.0):
-            return
-        self._shown, seconds = now, max(now - self._begin, 1e-9)
-        read = sum(told.documents for told in self._told.values())
-        tokens = sum(told.tokens for told in self._told.values())
-        left = (self._n_documents - self._before - read) * seconds / max(read, 1)
-        line = (
-            f"{self._before + read:,} of {self._n_documents:,} documents, {tokens:,} tokens,"
-            f" {tokens / seconds:,.0f} tokens/s, {left:,.0f} s left"
-        )
-        start, end = ("\r\x1b[K", "\n" if is_last else "") if self._is_terminal else ("", "\n")
-        print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from config.job_config import Data
-from data.sources import build_sources
 from data.text_files import PIECE_BYTES, TextFiles, builtin_files, matching_files
+from tests.data.test_sources import both
 
 ALPHABETS = {
     "short lines": ["a", "b", "\n"],
@@ -116,8 +116,7 @@ def test_one_file_alone_is_held_out_by_pieces(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("a line of text\n" * 20_000)
     config = Data(source="files", path=str(path), validation_percent=30.0)
-    train, held_out = build_sources(config, 0)
-    assert held_out is not None
+    train, held_out = both(config, 0)
     counts = [int(source.description.split()[0]) for source in (train, held_out)]
     assert min(counts) > 0
     assert sum(counts) == len(TextFiles([(path, path.name)], encoding_errors="strict"))

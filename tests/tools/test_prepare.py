@@ -26,7 +26,7 @@ from data.token_files import open_token_files, read_index
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
 from tests.test_train import ROOT
-from tools import prepare
+from tools import prepare, token_shards
 
 PATIENCE_SECONDS = 60
 SHARD_TOKENS = 100_000
@@ -299,7 +299,7 @@ def test_a_full_disk_is_named(tmp_path: Path, texts: list[object]) -> None:
 def _work_on_a_full_disk(connection: object, folder: Path, source: DataSource) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     facts = prepare._facts(source, "bytes", 10**6)
-    prepare._work(connection, folder, source, facts)  # type: ignore[arg-type]
+    token_shards._work(connection, folder, source, facts)  # type: ignore[arg-type]
 
 
 def test_two_at_once_are_refused(
