@@ -215,6 +215,7 @@ def main(job: Job, witness: Witness) -> int:
         )
 
     # 7. What is seen
+    loader.start()
     count = config.validation.steps * loader.microbatches
     held_out = {
         label: list(islice(build_loader(mixture), count)) for label, mixture in job.held_out.items()

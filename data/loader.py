@@ -78,9 +78,15 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> Batch:
+    def start(self) -> None:
+        """Read ahead. The first thread that tokenizes does so faster than others that come later
+        (regular expressions keep their scratch space for it), so let it be the one with most to do.
+        """
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(self._thread.submit(next, self._microbatches))
+
+    def __next__(self) -> Batch:
+        self.start()
         batch = self._ahead[0].result()
         self._ahead.popleft()
         self._taken |= {span.row: span.end for span in batch.spans}

@@ -43,7 +43,10 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("document_mask", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize(
+    "document_mask",
+    [pytest.param(False, marks=pytest.mark.slow, id="whole"), pytest.param(True, id="documents")],
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layout_matches_one_device(ranks: RankPool, layout: Layout, document_mask: bool) -> None:
     check = partial(check_layout, document_mask=document_mask)
