@@ -108,10 +108,11 @@ class MixedRow:
             self._taken[chosen] += 1
             self._bad += document is None
             if document is not None and len(document) > 0:
-                ids = document if isinstance(document, np.ndarray) else self._encode(document)
-                self._check_ids(ids, before)
-                self._tokens[chosen] += len(ids)
-                return before, ids
+                if isinstance(document, str):
+                    document = self._tokenizer.encode_document(document)
+                self._check_ids(document, before)
+                self._tokens[chosen] += len(document)
+                return before, document
             n_empty += 1
             if n_empty == MAX_EMPTY_DOCUMENTS:
                 raise ValueError(f"data: {MAX_EMPTY_DOCUMENTS:,} documents in a row have no text")
@@ -133,10 +134,3 @@ class MixedRow:
             f"data: {self._mixture.description}: document {before.document} of row {self.row} has"
             f" the id {bad}; model.vocab_size is {self._vocab_size}"
         )
-
-    def _encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(text)
-        document = np.empty(len(ids) + 2, np.int64)
-        document[0], document[1:-1] = self._tokenizer.bos_id, ids
-        document[-1] = self._tokenizer.eos_id
-        return document

@@ -53,6 +53,27 @@ class Documents(Protocol):
     def __getitem__(self, index: int) -> Document: ...
 
 
+class Lenient:
+    """Documents of which those that cannot be read are None."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    @property
+    def keys(self) -> np.ndarray:
+        return self._documents.keys
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> Document:
+        try:
+            return self._documents[index]
+        except ValueError as error:
+            logger.warning("skipped: %s", error)
+            return None
+
+
 class ShuffledDocuments:
     """Documents that can be read by index, in another seeded order each epoch."""
 
@@ -65,7 +86,6 @@ class ShuffledDocuments:
         name: str,
         fingerprint: str,
         repeat: bool = True,
-        skips_bad: bool = False,
     ) -> None:
         if len(indices) == 0:
             raise ValueError(
@@ -73,7 +93,7 @@ class ShuffledDocuments:
                 " see data.validation_percent"
             )
         self._documents, self._indices, self._seed = documents, indices, seed
-        self._repeat, self._skips_bad, self.n_documents = repeat, skips_bad, len(indices)
+        self._repeat, self.n_documents = repeat, len(indices)
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         self.description = f"{len(indices):,} documents for {name}"
@@ -84,17 +104,8 @@ class ShuffledDocuments:
         counter = start * n_rows + row
         while self._repeat or counter < len(self._indices):
             epoch, place = divmod(counter, len(self._indices))
-            yield self._read(self._order(epoch)[place])
+            yield self._documents[self._order(epoch)[place]]
             counter += n_rows
-
-    def _read(self, index: int) -> Document:
-        try:
-            return self._documents[index]
-        except ValueError as error:
-            if not self._skips_bad:
-                raise
-            logger.warning("skipped: %s", error)
-            return None
 
     def _permutation(self, epoch: int) -> np.ndarray:
         # NumPy promises the same raw draws in every release, and no such thing of permutations.
@@ -144,8 +155,9 @@ def naming(source: DataSource, config: Data) -> Iterator[None]:
     except (ValueError, OSError) as error:
         if not config.sources:
             raise
+        kind = ValueError if isinstance(error, ValueError) else OSError
         text = f"data.sources, {source.label}: {str(error).removeprefix('data.')}"
-        raise type(error)(text) from None
+        raise kind(text) from None
 
 
 def _build_source(
@@ -158,9 +170,7 @@ def _build_source(
         return hub_streams(config, with_held_out, skips_bad=skips_bad)
     documents, fingerprint = open_documents(config, skips_bad=skips_bad)
     is_held_out = documents.keys < np.uint64(percent / 100 * 2**64)
-    build = partial(
-        ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint, skips_bad=skips_bad
-    )
+    build = partial(ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint)
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if percent == 0 or not with_held_out:
         return train, None
@@ -170,11 +180,11 @@ def _build_source(
 def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Documents, str]:
     """What the files have, by index, and its fingerprint; ``ValueError`` names what is missing.
 
-    ``skips_bad``: records of tables that cannot be read are None.
+    ``skips_bad``: those that cannot be read are None.
     """
     if config.type == "tokens":
         tokenized = open_token_files(config.path)
-        return tokenized, tokenized.fingerprint
+        return Lenient(tokenized) if skips_bad else tokenized, tokenized.fingerprint
     is_builtin = config.type == "builtin"
     files = builtin_files() if is_builtin else matching_files(config.path)
     documents: Documents
@@ -184,20 +194,17 @@ def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Docu
         documents = Tables(files, config.text_key, skips_bad=skips_bad)
     else:
         documents = TextFiles(files, encoding_errors="replace" if is_builtin else "strict")
-    return documents, _fingerprint(files, documents, skips_bad)
+    if skips_bad:
+        documents = Lenient(documents)
+    return documents, _fingerprint(files, documents)
 
 
-def _fingerprint(files: list[tuple[Path, str]], documents: Documents, skips_bad: bool) -> str:
+def _fingerprint(files: list[tuple[Path, str]], documents: Documents) -> str:
     """Of the names and sizes of all files, and of a few documents spread over them."""
     listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
     digest = hashlib.sha256(listing.encode())
     for index in range(0, len(documents), len(documents) // FINGERPRINTED + 1):
-        try:
-            document = documents[index]
-        except ValueError:
-            if not skips_bad:
-                raise
-            document = None
+        document = documents[index]
         if isinstance(document, np.ndarray):
             digest.update(document.tobytes())
         elif document is not None:

@@ -66,6 +66,13 @@ class Tokenizer:
     byte_lengths: np.ndarray | None = None
     """Of each token's text (n_vocab,), 0 for markers; None: not known of each by itself."""
 
+    def encode_document(self, text: str) -> np.ndarray:
+        """The ids (s,) int64 that are trained on: the text's between two markers."""
+        ids = self.encode(text)
+        document = np.empty(len(ids) + 2, np.int64)
+        document[0], document[1:-1], document[-1] = self.bos_id, ids, self.eos_id
+        return document
+
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Build what ``data.tokenizer`` names; raise ``ValueError`` that says what was tried."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from config import load_config
-from config.job_config import Data, DataSource
+from config.job_config import Data
 from data.sources import open_documents
 from data.token_files import (
     BEGUN_FILE,
@@ -40,7 +40,6 @@ from runtime.compat import usable_cpus
 from tools.token_shards import (
     Progress,
     WorkerLost,
-    encode_document,
     shard_name,
     tokenize,
     write_new_file,
@@ -145,9 +144,7 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
     source = data.mixture[0]
     if source.type not in ("builtin", "files"):
         raise ValueError(f"data.source: {source.type} has no known order; only builtin, files do")
-    if data.on_bad_record == "skip":
-        raise ValueError("data.on_bad_record: skip: not implemented here; a bad document is named")
-    facts = _facts(source, data.tokenizer, shard_tokens)
+    facts = _facts(data, shard_tokens)
     with _locked(folder):
         begun = _begin(folder, facts)
         n_shards = -(-begun["source"]["documents"] // begun["documents_per_shard"])
@@ -156,7 +153,7 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
             missing = [number for number in range(n_shards) if number not in shards]
             progress = Progress(begun["source"]["documents"], list(shards.values()))
             tokenize(folder, source, begun, numbers=missing, n_workers=n_workers, progress=progress)
-            _publish_index(folder, begun, n_shards)
+            _publish_index(folder, begun, n_shards, max_bad=data.max_bad_records)
         index = read_index(folder)
         for shard in index["shards"]:
             check_sizes(folder, shard, DTYPES[index["dtype"]])
@@ -166,27 +163,30 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
             {path.name for path in folder.iterdir() if path.suffix != ".json"} | {INDEX_FILE},
         )
     print(
-        f"{folder}: {index['documents']:,} documents ({index['skipped']:,} empty ones left out),"
-        f" {index['tokens']:,} tokens of {index['dtype']}, {n_shards} shards"
+        f"{folder}: {index['documents']:,} documents ({index['skipped']:,} empty and"
+        f" {index['bad']:,} bad ones left out), {index['tokens']:,} tokens of {index['dtype']},"
+        f" {n_shards} shards"
     )
     keys = {"source": "tokens", "path": str(folder), "tokenizer": index["tokenizer"]["name"]}
     told = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
     print(f"next: ./run_train.sh {told}")
 
 
-def _facts(source: DataSource, tokenizer_name: str, shard_tokens: int) -> dict[str, Any]:
+def _facts(data: Data, shard_tokens: int) -> dict[str, Any]:
     """All that the bytes of the folder depend on."""
-    documents, fingerprint = open_documents(source)
-    tokenizer = load_tokenizer(tokenizer_name)
+    source, skips_bad = data.mixture[0], data.on_bad_record == "skip"
+    documents, fingerprint = open_documents(source, skips_bad=skips_bad)
+    tokenizer = load_tokenizer(data.tokenizer)
     if len(documents) == 0:
         raise ValueError("data.path: there is no document")
     measured = range(0, len(documents), len(documents) // MEASURED + 1)
-    tokens = sum(len(encode_document(tokenizer, documents[index])) for index in measured)
+    texts = (documents[index] for index in measured)
+    tokens = sum(len(tokenizer.encode_document(text)) for text in texts if isinstance(text, str))
     return {
         "format": FORMAT,
         "dtype": dtype_of(tokenizer.n_vocab),
         "tokenizer": {
-            "name": tokenizer_name,
+            "name": data.tokenizer,
             "fingerprint": tokenizer.fingerprint,
             "n_vocab": tokenizer.n_vocab,
             "bos_id": tokenizer.bos_id,
@@ -197,6 +197,7 @@ def _facts(source: DataSource, tokenizer_name: str, shard_tokens: int) -> dict[s
             "fingerprint": fingerprint,
             "documents": len(documents),
         },
+        "skips_bad": skips_bad,
         "shard_tokens": shard_tokens,
         "documents_per_shard": max(1, shard_tokens * len(measured) // max(1, tokens)),
     }
@@ -265,9 +266,13 @@ def _remove(folder: Path, keep: set[str]) -> None:
             path.unlink()
 
 
-def _publish_index(folder: Path, begun: dict[str, Any], n_shards: int) -> None:
+def _publish_index(folder: Path, begun: dict[str, Any], n_shards: int, *, max_bad: int) -> None:
     shards = [_read_json(folder / f"{shard_name(number)}.json") for number in range(n_shards)]
-    counts = {k: sum(shard[k] for shard in shards) for k in ("documents", "tokens", "skipped")}
+    counts = {
+        k: sum(shard[k] for shard in shards) for k in ("documents", "tokens", "skipped", "bad")
+    }
+    if counts["bad"] > max_bad:
+        raise ValueError(f"data.max_bad_records: {counts['bad']:,} records could not be read")
     if counts["documents"] == 0:
         raise ValueError(f"data.path: none of {counts['skipped']:,} documents has text")
     write_new_file(folder / INDEX_FILE, index_text({**begun, **counts, "shards": shards}))

@@ -20,7 +20,7 @@ import numpy as np
 
 from checkpoint.manifest import sync_folder
 from config.job_config import DataSource
-from data.sources import Document, Documents, open_documents
+from data.sources import Documents, open_documents
 from data.token_files import (
     DTYPES,
     ENDS_DTYPE,
@@ -158,7 +158,7 @@ def _work(connection: Connection, folder: Path, source: DataSource, begun: dict[
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
-            documents, fingerprint = open_documents(source)
+            documents, fingerprint = open_documents(source, skips_bad=begun["skips_bad"])
             tokenizer = load_tokenizer(begun["tokenizer"]["name"])
             if fingerprint != begun["source"]["fingerprint"]:
                 raise ValueError(f"data.path: {source.path} changed while it was read")
@@ -187,8 +187,11 @@ def write_shard(
     ends_file = NewFile(folder / f"{shard_name(number)}.ends")
     first = number * begun["documents_per_shard"]
     end = min(first + begun["documents_per_shard"], begun["source"]["documents"])
-    low, high, n_documents, n_tokens = [], [], 0, 0
-    for block, n_read in _blocks(documents, tokenizer, range(first, end)):
+    low, high, n_documents, n_tokens, n_bad = [], [], 0, 0, 0
+    for block, n_read, n_bad_here in _blocks(documents, tokenizer, range(first, end)):
+        n_bad += n_bad_here
+        if not block:
+            continue
         ids = np.concatenate(block)
         low.append(int(ids.min()))
         high.append(int(ids.max()))
@@ -203,7 +206,8 @@ def write_shard(
     shard = {
         "file": f"{shard_name(number)}.bin",
         "documents": n_documents,
-        "skipped": end - first - n_documents,
+        "skipped": end - first - n_documents - n_bad,
+        "bad": n_bad,
         "tokens": n_tokens,
         "min_id": min(low, default=None),
         "max_id": max(high, default=None),
@@ -216,31 +220,22 @@ def write_shard(
 
 def _blocks(
     documents: Documents, tokenizer: Tokenizer, indices: range
-) -> Iterator[tuple[list[np.ndarray], int]]:
-    """Tokenized documents, some at once, and how many were read until then; none is empty."""
+) -> Iterator[tuple[list[np.ndarray], int, int]]:
+    """Tokenized documents, some at once, none of them empty; how many were read until then, and how
+    many of these could not be. The last may be no documents."""
     block: list[np.ndarray] = []
-    n_tokens = 0
+    n_tokens = n_bad = 0
     for n_read, index in enumerate(indices, start=1):
-        ids = encode_document(tokenizer, documents[index])
-        if len(ids) > 0:
-            block.append(ids)
-            n_tokens += len(ids)
+        text = documents[index]
+        assert text is None or isinstance(text, str), "what has ids needs none"
+        n_bad += text is None
+        if text:
+            block.append(tokenizer.encode_document(text))
+            n_tokens += len(block[-1])
         if n_tokens >= BLOCK_TOKENS:
-            yield block, n_read
-            block, n_tokens = [], 0
-    if block:
-        yield block, len(indices)
-
-
-def encode_document(tokenizer: Tokenizer, text: Document) -> np.ndarray:
-    """The ids that a run trains on; none of an empty document, which a run passes over."""
-    assert isinstance(text, str), "text"
-    if not text:
-        return np.empty(0, np.int64)
-    ids = tokenizer.encode(text)
-    whole = np.empty(len(ids) + 2, np.int64)
-    whole[0], whole[1:-1], whole[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
-    return whole
+            yield block, n_read, n_bad
+            block, n_tokens, n_bad = [], 0, 0
+    yield block, len(indices), n_bad
 
 
 class NewFile:
@@ -266,10 +261,19 @@ class NewFile:
         return self._digest.hexdigest()
 
 
+    def remove(self) -> None:
+        self._file.close()
+        self._scratch.unlink(missing_ok=True)
+
+
 def write_new_file(path: Path, content: bytes) -> None:
     file = NewFile(path)
-    file.write(content)
-    file.publish()
+    try:
+        file.write(content)
+        file.publish()
+    except BaseException:  # Ctrl-C too leaves nothing behind
+        file.remove()
+        raise
     sync_folder(path.parent)
 
 

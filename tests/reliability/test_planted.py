@@ -10,8 +10,8 @@ import torch
 
 import forward_backward
 import train
-from data.mixture import MixedRow
 from data.packing import Concatenated, Sequence
+from data.tokenizer import Tokenizer
 from optim.spikes import SpikeGuard
 from runtime import exit_codes
 from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
@@ -58,14 +58,14 @@ def spike_at_step_5() -> None:
 def foreign_ids() -> None:
     """In rank 1's third document."""
     if os.environ["RANK"] == "1":
-        original, calls = MixedRow._encode, 0
+        original, calls = Tokenizer.encode_document, 0
 
-        def encode(self: MixedRow, text: str) -> Any:
+        def encode(self: Tokenizer, text: str) -> Any:
             nonlocal calls
             calls += 1
             return original(self, text) + (100_000 if calls == 3 else 0)
 
-        MixedRow._encode = encode  # type: ignore[method-assign]
+        Tokenizer.encode_document = encode  # type: ignore[method-assign]
 
 
 def unreadable_file() -> None:

@@ -20,7 +20,7 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from config.job_config import DataSource
+from config.job_config import Data, DataSource
 from data.sources import open_documents
 from data.token_files import open_token_files, read_index
 from data.tokenizer import load_tokenizer
@@ -298,7 +298,7 @@ def test_a_full_disk_is_named(tmp_path: Path, texts: list[object]) -> None:
 
 def _work_on_a_full_disk(connection: object, folder: Path, source: DataSource) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    facts = prepare._facts(source, "bytes", 10**6)
+    facts = prepare._facts(Data(source=source.type, path=source.path), 10**6)
     token_shards._work(connection, folder, source, facts)  # type: ignore[arg-type]
 
 
@@ -315,7 +315,6 @@ def test_two_at_once_are_refused(
     [
         ([], "arguments are required: FOLDER"),
         (["p", "--data.source", "c4"], "data.source: c4 "),
-        (["p", "--data.on_bad_record", "skip"], "data.on_bad_record: skip: not implemented"),
         (["p", "--data.source", "files", "--data.path", "nowhere/*"], "data.path: no file"),
         (["p", "--data.tokenizer", "none.json"], "data.tokenizer: none.json"),
         (["p", "--data.sourse", "files"], "data.sourse: unknown key; did you mean data.source?"),
@@ -366,7 +365,7 @@ def test_ctrl_c_ends_all_processes(
         text=True,
         start_new_session=True,
     ) as process:
-        until(lambda: any(folder.glob("*.tmp")))
+        until(lambda: any(folder.glob("shard-*.tmp")))
         # As a terminal does it: to all of them.
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=PATIENCE_SECONDS)
@@ -403,3 +402,23 @@ def test_rows_of_a_table_from_the_command_line(tmp_path: Path) -> None:
     with (folder / "shard-00001.bin").open("r+b") as file:
         file.write(b"\xff")
     assert run(folder, "--verify") == exit_codes.BAD_CONFIG
+
+
+def test_bad_records_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps({"text": f"number {i}"}) if i % 5 else "{" for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"text": ""}']) + "\n")
+    arguments = [str(tmp_path / "ids"), "--data.source", "files", "--data.path"]
+    arguments += [str(tmp_path / "a.jsonl"), "--workers", "2", "--shard_tokens", "40"]
+    assert prepare.main(arguments) == exit_codes.BAD_CONFIG
+    assert "line 1, byte 0" in capsys.readouterr().err
+    arguments += ["--data.on_bad_record", "skip"]
+    assert prepare.main([*arguments, "--data.max_bad_records", "3"]) == exit_codes.BAD_CONFIG
+    assert "data.max_bad_records: 4 records could not be read" in capsys.readouterr().err
+    assert prepare.main(arguments) == exit_codes.DONE
+    assert "16 documents (1 empty and 4 bad ones left out)" in capsys.readouterr().out
+    files = open_token_files(str(tmp_path / "ids"))
+    bytes_ = load_tokenizer("bytes")
+    want = [f"number {i}" for i in range(20) if i % 5]
+    assert [bytes_.decode(files[i][1:-1].tolist()) for i in range(len(files))] == want
