@@ -169,7 +169,11 @@ def _build_source(
 
         return hub_streams(config, with_held_out, skips_bad=skips_bad)
     documents, fingerprint = open_documents(config, skips_bad=skips_bad)
-    is_held_out = documents.keys < np.uint64(percent / 100 * 2**64)
+    keys = documents.keys
+    is_held_out = keys < np.uint64(percent / 100 * 2**64)
+    if percent > 0 and len(keys) > 1 and not is_held_out.any():
+        # Of few documents, one at least.
+        is_held_out = keys == keys.min()
     build = partial(ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint)
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if percent == 0 or not with_held_out:

@@ -260,7 +260,6 @@ class NewFile:
         self._scratch.rename(self._path)
         return self._digest.hexdigest()
 
-
     def remove(self) -> None:
         self._file.close()
         self._scratch.unlink(missing_ok=True)

@@ -115,6 +115,14 @@ def test_side_without_documents_is_an_error(tmp_path: Path, percent: float) -> N
     assert build_sources(files(tmp_path, 0.0), 0)[1] == {}
 
 
+def test_of_few_documents_one_is_held_out(tmp_path: Path) -> None:
+    names = [f"a/{i}.txt" for i in range(3)]
+    write_files(tmp_path, names)
+    train, held_out = (names_in(source) for source in both(files(tmp_path, 1e-9), 0))
+    assert len(train) == 2
+    assert train | held_out == set(names)
+
+
 def test_builtin_needs_nothing() -> None:
     train, _ = both(Data(), 0)
     assert "import" in "".join(epoch(train, 20))
