@@ -67,7 +67,7 @@ class BatchLoader:
         firsts = [(a * degree + rank) * local_batch_size for a in range(self.microbatches)]
         self._rows = [range(first, first + local_batch_size) for first in firsts]
         nothing = (0,) * len(mixture.sources)
-        start = RowState(nothing, nothing, 0, 0)
+        start = RowState(nothing, nothing, bad=0, source=0, token=0)
         self._taken: dict[int, RowState] = {}
         self._starts = {row: start for rows in self._rows for row in rows}
         self._microbatches = self._read_from_starts()
@@ -133,12 +133,15 @@ class BatchLoader:
         self._microbatches = self._read_from_starts()
 
     def consumed(self) -> list[tuple[int, int]]:
-        """Of each source: documents and tokens that are behind this rank's rows."""
-        taken, tokens = (
-            np.sum([getattr(start, name) for start in self._starts.values()], axis=0)
-            for name in ("taken", "tokens")
-        )
-        return [(int(n), int(m)) for n, m in zip(taken, tokens, strict=True)]
+        """Of each source: documents and tokens that are behind this rank's rows; with best_fit,
+        those before the documents that are packed together now."""
+        starts = self._starts.values()
+        taken = np.sum([start.taken for start in starts], axis=0)
+        tokens = np.sum([start.tokens for start in starts], axis=0)
+        if self._packing == "concat":
+            for start in starts:
+                tokens[start.source] += start.token
+        return list(zip(taken.tolist(), tokens.tolist(), strict=True))
 
     def _read_from_starts(self) -> Iterator[Batch]:
         kind = BestFit if self._packing == "best_fit" else Concatenated

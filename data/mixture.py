@@ -53,6 +53,8 @@ class RowState(NamedTuple):
     """And their tokens."""
     bad: int
     """And how many of all could not be read."""
+    source: int
+    """That this document is of."""
     token: int
     """With best_fit, a sequence of the documents that are packed together from this one on."""
 
@@ -99,8 +101,8 @@ class MixedRow:
         """The next document that has tokens, and the state before it; None at the end of all."""
         n_empty = 0
         while self._live:
-            before = self.state
             chosen = self._mixture.choose(self.row, self._tokens, self._live)
+            before = self.state._replace(source=chosen)
             document = next(self._streams[chosen], END)
             if document is END:
                 self._live.remove(chosen)
@@ -121,7 +123,7 @@ class MixedRow:
     @property
     def state(self) -> RowState:
         """After all that was read."""
-        return RowState(tuple(self._taken), tuple(self._tokens), self._bad, 0)
+        return RowState(tuple(self._taken), tuple(self._tokens), self._bad, source=0, token=0)
 
     def _check_ids(self, ids: np.ndarray, before: RowState) -> None:
         """No other guard is certain: an embedding that is split takes a foreign id for zeros."""

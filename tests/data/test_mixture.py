@@ -124,6 +124,8 @@ def test_shares_are_those_of_tokens_not_of_documents() -> None:
         take([loader])
     (_, of_short), (_, of_long) = loader.consumed()
     assert of_short / (of_short + of_long) == pytest.approx(0.75, abs=0.01)
+    # All that was trained on, in the midst of documents too.
+    assert of_short + of_long == 40 * 4 * 500
     # On every row, at any time, within the longest document.
     for row in range(4):
         for length in (1000, 5000, 20_000):
@@ -180,7 +182,7 @@ def test_other_weights_are_another_order(weights: list[float]) -> None:
 
 
 def test_a_state_is_integers() -> None:
-    state = RowState((1, 2), (30, 40), 6, 5)
+    state = RowState((1, 2), (30, 40), 6, 1, 5)
     assert RowState.of_json(json.loads(json.dumps(state.as_json()))) == state
     assert state.place == (3, 5)
 

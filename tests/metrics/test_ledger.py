@@ -311,7 +311,7 @@ def test_abandoned_branch_is_named(tmp_path: Path) -> None:
 
 def test_crc_is_of_every_token(tmp_path: Path) -> None:
     tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
-    start, end, other = (RowState((n,), (0,), 0, token) for n, token in ((0, 0), (1, 2), (3, 4)))
+    start, end, other = (RowState((n,), (0,), 0, 0, token) for n, token in ((0, 0), (1, 2), (3, 4)))
     spans = ((0, start, end), (1, start, other))
 
     def crcs(sequence: torch.Tensor, name: str) -> list[int]:

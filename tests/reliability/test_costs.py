@@ -63,7 +63,7 @@ def batches() -> Iterable[Batch]:
     draws = torch.Generator().manual_seed(dist.get_rank())
     while True:
         ids = torch.randint(0, 64, (BATCH, SEQ_LEN + 1), generator=draws)
-        start, end = RowState((0,), (0,), 0, 0), RowState((0,), (0,), 0, SEQ_LEN)
+        start, end = RowState((0,), (0,), 0, 0, 0), RowState((0,), (0,), 0, 0, SEQ_LEN)
         spans = tuple(Span(row, start, end) for row in range(BATCH))
         yield Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, spans)
 
