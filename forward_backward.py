@@ -24,10 +24,10 @@ from runtime.distributed import sum_in_order, sum_over
 from runtime.labels import IGNORED
 
 
-def take_step(loader: BatchLoader) -> tuple[list[Batch], Exception | None]:
-    """The microbatches of a step, or what is wrong with the data (ValueError) or with reading."""
+def take(loader: BatchLoader, count: int) -> tuple[list[Batch], Exception | None]:
+    """The next microbatches, or what is wrong with the data (ValueError) or with reading."""
     try:
-        return list(islice(loader, loader.microbatches)), None
+        return list(islice(loader, count)), None
     except (ValueError, OSError) as error:
         return [], error
 

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Checkpoint
 from data.loader import Batch, BatchLoader
-from forward_backward import Runner, build_runner, count_valid, take_step, validation_losses
+from forward_backward import Runner, build_runner, count_valid, take, validation_losses
 from job import Job, check_resume, facts_of, resolve
 from metrics.bits_per_byte import bits_per_nat
 from metrics.data_shares import data_shares
@@ -217,9 +216,16 @@ def main(job: Job, witness: Witness) -> int:
     # 7. What is seen
     loader.start()
     count = config.validation.steps * loader.microbatches
-    held_out = {
-        label: list(islice(build_loader(mixture), count)) for label, mixture in job.held_out.items()
-    }
+    held_out: dict[str, list[Batch]] = {}
+    problem: Exception | None = None
+    for label, mixture in job.held_out.items():
+        held_out[label], found = take(build_loader(mixture), count)
+        problem = problem or found
+    agreed = control.agree(
+        unread=int(problem is not None), mistakes=int(isinstance(problem, ValueError))
+    )
+    if agreed["unread"]:
+        raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
     bits: float | None = None
     if held_out and job.tokenizer.byte_lengths is not None:
         labels = (batch.labels for batches in held_out.values() for batch in batches)
@@ -278,7 +284,7 @@ def main(job: Job, witness: Witness) -> int:
     with profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step:
         while state.step < training.steps:
             begin = time.perf_counter()
-            microbatches, problem = take_step(loader)
+            microbatches, problem = take(loader, loader.microbatches)
             data_wait = time.perf_counter() - begin
             # All that ranks must agree on, in one reduction. The loss is divided by the count of
             # the whole step, so that comes before the first backward.
@@ -301,6 +307,8 @@ def main(job: Job, witness: Witness) -> int:
                 # What was taken is not committed: the run that resumes takes it again.
                 ending = asked_to_end(control.stop, config.checkpoint)
                 break
+            if agreed["tokens"] == 0 and state.step == 0:
+                raise ConfigError(["data: no document has text"])
             if agreed["tokens"] == 0:
                 ending = exit_codes.DATA_ENDED
                 if held_out and state.step % config.validation.freq:
@@ -391,7 +399,7 @@ def main(job: Job, witness: Witness) -> int:
     metrics.close()
     if ledger is not None:
         ledger.close()
-    if ending is None and config.validation.sample_tokens > 0:
+    if ending in (None, exit_codes.DATA_ENDED) and config.validation.sample_tokens > 0:
         logger.info("the model writes:\n%s", written_text(runner, job, dims))
     log_whereabouts(config, run_folder, state.step, ending)
     if ending != exit_codes.NOT_SAVED:

@@ -94,7 +94,7 @@ class Data(Section):
     """A record without text, that is not UTF-8 or not JSON. error: end, and say where it is. skip:
     go on with the next one, and count."""
     max_bad_records: Count = 1000
-    """skip: more of them end the run."""
+    """skip: more of them, counted each time they are read, end the run."""
     prefetch: Count = 2
     """Microbatches prepared ahead, in a thread."""
 

@@ -1,11 +1,12 @@
 """Several sources as one: each row of the global batch draws documents by weights of tokens.
 
-A row takes its next document from the source that is farthest behind its share, so the shares are
-true to the weights within a document, on every row, and depend on nothing but the row's own past.
+A row takes its next document from the source that is farthest behind its share, so that on every
+row the shares stay within a few documents of the weights. Rows begin at different places of that
+cycle, so that a global batch has the shares too. Nothing else than the row's own past decides.
 """
 
 import hashlib
-import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from data.sources import Document, Source
 from data.tokenizer import Tokenizer
 
 MAX_EMPTY_DOCUMENTS = 100_000
-GOLDEN = 0.6180339887498949
 END: Any = object()
 
 
@@ -31,17 +31,33 @@ class Mixture:
             parts = [f"{s.fingerprint} {w}" for s, w in zip(sources, weights, strict=True)]
             self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         """Equal for mixtures that give equal documents in equal order."""
+        self._head_starts: dict[tuple[int, int], float] = {}
 
-    def choose(self, row: int, tokens: Sequence[int], live: Sequence[int]) -> int:
-        """Of the ``live`` sources the next, after so many ``tokens`` of each."""
+    def choose(
+        self, row: int, taken: Sequence[int], tokens: Sequence[int], live: Sequence[int]
+    ) -> int:
+        """Of the ``live`` sources the next, after so many documents and tokens of each."""
         if len(live) == 1:
             return live[0]
-        if any(tokens):
-            return min(live, key=lambda i: (tokens[i] / self.weights[i], i))
-        # At the start all shares are met: rows begin with different sources, spread by weight.
-        ends = list(itertools.accumulate(self.weights[i] for i in live))
-        point = (row + 1) * GOLDEN % 1.0 * ends[-1]
-        return next(i for i, end in zip(live, ends, strict=True) if point < end)
+        # Of a source that was not read yet, a document may be as long as any.
+        means = [n / max(count, 1) for n, count in zip(tokens, taken, strict=True)]
+        longest = max(means) or 1.0
+
+        def progress(i: int) -> tuple[float, int]:
+            ahead = self._head_start(row, i) * (means[i] or longest)
+            return (tokens[i] + ahead) / self.weights[i], i
+
+        return min(live, key=progress)
+
+    def _head_start(self, row: int, source: int) -> float:
+        """In documents. Exponential, for then each source is the first by its weight."""
+        key = row, source
+        if key not in self._head_starts:
+            digest = hashlib.blake2b(b"%d %d" % key, digest_size=7).digest()
+            # 53 bits are all that a float has.
+            uniform = (int.from_bytes(digest, "little") >> 3) / 2**53
+            self._head_starts[key] = -math.log1p(-uniform)
+        return self._head_starts[key]
 
 
 class RowState(NamedTuple):
@@ -101,7 +117,7 @@ class MixedRow:
         """The next document that has tokens, and the state before it; None at the end of all."""
         n_empty = 0
         while self._live:
-            chosen = self._mixture.choose(self.row, self._tokens, self._live)
+            chosen = self._mixture.choose(self.row, self._taken, self._tokens, self._live)
             before = self.state._replace(source=chosen)
             document = next(self._streams[chosen], END)
             if document is END:
@@ -117,7 +133,8 @@ class MixedRow:
                 return before, document
             n_empty += 1
             if n_empty == MAX_EMPTY_DOCUMENTS:
-                raise ValueError(f"data: {MAX_EMPTY_DOCUMENTS:,} documents in a row have no text")
+                text = f"{MAX_EMPTY_DOCUMENTS:,} documents in a row have no text"
+                raise ValueError(f"data: {self._mixture.description}: {text}")
         return None
 
     @property
@@ -132,7 +149,8 @@ class MixedRow:
         if (ids.view(f"u{ids.itemsize}") if is_signed else ids).max() < self._vocab_size:
             return
         bad = ids[(ids < 0) | (ids >= self._vocab_size)][0]
+        source = self._mixture.sources[before.source].description
         raise ValueError(
-            f"data: {self._mixture.description}: document {before.document} of row {self.row} has"
-            f" the id {bad}; model.vocab_size is {self._vocab_size}"
+            f"data: {source}: document {before.taken[before.source]} of row {self.row} has the id"
+            f" {bad}; model.vocab_size is {self._vocab_size}"
         )

@@ -58,10 +58,10 @@ class Concatenated:
 
     def read(self, sequence: Sequence) -> Span:
         tokens, labels = sequence.tokens, sequence.labels
+        start, token, filled = self._state, self._state.token, 0
         if not self._is_begun:
             self._is_begun = True
-            self._begin_document(self._state.token)
-        start, token, filled = self._state, self._state.token, 0
+            self._begin_document(token)
         while True:
             part = self._document[token : token + len(tokens) - filled]
             end = filled + len(part)
@@ -71,21 +71,23 @@ class Concatenated:
             if token < len(self._document):
                 last_label = self._document[token]
                 break
+            token = 0
             if not self._begin_document(0):
                 last_label = IGNORED
                 break
-            token = 0
         labels[: max(filled - 1, 0)] = tokens[1:filled]
         labels[max(filled - 1, 0) :] = IGNORED
         labels[filled - 1 : filled] = last_label
         tokens[filled:] = self._filler
-        sequence.mark(filled, len(tokens), self._state.document + 1)
+        sequence.mark(filled, len(tokens), self._state.document)
         self._state = self._state._replace(token=token)
         return Span(self._documents.row, start, self._state)
 
     def _begin_document(self, token: int) -> bool:
         found = self._documents.read()
         if found is None:
+            # After all there was.
+            self._state, self._document = self._documents.state, np.empty(0, np.int64)
             return False
         before, self._document = found
         self._state = before._replace(token=token)
@@ -120,7 +122,7 @@ class BestFit:
         sequence.mark(filled, len(tokens), len(pieces))
         if start.token + 1 < len(self._window):
             self._state = start._replace(token=start.token + 1)
-        elif self._window:
+        else:
             self._state, self._window = self._documents.state, []
         return Span(self._documents.row, start, self._state)
 
@@ -128,7 +130,8 @@ class BestFit:
         """The pieces of each sequence of the next window; nothing at the end of all."""
         pieces: list[np.ndarray] = []
         missing = WINDOW * seq_len
-        while missing > 0 and (found := self._documents.read()) is not None:
+        # Of documents of one token, nothing is left.
+        while (missing > 0 or not pieces) and (found := self._documents.read()) is not None:
             _, ids = found
             starts = range(0, len(ids) - 1, seq_len)
             pieces += [ids[start : start + seq_len + 1] for start in starts]

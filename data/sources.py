@@ -87,6 +87,8 @@ class ShuffledDocuments:
         fingerprint: str,
         repeat: bool = True,
     ) -> None:
+        if len(documents) == 0:
+            raise ValueError("data.path: there is no document")
         if len(indices) == 0:
             raise ValueError(
                 f"data: none of {len(documents):,} documents is for {name};"

@@ -2,9 +2,9 @@
 
 import gzip
 import hashlib
-import io
 import json
 import reprlib
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -51,7 +51,7 @@ class Tables:
         except UnicodeDecodeError as error:
             path, _ = self._files[table]
             text = f"{path}: row {row} is not UTF-8: {error}"
-            raise ValueError(_bad_line(path, self._text_key) or text) from None
+            raise ValueError(_bad_line(path, self._text_key, False) or text) from None
 
 
 class HubStream:
@@ -146,74 +146,107 @@ def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
     """
     if path.stat().st_size == 0:
         raise ValueError(f"data.path: {path} is empty")
-    if _is_json(path) and skips_bad:
-        return _read_lines(path, text_key)
+    is_own = _is_json(path) and (skips_bad or path.name.endswith(COMPRESSED))
     read = datasets.Dataset.from_json if _is_json(path) else datasets.Dataset.from_parquet
     try:
-        table = read(str(path))
+        table = _read_lines(path, text_key, skips_bad) if is_own else read(str(path))
     except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors
         text = f"{path}: {error.__cause__ or error!r}"
-        raise ValueError(_bad_line(path, text_key) or text) from error
+        raise ValueError(_bad_line(path, text_key, skips_bad) or text) from error
     if text_key not in table.column_names:
         columns = ", ".join(table.column_names)
         raise ValueError(f"data.text_key: {path} has no column {text_key!r}, only {columns}")
     dtype = getattr(table.features[text_key], "dtype", "nested")
     if dtype not in ("string", "large_string"):
         text = f"{text_key!r} of {path} is {dtype}, not text"
-        raise ValueError(f"data.text_key: {_bad_line(path, text_key) or text}")
+        raise ValueError(f"data.text_key: {_bad_line(path, text_key, skips_bad) or text}")
     table = table.select_columns([text_key])
     empty = table.data[text_key].is_null().index(True).as_py()
     if empty >= 0 and not skips_bad:
         text = f"{text_key!r} of {path}, row {empty}, is null"
-        raise ValueError(f"data.text_key: {_bad_line(path, text_key) or text}")
+        raise ValueError(f"data.text_key: {_bad_line(path, text_key, skips_bad) or text}")
     return table
 
 
-def _read_lines(path: Path, text_key: str) -> datasets.Dataset:
-    """A row for each line; null where it is not what it should be."""
+def _read_lines(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
+    """A row for each line that is not blank; null where it is not what it should be."""
     status = path.stat()
     # What is converted once is found again by these.
-    facts = {"path": str(path), "text_key": text_key, "size": status.st_size}
+    facts = {"path": str(path), "text_key": text_key, "skips_bad": skips_bad}
+    facts |= {"size": status.st_size, "time": status.st_mtime_ns}
     features = datasets.Features({text_key: datasets.Value("large_string")})
-    return datasets.Dataset.from_generator(
-        _texts, features=features, gen_kwargs=facts | {"time": status.st_mtime_ns}
-    )
+    return datasets.Dataset.from_generator(_texts, features=features, gen_kwargs=facts)
 
 
-def _texts(path: str, text_key: str, **facts: int) -> Iterator[dict[str, str | None]]:
+def _texts(
+    path: str, text_key: str, skips_bad: bool, **facts: int
+) -> Iterator[dict[str, str | None]]:
     for line in _lines(Path(path)):
-        if _fault(line, text_key):
+        fault = _fault(line, text_key)
+        if fault and not skips_bad:
+            raise ValueError(fault)
+        if fault:
             yield {text_key: None}
-        else:
-            record = json.loads(line.decode("utf-8-sig")) if line.strip() else {text_key: ""}
-            yield {text_key: record[text_key]}
+        elif line.strip():
+            yield {text_key: json.loads(line.decode("utf-8-sig"))[text_key]}
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    if path.suffix == ".zst":
-        # Only who has such files needs the package.
-        import zstandard
+    """Raises ``OSError`` if the file is compressed and torn."""
+    try:
+        if path.suffix == ".zst":
+            yield from _split(_decompressed(path))
+        else:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                yield from file
+    except (EOFError, zlib.error) as error:
+        raise OSError(f"it is torn: {error}") from error
 
-        with zstandard.open(path, "rb") as file:
-            yield from io.BufferedReader(file)
-    else:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from file
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    # Only who has such files needs the package.
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor().decompressobj()
+    is_within = False
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            while chunk:
+                try:
+                    yield decompressor.decompress(chunk)
+                except zstandard.ZstdError as error:
+                    raise OSError(f"it is torn: {error}") from error
+                is_within, chunk = not decompressor.eof, decompressor.unused_data
+                if decompressor.eof:
+                    decompressor = zstandard.ZstdDecompressor().decompressobj()
+    if is_within:
+        # The package's own reader would say nothing.
+        raise OSError("it is torn: it ends within a frame")
 
 
-def _bad_line(path: Path, text_key: str) -> str:
+def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    if rest:
+        yield rest
+
+
+def _bad_line(path: Path, text_key: str, skips_bad: bool) -> str:
     """The first bad line of JSON and what is wrong with it: pyarrow tells only a row, and counts
-    from the start of the chunk that it reads. "" for other files, and if no line is bad."""
+    from the start of the chunk that it reads. "" for other files, and if no line is bad; with
+    ``skips_bad``, if the file is not torn."""
     if not _is_json(path):
         return ""
     start = 0
     try:
         for number, line in enumerate(_lines(path), start=1):
-            fault = _fault(line, text_key)
+            fault = "" if skips_bad else _fault(line, text_key)
             if fault:
                 return f"{path}, line {number}, byte {start}: {fault}"
             start += len(line)
-    except (OSError, EOFError, ImportError) as error:
+    except (OSError, ImportError) as error:
         return f"{path}, after byte {start} of its text: {error}"
     return ""
 

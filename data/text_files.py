@@ -55,10 +55,11 @@ class TextFiles:
         counts = [-(-path.stat().st_size // PIECE_BYTES) for path, _ in files]
         self._ends = np.cumsum(counts)
         keys = [name_key(name) for _, name in files]
-        if len(files) == 1:
+        if sum(count > 0 for count in counts) == 1:
             # Nothing could be held out of a file alone if it were taken as a whole.
-            keys = [name_key(f"{files[0][1]} {piece}") for piece in range(counts[0])]
-            counts = [1] * counts[0]
+            (name, count), *_ = ((n, c) for (_, n), c in zip(files, counts, strict=True) if c > 0)
+            keys = [name_key(f"{name} {piece}") for piece in range(count)]
+            counts = [1] * count
         self.keys = np.repeat(np.array(keys, np.uint64), counts)
         """Of each piece, a uniform uint64 that depends on its file's name alone."""
 

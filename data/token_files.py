@@ -97,7 +97,13 @@ class TokenFiles:
 
     def _map(self, number: int) -> tuple[np.ndarray, Bounds]:
         part = self._parts[number]
-        return _map_file(part.path, part.dtype), part.map_bounds()
+        # Not a mistake of the data: a restart may help.
+        try:
+            return _map_file(part.path, part.dtype), part.map_bounds()
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise OSError(str(error)) from error
+            raise
 
 
 def open_token_files(path: str) -> TokenFiles:
@@ -344,4 +350,4 @@ def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
         # A view, because slices of np.memmap itself are slow.
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:
-        raise ValueError(f"data.path: {path}: {error}") from None
+        raise ValueError(f"data.path: {path}: {error}") from error

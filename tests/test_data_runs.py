@@ -2,12 +2,16 @@
 
 import json
 import math
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from config.job_config import Data
+from data.sources import build_sources
+from runtime import exit_codes
 from tests.layouts import CP, PP, Layout
-from tests.reliability.forked import curve, log, run
+from tests.reliability.forked import codes, curve, log, run, started
 from tests.test_train import records
 from tools import check_ledger
 
@@ -86,3 +90,27 @@ def test_a_mixture_resumes_on_other_ranks(tmp_path: Path) -> None:
         check_ledger.main([str(parts / "debug_model"), "--against", str(whole / "debug_model")])
         == 0
     )
+
+
+def test_a_bad_held_out_record_is_one_error_on_every_rank(tmp_path: Path) -> None:
+    """It is read by one of them."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(200):
+        (texts / f"{number}.txt").write_text(f"text {number}\n" * 20)
+    path = str(texts / "*.txt")
+    config = Data(source="files", path=path, validation_percent=5.0)
+    _, held_out = build_sources(config, 0)
+    (source,) = held_out.values()
+    # Of those that are not read to know the files again, what the second row reads.
+    first = next(text for text in islice(source.documents(1, 4, 0), 10) if int(text.split()[1]) % 4)
+    (texts / f"{first.split()[1]}.txt").write_bytes(b"caf\xe9" * 60)
+    keys = {
+        "data.source": "files", "data.path": path, "data.validation_percent": "5.0",
+        "validation.enable": "true", "validation.steps": "10",
+    }  # fmt: skip
+    with started(tmp_path / "run", 2, **KEYS | keys | {"data.on_bad_record": "error"}) as processes:
+        assert codes(processes) == {exit_codes.BAD_CONFIG}, log(tmp_path / "run")
+    said = log(tmp_path / "run")
+    assert "not UTF-8" in said
+    assert "Traceback" not in said

@@ -59,6 +59,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     return code
 
 
+DONE_OUTCOMES = ("done", f"stopped {STOP_FILE}", f"stopped {exit_codes.DATA_ENDED.reason}")
+
+
 def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
     """What the launcher ends with; ``outcome`` is what the run's ``control/outcome`` says."""
     codes = set(end.codes.values())
@@ -71,7 +74,7 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
         # Ranks that die of a signal had not yet come to where they handle it, so nothing is lost.
         if has_saved or codes <= {-end.signal}:
             return exit_codes.PREEMPTED
-        is_done = outcome in ("done", f"stopped {STOP_FILE}") and codes == {exit_codes.DONE}
+        is_done = outcome in DONE_OUTCOMES and codes == {exit_codes.DONE}
         return exit_codes.DONE if is_done else exit_codes.FAILED
     # The first rank to end makes torchrun terminate those that are still on their way out.
     if codes - {-signal.SIGTERM} == {exit_codes.PREEMPTED}:

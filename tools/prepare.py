@@ -241,9 +241,13 @@ def _begin(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
             changes.append(f"{what}: {names}")
     if then[2] != now[2]:
         changes.append(f"--shard_tokens: {then[2]}, not {now[2]}")
+    # What was left out stays so, but what was not may be from here on.
+    if begun["skips_bad"] and not facts["skips_bad"]:
+        changes.append("data.on_bad_record: skip, not error")
     if changes:
         raise ValueError(f"{folder} was begun with something else: {'; '.join(changes)}")
-    return begun
+    # The same tokenizer may lie elsewhere now.
+    return begun | {key: facts[key] for key in ("tokenizer", "skips_bad")}
 
 
 def _finished_shards(folder: Path, begun: dict[str, Any]) -> dict[int, dict[str, Any]]:

@@ -50,7 +50,7 @@ class Progress:
 
     def __init__(self, n_documents: int, shards: list[dict[str, Any]]) -> None:
         self._n_documents = n_documents
-        self._before = sum(shard["documents"] + shard["skipped"] for shard in shards)
+        self._before = sum(s["documents"] + s["skipped"] + s["bad"] for s in shards)
         self._told: dict[int, Told] = {}
         self._is_terminal = sys.stderr.isatty()
         self._begin = self._shown = time.monotonic()
@@ -162,6 +162,9 @@ def _work(connection: Connection, folder: Path, source: DataSource, begun: dict[
             tokenizer = load_tokenizer(begun["tokenizer"]["name"])
             if fingerprint != begun["source"]["fingerprint"]:
                 raise ValueError(f"data.path: {source.path} changed while it was read")
+            if tokenizer.fingerprint != begun["tokenizer"]["fingerprint"]:
+                name = begun["tokenizer"]["name"]
+                raise ValueError(f"data.tokenizer: {name} changed while it was read")
             while True:
                 write_shard(folder, connection.recv(), documents, tokenizer, begun, connection.send)
         except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -101,13 +101,14 @@ def train(data: Data, folder: Path, *, seed: int, vocab_size: int, max_bytes: in
 
 def _texts(data: Data, seed: int, max_bytes: int) -> Iterator[str]:
     """At most one epoch of each source's training documents, in bytes as the weights say."""
+    once = [source.model_copy(update={"repeat": False}) for source in data.mixture]
     # The held-out documents are not for the tokenizer either.
-    sources, _ = build_sources(data, seed, with_held_out=False)
+    sources, _ = build_sources(data.model_copy(update={"sources": once}), seed, with_held_out=False)
     weights = [source.weight for source in data.mixture]
     for source, weight in zip(sources, weights, strict=True):
         left = int(max_bytes * weight / sum(weights))
-        for index, document in enumerate(source.documents(0, 1, 0)):
-            if left == 0 or index == source.n_documents:
+        for document in source.documents(0, 1, 0):
+            if left == 0:
                 break
             if isinstance(document, np.ndarray):
                 raise ValueError("data: the documents are ids already, and training needs text")

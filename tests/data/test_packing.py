@@ -6,6 +6,7 @@ from collections import Counter
 from functools import reduce
 from itertools import islice, pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from config import ConfigError
 from data.loader import BatchLoader
 from data.mixture import Mixture
 from data.packing import best_fit
+from data.sources import ShuffledDocuments
 from runtime.labels import IGNORED
 from tests.data.test_loader import UNIQUE
 from tests.data.test_mixture import corpora, source
@@ -125,3 +127,14 @@ def test_what_is_packed_otherwise_is_refused(changes: dict[str, object]) -> None
     (before,), (after,) = build(mixture, 1, 1), build(mixture, 1, 1, **changes)
     with pytest.raises(ConfigError, match=r"data\.packing"):
         after.load_state_dict(before.state_dict())
+
+
+def test_documents_of_one_token_are_not_the_end() -> None:
+    """More of them than a window has."""
+    alone = [np.array([5])] * 5000 + [np.array([6, 7, 8])]
+    indices = np.arange(len(alone))
+    documents = ShuffledDocuments(alone, indices, seed=0, name="training", fingerprint="")
+    (loader,) = build(Mixture([documents]), 1, 1)
+    for _ in range(20):
+        labels = take([loader])[1]
+        assert set(labels[labels != IGNORED].tolist()) == {7, 8}

@@ -120,3 +120,11 @@ def test_one_file_alone_is_held_out_by_pieces(tmp_path: Path) -> None:
     counts = [int(source.description.split()[0]) for source in (train, held_out)]
     assert min(counts) > 0
     assert sum(counts) == len(TextFiles([(path, path.name)], encoding_errors="strict"))
+
+
+def test_an_empty_file_beside_a_long_one_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a line of text\n" * 20_000)
+    config = Data(source="files", path=str(tmp_path / "*.txt"))
+    before = [source.description for source in both(config, 0)]
+    (tmp_path / "b.txt").touch()
+    assert [source.description for source in both(config, 0)] == before

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from config.job_config import DataSource
 from data import token_files
+from data.sources import open_documents
 from data.token_files import (
     DTYPES,
     TokenFiles,
@@ -337,3 +339,15 @@ def test_what_is_no_token_file_is_named(tmp_path: Path) -> None:
 def test_the_dtype_is_the_smallest_that_holds_all_ids(n_vocab: int, dtype: str) -> None:
     assert dtype_of(n_vocab) == dtype
     assert np.array([n_vocab - 1]).astype(DTYPES[dtype])[0] == n_vocab - 1
+
+
+def test_a_file_that_goes_is_no_mistake_of_the_data(tmp_path: Path) -> None:
+    """It may come back, and no document of it is one that may be skipped."""
+    write_prepared(tmp_path / "p", [[[1, 2, 3]], [[4, 5]]])
+    documents, _ = open_documents(
+        DataSource(type="tokens", path=str(tmp_path / "p")), skips_bad=True
+    )
+    (tmp_path / "p" / "shard-00001.bin").unlink()
+    assert documents[0] is not None
+    with pytest.raises(OSError, match=r"shard-00001\.bin"):
+        documents[1]

@@ -112,10 +112,9 @@ def test_a_resume_from_the_wrong_place_is_found(tmp_path: Path) -> None:
     keys = KEYS | {"lr_scheduler.total_steps": "8"}
     run(tmp_path, 1, **keys, **{"training.steps": "4"})
     state = checkpoints(tmp_path)[0] / "state.json"
-    rows = json.loads(state.read_text())
-    document, place = rows["data"]["rows"]["2"]
-    rows["data"]["rows"]["2"] = [document, place + 32]
-    replace_file(state, json.dumps(rows))
+    saved = json.loads(state.read_text())
+    saved["data"]["rows"]["2"]["token"] += 32
+    replace_file(state, json.dumps(saved))
     run(tmp_path, 1, **keys, **{"training.steps": "8"})
     violations = replay(tmp_path / "debug_model").violations
     assert len(violations) == 1

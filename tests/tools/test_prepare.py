@@ -246,9 +246,9 @@ def test_a_folder_of_something_else_is_refused_by_name(
     assert "mine is not of a prepared folder" in refusal(*options)
 
 
-def write_ranks(path: Path) -> str:
+def write_ranks(path: Path, merged: bytes = b"the ") -> str:
     lines = [b"%s %d" % (base64.b64encode(bytes([value])), value) for value in range(256)]
-    lines.append(base64.b64encode(b"the ") + b" 256")
+    lines.append(base64.b64encode(merged) + b" 256")
     path.write_bytes(b"\n".join(lines))
     return str(path)
 
@@ -422,3 +422,28 @@ def test_bad_records_are_left_out_and_counted(
     bytes_ = load_tokenizer("bytes")
     want = [f"number {i}" for i in range(20) if i % 5]
     assert [bytes_.decode(files[i][1:-1].tolist()) for i in range(len(files))] == want
+
+
+def test_a_tokenizer_that_moved_is_taken_from_where_it_is_now(tmp_path: Path) -> None:
+    """And what lies in its place by then is not."""
+    folder = tmp_path / "p"
+    texts = write_texts(tmp_path / "x", 300)
+    old, moved = tmp_path / "own.tiktoken", tmp_path / "moved.tiktoken"
+    write_ranks(old)
+    paths = sorted((tmp_path / "x").iterdir())
+    bad = next(path for path in paths[251:] if size(path) > 1000)
+    bad.write_bytes(b"caf\xe9" * 100)
+    begin = [folder, *texts, "--workers", 1, "--shard_tokens", 20000]
+    assert run(*begin, "--data.tokenizer", old) == exit_codes.BAD_CONFIG
+    assert list(folder.glob("shard-*.json")), "some shards are of the time before"
+    old.rename(moved)
+    write_ranks(old, b"def ")
+    # What is not finished may be left out from here on.
+    policy = ["--data.on_bad_record", "skip"]
+    assert run(*begin, *policy, "--data.tokenizer", moved) == exit_codes.DONE
+    files, tokenizer = open_token_files(str(folder)), load_tokenizer(str(moved))
+    assert files.tokenizer_fingerprint == tokenizer.fingerprint
+    source = DataSource(path=f"{tmp_path}/x/*.txt")
+    documents, _ = open_documents(source, skips_bad=True)
+    want = [text for index in range(len(documents)) if (text := documents[index])]
+    assert [tokenizer.decode(files[i][1:-1].tolist()) for i in range(len(files))] == want

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from config.job_config import Data
 from data import tokenizer_json
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
@@ -164,3 +165,14 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture, n
     assert code == exit_codes.BAD_CONFIG
     assert f"{name} is there already" in error
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_no_source_is_read_twice(tmp_path: Path) -> None:
+    """Also of a dataset that does not know how long it is."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "validation"):
+        rows = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(10))
+        (folder / f"{split}-00000-of-00001.jsonl").write_text(rows)
+    texts = train_tokenizer._texts(Data(source="huggingface", path=str(folder)), 0, 10**6)
+    assert sorted(texts) == sorted(f"row {i}" for i in range(10))
