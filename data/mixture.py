@@ -27,10 +27,10 @@ class Mixture:
         self.sources, self.weights = tuple(sources), tuple(weights)
         self.description = "; ".join(source.description for source in sources)
         self.fingerprint = sources[0].fingerprint
+        """Equal for mixtures that give equal documents in equal order."""
         if len(sources) > 1:
             parts = [f"{s.fingerprint} {w}" for s, w in zip(sources, weights, strict=True)]
             self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        """Equal for mixtures that give equal documents in equal order."""
         self._head_starts: dict[tuple[int, int], float] = {}
 
     def choose(
