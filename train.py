@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,7 @@ from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Checkpoint
 from data.loader import Batch, BatchLoader
+from data.mixture import Mixture
 from forward_backward import Runner, build_runner, count_valid, take, validation_losses
 from job import Job, check_resume, facts_of, resolve
 from metrics.bits_per_byte import bits_per_nat
@@ -215,17 +217,8 @@ def main(job: Job, witness: Witness) -> int:
 
     # 7. What is seen
     loader.start()
-    count = config.validation.steps * loader.microbatches
-    held_out: dict[str, list[Batch]] = {}
-    problem: Exception | None = None
-    for label, mixture in job.held_out.items():
-        held_out[label], found = take(build_loader(mixture), count)
-        problem = problem or found
-    agreed = control.agree(
-        unread=int(problem is not None), mistakes=int(isinstance(problem, ValueError))
-    )
-    if agreed["unread"]:
-        raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
+    n_held_out = config.validation.steps * loader.microbatches
+    held_out = read_held_out(job.held_out, build_loader, n_held_out, control)
     bits: float | None = None
     if held_out and job.tokenizer.byte_lengths is not None:
         labels = (batch.labels for batches in held_out.values() for batch in batches)
@@ -408,6 +401,27 @@ def main(job: Job, witness: Witness) -> int:
     dist.destroy_process_group()
     checkpointer.close()
     return exit_codes.DONE if ending is None else ending.code
+
+
+def read_held_out(
+    mixtures: Mapping[str, Mixture],
+    build_loader: Callable[[Mixture], BatchLoader],
+    count: int,
+    control: RunControl,
+) -> dict[str, list[Batch]]:
+    """So many microbatches of each; what is wrong on one rank is raised on all. A collective."""
+    found: dict[str, list[Batch]] = {}
+    problem: Exception | None = None
+    for label, mixture in mixtures.items():
+        found[label], problem = take(build_loader(mixture), count)
+        if problem is not None:
+            break
+    agreed = control.agree(
+        unread=int(problem is not None), mistakes=int(isinstance(problem, ValueError))
+    )
+    if agreed["unread"]:
+        raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
+    return found
 
 
 def asked_to_end(reason: str, config: Checkpoint) -> Ending:
