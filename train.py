@@ -104,10 +104,6 @@ def main(job: Job, witness: Witness) -> int:
         packing=config.data.packing,
     )
     loader = build_loader(job.train)
-    sources = [
-        (source.label, documents.n_documents)
-        for source, documents in zip(config.data.mixture, job.train.sources, strict=True)
-    ]
     logger.info("data: %s, tokenizer %s", job.train.description, config.data.tokenizer)
 
     # 3. The model on the meta device: shapes only
@@ -233,6 +229,10 @@ def main(job: Job, witness: Witness) -> int:
         peak_flops=peak,
         resumed=resumed,
     )
+    sources = [
+        (source.label, documents.n_documents)
+        for source, documents in zip(config.data.mixture, job.train.sources, strict=True)
+    ]
     ledger = None
     if config.metrics.enable_ledger:
         ledger = Ledger(run_folder / "ledger", attempt_of(checkpointer, job, dims))

@@ -23,6 +23,7 @@ from runtime.control import STOP_FILE
 from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
 from tools.agent import End, Nodes, run_ranks
 
+DONE_OUTCOMES = ("done", f"stopped {STOP_FILE}", f"stopped {exit_codes.DATA_ENDED.reason}")
 TRAINER = Path(__file__).parents[1] / "train.py"
 DEFAULT_CPU_RANKS = 2
 
@@ -57,9 +58,6 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if code in (exit_codes.DONE, exit_codes.PREEMPTED):
         record_end(control, _outcome(control))
     return code
-
-
-DONE_OUTCOMES = ("done", f"stopped {STOP_FILE}", f"stopped {exit_codes.DATA_ENDED.reason}")
 
 
 def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
