@@ -1,19 +1,25 @@
 """How fast text becomes batches: ``python -m benchmarks.data``
 
-Tokenizing beside bare tiktoken, prepared tokens beside a bare memory map, packing, and the same
-documents through ``datasets`` streaming, all on one core, in CPU seconds, in one run.
+Tokenizing beside bare tiktoken, prepared tokens beside a bare memory map, the same documents
+through ``datasets`` streaming (and torchdata, if installed), each in a process of its own, on one
+core, in turns; and how long one of
+eight ranks waits for its data while a node takes a million tokens a second.
 """
 
 import json
+import os
 import platform
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from io import StringIO
 from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,20 +32,26 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from tools import prepare, train_tokenizer
 
 SEQ_LEN, ROWS, VOCAB_SIZE = 4096, 8, 8192
-TURNS, SECONDS = 7, 0.5
+TURNS, SECONDS = 20, 0.25
+TOKENS_PER_SECOND, STEPS = 1e6 / 8, 100
+
+Counts = Iterator[int]
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         with redirect_stdout(StringIO()):
             write_files(folder)
-        rows = measure(folder)
-    width = max(map(len, rows))
-    for name, (rate, base) in rows.items():
-        ratio = f"{rate / rows[base][0]:.2f} of {base}" if base else ""
-        print(f"{name:{width}}  {rate / 1e6:8.2f} M tokens/s  {ratio}")
+        for competitors in ({**TEXT, **STREAMS}, IDS):
+            base, *_ = competitors
+            measured = rates(folder, competitors)
+            for name, rate in measured.items():
+                ratio = f"{rate / measured[base]:.2f} of {base}" if name != base else ""
+                print(f"{name:28}  {rate / 1e6:7.2f} M tokens/s  {ratio}", flush=True)
+        for name in ("text, concat", "text, best_fit", "ids, concat"):
+            share = in_process(folder, name, waiting)
+            print(f"{name:28}  {share:7.2%} of a step is waiting, at 1 M tokens/s of 8 ranks")
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
 
 
@@ -56,94 +68,177 @@ def write_files(folder: Path) -> None:
     assert prepare.main(arguments) == 0
 
 
-def measure(folder: Path) -> dict[str, tuple[float, str]]:
-    """Tokens a CPU second, and what to compare with."""
-    file = str(folder / "tok" / "tokenizer.tiktoken")
-    tokenizer = load_tokenizer(file)
-    texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").open()]
-    text = Data(source="files", path=str(folder / "text.jsonl"))
-    ids = Data(source="tokens", path=str(folder / "ids"))
-    found: dict[str, tuple[float, str]] = {}
-    for competitors in (
-        {
-            "bare tiktoken": encoded(tokenizer, texts),
-            # Each with its own: regular expressions are faster for the thread that is the first.
-            "text, concat": batches(text, load_tokenizer(file)),
-            "text, best_fit": batches(text, load_tokenizer(file), packing="best_fit"),
-            "datasets streaming": streamed(load_tokenizer(file), folder / "text.jsonl"),
-        },
-        {
-            "bare memory map": windows(folder / "ids" / "shard-00000.bin"),
-            "ids, concat": batches(ids, tokenizer),
-            "ids, concat, document_mask": batches(ids, tokenizer, mask=True),
-            "ids, best_fit": batches(ids, tokenizer, packing="best_fit"),
-        },
-    ):
-        base = next(iter(competitors))
-        measured = rates(competitors)
-        found |= {n: (rate, "" if n == base else base) for n, rate in measured.items()}
+def rates(folder: Path, names: dict[str, Any]) -> dict[str, float]:
+    """Tokens a CPU second in the fastest turn, the one that the machine disturbed least."""
+    turns: dict[str, list[float]] = {name: [] for name in names}
+    workers = {name: start(folder, name, turn) for name in names}
+    for _ in range(TURNS):
+        for name, (_, connection) in workers.items():
+            connection.send(None)
+            turns[name].append(connection.recv())
+    for process, connection in workers.values():
+        connection.close()
+        process.join()
+    return {name: max(found) for name, found in turns.items()}
+
+
+def in_process(folder: Path, name: str, measure: Callable[[Counts], Iterator[float]]) -> float:
+    process, connection = start(folder, name, measure)
+    connection.send(None)
+    found: float = connection.recv()
+    connection.close()
+    process.join()
     return found
 
 
-def rates(competitors: dict[str, Iterator[int]]) -> dict[str, float]:
-    """Tokens a CPU second of all threads: medians of turns, as the machine has more to do."""
-    for counts in competitors.values():
-        next(counts)
-    turns: dict[str, list[float]] = {name: [] for name in competitors}
-    for _ in range(TURNS):
-        for name, counts in competitors.items():
-            begin, end, total = time.process_time(), time.perf_counter() + SECONDS, 0
-            while time.perf_counter() < end:
-                total += next(counts)
-            turns[name].append(total / (time.process_time() - begin))
-    return {name: statistics.median(found) for name, found in turns.items()}
+def start(
+    folder: Path, name: str, measure: Callable[[Counts], Iterator[float]]
+) -> tuple[Any, Connection]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, folder, name, measure))
+    process.start()
+    theirs.close()
+    return process, ours
 
 
-def encoded(tokenizer: Tokenizer, texts: list[str]) -> Iterator[int]:
+def work(
+    connection: Connection,
+    folder: Path,
+    name: str,
+    measure: Callable[[Counts], Iterator[float]],
+) -> None:
+    """Measure whenever asked, until nobody listens."""
+    torch.set_num_threads(1)
+    counts = {**TEXT, **STREAMS, **IDS}[name](folder)
+    found = measure(counts)
+    next(counts)
+    try:
+        while True:
+            connection.recv()
+            connection.send(next(found))
+    except EOFError:
+        # Threads that still read ahead have nothing to tell.
+        os._exit(0)
+
+
+def turn(counts: Counts) -> Iterator[float]:
+    """Tokens a CPU second of all threads; what is read ahead in a turn's end is the next one's."""
+    begin = time.process_time()
+    while True:
+        end, total = time.perf_counter() + SECONDS, 0
+        while time.perf_counter() < end:
+            total += next(counts)
+        now = time.process_time()
+        yield total / (now - begin)
+        begin = now
+
+
+def waiting(counts: Counts) -> Iterator[float]:
+    """The share of waiting in steps that take a rank's part of a million tokens a second."""
+    waited = total = 0.0
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        tokens = next(counts)
+        waited += time.perf_counter() - begin
+        total += tokens / TOKENS_PER_SECOND
+        time.sleep(tokens / TOKENS_PER_SECOND)
+    yield waited / (waited + total)
+
+
+def encoded(folder: Path) -> Counts:
+    tokenizer = the_tokenizer(folder)
+    texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").open()]
     while True:
         for text in texts:
             yield len(tokenizer.encode(text))
 
 
-def batches(
-    config: Data, tokenizer: Tokenizer, *, packing: Packing = "concat", mask: bool = False
-) -> Iterator[int]:
+def text_batches(packing: Packing) -> Callable[[Path], Counts]:
+    return lambda folder: batches(
+        folder, Data(source="files", path=str(folder / "text.jsonl")), packing
+    )
+
+
+def id_batches(packing: Packing, *, mask: bool = False) -> Callable[[Path], Counts]:
+    return lambda folder: batches(
+        folder, Data(source="tokens", path=str(folder / "ids")), packing, mask=mask
+    )
+
+
+def batches(folder: Path, config: Data, packing: Packing, *, mask: bool = False) -> Counts:
     sources, _ = build_sources(config, 0, with_held_out=False)
     loader = BatchLoader(
-        Mixture(sources), tokenizer, vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN, local_batch_size=ROWS,
-        global_batch_size=ROWS, rank=0, degree=1, document_mask=mask, prefetch=2,
-        packing=packing,
+        Mixture(sources), the_tokenizer(folder), vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN,
+        local_batch_size=ROWS, global_batch_size=ROWS, rank=0, degree=1, document_mask=mask,
+        prefetch=2, packing=packing,
     )  # fmt: skip
     for batch in loader:
         yield batch.tokens.numel()
 
 
-def streamed(tokenizer: Tokenizer, path: Path) -> Iterator[int]:
+def sequences(folder: Path) -> Iterator[torch.Tensor]:
     """As it is often done: a stream of records, tokenized, concatenated and cut."""
     import datasets
 
+    tokenizer = the_tokenizer(folder)
     buffer: list[int] = []
+    file = str(folder / "text.jsonl")
     while True:
-        stream = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
+        stream = datasets.load_dataset("json", data_files=file, split="train", streaming=True)
         for record in stream:
             buffer += [tokenizer.bos_id, *tokenizer.encode(record["text"]), tokenizer.eos_id]
             while len(buffer) > SEQ_LEN:
                 sequence = torch.tensor(buffer[: SEQ_LEN + 1])
                 del buffer[:SEQ_LEN]
-                yield len(sequence) - 1
+                yield sequence
 
 
-def windows(path: Path) -> Iterator[int]:
+def streamed(folder: Path) -> Counts:
+    for sequence in sequences(folder):
+        yield len(sequence) - 1
+
+
+def streamed_by_torchdata(folder: Path) -> Counts:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return sequences(folder)
+
+    for batch in StatefulDataLoader(Stream(), batch_size=ROWS):
+        yield batch[:, 1:].numel()
+
+
+def windows(folder: Path) -> Counts:
     """Random windows of one map, with no documents, no order and nothing checked."""
-    ids = np.memmap(path, np.uint16, mode="r")
+    ids = np.memmap(folder / "ids" / "shard-00000.bin", np.uint16, mode="r")
     generator = np.random.default_rng(0)
     while True:
         starts = generator.integers(0, len(ids) - SEQ_LEN - 1, ROWS)
-        sequences = np.stack([ids[start : start + SEQ_LEN + 1] for start in starts]).astype(
-            np.int64
-        )
-        tokens, labels = torch.from_numpy(sequences[:, :-1].copy()), sequences[:, 1:].copy()
+        rows = np.stack([ids[start : start + SEQ_LEN + 1] for start in starts]).astype(np.int64)
+        tokens, labels = torch.from_numpy(rows[:, :-1].copy()), rows[:, 1:].copy()
         yield tokens.numel() + 0 * len(labels)
+
+
+def the_tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(str(folder / "tok" / "tokenizer.tiktoken"))
+
+
+TEXT = {
+    "bare tiktoken": encoded,
+    "text, concat": text_batches("concat"),
+    "text, best_fit": text_batches("best_fit"),
+}
+STREAMS = {"datasets streaming": streamed}
+if find_spec("torchdata"):
+    STREAMS["datasets with torchdata"] = streamed_by_torchdata
+IDS = {
+    "bare memory map": windows,
+    "ids, concat": id_batches("concat"),
+    "ids, concat, document_mask": id_batches("concat", mask=True),
+    "ids, best_fit": id_batches("best_fit"),
+}
 
 
 if __name__ == "__main__":

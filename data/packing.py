@@ -104,13 +104,16 @@ class BestFit:
 
     def __init__(self, documents: MixedRow, start: RowState, *, filler: int) -> None:
         self._documents, self._filler = documents, filler
-        self._state = start
+        self._state = self._after = start
         self._window: list[list[np.ndarray]] = []
+        # Of the window that comes next.
+        self._pieces: list[np.ndarray] = []
+        self._n_tokens = 0
 
     def read(self, sequence: Sequence) -> Span:
         tokens, labels = sequence.tokens, sequence.labels
         if not self._window:
-            self._window = self._pack(len(tokens))
+            self._pack(len(tokens))
         start, filled = self._state, 0
         pieces = self._window[start.token] if self._window else []
         for number, piece in enumerate(pieces):
@@ -120,24 +123,32 @@ class BestFit:
             filled = end
         tokens[filled:], labels[filled:] = self._filler, IGNORED
         sequence.mark(filled, len(tokens), len(pieces))
+        # Of the next window a part with each sequence, so that none is waited for much longer.
         if start.token + 1 < len(self._window):
             self._state = start._replace(token=start.token + 1)
+            self._gather(min(start.token + 1, WINDOW), len(tokens))
         else:
-            self._state, self._window = self._documents.state, []
+            self._state, self._window = self._after, []
         return Span(self._documents.row, start, self._state)
 
-    def _pack(self, seq_len: int) -> list[list[np.ndarray]]:
+    def _pack(self, seq_len: int) -> None:
         """The pieces of each sequence of the next window; nothing at the end of all."""
-        pieces: list[np.ndarray] = []
-        missing = WINDOW * seq_len
+        self._gather(WINDOW, seq_len)
+        pieces = self._pieces
+        packed = best_fit([len(piece) - 1 for piece in pieces], seq_len)
+        self._window = [[pieces[index] for index in indices] for indices in packed]
+        self._pieces, self._n_tokens, self._after = [], 0, self._documents.state
+
+    def _gather(self, n_sequences: int, seq_len: int) -> None:
         # Of documents of one token, nothing is left.
-        while (missing > 0 or not pieces) and (found := self._documents.read()) is not None:
+        while self._n_tokens < n_sequences * seq_len or not self._pieces:
+            found = self._documents.read()
+            if found is None:
+                return
             _, ids = found
             starts = range(0, len(ids) - 1, seq_len)
-            pieces += [ids[start : start + seq_len + 1] for start in starts]
-            missing -= len(ids)
-        packed = best_fit([len(piece) - 1 for piece in pieces], seq_len)
-        return [[pieces[index] for index in indices] for indices in packed]
+            self._pieces += [ids[start : start + seq_len + 1] for start in starts]
+            self._n_tokens += len(ids)
 
 
 def best_fit(sizes: list[int], capacity: int) -> list[list[int]]:
