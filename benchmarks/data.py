@@ -160,20 +160,25 @@ def text_batches(packing: Packing) -> Callable[[Path], Counts]:
     )
 
 
-def id_batches(packing: Packing, *, mask: bool = False) -> Callable[[Path], Counts]:
+def id_batches(
+    packing: Packing, *, mask: bool = False, thread: bool = True
+) -> Callable[[Path], Counts]:
     return lambda folder: batches(
-        folder, Data(source="tokens", path=str(folder / "ids")), packing, mask=mask
+        folder, Data(source="tokens", path=str(folder / "ids")), packing, mask=mask, thread=thread
     )
 
 
-def batches(folder: Path, config: Data, packing: Packing, *, mask: bool = False) -> Counts:
+def batches(
+    folder: Path, config: Data, packing: Packing, *, mask: bool = False, thread: bool = True
+) -> Counts:
+    """``thread``: with the loader's hand-over from its thread, which no step here overlaps."""
     sources, _ = build_sources(config, 0, with_held_out=False)
     loader = BatchLoader(
         Mixture(sources), the_tokenizer(folder), vocab_size=VOCAB_SIZE, seq_len=SEQ_LEN,
         local_batch_size=ROWS, global_batch_size=ROWS, rank=0, degree=1, document_mask=mask,
         prefetch=2, packing=packing,
     )  # fmt: skip
-    for batch in loader:
+    for batch in loader if thread else loader._microbatches:
         yield batch.tokens.numel()
 
 
@@ -236,6 +241,7 @@ if find_spec("torchdata"):
 IDS = {
     "bare memory map": windows,
     "ids, concat": id_batches("concat"),
+    "ids, concat, only read": id_batches("concat", thread=False),
     "ids, concat, document_mask": id_batches("concat", mask=True),
     "ids, best_fit": id_batches("best_fit"),
 }

@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -191,6 +190,11 @@ def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Docu
     if config.type == "tokens":
         tokenized = open_token_files(config.path)
         return Lenient(tokenized) if skips_bad else tokenized, tokenized.fingerprint
+    if config.type in ("c4", "huggingface"):
+        from data.tables import HubTable
+
+        table = HubTable(config, skips_bad=skips_bad)
+        return Lenient(table) if skips_bad else table, _fingerprint(table.name, table)
     is_builtin = config.type == "builtin"
     files = builtin_files() if is_builtin else matching_files(config.path)
     documents: Documents
@@ -202,12 +206,12 @@ def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Docu
         documents = TextFiles(files, encoding_errors="replace" if is_builtin else "strict")
     if skips_bad:
         documents = Lenient(documents)
-    return documents, _fingerprint(files, documents)
-
-
-def _fingerprint(files: list[tuple[Path, str]], documents: Documents) -> str:
-    """Of the names and sizes of all files, and of a few documents spread over them."""
     listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
+    return documents, _fingerprint(listing, documents)
+
+
+def _fingerprint(listing: str, documents: Documents) -> str:
+    """Of what is read, by names and sizes, and of a few documents spread over it."""
     digest = hashlib.sha256(listing.encode())
     for index in range(0, len(documents), len(documents) // FINGERPRINTED + 1):
         document = documents[index]

@@ -54,6 +54,35 @@ class Tables:
             raise ValueError(_bad_line(path, self._text_key, False) or text) from None
 
 
+class HubTable:
+    """The split "train" of a hub dataset, downloaded whole and memory-mapped."""
+
+    def __init__(self, config: DataSource, *, skips_bad: bool = False) -> None:
+        name, subset, text_key = _hub_name(config)
+        try:
+            table = datasets.load_dataset(name, subset or None, split="train")
+        except Exception as error:  # datasets raises its own and the network's errors
+            raise ValueError(f"data.path: cannot load {name} (train): {error}") from error
+        columns = ", ".join(table.column_names)
+        if text_key not in table.column_names:
+            raise ValueError(f"data.text_key: {name} has no column {text_key!r}, only {columns}")
+        dtype = getattr(table.features[text_key], "dtype", "nested")
+        if dtype not in ("string", "large_string"):
+            raise ValueError(f"data.text_key: {text_key!r} of {name} is {dtype}, not text")
+        self._column = table.data[text_key]
+        empty = self._column.is_null().index(True).as_py()
+        if empty >= 0 and not skips_bad:
+            raise ValueError(f"data.text_key: {text_key!r} of {name}, row {empty}, is null")
+        self.name = f"{name}/{subset}/{text_key}"
+        self.keys = record_keys(name, len(self._column))
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, index: int) -> str | None:
+        return self._column[index].as_py()
+
+
 class HubStream:
     """One split of a hub dataset, streamed in its own order, the same every epoch.
 
@@ -123,12 +152,16 @@ def hub_streams(
     config: DataSource, with_held_out: bool, *, skips_bad: bool
 ) -> tuple[HubStream, HubStream | None]:
     """The split "train" of the dataset that ``config`` names, and "validation" if asked for."""
-    default = (config.path, config.subset, config.text_key)
-    name, subset, text_key = C4 if config.type == "c4" else default
+    name, subset, text_key = _hub_name(config)
     build = partial(HubStream, name, subset, text_key=text_key, skips_bad=skips_bad)
     train = build("train", repeat=config.repeat)
     held_out = build("validation") if with_held_out else None
     return train, held_out
+
+
+def _hub_name(config: DataSource) -> tuple[str, str, str]:
+    """The dataset, its configuration and the column of texts."""
+    return C4 if config.type == "c4" else (config.path, config.subset, config.text_key)
 
 
 def _is_json(path: Path) -> bool:

@@ -22,6 +22,8 @@ LLAMA3_PATTERN = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_RESERVED = 256
+# Of a text that cannot be split into words as a whole, what is split at once.
+MOST_CHARACTERS = 1 << 16
 # The published .tiktoken files by their number of ranks, with pattern and special tokens as in
 # tiktoken_ext/openai_public.py of tiktoken 0.14.
 PUBLISHED = {
@@ -192,8 +194,19 @@ def _from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
         digest.update(token + b"%d\n" % rank)
     digest.update(repr(sorted(special.items())).encode())
     used = {*encoding._mergeable_ranks.values(), *special.values()}
+
+    def encode(text: str) -> np.ndarray:
+        try:
+            return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
+        except ValueError:
+            # Its regular expressions run out of stack at about a million blanks in a row.
+            if len(text) <= MOST_CHARACTERS:
+                raise
+            starts = range(0, len(text), MOST_CHARACTERS)
+            return np.concatenate([encode(text[i : i + MOST_CHARACTERS]) for i in starts])
+
     return Tokenizer(
-        encode=lambda text: encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64),
+        encode=encode,
         decode=lambda ids: encoding.decode([i for i in ids if i in used]),
         n_vocab=encoding.n_vocab,
         bos_id=_marker(special, BOS_NAMES, encoding.name),

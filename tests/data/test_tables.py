@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from config.job_config import Data
-from data.sources import build_sources
+from config.job_config import Data, DataSource
+from data.sources import build_sources, open_documents
 from data.tables import HubStream, Tables
 from tests.data.test_sources import both
 
@@ -23,7 +23,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
-def write(path: Path, texts: list[str], key: str = "text") -> None:
+def write(path: Path, texts: list[str | None], key: str = "text") -> None:
     rows = [{"id": i, key: text} for i, text in enumerate(texts)]
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".parquet":
@@ -174,3 +174,21 @@ def test_hub_dataset_needs_both_splits_and_the_column(tmp_path: Path) -> None:
     (path / "validation-00000-of-00001.jsonl").unlink()
     with pytest.raises(ValueError, match=r"data\.path: cannot open .*\(validation\)"):
         build_sources(config, 0)
+
+
+def test_a_hub_dataset_as_a_whole(tmp_path: Path) -> None:
+    texts = hub(tmp_path / "data", [5, 9], ".parquet")
+    source = DataSource(type="huggingface", path=str(tmp_path / "data"))
+    documents, fingerprint = open_documents(source)
+    assert [documents[i] for i in range(len(documents))] == texts
+    for change, message in (({"text_key": "id"}, "is int64"), ({"text_key": "x"}, "only id, text")):
+        with pytest.raises(ValueError, match=rf"data\.text_key: .*{message}"):
+            open_documents(source.model_copy(update=change))
+    with pytest.raises(ValueError, match=r"data\.path: cannot load .*nowhere \(train\)"):
+        open_documents(source.model_copy(update={"path": str(tmp_path / "nowhere")}))
+    write(tmp_path / "data" / "train-00000-of-00002.parquet", [*texts[:4], None])
+    with pytest.raises(ValueError, match="row 4, is null"):
+        open_documents(source)
+    documents, other = open_documents(source, skips_bad=True)
+    assert documents[4] is None
+    assert other != fingerprint

@@ -236,6 +236,12 @@ def test_what_is_not_there_is_named(tmp_path: Path, name: str) -> None:
         load_tokenizer(path)
 
 
+def test_very_many_blanks_in_a_row(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_ranks(tmp_path / "a.model", BYTES + MERGES))
+    for text in (" " * 1_200_000 + "a", "a \t" * 3 + " \t" * 600_000):
+        assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
 def test_failed_download_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(name: str) -> tiktoken.Encoding:
         raise ConnectionError("no route to host")

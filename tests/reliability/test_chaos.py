@@ -35,6 +35,7 @@ KEYS = {
     "checkpoint.interval": "2",
     "metrics.enable_ledger": "true",
 }
+STEPS = ("training.steps", "lr_scheduler.total_steps")
 STEPS_PER_KILL = 4
 
 
@@ -63,7 +64,7 @@ def newest_step(folder: Path) -> int:
     return step_of(found[0]) if (found := checkpoints(folder)) else 0
 
 
-def chaos(folder: Path, n_kills: int, seed: int) -> tuple[int, list[int]]:
+def chaos(folder: Path, n_kills: int, seed: int, **overrides: str) -> tuple[int, list[int]]:
     """Train with ``n_kills``; how many there were in the end, and the world sizes."""
     draws = random.Random(seed)
     steps = str(STEPS_PER_KILL * (n_kills + 1))
@@ -71,7 +72,7 @@ def chaos(folder: Path, n_kills: int, seed: int) -> tuple[int, list[int]]:
     while newest_step(folder) < int(steps):
         worlds.append(draws.choice([1, 2, 4]))
         mode = draws.choice(["async", "disabled"])
-        keys = KEYS | {"training.steps": steps, "lr_scheduler.total_steps": steps}
+        keys = KEYS | dict.fromkeys(STEPS, steps) | overrides
         with started(folder, worlds[-1], **keys, **{"checkpoint.async_mode": mode}) as processes:
             if kills < n_kills:
                 kill_one(folder, processes, draws)
@@ -87,7 +88,7 @@ def chaos(folder: Path, n_kills: int, seed: int) -> tuple[int, list[int]]:
 def untouched(tmp_path_factory: pytest.TempPathFactory, trials: Callable[[int], int]) -> Path:
     folder = tmp_path_factory.mktemp("untouched")
     steps = str(STEPS_PER_KILL * (trials(30) + 1))
-    run(folder, 2, **KEYS, **{"training.steps": steps, "lr_scheduler.total_steps": steps})
+    run(folder, 2, **KEYS, **dict.fromkeys(STEPS, steps))
     return folder
 
 
@@ -105,6 +106,31 @@ def test_chaos_changes_nothing(
     leftovers = [p.name for p in (tmp_path / "debug_model" / "checkpoints").glob(".*")]
     assert not leftovers
     seen(f"{kills} kills, {len(worlds)} starts on {worlds} ranks; {text}")
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_chaos_on_a_mixture(tmp_path: Path, trials: Callable[[int], int], packing: str) -> None:
+    """Of lines and plain files, some of them bad, of which one ends in between."""
+    draws = random.Random(2)
+    lines = [{"text": f"line {i} " * draws.randint(0, 9)} if i % 9 else [i] for i in range(80)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "files").mkdir()
+    for i in range(40):
+        (tmp_path / "files" / f"{i}.txt").write_text(f"file {i} " * draws.randint(1, 30))
+    sources = (
+        f'[{{path = "{tmp_path}/lines.jsonl", weight = 0.4, repeat = false}},'
+        f' {{path = "{tmp_path}/files/*"}}]'
+    )
+    data = {"data.sources": sources, "data.packing": packing, "data.on_bad_record": "skip"}
+    n_kills, folders = trials(20), (tmp_path / "killed", tmp_path / "whole")
+    chaos(folders[0], n_kills, 2, **data)
+    steps = str(STEPS_PER_KILL * (n_kills + 1))
+    run(folders[1], 2, **KEYS, **data, **dict.fromkeys(STEPS, steps))
+    ledgers = [replay(folder / "debug_model") for folder in folders]
+    assert not [text for ledger in ledgers for text in ledger.violations]
+    unequal, _ = compare(*ledgers)
+    assert not unequal
+    assert curve(folders[0]) == curve(folders[1])
 
 
 def test_a_resume_from_the_wrong_place_is_found(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_two_at_once_are_refused(
     ("arguments", "message"),
     [
         ([], "arguments are required: FOLDER"),
-        (["p", "--data.source", "c4"], "data.source: c4 "),
+        (["p", "--data.source", "tokens", "--data.path", "q"], "data.source: tokens "),
         (["p", "--data.source", "files", "--data.path", "nowhere/*"], "data.path: no file"),
         (["p", "--data.tokenizer", "none.json"], "data.tokenizer: none.json"),
         (["p", "--data.sourse", "files"], "data.sourse: unknown key; did you mean data.source?"),
@@ -376,6 +376,19 @@ def test_ctrl_c_ends_all_processes(
     assert not (folder / "index.json").exists()
     assert run(folder, *texts, *SHARDS) == exit_codes.DONE
     assert bytes_of(folder) == whole
+
+
+def test_a_dataset_of_the_hub(tmp_path: Path) -> None:
+    """It is not streamed: what has no index cannot be shared out."""
+    (tmp_path / "hub").mkdir()
+    for part in range(3):
+        rows = [json.dumps({"text": f"the word {i} of {part}"}) for i in range(part + 5)]
+        (tmp_path / "hub" / f"train-{part}.jsonl").write_text("\n".join(rows) + "\n")
+    keys = ["--data.source", "huggingface", "--data.path", str(tmp_path / "hub")]
+    ranks, folder = write_ranks(tmp_path / "r.tiktoken"), tmp_path / "p"
+    assert run(folder, *keys, "--data.tokenizer", ranks, "--workers", 2) == exit_codes.DONE
+    assert read_index(folder)["documents"] == 18
+    check_documents(folder, DataSource(type="huggingface", path=keys[3]), ranks)
 
 
 def test_rows_of_a_table_from_the_command_line(tmp_path: Path) -> None:
