@@ -90,6 +90,16 @@ def test_extended_run_continues_bitwise(uninterrupted: Path, tmp_path: Path) -> 
     assert curve(tmp_path) == curve(uninterrupted)
 
 
+def test_ranks_that_are_not_shown_have_logs(uninterrupted: Path, tmp_path: Path) -> None:
+    logs = min((uninterrupted / "debug_model" / "logs").iterdir())
+    assert [path.name for path in logs.iterdir()] == ["rank-1.out"]
+    assert "done: 6 steps" in (logs / "rank-1.out").read_text()
+    assert logs.stat().st_mode & 0o777 == 0o700
+    refused = start(tmp_path, 2, **{"data.source": "files", "data.path": "nowhere"})
+    assert refused.wait(120) == 2
+    assert not (tmp_path / "debug_model").exists()
+
+
 def test_finished_run_does_nothing(uninterrupted: Path) -> None:
     before = records(uninterrupted)
     assert "done: 6 steps" in run(uninterrupted, 2, **{"training.steps": "6"})

@@ -11,14 +11,20 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    SignalException,
+)
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -64,16 +70,22 @@ class End:
     """Of a failure that no rank meant."""
 
 
-def run_ranks(program: list[str], *, n_ranks: int, nodes: Nodes, shown: set[int]) -> End:
+def run_ranks(
+    program: list[str], *, n_ranks: int, nodes: Nodes, shown: set[int], logs: Path | None = None
+) -> End:
     """Run Python on ``program`` once per rank of this node; return when all have ended.
 
-    ``shown`` are the ranks of this node whose output is seen.
+    ``shown`` are the ranks of this node whose output is seen. What the others say is in ``logs``,
+    in a folder of this start, or nowhere.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     # Says less than what the launcher tells of a failure.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     store = _open_store(nodes)
+    if logs is not None:
+        logs = logs / _agreed(store, nodes, time.strftime("%Y%m%d-%H%M%S"))
+        _keep_flight_records(logs)
     rendezvous = StaticTCPRendezvous(
         store.host, store.port, nodes.rank, nodes.count, "shardloom", RENDEZVOUS_SECONDS
     )
@@ -88,7 +100,7 @@ def run_ranks(program: list[str], *, n_ranks: int, nodes: Nodes, shown: set[int]
         master_port=store.port,
     )
     with tempfile.TemporaryDirectory() as folder:
-        agent = Agent(spec, DefaultLogsSpecs(folder, local_ranks_filter=shown), store)
+        agent = Agent(spec, RankLogs(folder, shown, logs), store)
         message, received = "", None
         try:
             failures = agent.run().failures.values()
@@ -101,7 +113,37 @@ def run_ranks(program: list[str], *, n_ranks: int, nodes: Nodes, shown: set[int]
             # Of those who told us to stop a third time, nobody waits any longer.
             agent.kill([rank for rank, code in agent.exit_codes().items() if code is None])
     codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
+    if logs is not None:
+        _forget_empty(logs, list(codes))
     return End(codes, message, received, agent.verdict)
+
+
+def _agreed(store: dist.Store, nodes: Nodes, text: str) -> str:
+    """What the head node's launcher says."""
+    if nodes.rank == 0:
+        store.set("launcher/start", text)
+    return store.get("launcher/start").decode()
+
+
+def _keep_flight_records(logs: Path) -> None:
+    """Let NCCL tell what the collectives were when one of them times out; see torchfrtrace."""
+    for name, value in {
+        "NCCL_DEBUG": "WARN",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / "flight-record-"),
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _forget_empty(logs: Path, ranks: list[int]) -> None:
+    """Of those who said nothing, and of a start that was refused, leave nothing."""
+    for path in (logs / f"rank-{rank}.{suffix}" for rank in ranks for suffix in ("out", "err")):
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink()
+    with suppress(OSError):  # the first that is not empty
+        for folder in (logs, *logs.parents[:2]):
+            folder.rmdir()
 
 
 def _open_store(nodes: Nodes) -> dist.TCPStore:
@@ -130,6 +172,27 @@ def _open_store(nodes: Nodes) -> dist.TCPStore:
         multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
+
+
+class RankLogs(DefaultLogsSpecs):
+    """Of ranks that are not shown, the output is in files of ``logs``."""
+
+    def __init__(self, scratch: str, shown: set[int], logs: Path | None) -> None:
+        super().__init__(scratch, local_ranks_filter=shown)
+        self._shown, self._logs = shown, logs
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destinations = super().reify(envs)
+        if self._logs is not None:
+            # What a run writes is its owner's alone.
+            for folder in (*reversed(self._logs.parents[:2]), self._logs):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for local, environment in envs.items():
+                if local not in self._shown:
+                    path = str(self._logs / f"rank-{environment['RANK']}")
+                    destinations.stdouts[local] = f"{path}.out"
+                    destinations.stderrs[local] = f"{path}.err"
+        return destinations
 
 
 class Agent(LocalElasticAgent):

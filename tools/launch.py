@@ -46,8 +46,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     program = [str(TRAINER), str(config_path), *overrides]
-    end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown)
-    control = Path(config.job.output_dir) / config.job.name / "control"
+    run_folder = Path(config.job.output_dir) / config.job.name
+    logs, control = run_folder / "logs", run_folder / "control"
+    end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
         print(end.message, file=sys.stderr)
