@@ -35,7 +35,10 @@ class MetricsLogger:
         self._config, self._device, self._n_devices = config, device, n_devices
         self._flops, self._peak = flops_per_token, peak_flops
         has_board = is_writer and config.enable_tensorboard
-        self._file = _open_log(folder / "metrics.jsonl", resumed) if is_writer else None
+        path = folder / "metrics.jsonl"
+        # Before the lines of steps that are made again are gone.
+        self._restarts = _starts(path) if is_writer else 0
+        self._file = _open_log(path, resumed) if is_writer else None
         self._board = _open_board(folder, resumed) if has_board else None
         self._reset()
 
@@ -65,13 +68,14 @@ class MetricsLogger:
         record: dict[str, Any] = {
             "step": step,
             **values,
+            "seconds_per_step": elapsed / self._steps,
             "tokens_per_second": rate,
             "mfu": palm,
             "mfu_causal": causal,
             "memory_gib": peak_memory_gib(self._device),
             "data_wait": self._waited / elapsed,
         }
-        seconds_left = elapsed / self._steps * (last_step - step)
+        seconds_left = record["seconds_per_step"] * (last_step - step)
         self.write(record)
         logger.info(
             "step %5d  loss %7.4f  grad_norm %7.4f  lr %.2e  tokens/s %s  mfu %s  memory %.2f GiB"
@@ -94,6 +98,7 @@ class MetricsLogger:
         self.write({"step": step, "validation_loss": losses[""]} | values)
 
     def write(self, record: dict[str, Any]) -> None:
+        """Add a line, stamped with the time and with how many starts before this one left lines."""
         try:
             self._write_files(record)
         except OSError as error:
@@ -104,7 +109,8 @@ class MetricsLogger:
         if self._file is not None:
             # JSON has no NaN.
             finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
-            self._file.write(json.dumps(finite) + "\n")
+            stamp = {"time": time.time(), "restarts": self._restarts}
+            self._file.write(json.dumps(finite | stamp) + "\n")
             self._file.flush()
         if self._board is not None:
             for name, value in record.items():
@@ -149,6 +155,15 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except ValueError:
         return math.nan
+
+
+def _starts(path: Path) -> int:
+    """How many starts of the run left lines; a later one counts on."""
+    if not path.exists():
+        return 0
+    lines = path.read_text().splitlines()
+    whole = (json.loads(line) for line in lines if not math.isnan(_step_of(line)))
+    return max((record.get("restarts", 0) + 1 for record in whole), default=0)
 
 
 def _open_board(folder: Path, resumed: int | None) -> Any:

@@ -30,6 +30,13 @@ def set_timeout(timeout: timedelta) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
+def all_gather_whole(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``whole`` with every rank's ``part``, without a copy. A collective."""
+    # Its name since 2.13.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, part, group=group)
+
+
 def loopback_interface() -> str:
     """The name of the network interface that nothing outside this machine can reach."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

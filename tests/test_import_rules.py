@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": LIBRARIES,
     "forward_backward": LIBRARIES,
     "train": LIBRARIES | {"forward_backward", "job"},
-    "tools": LIBRARIES,
+    "tools": LIBRARIES | {"job"},
     "benchmarks": LIBRARIES | {"forward_backward", "job", "tools", "train"},
     "tests": LIBRARIES | {"benchmarks", "forward_backward", "job", "tools", "train"},
 }

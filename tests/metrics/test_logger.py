@@ -26,7 +26,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("metrics.logger.time", SimpleNamespace(perf_counter=clock))
+    times = SimpleNamespace(perf_counter=clock, time=lambda: 1.7e9 + clock())
+    monkeypatch.setattr("metrics.logger.time", times)
     return clock
 
 
@@ -56,6 +57,9 @@ def test_line_has_every_key_at_full_precision(tmp_path: Path, clock: Clock) -> N
     assert record.pop("memory_gib") > 0.01
     assert record == VALUES | {
         "step": 20,
+        "time": 1.7e9 + 1010.0,
+        "restarts": 0,
+        "seconds_per_step": 5.0,
         "tokens_per_second": 200.0,
         "mfu": 6e6 * (200.0 / 4) / 1e9,
         "mfu_causal": 5e6 * (200.0 / 4) / 1e9,
@@ -90,7 +94,8 @@ def test_resumed_run_adds_lines(tmp_path: Path) -> None:
         metrics = build(tmp_path)
         metrics.log_validation(step, {"": 1 / 3})
         metrics.close()
-    assert records(tmp_path) == [{"step": s, "validation_loss": 1 / 3} for s in (10, 20)]
+    told = [(r["step"], r["validation_loss"], r["restarts"]) for r in records(tmp_path)]
+    assert told == [(10, 1 / 3, 0), (20, 1 / 3, 1)]
 
 
 def test_only_the_writer_writes(tmp_path: Path, clock: Clock) -> None:
@@ -119,7 +124,8 @@ def test_tensorboard_has_what_the_lines_have(tmp_path: Path, clock: Clock) -> No
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     lines = records(tmp_path)
-    tags = {key for line in lines for key in line} - {"step"}
+    # TensorBoard has a clock of its own.
+    tags = {key for line in lines for key in line} - {"step", "time", "restarts"}
     assert set(events.Tags()["scalars"]) == tags
     for tag in tags:
         points = [(event.step, event.value) for event in events.Scalars(tag)]
@@ -136,6 +142,16 @@ def test_resumed_log_has_every_step_once(tmp_path: Path, clock: Clock) -> None:
             metrics.log(step, 100, VALUES)
         metrics.close()
     assert [record["step"] for record in records(tmp_path)] == [10, 20, 30]
+
+
+def test_a_start_whose_lines_are_all_made_again_counts(tmp_path: Path, clock: Clock) -> None:
+    for step in (10, 20, 20, 20):
+        metrics = build(tmp_path, resumed=10 if step == 20 else None)
+        clock.now += 1.0
+        metrics.count(tokens=1, data_wait=0.0)
+        metrics.log(step, 100, VALUES)
+        metrics.close()
+    assert [(r["step"], r["restarts"]) for r in records(tmp_path)] == [(10, 0), (20, 3)]
 
 
 def test_log_is_json_also_without_numbers(tmp_path: Path, clock: Clock) -> None:

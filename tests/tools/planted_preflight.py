@@ -1,0 +1,82 @@
+"""Preflight with the faults that PLANTED names in the ranks of this node, as one would start it:
+``python -m tests.tools.planted_preflight launch CONFIG ...``"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tools import preflight, preflight_rank, preflight_speed
+
+SLEEP_SECONDS = 0.6
+
+
+def other_versions() -> None:
+    original = preflight_rank.facts_of
+    preflight_rank.facts_of = lambda *args: original(*args) | {"torch": "0.4.1"}
+
+
+def wrong_clock() -> None:
+    preflight_rank.wall_clock = lambda: time.time() + 5.0
+
+
+def other_folder() -> None:
+    preflight_rank.nearest = lambda folder: Path(os.environ["OTHER_FOLDER"])
+
+
+def slow_products() -> None:
+    original = preflight_rank.multiply_speed
+
+    def multiply_speed(device: torch.device) -> float:
+        best, preflight_speed.best_seconds = preflight_speed.best_seconds, slowed
+        try:
+            return original(device)
+        finally:
+            preflight_speed.best_seconds = best
+
+    best_seconds = preflight_speed.best_seconds
+
+    def slowed(act: Callable[[], object], device: torch.device) -> float:
+        return best_seconds(lambda: (time.sleep(SLEEP_SECONDS), act()), device)
+
+    preflight_rank.multiply_speed = multiply_speed
+
+
+def slow_link() -> None:
+    original = preflight_speed.exchange
+
+    def exchange(*args: object) -> None:
+        time.sleep(SLEEP_SECONDS)
+        original(*args)
+
+    preflight_speed.exchange = exchange
+
+
+def hangs() -> None:
+    def multiply_speed(device: torch.device) -> float:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0
+
+    preflight_rank.multiply_speed = multiply_speed
+
+
+FAULTS = {
+    f.__name__: f
+    for f in (other_versions, wrong_clock, other_folder, slow_products, slow_link, hangs)
+}
+
+
+if __name__ == "__main__":
+    # Processes of other tests may slow one rank down, but not so much.
+    preflight_rank.SLOW, preflight_speed.REPEATS = 0.1, 3
+    preflight_rank.SEEN_SECONDS = preflight.FAREWELL_SECONDS = 1.0
+    if sys.argv[1] == "launch":
+        preflight.PROGRAM = ["-m", "tests.tools.planted_preflight", "rank"]
+        sys.exit(preflight.main(sys.argv[2:], os.environ))
+    for name in os.environ.get("PLANTED", "").split():
+        FAULTS[name]()
+    sys.exit(preflight_rank.main(sys.argv[2:]))

@@ -1,0 +1,285 @@
+"""What is wrong with nodes is named before a run: real launchers, as many as there are nodes."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from config import load_config
+from config.job_config import Parallelism
+from parallelisms.parallel_dims import ParallelDims
+from runtime.exit_codes import BAD_CONFIG, DONE, FAILED
+from tests.ranks import RankPool
+from tests.reliability.forked import CONFIG
+from tests.test_train import ROOT
+from tools import preflight, preflight_rank, preflight_speed
+from tools.agent import Nodes
+from tools.preflight import meet
+from tools.preflight_rank import below, unequal
+from tools.preflight_speed import bus_bandwidth, groups_of, n_rounds, partner
+
+HOST = socket.gethostname()
+EXPERTS = ROOT / "train_configs" / "qwen3_moe_debug.toml"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def start(
+    *overrides: str,
+    node: int = 0,
+    count: int = 1,
+    n_ranks: int = 1,
+    port: int = 0,
+    planted: str = "",
+    other_folder: Path | None = None,
+) -> subprocess.Popen[str]:
+    """The launcher of one node."""
+    environment = os.environ | {
+        "NGPU": str(n_ranks),
+        "NNODES": str(count),
+        "NODE_RANK": str(node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port or free_port()),
+        "PLANTED": planted,
+        "OTHER_FOLDER": str(other_folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-P", "-m", "tests.tools.planted_preflight", "launch"]
+    return subprocess.Popen(
+        [*command, str(CONFIG), *overrides],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def outputs(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    """Their exit codes, and what they said on stdout and stderr."""
+    found = []
+    try:
+        for launcher in launchers:
+            out, err = launcher.communicate(timeout=120)
+            found.append((launcher.returncode, out, err))
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    return found
+
+
+def test_good_nodes_pass_and_nothing_is_left(tmp_path: Path) -> None:
+    port = free_port()
+    keys = ("--job.output_dir", str(tmp_path), "--parallelism.tensor_parallel_degree", "2")
+    (code, out, err), (other_code, other_out, _) = outputs(
+        *(start(*keys, node=node, count=2, n_ranks=2, port=port) for node in range(2))
+    )
+    assert (code, other_code, other_out) == (DONE, DONE, ""), out + err
+    assert out.startswith("2 nodes, 4 ranks on cpu; 869,504 parameters, 0.01 GiB a checkpoint\n")
+    assert re.search(rf"^1 +{HOST} ", out, re.MULTILINE)
+    assert re.search(r"^dp_shard_cp = batch +2 +2 +[\d.]+ +[\d.]+$", out, re.MULTILINE)
+    assert re.search(r"^tp +2 +2 +[\d.]+ +[\d.]+$", out, re.MULTILINE)
+    assert out.endswith("\nall is well\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_with_a_node_is_named(tmp_path: Path) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    shared.mkdir()
+    other.mkdir()
+    port = free_port()
+    plants = ("", "other_folder wrong_clock", "other_versions slow_products slow_link")
+    (code, out, err), *others = outputs(
+        *(
+            start(
+                *("--job.output_dir", str(shared)),
+                node=node,
+                count=3,
+                port=port,
+                planted=planted,
+                other_folder=other,
+            )
+            for node, planted in enumerate(plants)
+        )
+    )
+    assert [code, *(other_code for other_code, *_ in others)] == [FAILED] * 3, out + err
+    table = out.index("TFLOP/s")
+    findings = [line for line in out[table:].splitlines() if re.match("(node|rank) ", line)]
+    wanted = [
+        rf"node 2 \({HOST}\): torch is 0\.4\.1, and {re.escape(torch.__version__)} elsewhere",
+        rf"node 1 \({HOST}\): does not see in {other} what node 0 \({HOST}\) wrote in {shared}",
+        rf"node 1 \({HOST}\): its clock is \+5\.0\d\d s from node 0's, known to 0\.\d+ s",
+        rf"rank 2 \(node 2, {HOST}\): matrix products at \S+ TFLOP/s, and the median is .*",
+        rf"rank 2 \(node 2, {HOST}\): its best link has \S+ GB/s, and the median is .*",
+    ]
+    assert len(findings) == len(wanted), out
+    for finding, pattern in zip(findings, wanted, strict=True):
+        assert re.fullmatch(pattern, finding)
+    assert list(shared.iterdir()) == list(other.iterdir()) == []
+
+
+def test_who_is_silent_is_named(tmp_path: Path) -> None:
+    keys = ("--job.output_dir", str(tmp_path), "--comm.init_timeout_seconds", "2")
+    a_file = tmp_path / "file"
+    a_file.touch()
+    below_a_file = ("--job.output_dir", str(a_file / "runs"))
+    no_data = ("--data.source", "files", "--data.path", str(tmp_path / "*.txt"))
+    head, follower, unwritable, unread = outputs(
+        start(*keys, node=0, count=2),
+        start(*keys, node=1, count=2),
+        start(*below_a_file),
+        start(*no_data),
+    )
+    assert head[0] == FAILED
+    assert "node 1 did not come within 2 s\n" in head[2]
+    assert f"nodes that came: 0 ({HOST})" in head[2]
+    assert follower[0] == FAILED
+    assert "node 1: no answer from node 0 at 127.0.0.1:" in follower[2]
+    assert unwritable[0] == FAILED
+    assert f"node 0 ({HOST}): cannot write to {a_file}: " in unwritable[1]
+    assert unread[0] == BAD_CONFIG
+    assert "data.path" in unread[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_who_hangs_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    keys = ("--job.output_dir", str(tmp_path), "--comm.train_timeout_seconds", "5")
+    (code, _, err), (other_code, *_) = outputs(
+        start(*keys, node=0, count=2, port=port),
+        start(*keys, node=1, count=2, port=port, planted="hangs"),
+    )
+    assert (code, other_code) == (FAILED, FAILED)
+    assert re.search(rf"rank 1 \({HOST}\) did not answer; last heard at .* tools/preflight", err)
+
+
+def test_a_bad_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(CONFIG), "--training.stepz", "3"]
+    assert preflight.main(arguments, {}) == BAD_CONFIG
+    assert "training.stepz" in capsys.readouterr().err
+    arguments = [str(CONFIG), "--parallelism.tensor_parallel_degree", "2"]
+    assert preflight.main(arguments, {"NGPU": "3"}) == BAD_CONFIG
+    assert "do not make 3 ranks" in capsys.readouterr().err
+    assert preflight.main([str(CONFIG)], {"NNODES": "2"}) == BAD_CONFIG
+    assert "MASTER_ADDR" in capsys.readouterr().err
+
+
+def test_nodes_that_come_wrongly_are_named() -> None:
+    def told(*claims: tuple[int, int]) -> list[list[str]]:
+        """What nodes with these ranks, and so many ranks on them, hear; there are to be three."""
+        store = dist.HashStore()
+        with ThreadPoolExecutor(len(claims)) as pool:
+            parts = [
+                pool.submit(meet, store, Nodes(3, node, "", 0), n_ranks=n, seconds=1.0)
+                for node, n in claims
+            ]
+        return [part.result() for part in parts]
+
+    assert told((0, 8), (1, 8), (2, 8)) == [[], [], []]
+    unequal_counts = [f"node 2 ({HOST}) has 4 ranks, and node 0 8"]
+    assert told((0, 8), (1, 8), (2, 4)) == [unequal_counts] * 3
+    twice = [
+        "node 2 did not come within 1 s",
+        f"node 1: 2 say that they are it: {HOST}, {HOST}",
+        f"nodes that came: 0 ({HOST}), 1 ({HOST})",
+    ]
+    assert told((0, 8), (1, 8), (1, 8)) == [twice] * 3
+
+
+def test_comparisons_name_who_differs_from_most() -> None:
+    who = ["a", "b", "c", "d"]
+    assert unequal("x", [2, 1, 1, 1], who) == ["a: x is 2, and 1 elsewhere"]
+    assert unequal("x", [2, 1], who[:2]) == ["b: x is 1, and 2 elsewhere"]
+    assert unequal("x", [1] * 4, who) == []
+    assert below(0.5, "{} m/s", [4.0, 1.9, 1.9, 4.0], who) == [
+        f"{name}: 1.9 m/s, and the median is 4" for name in "bc"
+    ]
+    assert below(0.5, "{} m/s", [4.0, 2.0, 9.0, 4.0], who) == []
+    assert below(0.5, "{} m/s", [0.0], who[:1]) == []
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_in_a_tournament_all_pairs_meet_once(count: int) -> None:
+    met: Counter[tuple[int, int]] = Counter()
+    for number in range(n_rounds(count)):
+        pairs = [(own, partner(own, count, number)) for own in range(count)]
+        both = [(own, other) for own, other in pairs if other is not None]
+        assert all((other, own) in both and own != other for own, other in both)
+        met.update(both)
+    assert met == {(a, b): 1 for a in range(count) for b in range(count) if a != b}
+
+
+def bandwidths_and_groups() -> dict[str, object]:
+    device = torch.device("cpu")
+    dims = ParallelDims.build(Parallelism(tensor_parallel_degree=2), 4, "cpu")
+    told: dict[str, object] = {}
+    for label, groups, group in groups_of([dims.weight_mesh, dims.data_mesh]):
+        assert dist.get_process_group_ranks(group) in groups
+        told[label] = groups
+
+    def two_seconds(act: Callable[[], object], device: torch.device) -> float:
+        act()
+        return 2.0
+
+    with patch.object(preflight_speed, "best_seconds", two_seconds):
+        for kind in preflight_speed.KINDS:
+            told[kind] = bus_bandwidth(kind, dist.group.WORLD, device)
+    return told
+
+
+def test_bandwidth_is_that_of_nccl_tests(ranks: RankPool) -> None:
+    for told in ranks.run(bandwidths_and_groups, 4):
+        assert told["dp_shard_cp = batch"] == [[0, 2], [1, 3]]
+        assert told["tp"] == [[0, 1], [2, 3]]
+        # 16 MiB in 2 seconds.
+        assert told["all-reduce"] == pytest.approx(2**24 / 2 / 1e9 * 2 * 3 / 4)
+        assert told["all-gather"] == pytest.approx(2**24 / 2 / 1e9 * 3 / 4)
+
+
+def dims_of_experts() -> list[list[str]]:
+    config = load_config(EXPERTS, ["--parallelism.expert_parallel_degree", "2"])
+    return preflight_rank.compare_dims(seen(4), config, torch.device("cpu"))
+
+
+def test_experts_have_a_mesh_of_their_own(ranks: RankPool) -> None:
+    for rows in ranks.run(dims_of_experts, 4):
+        assert [row[:3] for row in rows[1:]] == [
+            ["dp_shard_cp = batch", "4", "1"],
+            ["dp_shard_ep", "2", "2"],
+            ["ep", "2", "2"],
+        ]
+
+
+def seen(count: int) -> preflight_rank.Seen:
+    """So many nodes of one rank, before any check."""
+    places = [preflight_rank.Place(rank, rank, HOST, True) for rank in range(count)]
+    return preflight_rank.Seen(places, {}, [])
+
+
+def test_little_room_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    for findings, title in ranks.run(folders_of_a_large_model, 2, tmp_path):
+        assert title == "1,000,000,000,000,000 parameters, 11175870.90 GiB a checkpoint"
+        (finding,) = findings
+        assert finding.startswith(f"node 0 ({HOST}): ")
+        assert finding.endswith(f"GiB are free in {tmp_path}; {title}")
+
+
+def folders_of_a_large_model(folder: Path) -> tuple[list[str], str]:
+    config = load_config(CONFIG, ["--job.output_dir", str(folder)])
+    told = seen(2)
+    title = preflight_rank.compare_folders(told, config, 10**15)
+    return told.findings, title

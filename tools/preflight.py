@@ -1,0 +1,166 @@
+"""Check the nodes before a run: ``python -m tools.preflight CONFIG [--section.key value ...]``
+
+Started once per node, in the environment and with the arguments of ``run_train.sh``. Prints a table
+and a line for each thing that is wrong, with the node or rank; changes nothing of the run. Exits
+with 0 if all is well, 1 if something is wrong, and 2 if the configuration is.
+
+comm.init_timeout_seconds is how long nodes wait for each other; a rank that does not answer within
+comm.train_timeout_seconds is named. Both may be small here.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from config import load_config
+from models import find_model
+from parallelisms.support import check_support
+from runtime import exit_codes
+from tools.agent import Nodes, run_ranks
+from tools.launch import cpu_threads, find_nodes, ranks_per_node
+from tools.preflight_rank import FOUND
+
+PROGRAM = ["-m", "tools.preflight_rank"]
+POLL_SECONDS = 0.1
+FAREWELL_SECONDS = 5.0
+
+
+def main(arguments: list[str], environment: Mapping[str, str]) -> int:
+    if not arguments:
+        print(__doc__, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    try:
+        config = load_config(Path(arguments[0]), arguments[1:])
+        n_ranks, nodes = ranks_per_node(environment), find_nodes(environment)
+        _, args = find_model(config.model.name, config.model.flavor)
+        has_gpu = torch.cuda.is_available()
+        check_support(config, args, n_ranks * nodes.count, has_gpu=has_gpu)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    seconds = config.comm.init_timeout_seconds
+    store = None
+    if nodes.count > 1:
+        try:
+            store = _open_store(nodes, seconds)
+            findings = meet(store, nodes, n_ranks=n_ranks, seconds=seconds)
+        except dist.DistError as error:
+            reason = str(error).partition("\n")[0]
+            where = f"{nodes.address}:{nodes.port}"
+            findings = [f"node {nodes.rank}: no answer from node 0 at {where}: {reason}"]
+        if findings:
+            print("\n".join(findings), file=sys.stderr)
+            return exit_codes.FAILED
+    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
+    # As safe a path for the ranks as ours.
+    program = [*(["-P"] if sys.flags.safe_path else []), *PROGRAM, *arguments]
+    with _leaving_after_head(store if nodes.rank > 0 else None):
+        end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown={0})
+    codes = set(end.codes.values())
+    if exit_codes.BAD_CONFIG in codes:
+        return exit_codes.BAD_CONFIG
+    if FOUND in codes or codes == {exit_codes.DONE}:
+        return exit_codes.FAILED if FOUND in codes else exit_codes.DONE
+    if nodes.rank == 0:
+        told = [f"exit codes by rank: {end.codes}"] if end.verdict is None else end.verdict.lines
+        print("the ranks did not come to an end:\n  " + "\n  ".join(told), file=sys.stderr)
+    return exit_codes.FAILED
+
+
+@contextmanager
+def _leaving_after_head(store: dist.Store | None) -> Iterator[None]:
+    """End this process, and with it its ranks, some seconds after the head node's launcher.
+
+    That one names who hangs. A rank that does not even hear signals would keep us here for good.
+    """
+    is_over = threading.Event()
+
+    def watch(store: dist.Store) -> None:
+        with suppress(dist.DistError):
+            while not is_over.wait(1.0):
+                store.check(["met"])
+        if not is_over.wait(FAREWELL_SECONDS):
+            os._exit(exit_codes.FAILED)
+
+    if store is not None:
+        threading.Thread(target=watch, args=(store,), daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _open_store(nodes: Nodes, seconds: int) -> dist.Store:
+    """The head node's, which its ranks and agents will share."""
+    return dist.TCPStore(
+        nodes.address,
+        nodes.port,
+        is_master=nodes.rank == 0,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def meet(store: dist.Store, nodes: Nodes, *, n_ranks: int, seconds: float) -> list[str]:
+    """Wait for all nodes, up to ``seconds``; what is wrong with them, on those that came."""
+    store = dist.PrefixStore("preflight", store)
+    place = store.add(f"came/{nodes.rank}", 1)
+    store.set(f"node/{nodes.rank}/{place}", json.dumps([socket.gethostname(), n_ranks]))
+    if nodes.rank > 0 or place > 1:
+        # The head began to wait at another time.
+        store.wait(["met"], timedelta(seconds=2 * seconds))
+        findings = json.loads(store.get("met"))
+        store.add("told", 1)
+        return findings
+    deadline = time.monotonic() + seconds
+    firsts = [f"node/{rank}/1" for rank in range(nodes.count)]
+    while not store.check(firsts) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    came = {rank: store.add(f"came/{rank}", 0) for rank in range(nodes.count)}
+    hosts: dict[int, list[str]] = {}
+    counts: dict[int, int] = {}
+    for rank, number in came.items():
+        for again in range(1, number + 1):
+            host, counts[rank] = json.loads(store.get(f"node/{rank}/{again}"))
+            hosts.setdefault(rank, []).append(host)
+    findings = [
+        f"node {rank} did not come within {seconds:.0f} s" for rank in came if rank not in hosts
+    ]
+    findings += [
+        f"node {rank}: {len(names)} say that they are it: {', '.join(names)}"
+        for rank, names in hosts.items()
+        if len(names) > 1
+    ]
+    findings += [
+        f"node {rank} ({hosts[rank][0]}) has {count} ranks, and node 0 {n_ranks}"
+        for rank, count in counts.items()
+        if count != n_ranks
+    ]
+    if len(hosts) < nodes.count:
+        there = ", ".join(f"{rank} ({names[0]})" for rank, names in hosts.items())
+        findings.append(f"nodes that came: {there}")
+    store.set("met", json.dumps(findings))
+    # Whoever came hears it, before the store is gone with this process.
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    while store.add("told", 0) < sum(came.values()) - 1 and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return findings
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:], os.environ))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

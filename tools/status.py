@@ -1,0 +1,319 @@
+"""What runs are doing, from their folders alone: ``python -m tools.status RUN_FOLDER... [--json]``
+
+One folder gets a few lines, several get a table; with --json each is an object on a line. Nothing
+is written and no lock is taken, so it is safe beside a run that trains or starts.
+
+goodput: the time of every step that is in the run's history, once, over the wall time from the
+first line of metrics to now or to the run's end. Steps that were lost or made again, restarts,
+saves and validation are the rest.
+"""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from checkpoint.manifest import NAME as MANIFEST
+from checkpoint.manifest import read_manifest
+from checkpoint.store import published, sizes_of, step_of
+from metrics.goodput import goodput, history_of
+from runtime import exit_codes
+from runtime.failures import MOST_ATTEMPTS
+
+LOCKS = Path("/proc/locks")
+# A run is quiet after this long without a line, and after the time of so many lines.
+QUIET_SECONDS, QUIET_LINES = 600.0, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Of one run. None is what its folder does not say; ages are in seconds."""
+
+    run: str
+    state: str
+    """starting, running, done, stopped, failed; unknown if it is quiet and its host another one."""
+    why: str
+    """Of a run that is stopped, failed or quiet."""
+    holder: str
+    """The process and host that have the run, or had it last."""
+    step: int | None
+    steps: int | None
+    """Of the whole run, by its configuration."""
+    loss: float | None
+    validation_loss: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    line_age: float | None
+    """Of the newest line of metrics."""
+    checkpoint: int | None
+    """Step of the newest whose manifest verifies and whose files have their sizes; bytes of tensors
+    are not read."""
+    checkpoint_age: float | None
+    restarts: int
+    """Starts, after the first, that left a line of metrics."""
+    failures: int
+    """Attempts that control/failures tells of."""
+    last_failure: str
+    last_failure_age: float | None
+    goodput: float | None
+    problems: list[str]
+    """Files that could not be read, and why."""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.status",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--json", action="store_true", help="an object per run")
+    asked = parser.parse_args(arguments)
+    runs = [folder for folder in asked.folders if (folder / "control" / "lock").is_file()]
+    found = [read_status(folder, time.time()) for folder in runs]
+    if asked.json:
+        lines = [json.dumps(asdict(status)) for status in found]
+    elif len(asked.folders) == 1:
+        lines = [line for status in found for line in paragraph(status)]
+    else:
+        lines = table(found)
+    print("\n".join(lines), end="\n" if lines else "")
+    for folder in asked.folders:
+        if folder not in runs:
+            print(f"{folder}: not a run's folder: no control/lock in it", file=sys.stderr)
+    return exit_codes.DONE if len(runs) == len(asked.folders) else exit_codes.BAD_CONFIG
+
+
+def paragraph(status: Status) -> list[str]:
+    """A few lines on one run."""
+    why = f" ({status.why})" if status.why else ""
+    checkpoint = "none"
+    if status.checkpoint is not None:
+        checkpoint = f"step {status.checkpoint}, {_ago(status.checkpoint_age)}"
+    failures = f"{status.failures} failed attempts told"
+    if status.last_failure:
+        failures += f", the last {_ago(status.last_failure_age)}: {status.last_failure}"
+    return [
+        f"{status.run}: {status.state}{why}, step {_cells(status)['step']}",
+        f"  loss {_number(status.loss, '.4f')}  validation loss"
+        f" {_number(status.validation_loss, '.4f')}  tokens/s"
+        f" {_number(status.tokens_per_second, ',.0f')}  mfu {_number(status.mfu, '.1%')}"
+        f"  last line {_ago(status.line_age)}  process {status.holder or 'unknown'}",
+        f"  checkpoint: {checkpoint}",
+        f"  goodput {_number(status.goodput, '.1%')}  restarts {status.restarts}  {failures}",
+        *(f"  problem: {text}" for text in status.problems),
+    ]
+
+
+def table(found: Sequence[Status]) -> list[str]:
+    """A line for each run, under a line of names; what could not be read follows."""
+    rows = [_cells(status) for status in found]
+    lines = []
+    if rows:
+        widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+        for row in ({name: name for name in widths}, *rows):
+            lines.append("  ".join(row[name].ljust(widths[name]) for name in widths).rstrip())
+    return lines + [f"problem: {text}" for status in found for text in status.problems]
+
+
+def _cells(status: Status) -> dict[str, str]:
+    checkpoint = "none"
+    if status.checkpoint is not None:
+        checkpoint = f"{status.checkpoint}, {_ago(status.checkpoint_age)}"
+    return {
+        "run": status.run,
+        "state": status.state,
+        "step": f"{_number(status.step, 'd')} of {_number(status.steps, 'd')}",
+        "loss": _number(status.loss, ".4f"),
+        "tokens/s": _number(status.tokens_per_second, ",.0f"),
+        "mfu": _number(status.mfu, ".1%"),
+        "last line": _ago(status.line_age),
+        "checkpoint": checkpoint,
+        "goodput": _number(status.goodput, ".1%"),
+        "restarts": str(status.restarts),
+        "failures": str(status.failures),
+        "why": status.why,
+    }
+
+
+def read_status(folder: Path, now: float) -> Status:
+    """All that ``folder`` says at ``now``. What is missing or torn is named in ``problems``."""
+    problems: list[str] = []
+    lines = _json_lines(folder / "metrics.jsonl", problems)
+    failures = _json_lines(folder / "control" / "failures", problems)
+    failures = [record for record in failures if "attempt" in record]
+    failure = failures[-1] if failures else {}
+    failed = _seconds(str(failure.get("time")))
+    state, why, end = state_of(folder / "control", now, lines, failure)
+    history = history_of(lines)
+    newest = history[-1] if history else {}
+    validations = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    checkpoint, saved = _newest_checkpoint(folder / "checkpoints", problems)
+    return Status(
+        run=str(folder),
+        state=state,
+        why=why,
+        holder=_text(folder / "control" / "lock"),
+        step=newest.get("step"),
+        steps=_steps(folder / "config.toml", problems),
+        loss=newest.get("loss"),
+        validation_loss=validations[-1] if validations else None,
+        tokens_per_second=newest.get("tokens_per_second"),
+        mfu=newest.get("mfu"),
+        line_age=now - lines[-1]["time"] if lines else None,
+        checkpoint=checkpoint,
+        checkpoint_age=now - saved if checkpoint is not None else None,
+        restarts=max((line.get("restarts", 0) for line in lines), default=0),
+        failures=len(failures),
+        last_failure=str(failure.get("reason", "")),
+        last_failure_age=now - failed if failed else None,
+        goodput=goodput(lines, end),
+        problems=problems,
+    )
+
+
+def state_of(
+    control: Path, now: float, lines: Sequence[Mapping[str, Any]], failure: Mapping[str, Any]
+) -> tuple[str, str, float]:
+    """What the run does, why, and until when it did it.
+
+    ``lines`` are of metrics; ``failure`` is the last one that was told.
+    """
+    begun, ended = _changed(control / "lock"), _changed(control / "outcome")
+    failed = _seconds(str(failure.get("time")))
+    last_line = lines[-1]["time"] if lines else 0.0
+    outcome, _, reason = _text(control / "outcome").partition(" ")
+    runs = "running" if last_line >= begun else "starting"
+    since = now - max(begun, last_line)
+    gap = lines[-1]["time"] - lines[-2]["time"] if len(lines) > 1 else 0.0
+    is_quiet = since > max(QUIET_SECONDS, QUIET_LINES * gap)
+    quiet = f"no line for {_duration(since)}" if is_quiet else ""
+    if is_locked(control / "lock"):
+        # A start forgets the last outcome only once it goes on from there.
+        return (outcome, reason, ended) if outcome and ended >= begun else (runs, quiet, now)
+    if outcome and ended >= failed:
+        return outcome, reason, ended
+    # The launcher tells whole seconds.
+    if failed and failed >= int(last_line):
+        number = f"attempt {failure['attempt']} of {MOST_ATTEMPTS}"
+        return "failed", f"{failure.get('reason')}; {number}", failed
+    if code := _text(control / "exit_code"):
+        return "failed", f"its launcher ended with {code}", _changed(control / "exit_code")
+    host = _text(control / "lock").rpartition(" on ")[2]
+    if host == socket.gethostname() and LOCKS.exists():
+        return "failed", "its process is gone without a word", max(begun, last_line)
+    if is_quiet:
+        return "unknown", f"{quiet}; only {host or 'its host'} knows", max(begun, last_line)
+    return runs, "", now
+
+
+def is_locked(lock: Path) -> bool:
+    """Whether a process of this machine holds the run; it is not asked by locking.
+
+    Who did, would in that moment keep away a run that starts.
+    """
+    if not LOCKS.exists():
+        return False
+    status = lock.stat()
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    process = _text(lock).partition(" ")[0]
+    for line in LOCKS.read_text().splitlines():
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2408689 0 EOF; who waits for one has "->" before it.
+        fields = line.split()
+        if fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"]:
+            where, _, inode = fields[5].rpartition(":")
+            # Some file systems have another device here than for those who ask for a file's.
+            if inode == str(status.st_ino) and (where == device or fields[4] == process):
+                return True
+    return False
+
+
+def _newest_checkpoint(folder: Path, problems: list[str]) -> tuple[int | None, float]:
+    """The step of the newest that is whole, as far as its manifest and sizes say, and when."""
+    for path in published(folder):
+        try:
+            sizes = sizes_of(read_manifest(path))
+            wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+            if not wrong:
+                return step_of(path), _changed(path / MANIFEST)
+            problems.append(f"{path / wrong[0]}: its size is not what was saved")
+        except (OSError, ValueError) as error:
+            # Retention may delete it meanwhile.
+            if path.exists():
+                problems.append(str(error))
+    return None, 0.0
+
+
+def _steps(path: Path, problems: list[str]) -> int | None:
+    try:
+        return int(tomli.loads(path.read_text())["training"]["steps"])
+    except KeyError as error:
+        problems.append(f"{path}: no key {error}")
+    except (OSError, ValueError, TypeError) as error:
+        problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+    return None
+
+
+def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The objects of a file, none if it is not there; what is torn or has no time is left out."""
+    try:
+        lines = path.read_text().splitlines() if path.exists() else []
+    except (OSError, ValueError) as error:
+        problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+        return []
+    found = [_object(line) for line in lines]
+    torn = [number for number, record in enumerate(found, start=1) if not record]
+    if torn:
+        problems.append(f"{path}:{torn[0]}: not a whole line ({len(torn)} such)")
+    return [record for record in found if record]
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) and "time" in record else {}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace").strip() if path.is_file() else ""
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _seconds(stamp: str) -> float:
+    """Since the epoch; 0 for what is no time."""
+    try:
+        return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
+
+
+def _ago(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{_duration(seconds)} ago"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
