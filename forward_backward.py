@@ -10,7 +10,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from config.job_config import Parallelism
 from data.loader import Batch, BatchLoader
@@ -125,10 +124,9 @@ class WholeModel:
         for batch in microbatches:
             is_last = batch is microbatches[-1]
             begin_microbatch(self._model, self._parallelism, is_last=is_last)
-            with loss_parallel():
-                # A step in which no label counts has a loss of 0.
-                loss = self._loss_sum(batch) / max(n_tokens, 1)
-                loss.backward()
+            # A step in which no label counts has a loss of 0.
+            loss = self._loss(batch, max(n_tokens, 1))
+            loss.backward()
             if self._tree is not None:
                 self._tree.end_microbatch(is_last=is_last)
             losses.append(loss.detach())
@@ -136,17 +134,17 @@ class WholeModel:
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
-        with loss_parallel():
-            return torch.stack([self._loss_sum(batch) for batch in batches])
+        return torch.stack([self._loss(batch, 1) for batch in batches])
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
         x, options = self._spread.inputs(*batch.inputs)
         return self._spread.whole(self._model(x, **options))
 
-    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+    def _loss(self, batch: Batch, n_tokens: int) -> torch.Tensor:
         x, options = self._spread.inputs(*batch.inputs)
-        return cross_entropy_sum(self._model(x, **options), self._spread.part(batch.labels))
+        labels = self._spread.part(batch.labels)
+        return cross_entropy_sum(self._model(x, **options), labels, n_tokens)
 
 
 class Pipeline:
@@ -216,8 +214,7 @@ class Pipeline:
         x, options = self._inputs(microbatches)
         labels = self._spread.part(torch.cat([batch.labels for batch in microbatches]))
         losses: list[torch.Tensor] = []
-        with loss_parallel():
-            run(x, target=labels, losses=losses, return_outputs=False, **options)
+        run(x, target=labels, losses=losses, return_outputs=False, **options)
         if losses:
             return torch.stack(losses).detach()
         return torch.zeros(len(microbatches), dtype=self._loss_dtype, device=self._device)
@@ -235,7 +232,7 @@ class Pipeline:
         return self._spread.inputs(tokens, positions, document_ids)
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits, labels) / self._n_tokens
+        return cross_entropy_sum(logits, labels, self._n_tokens)
 
     def _build(
         self,

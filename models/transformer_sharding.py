@@ -51,7 +51,7 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, ParallelStyle]:
 
     Megatron-LM's scheme (arXiv 2205.05198), in PyTorch's ``ParallelStyle`` by FQN pattern.
     Complete: every parameter of the model is under some entry. The logits stay sharded over the
-    vocabulary, for ``loss_parallel``.
+    vocabulary, also in the loss.
     """
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

@@ -2,33 +2,44 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from optim import loss
 from optim.loss import IGNORED, cross_entropy_sum
 
 
-@pytest.fixture
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.fixture(params=[1 << 24, 50, 1], ids=["whole", "chunks", "rows"])
+def batch(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    monkeypatch.setattr(loss, "CHUNK", request.param)
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 7, 11, generator=generator, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(3, 7, 11, generator=generator, dtype=torch.float64)
     labels = torch.randint(11, (3, 7), generator=generator)
     labels[0, 2:] = IGNORED
     labels[2] = IGNORED
     return logits, labels
 
 
-def test_loss_is_the_sum_over_valid_labels(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def reference(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By PyTorch: the sum of the loss and the gradient of logits, at least in float32."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    leaf = logits.to(dtype, copy=True).requires_grad_()
+    want = F.cross_entropy(leaf.flatten(0, 1), labels.flatten(), reduction="sum")
+    want.backward()
+    assert leaf.grad is not None
+    return want.detach(), leaf.grad
+
+
+def test_loss_and_gradient_are_pytorchs(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, labels = batch
-    log_probabilities = logits.log_softmax(-1)
-    want = -sum(
-        log_probabilities[row, place, label]
-        for row, place in (labels != IGNORED).nonzero().tolist()
-        for label in [labels[row, place]]
-    )
-    loss = cross_entropy_sum(logits, labels)
-    assert loss.dtype == torch.float64
-    torch.testing.assert_close(loss, want, rtol=1e-14, atol=0)
-    loss.backward()
-    assert logits.grad is not None
-    assert torch.equal(logits.grad.abs().sum(-1) > 0, labels != IGNORED)
+    want, gradient = reference(logits, labels)
+    own = logits.clone().requires_grad_()
+    found = cross_entropy_sum(own * 1, labels)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, want, rtol=1e-14, atol=0)
+    (found * 3).backward()
+    assert own.grad is not None
+    torch.testing.assert_close(own.grad, 3 * gradient, rtol=1e-13, atol=1e-15)
+    assert torch.equal(own.grad.abs().sum(-1) > 0, labels != IGNORED)
 
 
 def test_microbatches_add_up(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -38,9 +49,30 @@ def test_microbatches_add_up(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     assert parts[2] == 0, "no valid label is no loss, not 0 / 0"
 
 
-def test_bfloat16_logits_are_summed_in_float32(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    logits, labels = batch[0].detach().bfloat16(), batch[1]
-    loss = cross_entropy_sum(logits, labels)
-    assert loss.dtype == torch.float32
-    want = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+def test_bfloat16_is_rounded_once(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    logits, labels = batch[0].bfloat16(), batch[1]
+    want, gradient = reference(logits, labels)
+    own = logits.clone().requires_grad_()
+    found = cross_entropy_sum(own * 1, labels, 4)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, want / 4, rtol=1e-6, atol=0)
+    found.backward()
+    assert own.grad is not None
+    # A float32 apart, it may be rounded to the other side.
+    close = own.grad.float(), gradient / 4
+    torch.testing.assert_close(*close, rtol=2**-8, atol=1e-6)
+    assert (own.grad == (gradient / 4).bfloat16()).float().mean() > 0.99
+
+
+def test_gradients_are_where_logits_were(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """So that nothing of the size of logits is kept beside them."""
+    logits, labels = batch
+    own = logits.clone().requires_grad_()
+    scores = own * 1
+    cross_entropy_sum(scores, labels).backward()
+    assert own.grad is not None
+    assert torch.equal(scores.detach(), own.grad)
+    with torch.no_grad():
+        scores = logits.clone()
+        cross_entropy_sum(scores, labels)
+    assert torch.equal(scores, logits), "nobody asked for a gradient"

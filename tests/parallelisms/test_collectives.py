@@ -66,8 +66,9 @@ def of_tensor_parallel(args: TransformerArgs, layers: int, tp: int, cp: int = 1)
             calls[kind, BYTES * positions * args.n_kv_heads * args.head_dim] = 2 * layers
     # Of each norm, a gradient.
     calls["all_reduce", BYTES * args.dim] = pairs
-    # Of each token its greatest logit, its sum of exponentials, its label's. Logits stay.
-    calls["all_reduce", BYTES * positions] = 3
+    # Of each token its greatest logit; its sum of exponentials and its label's. Logits stay.
+    calls["all_reduce", BYTES * positions] += 1
+    calls["all_reduce", 2 * BYTES * positions] += 1
     return calls
 
 

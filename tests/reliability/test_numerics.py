@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from config.job_config import Numerics, Optimizer
 from metrics.stragglers import WINDOWS, Stragglers
@@ -65,12 +64,8 @@ class Training:
     def backward(self, step: int, fault: "Fault | None" = None) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * step + self.coordinate)
         tokens = torch.randint(300, (2, SEQ_LEN + 1), generator=generator)
-        with loss_parallel():
-            return self.backward_of(tokens, fault)
-
-    def backward_of(self, tokens: torch.Tensor, fault: "Fault | None") -> torch.Tensor:
         logits = self.model(tokens[:, :-1])
-        loss = cross_entropy_sum(logits, tokens[:, 1:]) / 100
+        loss = cross_entropy_sum(logits, tokens[:, 1:], 100)
         hits = fault is not None and dist.get_rank() == fault.rank
         if hits and fault.place == "loss":
             loss = loss + fault.value
