@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests. --all adds the long soaks; other arguments go to pytest.
 set -euo pipefail
-EXTRA=test
+EXTRA="test"
 source "$(dirname "${BASH_SOURCE[0]}")/tools/find_python.sh"
 cd "$ROOT"
 

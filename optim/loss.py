@@ -11,9 +11,7 @@ from runtime.labels import IGNORED
 CHUNK = 1 << 24
 
 
-def cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, divisor: int = 1
-) -> torch.Tensor:
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, divisor: int = 1) -> torch.Tensor:
     """Cross entropy in nats, summed over the labels that are not ``IGNORED``, over ``divisor``.
 
     logits (b, s, vocab_size), labels (b, s) int64. At least float32. The caller divides by the

@@ -1,6 +1,8 @@
 """Exit codes are an interface: launchers and schedulers decide from them."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 DONE = 0
 FAILED = 1  # retry
@@ -25,3 +27,26 @@ NOT_FINITE = Ending("a loss or gradient that is not finite", DO_NOT_REQUEUE, _AG
 SPIKES = Ending("too many spikes", DO_NOT_REQUEUE, _AGAIN, False)
 DATA_ENDED = Ending("the end of the data", DONE, "[[data.sources]] with repeat = true begin again")
 NOT_SAVED = Ending("checkpoints that could not be saved", FAILED, is_saved=False)
+
+
+def report(control: Path, code: int) -> None:
+    """Write what the run's launcher ends with to ``control/exit_code``: schedulers flatten it.
+
+    Of a start that was refused before there was a run, nothing is left.
+    """
+    if not control.exists():
+        return
+    scratch = control / ".exit_code"
+    scratch.write_text(f"{code}\n")
+    os.replace(scratch, control / "exit_code")
+
+
+def reported(control: Path) -> int | None:
+    """What the last launcher ended with; None if it has not ended, or was killed."""
+    path = control / "exit_code"
+    return int(path.read_text()) if path.exists() else None
+
+
+def forget(control: Path) -> None:
+    """A launcher begins: until it ends, there is no code."""
+    (control / "exit_code").unlink(missing_ok=True)

@@ -33,6 +33,8 @@ POLL_SECONDS = 0.2
 # How long the launcher waits for last words, and how long a rank without an error of its own
 # waits for one before it leaves.
 PATIENCE_SECONDS = 1.0
+# Behind a cut link the store keeps whoever asks it waiting, for a quarter of an hour.
+STORE_SECONDS = 10.0
 # More would hide the first ones.
 MOST_NAMED = 8
 
@@ -97,8 +99,11 @@ class Witness:
         trace: TracebackType | None,
     ) -> None:
         self._is_over.set()
-        self._thread.join()
-        if self._is_alone:
+        self._thread.join(STORE_SECONDS)
+        if self._thread.is_alive() and isinstance(error, Exception):
+            traceback.print_exception(error)
+            os._exit(exit_codes.FAILED)
+        if self._is_alone or self._thread.is_alive():
             return
         try:
             if isinstance(error, Exception):
@@ -205,6 +210,11 @@ def judge(
         traceback=errors[0].traceback if errors and not killed else "",
         silent=silent,
     )
+
+
+def is_alarmed(store: dist.Store) -> bool:
+    """Whether a rank has failed, as far as ``store`` knows; ``dist.DistError`` if it is gone."""
+    return dist.PrefixStore(PREFIX, store).check([ALARM])
 
 
 def _read(store: dist.Store, key: str, world_size: int) -> dict[int, Words]:

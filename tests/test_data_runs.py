@@ -57,8 +57,8 @@ def test_a_mixture_ends_alike_on_every_mesh(tmp_path: Path, packing: str) -> Non
     assert "stopped by the end of the data" in log(want)
     *_, last, validation = records(want)
     assert set(validation) == {
-        "step", "time", "restarts", "validation_loss", "validation_loss/sun", "validation_loss/moon",
-        "validation_bits_per_byte",
+        "step", "time", "restarts", "validation_bits_per_byte",
+        "validation_loss", "validation_loss/sun", "validation_loss/moon",
     }  # fmt: skip
     # A byte is a token, but for the two markers of a document.
     bits = validation["validation_loss"] / math.log(2.0)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,13 +31,16 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from runtime import exit_codes
 from runtime.control import SIGNALS
-from runtime.post_mortem import Verdict, judge
+from runtime.post_mortem import STORE_SECONDS, Verdict, is_alarmed, judge
 
 # Seconds that ranks have to save after a signal before they are killed.
 SHUTDOWN_SECONDS = 120
 # A process that waits for a driver or for a disk does not even hear SIGKILL.
 KILL_SECONDS = 5
 RENDEZVOUS_SECONDS = 900
+LISTEN_SECONDS = 1.0
+# What ranks have to end by themselves after the head node's launcher did.
+FAREWELL_SECONDS = 30.0
 # What ranks end with on purpose; the others then are on their way out too.
 MEANT = {
     exit_codes.DONE,
@@ -100,7 +104,7 @@ def run_ranks(
         master_port=store.port,
     )
     with tempfile.TemporaryDirectory() as folder:
-        agent = Agent(spec, RankLogs(folder, shown, logs), store)
+        agent = Agent(spec, RankLogs(folder, shown, logs), store, has_others=nodes.count > 1)
         message, received = "", None
         try:
             failures = agent.run().failures.values()
@@ -198,10 +202,17 @@ class RankLogs(DefaultLogsSpecs):
 class Agent(LocalElasticAgent):
     """Asks who failed before it ends the others, and gives ranks time to save after a signal."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, store: dist.Store) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, store: dist.TCPStore, *, has_others: bool
+    ) -> None:
         super().__init__(spec, logs)
         self._ranks_store = store
         self.verdict: Verdict | None = None
+        self._is_alarmed = threading.Event()
+        if has_others:
+            # A connection of its own: of one, only one thread can wait for an answer.
+            mine = dist.TCPStore(store.host, store.port, is_master=False)
+            threading.Thread(target=self._listen, args=(mine,), daemon=True).start()
 
     def exit_codes(self) -> dict[int, int | None]:
         """Of this node's ranks; None while one runs."""
@@ -212,16 +223,36 @@ class Agent(LocalElasticAgent):
     def judge_failure(self) -> None:
         """If a rank failed, and for the first time, find out why; end those that hang."""
         codes = self.exit_codes()
-        if self.verdict is not None or set(codes.values()) <= MEANT | {None}:
+        is_over = set(codes.values()) <= MEANT
+        has_failed = not set(codes.values()) <= MEANT | {None}
+        if self.verdict is not None or is_over or not (has_failed or self._is_alarmed.is_set()):
             return
         world_size = self.get_worker_group().workers[0].world_size
-        try:
-            self.verdict = judge(self._ranks_store, world_size, self.exit_codes)
-        except dist.DistError:
-            lines = ["the launcher of the head node does not answer"]
-            self.verdict = Verdict(lines, traceback="", silent=list(codes))
+        verdicts: list[Verdict] = []
+
+        def ask() -> None:
+            with suppress(dist.DistError):
+                verdicts.append(judge(self._ranks_store, world_size, self.exit_codes))
+
+        # Behind a cut link the head's store would keep us waiting for a quarter of an hour.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(STORE_SECONDS)
+        lines = ["the launcher of the head node does not answer"]
+        unheard = Verdict(lines, traceback="", silent=list(codes))
+        self.verdict = verdicts[0] if verdicts else unheard
         # What hangs does not hear SIGTERM either, after which torchrun waits 30 seconds.
         self.kill(self.verdict.silent)
+
+    def _listen(self, store: dist.Store) -> None:
+        """Hear of failures on other nodes: here, all ranks may hang and none have failed."""
+        try:
+            while not is_alarmed(store):
+                time.sleep(LISTEN_SECONDS)
+        except dist.DistError:
+            # The head has left. If it had no reason to, ranks here are on their way out as well.
+            time.sleep(FAREWELL_SECONDS)
+        self._is_alarmed.set()
 
     def kill(self, ranks: list[int]) -> None:
         """End those of ``ranks`` that run on this node, and what they started, unasked."""

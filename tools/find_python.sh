@@ -8,7 +8,7 @@ EXTRA=${EXTRA:-}
 
 has_requirements() {
   local missing
-  missing=$("$1" "$ROOT/tools/missing_requirements.py" $EXTRA 2>/dev/null) && [[ -z $missing ]]
+  missing=$("$1" "$ROOT/tools/missing_requirements.py" ${EXTRA:+"$EXTRA"} 2>/dev/null) && [[ -z $missing ]]
 }
 
 is_new_enough() {

@@ -40,7 +40,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         _, args = find_model(config.model.name, config.model.flavor)
         has_gpu = torch.cuda.is_available()
         check_support(config, args, n_ranks * nodes.count, has_gpu=has_gpu)
-        shown = shown_ranks(environment.get("LOG_RANK") or "0")
+        # All log the same; one copy of it is enough.
+        asked = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
+        shown = shown_ranks(asked) if asked else set()
     except ValueError as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
@@ -48,6 +50,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     program = [str(TRAINER), str(config_path), *overrides]
     run_folder = Path(config.job.output_dir) / config.job.name
     logs, control = run_folder / "logs", run_folder / "control"
+    if nodes.rank == 0:
+        exit_codes.forget(control)
     end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
@@ -55,9 +59,10 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if nodes.rank > 0:
         return code
     if code == exit_codes.FAILED:
-        return fail(end, control)
-    if code in (exit_codes.DONE, exit_codes.PREEMPTED):
+        code = fail(end, control)
+    elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
         record_end(control, _outcome(control))
+    exit_codes.report(control, code)
     return code
 
 

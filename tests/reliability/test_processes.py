@@ -231,6 +231,33 @@ def test_a_hung_rank_is_named(
     seen(f"{named}, the slowest {max(seconds):.1f} s after the timeout")
 
 
+def test_a_node_whose_ranks_all_hang_ends_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher has no rank that fails: it must hear of it from the others."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for name, value in {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    nodes = []
+    try:
+        for number in ("0", "1"):
+            monkeypatch.setenv("NODE_RANK", number)
+            nodes.append(start(tmp_path, 1, **LONG))
+        wait_for_steps(tmp_path, nodes[0])
+        (hung,) = ranks_of(nodes[1].pid).values()
+        os.kill(hung, signal.SIGSTOP)
+        for node in nodes:
+            node.wait(TIMEOUT_SECONDS + 60)
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert {node.returncode for node in nodes} == {FAILED}
+    assert re.match(r"rank 1 \(.*\) did not answer", failures(tmp_path)[-1]["reason"])
+    assert not is_running(hung)
+
+
 @pytest.mark.row(13, "A crash loop is bounded")
 def test_a_crash_loop_is_bounded(tmp_path: Path, seen: Callable[[str], None]) -> None:
     # What the run wants to write to is a folder: an error of its own, not of the config.

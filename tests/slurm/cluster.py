@@ -1,0 +1,224 @@
+"""A Slurm cluster on this machine, for as long as a test needs it.
+
+One controller and a few nodes, each with a name and an address of its own on the loopback: root
+and Debian's packages of Slurm are all that it takes. Everything is in one temporary folder, nothing
+in /etc is read, and only what was started here is ended.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare", "setpriv")
+CPUS = 4
+PATIENCE_SECONDS = 180
+# In namespaces of its own a node has its name, and knows the others'.
+ENTER = """
+hostname "$0" && mount --bind "$1/hosts" /etc/hosts &&
+mount --bind "$1/nsswitch.conf" /etc/nsswitch.conf && shift && exec "$@"
+"""
+
+
+class Cluster:
+    """Starts jobs, says how they are, and makes nodes crash. Only of ``cluster()``."""
+
+    def __init__(self, folder: Path, n_nodes: int) -> None:
+        self.folder, self.nodes = folder, [f"n{i}" for i in range(n_nodes)]
+        # Of the caller's environment, what says that this is a job already would confuse Slurm.
+        self.environment = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM", "SBATCH", "SRUN"))
+        } | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._namespaces: dict[str, str] = {}
+
+    def sbatch(self, *arguments: str, cwd: Path, **environment: str) -> str:
+        """Submit a job; return its id."""
+        return self.call("sbatch", "--parsable", *arguments, cwd=cwd, **environment).strip()
+
+    def call(self, *command: str, cwd: Path | None = None, **environment: str) -> str:
+        done = subprocess.run(
+            command,
+            env=self.environment | environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def show(self, job: str, key: str) -> str:
+        """What ``scontrol show job`` says: JobState, Restarts, ExitCode, NodeList, ..."""
+        (value,) = re.findall(rf"(?<!\S){key}=(\S*)", self.call("scontrol", "show", "job", job))
+        return str(value)
+
+    def wait(self, job: str, state: str) -> None:
+        """Until the job is in a state that it does not leave by itself."""
+        final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        wait_until(lambda: self.show(job, "JobState") in final | {state})
+        assert self.show(job, "JobState") == state, self.call("scontrol", "show", "job", job)
+
+    def crash(self, node: str) -> None:
+        """The node loses its power: all that runs on it is gone at once."""
+        for path in Path("/proc").iterdir():
+            if path.name.isdecimal() and _namespace(int(path.name)) == self._namespaces.get(node):
+                with suppress(ProcessLookupError):
+                    os.kill(int(path.name), signal.SIGKILL)
+        self._daemons[node].wait()
+
+    def start(self) -> None:
+        for name in ("run", "state", "log", *(f"spool/{node}" for node in self.nodes)):
+            (self.folder / name).mkdir(parents=True)
+        _configure(self.folder, self.nodes)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        run = self.folder / "run"
+        options = {"key-file": key, "socket": run / "munge", "pid-file": run / "munged.pid"}
+        options |= {"log-file": self.folder / "log" / "munged", "seed-file": run / "munged.seed"}
+        # Of a folder that is its owner's alone it would complain.
+        flags = ["--force", "--foreground", "--num-threads=2"]
+        self._daemon("munged", "munged", *flags, *(f"--{k}={v}" for k, v in options.items()))
+        wait_until((run / "munge").exists)
+        self._daemon("ctl", *self._in("ctl"), "slurmctld", "-D", "-c")
+        for node in self.nodes:
+            self._daemon(node, *self._in(node), "slurmd", "-D", "-N", node)
+        wait_until(lambda: self._ready() == set(self.nodes))
+        self._namespaces = {node: _namespace(self._daemons[node].pid) for node in self.nodes}
+        assert len(set(self._namespaces.values()) - {"", _namespace(os.getpid())}) == len(
+            self.nodes
+        )
+
+    def stop(self) -> None:
+        for node in self._namespaces:
+            self.crash(node)
+        for daemon in self._daemons.values():
+            daemon.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                daemon.wait(5)
+            daemon.kill()
+            daemon.wait()
+
+    def _ready(self) -> set[str]:
+        return set(self.call("sinfo", "--noheader", "-N", "-t", "idle", "-o", "%N").split())
+
+    def _in(self, host: str) -> list[str]:
+        unshare = ["unshare", "--uts", "--mount", "--propagation", "private"]
+        return [*unshare, "sh", "-c", ENTER, host, str(self.folder)]
+
+    def _daemon(self, name: str, *command: str) -> None:
+        with (self.folder / "log" / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                # Also when this process is killed.
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+@contextmanager
+def cluster(n_nodes: int) -> Iterator[Cluster]:
+    """Nodes n0, n1, ... that wait for jobs; skips the test where there cannot be any."""
+    _require()
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    found = Cluster(folder, n_nodes)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+        shutil.rmtree(folder)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} seconds"
+        time.sleep(0.1)
+
+
+def _require() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("nodes with names of their own need root")
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    if all(map(shutil.which, PROGRAMS)):
+        return
+    if shutil.which("apt-get") is None:
+        pytest.skip(f"needs Debian's packages {', '.join(PACKAGES)}")
+    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    # Daemons that a package would start are not ours to start.
+    install = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
+    for command in (["apt-get", "update"], install):
+        done = subprocess.run(command, env=quiet, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"could not install {', '.join(PACKAGES)}: {done.stderr.strip()}")
+
+
+def _namespace(process: int) -> str:
+    try:
+        return os.readlink(f"/proc/{process}/ns/uts")
+    except OSError:
+        return ""
+
+
+def _configure(folder: Path, nodes: list[str]) -> None:
+    base = 20000 + os.getpid() % 10000
+    addresses = {node: f"127.0.0.{10 + i}" for i, node in enumerate(nodes)}
+    names = {"localhost": "127.0.0.1", "ctl": "127.0.0.1"} | addresses
+    hosts = "".join(f"{address} {name}\n" for name, address in names.items())
+    (folder / "hosts").write_text(hosts)
+    (folder / "nsswitch.conf").write_text("hosts: files\npasswd: files\ngroup: files\n")
+    values = {
+        "ClusterName": "test",
+        "SlurmctldHost": "ctl(127.0.0.1)",
+        "SlurmUser": "root",
+        "SlurmctldPort": str(base),
+        "CommunicationParameters": "NoCtldInAddrAny",
+        # A requeued job waits as long as a credential lives: two minutes by default.
+        "AuthInfo": f"socket={folder}/run/munge,cred_expire=5",
+        "StateSaveLocation": f"{folder}/state",
+        "SlurmdSpoolDir": f"{folder}/spool/%n",
+        "SlurmctldPidFile": f"{folder}/run/slurmctld.pid",
+        "SlurmdPidFile": f"{folder}/run/slurmd.%n.pid",
+        "SlurmctldLogFile": f"{folder}/log/slurmctld",
+        "SlurmdLogFile": f"{folder}/log/slurmd.%n",
+        # No cgroups, and more CPUs per node than there are.
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "SlurmdParameters": "config_overrides",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core",
+        "MailProg": "/bin/true",
+        "ReturnToService": "2",
+        # Seconds for what takes minutes on a real one.
+        "SlurmdTimeout": "8",
+        "KillWait": "20",
+        "MessageTimeout": "5",
+        "TCPTimeout": "2",
+        "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,sched_min_interval=0",
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+    }
+    lines = [f"{key}={value}" for key, value in values.items()]
+    for i, (node, address) in enumerate(addresses.items()):
+        place = f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={base + 1 + i}"
+        lines.append(f"{place} CPUs={CPUS} SocketsPerBoard=1 CoresPerSocket={CPUS} RealMemory=4000")
+    for name, tier, grace in (("low", 1, 60), ("high", 10, 0)):
+        parts = f"Nodes={','.join(nodes)} PriorityTier={tier} GraceTime={grace}"
+        default = "YES" if name == "low" else "NO"
+        lines.append(f"PartitionName={name} {parts} Default={default} MaxTime=INFINITE State=UP")
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")

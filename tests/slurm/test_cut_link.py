@@ -1,0 +1,101 @@
+"""Two hosts with a network of their own: a run whose cable is cut ends, and resumes with it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.forked import QUICK, checkpoints, log, run
+from tests.slurm.cluster import wait_until
+from tests.test_train import ROOT, SMALL, curve
+
+HOSTS = ("a", "b")
+TIMEOUT_SECONDS = 8
+# torch.distributed notices within the timeout, the launcher a little later.
+BOUND_SECONDS = 120
+
+
+@contextmanager
+def hosts() -> Iterator[str]:
+    """Network namespaces on one switch, 10.213.0.1 and .2; what their names begin with."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    name = f"cut{os.getpid()}"
+    try:
+        ip("netns", "add", f"{name}-switch")
+        ip("-n", f"{name}-switch", "link", "add", "switch", "type", "bridge")
+        ip("-n", f"{name}-switch", "link", "set", "switch", "up")
+        for i, host in enumerate(HOSTS, start=1):
+            inside = f"{name}-{host}"
+            ip("netns", "add", inside)
+            pair = ["type", "veth", "peer", "name", "eth0", "netns", inside]
+            ip("-n", f"{name}-switch", "link", "add", f"port-{host}", *pair)
+            plug = ["master", "switch", "up"]
+            ip("-n", f"{name}-switch", "link", "set", f"port-{host}", *plug)
+            ip("-n", inside, "addr", "add", f"10.213.0.{i}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                ip("-n", inside, "link", "set", interface, "up")
+        yield name
+    finally:
+        for host in (*HOSTS, "switch"):
+            subprocess.run(["ip", "netns", "del", f"{name}-{host}"], check=False)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+@contextmanager
+def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """One run on both hosts, a rank each; what host i says is in ``folder/host-i.log``."""
+    keys = SMALL | QUICK | {"job.output_dir": str(folder)} | overrides
+    arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
+    environment = os.environ | {"PYTHON": sys.executable, "NGPU": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"NNODES": "2", "MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+    environment |= {"LOG_RANK": "0"}
+    launchers = []
+    for i, host in enumerate(HOSTS):
+        with (folder / f"host-{i}.log").open("ab") as output:
+            launchers.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", f"{name}-{host}", ROOT / "run_train.sh", *arguments],
+                    env=environment | {"NODE_RANK": str(i)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        yield launchers
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+
+
+def test_a_cut_link_ends_both_hosts_and_the_same_command_resumes(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    cut.mkdir()
+    keys = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
+    keys |= {"checkpoint.interval": "5", "checkpoint.keep_latest_k": "2"}
+    keys |= {"comm.train_timeout_seconds": str(TIMEOUT_SECONDS)}
+    with hosts() as name:
+        with started(name, cut, **keys) as launchers:
+            wait_until(lambda: len(checkpoints(cut)) == 2)
+            ip("-n", f"{name}-switch", "link", "set", "port-b", "down")
+            begin = time.monotonic()
+            codes = [launcher.wait(BOUND_SECONDS) for launcher in launchers]
+            print(f"ended with {codes} after {time.monotonic() - begin:.1f} seconds")
+            assert 0 not in codes
+            assert max(curve(cut)) < 40
+        ip("-n", f"{name}-switch", "link", "set", "port-b", "up")
+        with started(name, cut, **keys) as launchers:
+            assert [launcher.wait(240) for launcher in launchers] == [0, 0]
+    assert "resumed from step" in (cut / "host-0.log").read_text()
+    run(whole, 2, **keys)
+    assert curve(cut) == curve(whole), log(whole)

@@ -1,0 +1,200 @@
+"""Real jobs of a real Slurm: they train, survive what ends jobs, and end when they should."""
+
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from checkpoint.store import published, step_of
+from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE
+from runtime.failures import MOST_ATTEMPTS
+from tests.reliability import forked
+from tests.slurm.cluster import Cluster, cluster, wait_until
+from tests.test_train import ROOT, curve
+
+LONG = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
+# After which a requeued job would have begun again.
+SETTLED_SECONDS = 8.0
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with cluster(4) as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Job:
+    slurm: Cluster
+    id: str
+    folder: Path
+    """Of its log, and the output_dir of its run."""
+    name: str = "debug_model"
+
+    @property
+    def control(self) -> Path:
+        return self.folder / self.name / "control"
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+    def checkpoints(self) -> list[int]:
+        return [step_of(path) for path in published(self.folder / self.name / "checkpoints")]
+
+    def wait_for_steps(self, restarts: int) -> None:
+        """Until a few steps are made in that restart, none of them written to a checkpoint yet."""
+        wait_until(lambda: self.slurm.show(self.id, "Restarts") == str(restarts))
+        begun = max(self.checkpoints(), default=0)
+        wait_until(lambda: max([0, *self.steps()]) >= begun + 5)
+
+    def steps(self) -> list[int]:
+        path = self.folder / self.name / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["step"] for line in lines if line.endswith("}")]
+
+    def wait(self, state: str) -> None:
+        try:
+            self.slurm.wait(self.id, state)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log()}") from None
+
+
+def submit(
+    slurm: Cluster,
+    folder: Path,
+    *sbatch: str,
+    n_ranks: int = 1,
+    config: Path = forked.CONFIG,
+    environment: dict[str, str] | None = None,
+    **overrides: str,
+) -> Job:
+    folder.mkdir(exist_ok=True)
+    site = folder / "site.sh"
+    if not site.exists():
+        site.write_text(f"export NGPU={n_ranks} OMP_NUM_THREADS=1\n")
+    arguments = [str(config), *forked.options(folder, **overrides)]
+    script = [str(ROOT / "slurm" / "train.sbatch"), *arguments]
+    output = ["--output", str(folder / "%x-%j.log")]
+    told = {"SITE": str(site), "PYTHON": sys.executable} | (environment or {})
+    return Job(slurm, slurm.sbatch(*output, *sbatch, *script, cwd=ROOT, **told), folder)
+
+
+def test_a_job_warned_and_requeued_ends_with_the_bits_of_one_that_was_not(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    steps = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
+    job = submit(slurm, tmp_path / "stopped", "--nodes=2", n_ranks=2, **steps)
+    job.wait_for_steps(0)
+    # What --signal=B:USR1@300 does before the time is over.
+    slurm.call("scancel", "--batch", "--signal=USR1", job.id)
+    job.wait_for_steps(1)
+    slurm.call("scontrol", "requeue", job.id)
+    job.wait("COMPLETED")
+    log = job.log()
+    assert slurm.show(job.id, "Restarts") == "2"
+    assert "requeue: stopped by a signal, and saved" in log
+    assert log.count("resumed from step") == 2
+    assert "ranks: 4 on cpu" in log
+    assert "dp_shard=4" in log
+    forked.run(tmp_path / "whole", 4, **steps)
+    assert curve(job.folder) == curve(tmp_path / "whole")
+    assert len(curve(job.folder)) == 40
+
+
+def test_a_node_that_dies_is_replaced_and_a_person_ends_the_run(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    replicate = {"parallelism.data_parallel_replicate_degree": "2"}
+    saved = {"checkpoint.interval": "5"}
+    nodes = ["--nodes=2", "--exclude=n3"]
+    job = submit(slurm, tmp_path, *nodes, n_ranks=2, **LONG, **replicate, **saved)
+    wait_until(lambda: len(job.checkpoints()) > 1)
+    slurm.crash("n1")
+    job.wait_for_steps(1)
+    assert slurm.show(job.id, "NodeList") == "n[0,2]"
+    assert "dp_replicate=2, dp_shard=2" in job.log()
+    assert "resumed from step" in job.log()
+    (job.control / "stop").touch()
+    job.wait("COMPLETED")
+    assert "stop: stopped stop file" in job.log()
+    assert slurm.show(job.id, "Restarts") == "1"
+
+
+def test_a_preempted_job_resumes_and_a_cancelled_one_has_saved(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    job = submit(slurm, tmp_path, "--nodelist=n0", **LONG)
+    job.wait_for_steps(0)
+    urgent = ["--partition=high", "--nodelist=n0", "--exclusive", "--output=/dev/null"]
+    slurm.sbatch(*urgent, "--wrap", "sleep 1", cwd=ROOT)
+    job.wait_for_steps(1)
+    preempted = job.checkpoints()
+    slurm.call("scancel", job.id)
+    job.wait("CANCELLED")
+    assert "resumed from step" in job.log()
+    wait_until(lambda: "told to end; what follows is Slurm's to decide" in job.log())
+    assert job.checkpoints()[0] > preempted[0]
+    assert_settled(job, "CANCELLED", restarts=1)
+
+
+def test_a_crash_loop_ends(slurm: Cluster, tmp_path: Path) -> None:
+    # What the run wants to write to is a folder: an error of its own, not of the config.
+    (tmp_path / "debug_model" / "config.toml").mkdir(parents=True)
+    job = submit(slurm, tmp_path, **LONG)
+    job.wait("FAILED")
+    assert slurm.show(job.id, "ExitCode") == f"{DO_NOT_REQUEUE}:0"
+    lines = (job.control / "failures").read_text().splitlines()
+    assert [json.loads(line)["attempt"] for line in lines] == list(range(1, MOST_ATTEMPTS + 1))
+    assert "IsADirectoryError" in job.log()
+    assert_settled(job, "FAILED", restarts=MOST_ATTEMPTS - 1)
+
+
+def test_a_sweep_trains_a_run_per_task_with_text_as_it_was_typed(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / 'it\'s "a" $(touch hit) folder'
+    sweep = tmp_path / "sweep.toml"
+    sweep.write_text(
+        "[[runs]]\noptimizer.lr = 1e-3\n[[runs]]\noptimizer.lr = 2e-3\ndata.sources = "
+        "[{type = 'builtin', weight = 2.0}]\n[[runs]]\njob.name = 'own'\n"
+    )
+    prompt = "`touch hit`; $(touch hit) 'a' \"b\"\n--job.name c\\n *"
+    job = submit(
+        slurm,
+        folder,
+        "--array=0-3",
+        environment={"SWEEP": str(sweep)},
+        **{"training.steps": "2", "validation.sample_prompt": prompt},
+    )
+    wait_until(lambda: not slurm.call("squeue", "--noheader", "--jobs", job.id))
+    configs = {
+        path.parent.name: tomllib.loads(path.read_text()) for path in folder.glob("*/config.toml")
+    }
+    assert configs.keys() == {"debug_model-0", "debug_model-1", "own"}, job.log()
+    rates = [configs[f"debug_model-{i}"]["optimizer"]["lr"] for i in range(2)]
+    assert rates == [1e-3, 2e-3]
+    assert configs["debug_model-1"]["data"]["sources"][0]["weight"] == 2.0
+    assert {config["validation"]["sample_prompt"] for config in configs.values()} == {prompt}
+    assert len([*folder.glob("*/checkpoints/step-00000002")]) == 3
+    assert not [*tmp_path.rglob("hit"), *ROOT.glob("hit")]
+    assert f"{sweep}: there is no runs[3], only 0 to 2" in job.log()
+    assert slurm.show(f"{job.id}_3", "ExitCode") == f"{BAD_CONFIG}:0"
+
+
+def test_a_bad_configuration_ends_the_job(slurm: Cluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, "--nodes=2", **{"parallelism.tensor_parallel_degree": "3"})
+    job.wait("FAILED")
+    assert slurm.show(job.id, "ExitCode") == f"{BAD_CONFIG}:0"
+    assert "tp 3 do not make 2 ranks" in job.log()
+    assert "srun ended" not in job.log()
+    assert_settled(job, "FAILED", restarts=0)
+
+
+def assert_settled(job: Job, state: str, *, restarts: int) -> None:
+    with pytest.raises(AssertionError, match="not within"):
+        wait_until(lambda: job.slurm.show(job.id, "JobState") != state, SETTLED_SECONDS)
+    assert job.slurm.show(job.id, "Restarts") == str(restarts)

@@ -1,0 +1,99 @@
+"""Whether a Slurm job goes on, from what its launcher left, without Slurm."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import exit_codes
+from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
+from runtime.failures import MOST_ATTEMPTS, record_failure
+from tests.test_train import ROOT
+from tools.slurm_end import MOST_REQUEUES, decide, main
+
+SOME_SIGNAL = -9
+
+
+def ended(folder: Path, code: int | None, outcome: str = "") -> Path:
+    control = folder / "control"
+    control.mkdir(exist_ok=True)
+    exit_codes.report(control, 0 if code is None else code)
+    if code is None:
+        exit_codes.forget(control)
+    (control / "outcome").write_text(f"{outcome}\n")
+    return control
+
+
+@pytest.mark.parametrize("is_warned", [False, True])
+@pytest.mark.parametrize(
+    ("code", "outcome", "decision"),
+    [
+        (DONE, "done", DONE),
+        (DONE, "stopped stop file", DONE),
+        (BAD_CONFIG, "", BAD_CONFIG),
+        (DO_NOT_REQUEUE, "", DO_NOT_REQUEUE),
+        (PREEMPTED, "stopped SIGUSR1", PREEMPTED),
+        (FAILED, "", PREEMPTED),
+        (SOME_SIGNAL, "", PREEMPTED),
+        (None, "", PREEMPTED),
+    ],
+)
+def test_the_decision(
+    code: int | None, outcome: str, decision: int, is_warned: bool, tmp_path: Path
+):
+    found, reason = decide(ended(tmp_path, code, outcome), is_warned=is_warned)
+    assert found == decision
+    assert reason
+
+
+@pytest.mark.parametrize(
+    ("code", "decision"),
+    [(PREEMPTED, DONE), (FAILED, FAILED), (None, FAILED), (BAD_CONFIG, BAD_CONFIG)],
+)
+def test_who_is_told_to_stop_by_a_person_stays_stopped(
+    code: int | None, decision: int, tmp_path: Path
+):
+    control = ended(tmp_path, code)
+    (control / "stop").touch()
+    assert decide(control, is_warned=True)[0] == decision
+
+
+@pytest.mark.parametrize(("code", "is_warned"), [(None, False), (None, True), (FAILED, True)])
+def test_failures_that_no_launcher_counts_are_bounded(
+    code: int | None, is_warned: bool, tmp_path: Path
+):
+    control = ended(tmp_path, code)
+    found = [decide(control, is_warned=is_warned)[0] for _ in range(MOST_ATTEMPTS)]
+    assert found == [PREEMPTED] * (MOST_ATTEMPTS - 1) + [DO_NOT_REQUEUE]
+
+
+def test_a_failure_that_a_launcher_counted_is_not_counted_twice(tmp_path: Path):
+    control = ended(tmp_path, FAILED)
+    assert record_failure(control, lines=["it broke"], codes={0: 1}) == 1
+    assert decide(control, is_warned=False)[0] == PREEMPTED
+    assert record_failure(control, lines=["it broke"], codes={0: 1}) == 2
+
+
+def test_requeues_without_progress_are_bounded_and_progress_forgives(tmp_path: Path):
+    control = ended(tmp_path, PREEMPTED, "stopped SIGTERM")
+    for step in (0, 4):
+        (control / "progress").write_text(f"{step}\n")
+        found = [decide(control, is_warned=False)[0] for _ in range(MOST_REQUEUES)]
+        assert set(found) == {PREEMPTED}
+    assert decide(control, is_warned=False)[0] == DO_NOT_REQUEUE
+
+
+def test_a_run_that_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(tmp_path / "run")]) == PREEMPTED
+    assert capsys.readouterr().out.startswith("requeue: ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["run", "warnt"]])
+def test_what_it_does_not_understand_it_refuses(arguments: list[str]):
+    assert main(arguments) == BAD_CONFIG
+
+
+def test_it_is_quick():
+    command = "import tools.slurm_end, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)
