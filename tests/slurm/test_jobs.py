@@ -167,7 +167,7 @@ def test_a_sweep_trains_a_run_per_task_with_text_as_it_was_typed(
         slurm,
         folder,
         "--array=0-3",
-        environment={"SWEEP": str(sweep)},
+        environment={"SWEEP": str(sweep), "PREFLIGHT": "1"},
         **{"training.steps": "2", "validation.sample_prompt": prompt},
     )
     wait_until(lambda: not slurm.call("squeue", "--noheader", "--jobs", job.id))
@@ -180,6 +180,7 @@ def test_a_sweep_trains_a_run_per_task_with_text_as_it_was_typed(
     assert configs["debug_model-1"]["data"]["sources"][0]["weight"] == 2.0
     assert {config["validation"]["sample_prompt"] for config in configs.values()} == {prompt}
     assert len([*folder.glob("*/checkpoints/step-00000002")]) == 3
+    assert job.log().count("all is well") == 3
     assert not [*tmp_path.rglob("hit"), *ROOT.glob("hit")]
     assert f"{sweep}: there is no runs[3], only 0 to 2" in job.log()
     assert slurm.show(f"{job.id}_3", "ExitCode") == f"{BAD_CONFIG}:0"
