@@ -90,6 +90,7 @@ def run_ranks(
     if logs is not None:
         logs = logs / _agreed(store, nodes, time.strftime("%Y%m%d-%H%M%S"))
         _keep_flight_records(logs)
+        new = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     rendezvous = StaticTCPRendezvous(
         store.host, store.port, nodes.rank, nodes.count, "shardloom", RENDEZVOUS_SECONDS
     )
@@ -118,7 +119,7 @@ def run_ranks(
             agent.kill([rank for rank, code in agent.exit_codes().items() if code is None])
     codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
     if logs is not None:
-        _forget_empty(logs, list(codes))
+        _forget_empty(logs, list(codes), new)
     return End(codes, message, received, agent.verdict)
 
 
@@ -140,13 +141,16 @@ def _keep_flight_records(logs: Path) -> None:
         os.environ.setdefault(name, value)
 
 
-def _forget_empty(logs: Path, ranks: list[int]) -> None:
-    """Of those who said nothing, and of a start that was refused, leave nothing."""
+def _forget_empty(logs: Path, ranks: list[int], new: list[Path]) -> None:
+    """Of those who said nothing, and of a start that was refused, leave nothing.
+
+    ``new``: the folders that were not there before, the innermost first.
+    """
     for path in (logs / f"rank-{rank}.{suffix}" for rank in ranks for suffix in ("out", "err")):
         if path.exists() and path.stat().st_size == 0:
             path.unlink()
     with suppress(OSError):  # the first that is not empty
-        for folder in (logs, *logs.parents[:2]):
+        for folder in new:
             folder.rmdir()
 
 
