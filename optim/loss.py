@@ -45,11 +45,11 @@ class _CrossEntropySum(torch.autograd.Function):
         n = max(1, CHUNK // n_ids)
         losses = []
         for part, label in zip(rows.split(n), labels.flatten().split(n), strict=True):
-            precise = part.to(torch.promote_types(part.dtype, torch.float32))
-            peak = precise.amax(-1)
+            peak = part.amax(-1).to(torch.promote_types(part.dtype, torch.float32))
             if group is not None:
                 dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-            shifted = precise - peak[:, None]
+            # In the precision of the peak, without a copy of the part in it.
+            shifted = part - peak[:, None]
             is_own = (label >= first) & (label < first + n_ids)
             index = torch.where(is_own, label - first, 0)[:, None]
             target = shifted.gather(1, index)[:, 0] * is_own
