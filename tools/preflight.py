@@ -13,10 +13,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,7 +48,6 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     seconds = config.comm.init_timeout_seconds
-    store = None
     if nodes.count > 1:
         try:
             store = _open_store(nodes, seconds)
@@ -65,8 +62,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     # As safe a path for the ranks as ours.
     program = [*(["-P"] if sys.flags.safe_path else []), *PROGRAM, *arguments]
-    with _leaving_after_head(store if nodes.rank > 0 else None):
-        end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown={0})
+    end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown={0})
     codes = set(end.codes.values())
     if exit_codes.BAD_CONFIG in codes:
         return exit_codes.BAD_CONFIG
@@ -76,29 +72,6 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         told = [f"exit codes by rank: {end.codes}"] if end.verdict is None else end.verdict.lines
         print("the ranks did not come to an end:\n  " + "\n  ".join(told), file=sys.stderr)
     return exit_codes.FAILED
-
-
-@contextmanager
-def _leaving_after_head(store: dist.Store | None) -> Iterator[None]:
-    """End this process, and with it its ranks, some seconds after the head node's launcher.
-
-    That one names who hangs. A rank that does not even hear signals would keep us here for good.
-    """
-    is_over = threading.Event()
-
-    def watch(store: dist.Store) -> None:
-        with suppress(dist.DistError):
-            while not is_over.wait(1.0):
-                store.check(["met"])
-        if not is_over.wait(FAREWELL_SECONDS):
-            os._exit(exit_codes.FAILED)
-
-    if store is not None:
-        threading.Thread(target=watch, args=(store,), daemon=True).start()
-    try:
-        yield
-    finally:
-        is_over.set()
 
 
 def _open_store(nodes: Nodes, seconds: int) -> dist.Store:
