@@ -186,7 +186,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the threads, of which one may be deleting what is not kept."""
         self._writer.shutdown()
-        self._purger.shutdown(cancel_futures=True)
+        self._purger.shutdown()
 
     def load_latest(self, *, leave: Collection[str] = ()) -> int | None:
         """Restore the newest checkpoint that verifies; return its step, None if there is none.
