@@ -53,11 +53,13 @@ from parallelisms.replicas import check_replicas
 from parallelisms.shared_parameters import shared_names
 from parallelisms.traffic import warn_of_traffic
 from runtime import exit_codes
+from runtime.attention import attention_order
 from runtime.compat import set_timeout
 from runtime.control import STOP_FILE, RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending
 from runtime.log import init_logging, logger
+from runtime.matmul import choose_float32_matmul
 from runtime.post_mortem import Witness
 from runtime.together import on_first, raise_everywhere
 
@@ -86,6 +88,8 @@ def main(job: Job, witness: Witness) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dims = ParallelDims.build(config.parallelism, world_size, device.type)
     set_seed(config.debug)
+    if device.type == "cpu":
+        choose_float32_matmul()
     control.begin(is_writer=rank == 0)
     logger.info("ranks: %d on %s, %s", world_size, device.type, dims.degrees)
 
@@ -101,6 +105,7 @@ def main(job: Job, witness: Witness) -> int:
         degree=dims.batch_mesh.size(),
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
+        pin_memory=device.type == "cuda",
         packing=config.data.packing,
     )
     loader = build_loader(job.train)
@@ -476,7 +481,7 @@ def log_whereabouts(config: JobConfig, run_folder: Path, step: int, ending: Endi
 
 def start(arguments: list[str]) -> int:
     """Train the config that ``arguments`` name; its mistakes are told without a traceback."""
-    with Witness(os.environ) as witness:
+    with Witness(os.environ) as witness, attention_order():
         try:
             config = load_config(Path(arguments[0]), arguments[1:])
             job = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))

@@ -1,8 +1,9 @@
 """Documents packed into batches: this rank's rows of every global batch, prepared in a thread."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,11 +58,14 @@ class BatchLoader:
         document_mask: bool,
         prefetch: int,
         packing: Packing = "concat",
+        pin_memory: bool = False,
     ) -> None:
+        """``pin_memory``: batches are where a GPU can fetch them while the host goes on."""
         assert global_batch_size % (local_batch_size * degree) == 0, "rows left over"
         self._mixture, self._tokenizer, self._vocab_size = mixture, tokenizer, vocab_size
         self._seq_len, self._document_mask = seq_len, document_mask
         self._n_rows, self._prefetch, self._packing = global_batch_size, prefetch, packing
+        self._pin_memory = pin_memory
         self.microbatches = global_batch_size // (local_batch_size * degree)
         """Microbatches of one step."""
         firsts = [(a * degree + rank) * local_batch_size for a in range(self.microbatches)]
@@ -156,29 +160,34 @@ class BatchLoader:
                 vocab_size=self._vocab_size,
             )
             readers[row] = kind(documents, start, filler=self._tokenizer.eos_id)
-        return _read_microbatches(readers, self._rows, self._seq_len, self._document_mask)
+        read = partial(
+            _read_microbatch,
+            seq_len=self._seq_len,
+            document_mask=self._document_mask,
+            pin_memory=self._pin_memory,
+        )
+        return _read_microbatches(readers, self._rows, read)
 
 
 def _read_microbatches(
-    readers: dict[int, RowReader], microbatches: list[range], seq_len: int, document_mask: bool
+    readers: dict[int, RowReader],
+    microbatches: list[range],
+    read: Callable[[list[RowReader]], Batch],
 ) -> Iterator[Batch]:
     """Each microbatch of rows, step after step."""
     while True:
         for rows in microbatches:
-            yield _read_microbatch([readers[row] for row in rows], seq_len, document_mask)
+            yield read([readers[row] for row in rows])
 
 
-def _read_microbatch(readers: list[RowReader], seq_len: int, document_mask: bool) -> Batch:
-    arrays = np.empty((4, len(readers), seq_len), np.int64)
-    tokens, labels, document_ids, positions = arrays
+def _read_microbatch(
+    readers: list[RowReader], *, seq_len: int, document_mask: bool, pin_memory: bool
+) -> Batch:
+    batch = torch.empty((4, len(readers), seq_len), dtype=torch.int64, pin_memory=pin_memory)
+    tokens, labels, document_ids, positions = batch.numpy()
     spans = []
     for index, reader in enumerate(readers):
         marks = (document_ids[index], positions[index]) if document_mask else (None, None)
         spans.append(reader.read(Sequence(tokens[index], labels[index], *marks)))
-    return Batch(
-        torch.from_numpy(tokens),
-        torch.from_numpy(labels),
-        torch.from_numpy(positions) if document_mask else None,
-        torch.from_numpy(document_ids) if document_mask else None,
-        tuple(spans),
-    )
+    places = (batch[3], batch[2]) if document_mask else (None, None)
+    return Batch(batch[0], batch[1], *places, tuple(spans))
