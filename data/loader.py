@@ -189,5 +189,10 @@ def _read_microbatch(
     for index, reader in enumerate(readers):
         marks = (document_ids[index], positions[index]) if document_mask else (None, None)
         spans.append(reader.read(Sequence(tokens[index], labels[index], *marks)))
-    places = (batch[3], batch[2]) if document_mask else (None, None)
-    return Batch(batch[0], batch[1], *places, tuple(spans))
+    return Batch(
+        batch[0],
+        batch[1],
+        batch[3] if document_mask else None,
+        batch[2] if document_mask else None,
+        tuple(spans),
+    )

@@ -32,10 +32,13 @@ def apply_fsdp(
 ) -> None:
     """``fully_shard`` each unit, then the root. Mutates ``model``: its parameters become DTensors.
 
-    ``experts`` are units of their own, on ``expert_mesh`` (None: part of other units). Runs on one
-    rank too: it shards nothing there but sets the mixed precision, so no second mechanism for that
-    exists. Gradients are summed over ranks, never averaged.
+    ``experts`` are units of their own, on ``expert_mesh`` (None: part of other units). On one rank
+    it shards nothing but sets the mixed precision, so no second mechanism for that exists; without
+    that either, the model is left alone. Gradients are summed over ranks, never averaged.
     """
+    if fsdp_mesh.size() == 1 and _is_plain(model, parallelism, mp_policy):
+        logger.info("fsdp2: one rank and one dtype, so nothing is to be done")
+        return
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
         # Every microbatch would gather the weights anew.
@@ -77,6 +80,18 @@ def apply_fsdp(
         len(units) + len(experts if expert_mesh else ()), sizes,
         mp_policy.param_dtype, mp_policy.reduce_dtype, reshard,
     )  # fmt: skip
+
+
+def _is_plain(model: nn.Module, parallelism: Parallelism, mp_policy: MixedPrecisionPolicy) -> bool:
+    """Whether weights are whole on this device, and everything has their dtype.
+
+    FSDP2 would still copy them all, and their gradients: 3 % of a step on a CPU.
+    """
+    dtypes = {mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype} - {None}
+    is_alone = parallelism.pipeline_parallel_degree == 1 and not parallelism.fsdp_cpu_offload
+    is_whole = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    is_one_dtype = len(dtypes | {parameter.dtype for parameter in model.parameters()}) == 1
+    return is_alone and is_whole and is_one_dtype
 
 
 def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:

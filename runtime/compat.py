@@ -6,9 +6,12 @@ import signal
 import socket
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+GLOO_TIMEOUT = dist.distributed_c10d.default_pg_timeout
 
 
 def cpu_has_bfloat16() -> bool:
@@ -35,6 +38,32 @@ def all_gather_whole(whole: torch.Tensor, part: torch.Tensor, group: dist.Proces
     # Its name since 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, part, group=group)
+
+
+def give_gloo_one_worker() -> None:
+    """Have every gloo group made from now on run its collectives in one thread, not in two.
+
+    In 2.13 both threads write the name of what they finished last to one string without a lock
+    (ProcessGroupGloo::runLoop). Names of more than 15 letters, as that of the functional
+    all-gather, are on the heap, and are at times freed twice: ranks die of it once in hours.
+    """
+    gloo = getattr(dist, "ProcessGroupGloo", None)
+    if gloo is None or hasattr(gloo, "_two_workers_init"):
+        return
+    original = gloo._two_workers_init = gloo.__init__
+
+    def init(
+        self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = GLOO_TIMEOUT
+    ) -> None:
+        # What PyTorch chooses itself, which it does only if it is not given options.
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        devices = [gloo.create_device(interface=name) for name in names]
+        options = gloo._Options()
+        options._timeout, options._threads = timeout, 1
+        options._devices = devices or [gloo.create_default_device()]
+        original(self, store, rank, size, options)
+
+    gloo.__init__ = init
 
 
 def loopback_interface() -> str:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from runtime.compat import give_gloo_one_worker
+
 GROUP_TIMEOUT = timedelta(seconds=60)
 # Caches inside PyTorch keep meshes, which keep groups, which keep threads that poll.
 CALLS_OF_A_LIFE = 30
@@ -88,6 +90,7 @@ def _start_worker() -> tuple[BaseProcess, Connection]:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    give_gloo_one_worker()
     while True:
         try:
             function, rank, world_size, store, args = connection.recv()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from parallelisms.elastic import GradientTree, PairwiseReduceScatter, apply_elastic
+from parallelisms.elastic import GradientTree, PairwiseReduceScatter
 from tests.ranks import RankPool
 
 # Values whose sum in float32 depends on the order.
@@ -53,11 +53,6 @@ def test_sums_are_rounded_to_the_dtype_of_reduction() -> None:
 def test_a_tree_of_three_is_refused() -> None:
     with pytest.raises(AssertionError, match="3 microbatches are not a power of two"):
         accumulate(SLOTS[:3])
-
-
-def test_what_is_not_sharded_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing is sharded"):
-        apply_elastic(nn.Linear(2, 2))
 
 
 def reduce_scatter(dtype: torch.dtype) -> torch.Tensor:
