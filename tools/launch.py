@@ -5,6 +5,12 @@ inside a Slurm step the node variables come from Slurm. Exits with the trainer's
 which torchrun alone would flatten to 1, and with 93 when trying again would not help.
 """
 
+# ruff: noqa: E402
+import gc
+
+# As in train.py: what imports make stays.
+gc.disable()
+
 import os
 import signal
 import subprocess
@@ -22,6 +28,9 @@ from runtime.compat import usable_cpus
 from runtime.control import STOP_FILE
 from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
 from tools.agent import End, Nodes, run_ranks
+
+gc.freeze()
+gc.enable()
 
 DONE_OUTCOMES = ("done", f"stopped {STOP_FILE}", f"stopped {exit_codes.DATA_ENDED.reason}")
 TRAINER = Path(__file__).parents[1] / "train.py"
