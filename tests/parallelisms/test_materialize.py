@@ -263,7 +263,7 @@ def test_any_placement_has_the_same_elements(ranks: RankPool) -> None:
 def test_blocks_do_not_show() -> None:
     whole, blocks = torch.empty(100, 30), torch.empty(100, 30)
     fill_trunc_normal(whole, std=1.0, key=SEED)
-    with patch.object(subject, "BLOCK_ELEMENTS", 70):
+    with patch.object(subject, "CPU_BLOCK_ELEMENTS", 70):
         fill_trunc_normal(blocks, std=1.0, key=SEED)
     assert torch.equal(whole, blocks)
 
