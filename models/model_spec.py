@@ -1,5 +1,5 @@
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn as nn
@@ -32,5 +32,7 @@ class ModelSpec:
     """Leave what the pipeline stage of these layers has."""
     join_stages: Callable[[Any, list[Any]], None]
     """Give the model what some stages of it hold, under its own names."""
+    pieces: Mapping[str, bool] = field(default_factory=dict)
+    """Of a block that is no single graph, the methods it consists of, and whether each is one."""
     hugging_face: HuggingFace | None = None
     """Its configs and tensors there; None: not known here."""

@@ -103,26 +103,32 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(b, s, d) to (b, s, d). Backward adds to ``load`` what each expert got."""
+        scores, chosen, weights, counts = self.route(x)
+        out = self.mix_experts(x, chosen, weights, counts)
+        return _Balance.apply(out, self._balance_loss(scores, counts), counts, self.load)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x (b, s, d) to scores (b, s, e), the chosen experts and their weights (b, s, k), and each
+        expert's tokens (b, e) int64."""
         precise = torch.promote_types(x.dtype, torch.float32)
         scores = self.router(x).softmax(dim=-1, dtype=precise)
         chosen = (scores + self.bias).topk(self.n_chosen, dim=-1).indices  # (b, s, k)
         weights = scores.gather(-1, chosen)
         if self.normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        n_experts = scores.shape[-1]
-        counts = chosen.new_zeros(len(x), n_experts)
+        counts = chosen.new_zeros(len(x), scores.shape[-1])
         counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
-        out = self._through_experts(x.flatten(0, 1), chosen.flatten(0, 1), counts.sum(dim=0))
-        out = (out * weights.flatten(0, 1)[..., None].type_as(x)).sum(dim=1).view_as(x)
-        return _Balance.apply(out, self._balance_loss(scores, counts), counts, self.load)
+        return scores, chosen, weights, counts
 
-    def _through_experts(
-        self, x: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor
+    def mix_experts(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """x (n, d), chosen (n, k) to what each chosen expert makes of it, (n, k, d)."""
+        """Of what ``route`` takes and returns, to (b, s, d). No graph: sizes depend on counts."""
         order = chosen.flatten().argsort(stable=True)
-        sorted_out = self.inner(x[order // self.n_chosen], counts, self.experts)
-        return sorted_out[order.argsort()].unflatten(0, chosen.shape)
+        rows = x.flatten(0, 1)[order // self.n_chosen]
+        sorted_out = self.inner(rows, counts.sum(dim=0), self.experts)
+        out = sorted_out[order.argsort()].unflatten(0, chosen.shape)
+        return (out * weights[..., None].type_as(x)).sum(dim=-2)
 
     def _balance_loss(self, scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Of scores (b, s, e), this rank's share where sequences are spread over ranks."""

@@ -12,6 +12,9 @@ from models.qwen3_moe import FLAVORS, HUGGING_FACE, Qwen3Moe, Qwen3MoeArgs
 from models.transformer_sharding import LocalParameters, transformer_spec
 from models.transformer_sharding import tensor_parallel_plan as dense_plan
 
+# How many tokens an expert gets is not known to a graph.
+PIECES = {"attend": True, "feed_forward.route": True, "feed_forward.mix_experts": False}
+
 
 def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, ParallelStyle]:
     """The dense decoder's, but experts take this rank's part of the sequence, whole and as it is:
@@ -35,4 +38,5 @@ SPEC = replace(
     model_cls=Qwen3Moe,
     tensor_parallel_plan=tensor_parallel_plan,
     moes=moes,
+    pieces=PIECES,
 )

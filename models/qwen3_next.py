@@ -63,8 +63,15 @@ class Qwen3NextBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
+        x, normed = self.attend(x, rope, document_ids)
+        return x + self.feed_forward(normed)
+
+    def attend(
+        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is before the feed-forward: the residual, and what goes in."""
         x = x + self.attention(self.attention_norm(x), rope, document_ids)
-        return x + self.feed_forward(self.ffn_norm(x))
+        return x, self.ffn_norm(x)
 
     def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
         self.attention_norm.reset_parameters()
@@ -171,7 +178,10 @@ class SharedMoE(MoE):
         self.shared_gate = LocalLinear(args.dim, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.shared_gate(x).sigmoid() * self.shared(x)
+        return super().forward(x) + self.mix_shared(x)
+
+    def mix_shared(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared_gate(x).sigmoid() * self.shared(x)
 
     def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
         super().init_weights(trunc_normal_, residual_std)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.gated_delta_net import GatedDeltaNet
-from models.qwen3_moe_sharding import moes
+from models.qwen3_moe_sharding import PIECES, moes
 from models.qwen3_moe_sharding import tensor_parallel_plan as moe_plan
 from models.qwen3_next import FLAVORS, GatedAttention, Qwen3Next, Qwen3NextArgs, Qwen3NextBlock
 from models.qwen3_next_hugging_face import HUGGING_FACE
@@ -81,4 +81,5 @@ SPEC = replace(
     attentions=attentions,
     delta_nets=delta_nets,
     moes=moes,
+    pieces=PIECES | {"feed_forward.mix_shared": True},
 )

@@ -1,6 +1,7 @@
 """Activation checkpointing: recompute in backward instead of storing."""
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
+    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
 from config.job_config import ActivationCheckpoint
+from parallelisms.pieces import wrap_piece
 from runtime.log import logger
 
 _aten = torch.ops.aten
@@ -35,10 +38,16 @@ SAC_IGNORED_OPS |= {
 
 
 def apply_activation_checkpoint(
-    blocks: nn.ModuleDict, *, config: ActivationCheckpoint, frees_weights: bool
+    blocks: nn.ModuleDict,
+    *,
+    config: ActivationCheckpoint,
+    pieces: Collection[str],
+    frees_weights: bool,
 ) -> None:
     """Wrap the blocks as ``config`` says. Mutates ``blocks``; FQNs gain a wrapper's name.
 
+    ``pieces``: methods that a block consists of and that are compiled one by one. What is kept can
+    be chosen only inside a graph, so they are wrapped, unless the whole block is recomputed.
     ``frees_weights``: blocks that gather their weights themselves let go of them only if they are
     recomputed. Blocks that ``config`` leaves alone then recompute what is cheap.
     """
@@ -46,13 +55,24 @@ def apply_activation_checkpoint(
     for name, block in blocks.items():
         # Names are the numbers of layers, of the whole model in a pipeline's stage too.
         what = _recomputed(config, int(name)) or (ALL_BUT_MATMULS if frees_weights else "")
-        if what:
-            # Nothing in the models is random, so no RNG state is kept.
-            blocks[name] = checkpoint_wrapper(block, preserve_rng_state=False, **_OPTIONS[what])
-            counts[what] += 1
+        if not what:
+            continue
+        counts[what] += 1
+        if what == ALL or not pieces:
+            blocks[name] = checkpoint_wrapper(block, **_OPTIONS[what])
+            continue
+        for path in pieces:
+            wrap_piece(block, path, partial(_recomputing, _OPTIONS[what]))
     for what, count in counts.items():
         text = "activation checkpoint: %d of %d blocks recompute %s"
         logger.info(text, count, len(blocks), what)
+
+
+def _recomputing(options: dict[str, Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return checkpoint(method, *args, use_reentrant=False, **options)
+
+    return run
 
 
 def _recomputed(config: ActivationCheckpoint, index: int) -> str:
@@ -85,8 +105,9 @@ def _policy(
 ALL = "all"
 ALL_BUT_MATMULS = "all but attention and matmuls"
 ALL_BUT_HALF = "all but attention and half of the matmuls"
+# Nothing in the models is random, so no RNG state is kept.
 _OPTIONS: dict[str, dict[str, Any]] = {
-    ALL: {},
-    ALL_BUT_MATMULS: {"context_fn": partial(_saving_matmuls, 1)},
-    ALL_BUT_HALF: {"context_fn": partial(_saving_matmuls, 2)},
+    ALL: {"preserve_rng_state": False},
+    ALL_BUT_MATMULS: {"preserve_rng_state": False, "context_fn": partial(_saving_matmuls, 1)},
+    ALL_BUT_HALF: {"preserve_rng_state": False, "context_fn": partial(_saving_matmuls, 2)},
 }

@@ -1,28 +1,51 @@
-"""torch.compile, one graph per block."""
+"""torch.compile: one graph per block, or one per piece of a block that cannot be one graph."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from config.job_config import Compile
+from parallelisms.pieces import wrap_piece
 from runtime.log import logger
 
 # One gather of a block's weights and one reduction of its gradients, instead of one per weight.
 _BUCKETS = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
+# Of one function: for training, validation and samples, layers of several kinds.
+_COMPILATIONS = 8
 
 
-def apply_compile(blocks: nn.ModuleDict, *, config: Compile, buckets_collectives: bool) -> None:
+def apply_compile(
+    blocks: nn.ModuleDict,
+    *,
+    config: Compile,
+    pieces: Mapping[str, bool],
+    buckets_collectives: bool,
+) -> None:
     """Compile each block as one graph, in place. Equal blocks share one compilation.
 
-    ``buckets_collectives``: the blocks' graphs hold the collectives of their weights.
+    ``pieces``: if there are any, the methods that a block consists of, and whether each is a graph;
+    those that are, are compiled instead. ``buckets_collectives``: the graphs hold the collectives
+    of their weights.
     """
     if not config.enable:
         return
     if buckets_collectives:
         # Weights appear and disappear as attributes; backward replays a graph and needs neither.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    options = _BUCKETS if buckets_collectives and config.backend == "inductor" else None
+    # Shapes do not change in training; what else runs (validation, a sample) is worth a compilation
+    # of its own, and symbolic shapes are where compilers fail.
+    options: dict[str, Any] = {"backend": config.backend, "fullgraph": True, "dynamic": False}
+    if buckets_collectives and config.backend == "inductor":
+        options["options"] = _BUCKETS
+    graphs = [path for path, is_graph in pieces.items() if is_graph]
+    # Pieces that are recomputed are all called by one function.
+    torch._dynamo.config.recompile_limit = _COMPILATIONS * max(1, len(graphs))
     for block in blocks.values():
-        # Shapes do not change in training; what else runs (validation, a sample) is worth a
-        # compilation of its own, and symbolic shapes are where compilers fail.
-        block.compile(backend=config.backend, fullgraph=True, dynamic=False, options=options)
-    logger.info("compile: %d blocks with %s", len(blocks), config.backend)
+        for path in graphs:
+            wrap_piece(block, path, lambda method: torch.compile(method, **options))
+        if not pieces:
+            block.compile(**options)
+    what = f", of each: {', '.join(graphs)}" if pieces else ""
+    logger.info("compile: %d blocks with %s%s", len(blocks), config.backend, what)

@@ -1,6 +1,6 @@
 """The one order in which a model is taken apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -29,6 +29,8 @@ class ShardingFacts(Cuts, Protocol):
     def tensor_parallel_plan(self) -> Callable[[Any], dict[str, ParallelStyle]]: ...
     @property
     def fsdp_units(self) -> Callable[[Any], list[list[nn.Module]]]: ...
+    @property
+    def pieces(self) -> Mapping[str, bool]: ...
     @property
     def moes(self) -> Callable[[Any], list[nn.Module]]: ...
     @property
@@ -80,12 +82,16 @@ def parallelize(
             )
         mesh, is_simple = dims.fsdp_mesh, parallelism.data_parallel == "simple_fsdp"
         gathers = is_simple and mesh.size(-1) > 1
+        pieces = facts.pieces if compile.enable else {}
         apply_activation_checkpoint(
             facts.blocks(stage),
             config=activation_checkpoint,
+            pieces=pieces,
             frees_weights=gathers and parallelism.fsdp_reshard_after_forward != "never",
         )
-        apply_compile(facts.blocks(stage), config=compile, buckets_collectives=is_simple)
+        apply_compile(
+            facts.blocks(stage), config=compile, pieces=pieces, buckets_collectives=is_simple
+        )
         units = facts.fsdp_units(stage)
         # The logits' dtype is not for what travels between stages.
         policy = mp_policy if is_last else replace(mp_policy, output_dtype=None)

@@ -242,8 +242,6 @@ REFUSALS = (
     Refusal("metrics.straggler_window",
             "experts get unequal numbers of tokens, and ranks wait for them in every layer",
             lambda run: _ep(run) > 1 and run.config.metrics.straggler_window > 0),
-    Refusal("compile.enable", "how many tokens an expert gets is not known to a graph",
-            lambda run: _has_experts(run) and run.config.compile.enable),
     Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_heads",
             _tp_splits(lambda run: run.shape.n_heads)),
     # Fewer heads than ranks are gathered where they are needed.

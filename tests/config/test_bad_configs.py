@@ -194,7 +194,6 @@ BAD = [
     Bad("parallelism.fsdp_forward_prefetch",
         f"{MOE} --{EP} 2 --parallelism.fsdp_forward_prefetch 1", says="experts"),
     Bad("metrics.straggler_window", f"{MOE} --{EP} 2 --metrics.straggler_window 9", says="tokens"),
-    Bad("compile.enable", f"{MOE} --compile.enable true", says="graph"),
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble", says="recompute twice"),
     Bad("parallelism.pipeline_parallel_schedule",

@@ -5,7 +5,7 @@ from typing import cast
 import pytest
 import torch
 
-from config.job_config import ActivationCheckpoint, Optimizer, Parallelism
+from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
 from forward_backward import WholeModel, count_valid
 from models import find_model
 from models.meta import build_on_meta
@@ -40,7 +40,8 @@ from tests.parallelisms.test_parity import (
 from tests.ranks import RankPool
 
 RATE = 0.125
-SELECTIVE = ActivationCheckpoint(mode="selective")
+SELECTIVE, FULL = ActivationCheckpoint(mode="selective"), ActivationCheckpoint(mode="full")
+AOT = Compile(enable=True, backend="aot_eager")
 
 EP, GATHER = "expert_parallel_degree", {METHOD: "allgather"}
 LAYOUTS = [
@@ -61,7 +62,7 @@ LAYOUTS = [
     Layout(4, {PP: 2, EP: 2}),
     Layout(8, {PP: 2, CP: 2, TP: 2, EP: 4}),
     Layout(8, {EP: 4, TP: 2, REPLICATE: 2}),
-    Layout(2, {EP: 2}, recompute=ActivationCheckpoint(mode="full")),
+    Layout(2, {EP: 2}, recompute=FULL),
     Layout(4, {EP: 2}, recompute=SELECTIVE),
     Layout(4, {PP: 2, EP: 2, SCHEDULE: "Interleaved1F1B"}),
     Layout(4, {PP: 2, EP: 2, SCHEDULE: "InterleavedZeroBubble"}),
@@ -71,6 +72,16 @@ LAYOUTS = [
     Layout(4, {MODE: "ddp", CP: 2}),
     Layout(4, {MODE: "simple_fsdp", PP: 2}),
     Layout(2, {EP: 2, REDUCE: "last_microbatch"}),
+    Layout(1, compile=AOT),
+    Layout(2, {EP: 2}, compile=AOT),
+    Layout(2, {EP: 2}, compile=AOT, recompute=SELECTIVE),
+    Layout(2, {EP: 2}, compile=AOT, recompute=FULL),
+    Layout(4, {TP: 2, EP: 4}, compile=AOT, recompute=SELECTIVE),
+    Layout(4, {CP: 2, EP: 2} | GATHER, compile=AOT),
+    Layout(4, {PP: 2, EP: 2}, compile=AOT, recompute=SELECTIVE),
+    Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
+    Layout(2, {MODE: "simple_fsdp"}, compile=AOT, recompute=SELECTIVE),
+    Layout(2, {MODE: "ddp"}, compile=AOT),
 ]
 ROUTED = [
     Layout(2),

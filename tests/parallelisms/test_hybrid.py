@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from config.job_config import ActivationCheckpoint
+from config.job_config import ActivationCheckpoint, Compile
 from data.loader import Batch
 from models import find_model
 from models.gated_delta_net import InnerDeltaNet
@@ -17,6 +17,8 @@ from tests.parallelisms.test_parity import check_layout
 from tests.ranks import RankPool
 
 GATHER = {METHOD: "allgather"}
+SELECTIVE, FULL = ActivationCheckpoint(mode="selective"), ActivationCheckpoint(mode="full")
+AOT = Compile(enable=True, backend="aot_eager")
 LAYOUTS = [
     Layout(2),
     Layout(2, {MODE: "ddp"}),
@@ -38,8 +40,13 @@ LAYOUTS = [
     Layout(2, {PP: 2}),
     Layout(4, {PP: 2, CP: 2} | GATHER),
     Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),
-    Layout(2, {CP: 2}, recompute=ActivationCheckpoint(mode="full")),
-    Layout(2, {CP: 2}, recompute=ActivationCheckpoint(mode="selective")),
+    Layout(2, {CP: 2}, recompute=FULL),
+    Layout(2, {CP: 2}, recompute=SELECTIVE),
+    Layout(2, compile=AOT),
+    Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
+    Layout(4, {CP: 2, EP: 2}, compile=AOT, recompute=SELECTIVE),
+    Layout(4, {TP: 2, EP: 2}, compile=AOT),
+    Layout(2, {PP: 2}, compile=AOT, recompute=FULL),
 ]
 
 

@@ -1,0 +1,16 @@
+"""Methods of a block that something is done to one by one, where it cannot be to all of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn as nn
+
+
+def wrap_piece(
+    block: nn.Module, path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Put ``wrap(method)`` in place of the method of that dotted ``path``. Mutates ``block``."""
+    owner, _, name = path.rpartition(".")
+    # What recomputes a whole block is around it.
+    module = getattr(block, "_checkpoint_wrapped_module", block).get_submodule(owner)
+    setattr(module, name, wrap(getattr(module, name)))
