@@ -145,6 +145,7 @@ def main(job: Job, witness: Witness) -> int:
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
+        float8=config.float8,
         mp_policy=mp_policy,
     )
     is_elastic = config.debug.determinism == "elastic"

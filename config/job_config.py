@@ -210,12 +210,15 @@ class Parallelism(Section):
 
 
 class ActivationCheckpoint(Section):
-    mode: Literal["none", "selective", "full"] = "selective"
+    mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
     """What backward recomputes. full: every block. none: nothing, but what frees gathered weights
-    under simple_fsdp."""
+    under simple_fsdp. memory_budget: what the compiler finds cheapest."""
     selective: Literal["op"] | Count = "op"
     """With mode selective. op: keep attention and every second matmul, recompute the rest.
     An integer n: recompute every n-th block as a whole."""
+    memory_budget: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """With mode memory_budget, what of a compiled block's activations is kept. 1: what the compiler
+    would keep by itself. 0: only the block's inputs."""
 
 
 class Compile(Section):
@@ -223,6 +226,18 @@ class Compile(Section):
     """torch.compile each block."""
     backend: Annotated[str, Field(min_length=1)] = "inductor"
     """Backend of torch.compile."""
+
+
+class Float8(Section):
+    recipe: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Products of the blocks' linear layers in float8. tensorwise: one scale for a matrix, the
+    faster. rowwise: one for each row, the more exact."""
+    skip: list[str] = []
+    """Layers whose names have one of these parts stay as they are, such as `0.attention`."""
+    skip_small: bool = True
+    """Leave out layers too small to pay."""
+    emulate: bool = False
+    """Round to float8, but multiply in float32: for tests, on devices without float8."""
 
 
 class Checkpoint(Section):
@@ -335,6 +350,7 @@ class JobConfig(Section):
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    float8: Float8 = Float8()
     checkpoint: Checkpoint = Checkpoint()
     numerics: Numerics = Numerics()
     experts: Experts = Experts()

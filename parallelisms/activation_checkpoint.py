@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
@@ -51,6 +52,12 @@ def apply_activation_checkpoint(
     ``frees_weights``: blocks that gather their weights themselves let go of them only if they are
     recomputed. Blocks that ``config`` leaves alone then recompute what is cheap.
     """
+    # The compiler's, of every graph; so a run in a process that had another sets it back.
+    is_budgeted = config.mode == "memory_budget"
+    torch._functorch.config.activation_memory_budget = config.memory_budget if is_budgeted else 1.0
+    if is_budgeted:
+        text = "activation checkpoint: graphs of %d blocks keep at most %g of their activations"
+        logger.info(text, len(blocks), config.memory_budget)
     counts = Counter[str]()
     for name, block in blocks.items():
         # Names are the numbers of layers, of the whole model in a pipeline's stage too.
@@ -77,7 +84,7 @@ def _recomputing(options: dict[str, Any], method: Callable[..., Any]) -> Callabl
 
 def _recomputed(config: ActivationCheckpoint, index: int) -> str:
     """What ``config`` wants of the block of that index; "" is nothing."""
-    if config.mode == "none":
+    if config.mode in ("none", "memory_budget"):
         return ""
     if config.mode == "full":
         return ALL
@@ -94,7 +101,7 @@ def _policy(
     every: int, matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Save attention and every n-th matmul. Every second: half the memory, a sixth of the work."""
-    if op in (_aten.mm.default, _aten._grouped_mm.default):
+    if op in (_aten.mm.default, _aten._grouped_mm.default, _aten._scaled_mm.default):
         is_saved = matmuls[ctx.is_recompute] % every == 0
         matmuls[ctx.is_recompute] += 1
     else:

@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from config.job_config import ActivationCheckpoint, Compile, Parallelism
+from config.job_config import ActivationCheckpoint, Compile, Float8, Parallelism
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.ddp import apply_ddp
 from parallelisms.expert_parallel import apply_expert_parallel
+from parallelisms.float8 import apply_float8
 from parallelisms.fsdp import apply_fsdp
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.pipeline_parallel import Cuts, apply_pipeline_parallel
@@ -48,6 +49,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     mp_policy: MixedPrecisionPolicy,
+    float8: Float8 | None = None,
 ) -> list[nn.Module]:
     """Shard a model that is still on the meta device; return what of it is called on this rank.
 
@@ -55,7 +57,7 @@ def parallelize(
     holds this rank's parameters.
 
     The order is the contract: a stage is treated like a whole model; experts go to a mesh of their
-    own; tensor parallel names plain submodules; checkpointing wraps blocks; compile sees what it
+    own; tensor parallel names plain submodules; float8 replaces some; checkpointing wraps blocks; compile sees what it
     wrapped; data parallel goes last, over whatever the others made.
     """
     expert_mesh = None
@@ -82,6 +84,8 @@ def parallelize(
             )
         mesh, is_simple = dims.fsdp_mesh, parallelism.data_parallel == "simple_fsdp"
         gathers = is_simple and mesh.size(-1) > 1
+        if float8 is not None:
+            apply_float8(facts.blocks(stage), config=float8)
         pieces = facts.pieces if compile.enable else {}
         apply_activation_checkpoint(
             facts.blocks(stage),

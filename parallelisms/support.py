@@ -9,9 +9,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from config import ConfigError
-from config.job_config import Data, DataSource, Experts, JobConfig, Numerics, Parallelism
+from config.job_config import (
+    ActivationCheckpoint,
+    Data,
+    DataSource,
+    Experts,
+    Float8,
+    JobConfig,
+    Numerics,
+    Parallelism,
+)
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
+from runtime.compat import has_float8
 
 
 class ModelShape(Protocol):
@@ -143,6 +153,21 @@ def _is_not_fsdp2(run: Run) -> bool:
 
 def _is_elastic(run: Run) -> bool:
     return run.config.debug.determinism == "elastic"
+
+
+def _is_float8(run: Run) -> bool:
+    return run.config.float8.recipe != "none"
+
+
+def _tokens_of_product(run: Run) -> int:
+    rows = run.config.training.local_batch_size
+    if run.degrees.pp > 1:
+        rows = run.config.parallelism.pipeline_parallel_microbatch_size
+    return rows * run.config.training.seq_len // run.degrees.cp
+
+
+def _has_budget(run: Run) -> bool:
+    return run.config.activation_checkpoint.mode == "memory_budget"
 
 
 def _is_power_of_two(count: float) -> bool:
@@ -365,6 +390,18 @@ REFUSALS = (
             "does nothing unless activation_checkpoint.mode is selective",
             lambda run: run.config.activation_checkpoint.mode != "selective"
             and run.config.activation_checkpoint.selective != "op"),
+    Refusal("activation_checkpoint.memory_budget",
+            "does nothing unless activation_checkpoint.mode is memory_budget",
+            lambda run: not _has_budget(run) and run.config.activation_checkpoint.memory_budget
+            != ActivationCheckpoint().memory_budget),
+    Refusal("activation_checkpoint.mode",
+            "memory_budget is kept by the compiler: it needs compile.enable, and compile.backend"
+            " inductor or aot_eager_decomp_partition",
+            lambda run: _has_budget(run) and not (run.config.compile.enable
+            and run.config.compile.backend in ("inductor", "aot_eager_decomp_partition"))),
+    Refusal("activation_checkpoint.mode",
+            "memory_budget cannot free the weights that simple_fsdp gathers",
+            lambda run: _has_budget(run) and _is_simple_fsdp(run)),
     # It saves attention's random state and the mesh for backward, and then takes one for the other.
     Refusal("activation_checkpoint.mode",
             "without a GPU, PyTorch 2.13 cannot compile blocks that are recomputed as a whole with"
@@ -375,6 +412,29 @@ REFUSALS = (
     Refusal("compile.backend", "does nothing without compile.enable",
             lambda run: run.config.compile.backend != "inductor"
             and not run.config.compile.enable),
+    Refusal("float8.recipe", "none: float8.skip, skip_small and emulate do nothing",
+            lambda run: not _is_float8(run) and run.config.float8 != Float8()),
+    Refusal("float8.recipe",
+            "needs a GPU of CUDA capability 8.9 or more; float8.emulate is for tests elsewhere",
+            lambda run: _is_float8(run) and not run.config.float8.emulate
+            and not (run.has_gpu and has_float8())),
+    Refusal("float8.recipe",
+            "the hardware multiplies bfloat16 that was made float8: training.dtype and"
+            " mixed_precision_param may not ask for more, but with float8.emulate",
+            lambda run: _is_float8(run) and not run.config.float8.emulate
+            and (run.config.training.dtype == "float64"
+                 or run.config.training.mixed_precision_param == "float32")),
+    Refusal("parallelism.tensor_parallel_degree",
+            "float8 makes its scales of whole matrices, which tensor parallel ranks do not have",
+            lambda run: _is_float8(run) and run.degrees.tp > 1),
+    Refusal("parallelism.pipeline_parallel_schedule",
+            "zero bubble splits backward in two, and float8 would do all of it in both",
+            lambda run: _is_float8(run) and _has_zero_bubble(run)),
+    Refusal("debug.determinism", "elastic is not proved for float8",
+            lambda run: _is_float8(run) and _is_elastic(run)),
+    Refusal("training.seq_len",
+            "float8 multiplies by 16 tokens: a rank's part of a microbatch must be a multiple",
+            lambda run: _is_float8(run) and _tokens_of_product(run) % 16 != 0),
     Refusal("checkpoint.keep_every", "must be a multiple of checkpoint.interval",
             lambda run: run.config.checkpoint.keep_every % run.config.checkpoint.interval != 0),
     Refusal("checkpoint.keep_every", "does nothing where checkpoint.keep_latest_k is 0: all stay",

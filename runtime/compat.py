@@ -20,6 +20,11 @@ def cpu_has_bfloat16() -> bool:
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
+def has_float8() -> bool:
+    """Whether this GPU multiplies float8 matrices in hardware."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
 def usable_cpus() -> int:
     """CPUs this process may run on; macOS does not say, so all of them there."""
     if hasattr(os, "sched_getaffinity"):

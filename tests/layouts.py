@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from config.job_config import ActivationCheckpoint, Compile, Parallelism, Training
+from config.job_config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from forward_backward import Runner, build_runner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
@@ -32,13 +32,15 @@ class Layout:
     """Keys of the TOML table, and their values."""
     recompute: ActivationCheckpoint = ActivationCheckpoint(mode="none")  # noqa: RUF009, frozen
     compile: Compile = Compile()  # noqa: RUF009, frozen
+    float8: Float8 = Float8()  # noqa: RUF009, frozen
 
     def __str__(self) -> str:
         parts = [f"ranks{self.world_size}"]
         parts += [f"{SHORT.get(key, key)}{value}" for key, value in self.parallelism.items()]
         if self.recompute.mode != "none":
             parts.append(f"{self.recompute.mode}-{self.recompute.selective}")
-        return "-".join([*parts, *["compiled"] * self.compile.enable])
+        parts += ["compiled"] * self.compile.enable
+        return "-".join([*parts, *[self.float8.recipe] * (self.float8.recipe != "none")])
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def spread(
         parallelism=parallelism,
         activation_checkpoint=layout.recompute,
         compile=layout.compile,
+        float8=layout.float8,
         mp_policy=mp_policy,
     )
     return Spread(model, stages, dims, parallelism, mp_policy, device, fqns, tied)

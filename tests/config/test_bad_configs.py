@@ -46,6 +46,9 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 HSDP = "--parallelism.data_parallel_replicate_degree"
 DDP, SIMPLE = "--parallelism.data_parallel ddp", "--parallelism.data_parallel simple_fsdp"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
+FLOAT8 = "--float8.recipe tensorwise"
+EMULATED = f"{FLOAT8} --float8.emulate true"
+BUDGET = "--activation_checkpoint.mode memory_budget"
 ELASTIC = "--debug.determinism elastic"
 FILE = "run.toml"
 SOURCES = """
@@ -224,6 +227,23 @@ BAD = [
     Bad("activation_checkpoint.selective",
         toml="[activation_checkpoint]\nmode = 'none'\nselective = 2", says="does nothing"),
     Bad("parallelism.fsdp_cpu_offload", "--parallelism.fsdp_cpu_offload true", says="GPU"),
+    Bad("float8.recipe", "--float8.recipe delayed", says="'rowwise'"),
+    Bad("float8.recipe", "--float8.emulate true", says="nothing"),
+    Bad("float8.recipe", FLOAT8, says="8.9"),
+    Bad("float8.recipe", f"{FLOAT8} --training.dtype float64", says="float8"),
+    Bad(TP, f"{EMULATED} --{TP} 2", says="whole matrices"),
+    Bad("parallelism.pipeline_parallel_schedule", f"{EMULATED} --{PP} 2 {SCHEDULE}"
+        " InterleavedZeroBubble --activation_checkpoint.mode none", says="float8"),
+    Bad("debug.determinism", f"{EMULATED} {ELASTIC}", says="float8"),
+    Bad("training.seq_len", f"{EMULATED} --training.seq_len 100 --training.local_batch_size 1",
+        says="16"),
+    Bad("activation_checkpoint.memory_budget", "--activation_checkpoint.memory_budget 0.3",
+        says="does nothing"),
+    Bad("activation_checkpoint.memory_budget", f"{BUDGET} --activation_checkpoint.memory_budget 2"),
+    Bad("activation_checkpoint.mode", BUDGET, says="compile.enable"),
+    Bad("activation_checkpoint.mode",
+        f"{BUDGET} --compile.enable true --compile.backend aot_eager", says="compile.backend"),
+    Bad("activation_checkpoint.mode", f"{BUDGET} {SIMPLE} --compile.enable true", says="gathers"),
     Bad(
         "activation_checkpoint.mode",
         "--compile.enable true --activation_checkpoint.mode full " + SIMPLE,

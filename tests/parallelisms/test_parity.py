@@ -136,6 +136,8 @@ PIPELINES = [
 ]
 FULL, SELECTIVE = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selective")
 AOT = Compile(enable=True, backend="aot_eager")
+BUDGET = ActivationCheckpoint(mode="memory_budget", memory_budget=0.3)
+MIN_CUT = Compile(enable=True, backend="aot_eager_decomp_partition")
 VARIANTS = [
     Layout(2, recompute=FULL),
     Layout(2, recompute=SELECTIVE),
@@ -143,6 +145,8 @@ VARIANTS = [
     Layout(4, {TP: 2}, recompute=SELECTIVE),
     Layout(2, compile=AOT),
     Layout(4, {TP: 2}, compile=AOT),
+    Layout(2, recompute=BUDGET, compile=MIN_CUT),
+    Layout(4, {TP: 2}, recompute=BUDGET, compile=MIN_CUT),
     Layout(2, {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}),
     Layout(2, {"fsdp_cpu_offload": True}),
     Layout(2, {MODE: "simple_fsdp"}, recompute=FULL),

@@ -1,0 +1,178 @@
+"""Matrix products in float8 (arXiv 2209.05433), with scales found anew for each of them.
+
+A linear layer has three: x W' forward, g W and g' x backward. Weights, gradients and all else keep
+their dtypes; products are added up in float32 by the hardware.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from config.job_config import Float8
+from runtime.log import logger
+
+
+@dataclass(frozen=True)
+class Recipe:
+    gradient_dtype: torch.dtype
+    """E5M2 has the range of float16, E4M3 a bit more of precision."""
+    is_rowwise: bool
+    """A scale for each row of the first and column of the second matrix, a power of two; else one
+    for each matrix."""
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# As torchao publishes them (torchao/float8/config.py).
+RECIPES = {
+    "tensorwise": Recipe(gradient_dtype=E5M2, is_rowwise=False),
+    "rowwise": Recipe(gradient_dtype=E4M3, is_rowwise=True),
+}
+
+
+def apply_float8(blocks: nn.ModuleDict, *, config: Float8) -> None:
+    """Let the linear layers of ``blocks`` multiply in float8. Mutates ``blocks``; FQNs stay.
+
+    Left out, and told with the reason: what ``config`` names, what the hardware cannot, and what
+    would not pay. The output layer is in no block; a router is no plain ``nn.Linear``. Raises
+    ``ValueError`` if nothing is left, or if a name of ``config.skip`` is nowhere.
+    """
+    if config.recipe == "none":
+        return
+    recipe = RECIPES[config.recipe]
+    converted, left = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for layer, block in blocks.items():
+        for name, module in list(block.named_modules()):
+            if not isinstance(module, nn.Linear):
+                continue
+            reason = _why_not(module, f"{layer}.{name}", recipe, config)
+            (left if reason else converted)[f"{name} ({reason})" if reason else name].append(layer)
+            if not reason:
+                owner, _, attribute = name.rpartition(".")
+                linear = Float8Linear(module, recipe, is_emulated=config.emulate)
+                setattr(block.get_submodule(owner), attribute, linear)
+    unused = [part for part in config.skip if not any(repr(part) in reason for reason in left)]
+    if unused:
+        raise ValueError(f"float8.skip: no linear layer of a block is called {unused}")
+    if not converted:
+        raise ValueError(f"float8.recipe: of no use, all linear layers are left out: {list(left)}")
+    for what, found in (("in", converted), ("not in", left)):
+        for name, layers in found.items():
+            logger.info("float8: %s of %d blocks %s %s products",
+                        name, len(layers), what, config.recipe)  # fmt: skip
+
+
+def _why_not(linear: nn.Linear, fqn: str, recipe: Recipe, config: Float8) -> str:
+    """Why this one stays as it is; "" if it need not."""
+    k, n = linear.in_features, linear.out_features
+    for part in config.skip:
+        if part in fqn:
+            return f"float8.skip {part!r}"
+    if type(linear) is not nn.Linear or linear.bias is not None:
+        return "not a plain linear"
+    if k % 16 or n % 16:
+        return f"{k} to {n}: not multiples of 16"
+    if config.skip_small and _is_small(k, n, recipe):
+        return f"{k} to {n}: too small to pay"
+    return ""
+
+
+def _is_small(k: int, n: int, recipe: Recipe) -> bool:
+    """From k to n features, slower than bfloat16 on an H100 (torchao/float8, README and its
+    ``_auto_filter_for_recipe``), since finding the scales costs more than the product gains."""
+    if recipe.is_rowwise:
+        return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
+    return k <= 4096 and n <= 1024
+
+
+class Float8Linear(nn.Linear):
+    """In place of ``linear``, with its weight."""
+
+    def __init__(self, linear: nn.Linear, recipe: Recipe, *, is_emulated: bool) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.recipe, self.is_emulated = recipe, is_emulated
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(..., k) to (..., n)"""
+        return _Float8Linear.apply(input, self.weight, self.recipe, self.is_emulated)
+
+
+class _Float8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, is_emulated: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe, ctx.is_emulated = recipe, is_emulated
+        out = multiply(
+            x.flatten(0, -2), weight.t(), E4M3, is_rowwise=recipe.is_rowwise,
+            is_fast=True, is_emulated=is_emulated,
+        )  # fmt: skip
+        return out.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        recipe, is_emulated = ctx.recipe, ctx.is_emulated
+        g, x_rows = gradients[0].flatten(0, -2), x.flatten(0, -2)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = multiply(
+                g, weight, recipe.gradient_dtype, is_rowwise=recipe.is_rowwise,
+                is_fast=False, is_emulated=is_emulated,
+            ).view_as(x)  # fmt: skip
+        if ctx.needs_input_grad[1]:
+            of_weight = multiply(
+                g.t(), x_rows, recipe.gradient_dtype, is_rowwise=recipe.is_rowwise,
+                is_fast=False, is_emulated=is_emulated,
+            )  # fmt: skip
+        return of_x, of_weight, None, None
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_dtype: torch.dtype,
+    *,
+    is_rowwise: bool,
+    is_fast: bool,
+    is_emulated: bool,
+) -> torch.Tensor:
+    """a (m, k) times b (k, n), rounded to ``a_dtype`` and E4M3, to (m, n) in a's dtype.
+
+    Error of an operand: half of its last bit, 2^-4 of an element in E4M3, 2^-3 in E5M2, until it
+    is so small beside its scale's greatest (2^-15 in E4M3, 2^-30 in E5M2) that bits are missing.
+    ``is_fast``: sums of less precision, as is usual forward. k and n must be multiples of 16.
+    """
+    a8, a_scale = quantize(a, a_dtype, dim=1 if is_rowwise else None)
+    b8, b_scale = quantize(b, E4M3, dim=0 if is_rowwise else None)
+    # The hardware reads both along k.
+    a8, b8 = a8.contiguous(), b8.t().contiguous().t()
+    out_dtype = a.dtype if a.dtype == torch.bfloat16 else torch.float32
+    if is_emulated:
+        out = (a8.to(torch.float32) * a_scale) @ (b8.to(torch.float32) * b_scale)
+    else:
+        out = torch._scaled_mm(
+            a8, b8, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=is_fast
+        )
+    return out.to(a.dtype)
+
+
+def quantize(
+    x: torch.Tensor, dtype: torch.dtype, dim: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (m, n) in float8, and the float32 scales it is to be multiplied with.
+
+    Without ``dim`` one scale, (); else one for each index of the other dim, (m, 1) or (1, n), and
+    powers of two, so that only ``dtype`` rounds. What is not finite stays so.
+    """
+    x, greatest = x.to(torch.float32), torch.finfo(dtype).max
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = (amax / greatest).clamp(min=torch.finfo(torch.float32).tiny)
+    if dim is not None:
+        # Up to the next power of two: float32 has its exponent above 23 bits.
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    return (x / scale).clamp(-greatest, greatest).to(dtype), scale

@@ -1,0 +1,285 @@
+"""Float8: products within the format's error, training that follows float32, alike on any mesh."""
+
+import logging
+import math
+from dataclasses import replace
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
+from data.loader import Batch
+from forward_backward import WholeModel, count_valid
+from models import find_model
+from models.meta import build_on_meta
+from optim.optimizer import build_optimizer
+from parallelisms import float8
+from parallelisms.float8 import E4M3, E5M2, RECIPES, Float8Linear, apply_float8, multiply, quantize
+from parallelisms.materialize import canonical_fqn, materialize
+from tests.layouts import CPU, MODE, PP, Layout, spread
+from tests.parallelisms.test_parity import args_of, global_batch, rows_of
+from tests.ranks import RankPool
+
+# Half of the last bit, relative to an element; relative to the scale's greatest where bits end.
+PRECISION = {E4M3: 2**-4, E5M2: 2**-3}
+FLOOR = {E4M3: 2**-10 / 448, E5M2: 2**-17 / 57344}
+CONFIGS = {name: Float8(recipe=name, skip_small=False) for name in ("tensorwise", "rowwise")}
+AOT = Compile(enable=True, backend="aot_eager")
+Gradients = dict[str, torch.Tensor]
+
+
+def matrix(*shape: int, seed: int) -> torch.Tensor:
+    """With rows and columns of very different sizes, and an outlier."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x *= torch.logspace(-3, 1, shape[0])[:, None]
+    x[shape[0] // 2, 3] = 50.0
+    return x
+
+
+def quantization_bound(x: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
+    """The most that rounding ``x`` to ``dtype`` may change of each element."""
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    # A scale that is a power of two may be twice of what it need be.
+    slack = 1 if dim is None else 2
+    return torch.maximum(x.abs() * PRECISION[dtype], amax * FLOOR[dtype] * slack) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_rounding_is_that_of_the_format(dtype: torch.dtype, dim: int | None) -> None:
+    x = matrix(32, 48, seed=0)
+    rounded, scale = quantize(x, dtype, dim)
+    error = (rounded.double() * scale.double() - x).abs()
+    assert (error <= quantization_bound(x, dtype, dim)).all()
+    assert (rounded.float().abs() <= torch.finfo(dtype).max).all()
+    if dim is not None:
+        assert (scale.log2() == scale.log2().round()).all()
+    # Not far too large a scale either: it would lose bits.
+    greatest = (rounded.double().abs() / torch.finfo(dtype).max).amax(dim=dim or (0, 1))
+    assert greatest.max() > 0.49
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("dim", [None, 1])
+def test_extremes_survive(value: float, dim: int | None) -> None:
+    x = torch.full((16, 16), 1e-3)
+    x[2] = value
+    rounded, scale = quantize(x, E4M3, dim)
+    row = (rounded.float() * scale)[2]
+    if math.isfinite(value):
+        assert torch.allclose(row, x[2], rtol=PRECISION[E4M3])
+    else:
+        assert not row.isfinite().any()
+
+
+def check_products(config: Float8) -> None:
+    """Forward and both backward products against float64, within what rounding may do to them."""
+    k, n, tokens, recipe = 64, 48, 32, RECIPES[config.recipe]
+    linear = nn.Linear(k, n, bias=False, dtype=torch.float64)
+    linear.weight.data.copy_(matrix(n, k, seed=1))
+    x, g = matrix(tokens, k, seed=2).requires_grad_(), matrix(tokens, n, seed=3)
+    found = Float8Linear(linear, recipe, is_emulated=config.emulate)
+    out = found(x[None])[0]
+    out.backward(g)
+    w, xd = linear.weight.detach(), x.detach()
+    assert x.grad is not None
+    assert found.weight.grad is not None
+    for what, got, a, b, dtype in (
+        ("output", out.detach(), xd, w.t(), E4M3),
+        ("gradient of x", x.grad, g, w, recipe.gradient_dtype),
+        ("gradient of the weight", found.weight.grad, g.t(), xd, recipe.gradient_dtype),
+    ):
+        of_a = quantization_bound(a, dtype, 1 if recipe.is_rowwise else None)
+        of_b = quantization_bound(b, E4M3, 0 if recipe.is_rowwise else None)
+        bound = of_a @ b.abs() + a.abs() @ of_b + of_a @ of_b
+        # And float32's, of the sum.
+        bound += 1e-5 * a.abs() @ b.abs()
+        assert ((got - a @ b).abs() <= bound).all(), f"{what} is off by more than it may"
+        # Not in a higher precision by mistake: then the test would say nothing.
+        assert (got - a @ b).norm() / (a @ b).norm() > 1e-3, what
+
+
+@pytest.mark.parametrize("is_emulated", [False, True], ids=["scaled_mm", "emulated"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_within_the_error_of_the_format(recipe: str, is_emulated: bool) -> None:
+    check_products(CONFIGS[recipe].model_copy(update={"emulate": is_emulated}))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_wrong_scale_is_caught(recipe: str) -> None:
+    original = torch._scaled_mm
+
+    def too_large(a: Any, b: Any, scale_a: torch.Tensor, **keys: Any) -> torch.Tensor:
+        return original(a, b, scale_a=scale_a * 1.3, **keys)
+
+    def swapped(x: torch.Tensor, dtype: torch.dtype, dim: int | None) -> Any:
+        rounded, scale = quantize(x, dtype, dim)
+        return rounded, scale.flip(0, 1) if scale.ndim else scale * 2
+
+    with patch.object(torch, "_scaled_mm", too_large), pytest.raises(AssertionError):
+        check_products(CONFIGS[recipe])
+    with patch.object(float8, "quantize", swapped), pytest.raises(AssertionError):
+        check_products(CONFIGS[recipe])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_operands_are_laid_out_as_the_hardware_wants(recipe: str) -> None:
+    """What cuBLAS asks for and the CPU does not mind."""
+    original, calls = torch._scaled_mm, []
+
+    def checked(a: torch.Tensor, b: torch.Tensor, **keys: Any) -> torch.Tensor:
+        assert a.stride(1) == 1 and b.stride(0) == 1, "not read along k"
+        assert a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0
+        assert {a.dtype, b.dtype} != {E5M2}
+        shapes = [tuple(keys[name].shape) for name in ("scale_a", "scale_b")]
+        want = [(a.shape[0], 1), (1, b.shape[1])] if recipe == "rowwise" else [(), ()]
+        assert shapes == want
+        assert all(keys[name].is_contiguous() for name in ("scale_a", "scale_b"))
+        assert keys["out_dtype"] == torch.bfloat16
+        calls.append(keys["use_fast_accum"])
+        return original(a, b, **keys)
+
+    linear = nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    with patch.object(torch, "_scaled_mm", checked):
+        Float8Linear(linear, RECIPES[recipe], is_emulated=False)(x).sum().backward()
+    assert calls == [True, False, False]
+
+
+def blocks_of(name: str, flavor: str) -> nn.ModuleDict:
+    spec, args = find_model(name, flavor)
+    args = replace(args, n_layers=2)
+    return spec.blocks(build_on_meta(spec, args, torch.float32))
+
+
+def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        blocks = blocks_of("llama3", "8B")
+        apply_float8(blocks, config=Float8(recipe="tensorwise", skip=["1.attention.wo"]))
+    converted = {
+        f"{layer}.{name}"
+        for layer, block in blocks.items()
+        for name, module in block.named_modules()
+        if isinstance(module, Float8Linear)
+    }
+    of_each = ("attention.wq", "attention.wo", *(f"feed_forward.w{i}" for i in (1, 2, 3)))
+    assert converted == {f"{i}.{w}" for i in (0, 1) for w in of_each} - {"1.attention.wo"}
+    text = caplog.text
+    assert "attention.wk (4096 to 1024: too small to pay) of 2 blocks not in tensorwise" in text
+    assert "attention.wo (float8.skip '1.attention.wo') of 1 blocks not in" in text
+    assert "feed_forward.w1 of 2 blocks in tensorwise" in text
+
+
+def test_routers_are_left_out() -> None:
+    for name in ("qwen3_moe", "qwen3_next"):
+        blocks = blocks_of(name, "debugmodel")
+        apply_float8(blocks, config=CONFIGS["rowwise"])
+        kinds = {fqn: type(module) for fqn, module in blocks.named_modules()}
+        assert kinds["0.feed_forward.router"] is not Float8Linear
+        assert Float8Linear in kinds.values()
+
+
+def test_nothing_to_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="of no use"):
+        apply_float8(blocks_of("llama3", "debugmodel"), config=Float8(recipe="tensorwise"))
+    with pytest.raises(ValueError, match="skip.*wx"):
+        apply_float8(
+            blocks_of("llama3", "8B"), config=Float8(recipe="tensorwise", skip=["wx", "wo"])
+        )
+
+
+N_SLOTS = 4
+LAYOUTS = [
+    Layout(2),
+    Layout(2, {MODE: "simple_fsdp"}),
+    Layout(2, {MODE: "ddp"}),
+    Layout(4),
+    Layout(2, recompute=ActivationCheckpoint(mode="selective")),
+    Layout(2, recompute=ActivationCheckpoint(mode="full")),
+    Layout(2, compile=AOT),
+    Layout(2, recompute=ActivationCheckpoint(mode="selective"), compile=AOT),
+    Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
+    Layout(2, {PP: 2}),
+]
+
+
+def gradients(name: str, layout: Layout) -> Gradients:
+    """Of a batch of ``N_SLOTS`` microbatches, which are the same on any number of ranks."""
+    torch.compiler.reset()
+    args = args_of(name, False, False, n_layers=2)
+    found = spread(name, args, layout, dtype="float64")
+    materialize(found.model, CPU, seed=7)
+    whole = global_batch(args.vocab_size, False)
+    mesh = found.dims.batch_mesh
+    slots = [rows_of(whole, slice(slot, slot + 1)) for slot in range(N_SLOTS)]
+    own = slots[mesh.get_local_rank() :: mesh.size()]
+    found.runner().train(own, count_valid(slots))
+    return {
+        canonical_fqn(fqn): cast(DTensor, p.grad).full_tensor()
+        for fqn, p in found.model.named_parameters()
+    }
+
+
+@pytest.fixture(scope="module")
+def unsharded(ranks: RankPool) -> dict[str, Gradients]:
+    """By recipe; "none" is what they round."""
+    configs = {"none": Float8()} | CONFIGS
+    layouts = {recipe: Layout(1, float8=config) for recipe, config in configs.items()}
+    return {name: ranks.run(gradients, 1, "qwen3", layout)[0] for name, layout in layouts.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        *(pytest.param(layout, "tensorwise", id=str(layout)) for layout in LAYOUTS),
+        *(pytest.param(layout, "rowwise", id=f"{layout}-rowwise") for layout in LAYOUTS[:3]),
+    ],
+)
+def test_sharded_equals_unsharded(
+    ranks: RankPool, unsharded: dict[str, Gradients], layout: Layout, recipe: str
+) -> None:
+    """Scales are those of a microbatch, so microbatches are compared, to float64's rounding."""
+    layout, want = replace(layout, float8=CONFIGS[recipe]), unsharded[recipe]
+    for got in ranks.run(gradients, layout.world_size, "qwen3", layout):
+        assert distance(got, want) < 1e-9
+    assert distance(want, unsharded["none"]) > 1e-2
+
+
+def distance(got: Gradients, want: Gradients) -> float:
+    """Of the gradient that is farthest off."""
+    errors = [(got[fqn] - want[fqn]).norm() / want[fqn].norm() for fqn in want]
+    return float(max(errors))
+
+
+def losses_of(config: Float8, compute_dtype: str, steps: int) -> list[float]:
+    """Of a small model that learns a text of few words by heart."""
+    args = replace(args_of("qwen3", False, False, n_layers=2), max_seq_len=64)
+    layout = Layout(1, float8=config)
+    found = spread("qwen3", args, layout, dtype="float32", compute_dtype=compute_dtype)
+    materialize(found.model, CPU, seed=7)
+    optimizer = build_optimizer(found.model, Optimizer(lr=3e-3))
+    runner = WholeModel(found.model, parallelism=Parallelism(), device=CPU)
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(args.vocab_size, (8, 16), generator=generator)
+    losses = []
+    for _ in range(steps):
+        tokens = words[torch.randint(8, (4, 4), generator=generator)].flatten(1)
+        batch = Batch(tokens[:, :-1][:, :48], tokens[:, 1:][:, :48], None, None)
+        losses.append(runner.train([batch], count_valid([batch])).sum().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_follows_float32(ranks: RankPool, recipe: str) -> None:
+    (want,) = ranks.run(losses_of, 1, Float8(), "float32", 60)
+    (got,) = ranks.run(losses_of, 1, CONFIGS[recipe], "bfloat16", 60)
+    assert want[-1] < 0.35 * want[0], "it does not learn"
+    distance = max(abs(a - b) for a, b in zip(got, want, strict=True))
+    assert distance < 0.1, f"{distance}: {got[::10]} and {want[::10]}"
