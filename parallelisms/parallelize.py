@@ -57,8 +57,8 @@ def parallelize(
     holds this rank's parameters.
 
     The order is the contract: a stage is treated like a whole model; experts go to a mesh of their
-    own; tensor parallel names plain submodules; float8 replaces some; checkpointing wraps blocks; compile sees what it
-    wrapped; data parallel goes last, over whatever the others made.
+    own; tensor parallel names plain submodules, of which float8 replaces some; checkpointing wraps
+    blocks; compile sees what it wrapped; data parallel goes last, over whatever the others made.
     """
     expert_mesh = None
     if facts.moes(model) and parallelism.expert_parallel_degree * dims.degrees.tp > 1:

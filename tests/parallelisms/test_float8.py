@@ -18,7 +18,7 @@ from models import find_model
 from models.meta import build_on_meta
 from optim.optimizer import build_optimizer
 from parallelisms import float8
-from parallelisms.float8 import E4M3, E5M2, RECIPES, Float8Linear, apply_float8, multiply, quantize
+from parallelisms.float8 import E4M3, E5M2, RECIPES, Float8Linear, apply_float8, quantize
 from parallelisms.materialize import canonical_fqn, materialize
 from tests.layouts import CPU, MODE, PP, Layout, spread
 from tests.parallelisms.test_parity import args_of, global_batch, rows_of
@@ -28,6 +28,8 @@ from tests.ranks import RankPool
 PRECISION = {E4M3: 2**-4, E5M2: 2**-3}
 FLOOR = {E4M3: 2**-10 / 448, E5M2: 2**-17 / 57344}
 CONFIGS = {name: Float8(recipe=name, skip_small=False) for name in ("tensorwise", "rowwise")}
+# A CPU takes seconds for some of the products that it does not emulate.
+EMULATED = {name: config.model_copy(update={"emulate": True}) for name, config in CONFIGS.items()}
 AOT = Compile(enable=True, backend="aot_eager")
 Gradients = dict[str, torch.Tensor]
 
@@ -133,8 +135,8 @@ def test_operands_are_laid_out_as_the_hardware_wants(recipe: str) -> None:
     original, calls = torch._scaled_mm, []
 
     def checked(a: torch.Tensor, b: torch.Tensor, **keys: Any) -> torch.Tensor:
-        assert a.stride(1) == 1 and b.stride(0) == 1, "not read along k"
-        assert a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0
+        assert (a.stride(1), b.stride(0)) == (1, 1), "not read along k"
+        assert a.shape[1] % 16 == b.shape[1] % 16 == 0
         assert {a.dtype, b.dtype} != {E5M2}
         shapes = [tuple(keys[name].shape) for name in ("scale_a", "scale_b")]
         want = [(a.shape[0], 1), (1, b.shape[1])] if recipe == "rowwise" else [(), ()]
@@ -187,7 +189,7 @@ def test_routers_are_left_out() -> None:
 def test_nothing_to_do_is_refused() -> None:
     with pytest.raises(ValueError, match="of no use"):
         apply_float8(blocks_of("llama3", "debugmodel"), config=Float8(recipe="tensorwise"))
-    with pytest.raises(ValueError, match="skip.*wx"):
+    with pytest.raises(ValueError, match=r"skip.*wx"):
         apply_float8(
             blocks_of("llama3", "8B"), config=Float8(recipe="tensorwise", skip=["wx", "wo"])
         )
@@ -228,7 +230,7 @@ def gradients(name: str, layout: Layout) -> Gradients:
 @pytest.fixture(scope="module")
 def unsharded(ranks: RankPool) -> dict[str, Gradients]:
     """By recipe; "none" is what they round."""
-    configs = {"none": Float8()} | CONFIGS
+    configs = {"none": Float8()} | EMULATED
     layouts = {recipe: Layout(1, float8=config) for recipe, config in configs.items()}
     return {name: ranks.run(gradients, 1, "qwen3", layout)[0] for name, layout in layouts.items()}
 
@@ -244,15 +246,15 @@ def test_sharded_equals_unsharded(
     ranks: RankPool, unsharded: dict[str, Gradients], layout: Layout, recipe: str
 ) -> None:
     """Scales are those of a microbatch, so microbatches are compared, to float64's rounding."""
-    layout, want = replace(layout, float8=CONFIGS[recipe]), unsharded[recipe]
+    layout, want = replace(layout, float8=EMULATED[recipe]), unsharded[recipe]
     for got in ranks.run(gradients, layout.world_size, "qwen3", layout):
         assert distance(got, want) < 1e-9
     assert distance(want, unsharded["none"]) > 1e-2
 
 
 def distance(got: Gradients, want: Gradients) -> float:
-    """Of the gradient that is farthest off."""
-    errors = [(got[fqn] - want[fqn]).norm() / want[fqn].norm() for fqn in want]
+    """Of the gradient that is farthest off; a stage has some of them."""
+    errors = [(got[fqn] - want[fqn]).norm() / want[fqn].norm() for fqn in got]
     return float(max(errors))
 
 
@@ -279,7 +281,7 @@ def losses_of(config: Float8, compute_dtype: str, steps: int) -> list[float]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_follows_float32(ranks: RankPool, recipe: str) -> None:
     (want,) = ranks.run(losses_of, 1, Float8(), "float32", 60)
-    (got,) = ranks.run(losses_of, 1, CONFIGS[recipe], "bfloat16", 60)
+    (got,) = ranks.run(losses_of, 1, EMULATED[recipe], "bfloat16", 60)
     assert want[-1] < 0.35 * want[0], "it does not learn"
     distance = max(abs(a - b) for a, b in zip(got, want, strict=True))
     assert distance < 0.1, f"{distance}: {got[::10]} and {want[::10]}"
