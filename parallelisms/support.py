@@ -402,6 +402,9 @@ REFUSALS = (
     Refusal("activation_checkpoint.mode",
             "memory_budget cannot free the weights that simple_fsdp gathers",
             lambda run: _has_budget(run) and _is_simple_fsdp(run)),
+    Refusal("parallelism.tensor_parallel_degree",
+            "with memory_budget PyTorch 2.13 wants to know how large a mesh is, and cannot",
+            lambda run: _has_budget(run) and run.degrees.tp > 1),
     # It saves attention's random state and the mesh for backward, and then takes one for the other.
     Refusal("activation_checkpoint.mode",
             "without a GPU, PyTorch 2.13 cannot compile blocks that are recomputed as a whole with"

@@ -243,6 +243,7 @@ BAD = [
     Bad("activation_checkpoint.mode", BUDGET, says="compile.enable"),
     Bad("activation_checkpoint.mode",
         f"{BUDGET} --compile.enable true --compile.backend aot_eager", says="compile.backend"),
+    Bad(TP, f"{BUDGET} --compile.enable true --{TP} 2", says="memory_budget"),
     Bad("activation_checkpoint.mode", f"{BUDGET} {SIMPLE} --compile.enable true", says="gathers"),
     Bad(
         "activation_checkpoint.mode",
