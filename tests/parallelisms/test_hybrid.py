@@ -42,13 +42,13 @@ LAYOUTS = [
     Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),
     Layout(2, {CP: 2}, recompute=FULL),
     Layout(2, {CP: 2}, recompute=SELECTIVE),
-    Layout(2, {TP: 2}, compile=AOT, recompute=SELECTIVE),
     Layout(2, {PP: 2}, compile=AOT, recompute=FULL),
     # Tracing the nets in float64 takes many seconds.
     *(
         pytest.param(layout, marks=pytest.mark.slow)
         for layout in (
             Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
+            Layout(2, {TP: 2}, compile=AOT, recompute=SELECTIVE),
             Layout(2, {CP: 2}, compile=AOT, recompute=SELECTIVE),
             Layout(4, {TP: 2, EP: 2}, compile=AOT),
         )
