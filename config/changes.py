@@ -21,6 +21,7 @@ FROZEN = _keys("""
     model: name flavor vocab_size
     data: source subset text_key packing document_mask validation_percent
     training: global_batch_size dtype
+    optimizer: state_dtype
     debug: seed
 """)
 # Where documents and tokenizer lie may change: what they are is fingerprinted by the data's state.

@@ -140,6 +140,8 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled weight decay, on matrices only: not on norms, biases and embeddings."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the moments of float32 weights. bfloat16 takes 4 bytes a parameter less."""
 
 
 class LrScheduler(Section):

@@ -1,8 +1,10 @@
+from typing import Any
+
 import torch
 import torch.nn as nn
 
 from config.job_config import Optimizer
-from optim.padded_adamw import PaddedAdamW
+from optim.chunked_adamw import ChunkedAdamW
 
 
 def build_optimizer(
@@ -24,5 +26,7 @@ def build_optimizer(
         {"params": others, "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    kind = PaddedAdamW if is_elastic else torch.optim.AdamW
-    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    options: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": True}
+    if config.state_dtype == "bfloat16":
+        return ChunkedAdamW(groups, moment_dtype=torch.bfloat16, **options)
+    return (ChunkedAdamW if is_elastic else torch.optim.AdamW)(groups, **options)

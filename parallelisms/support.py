@@ -170,6 +170,10 @@ def _has_budget(run: Run) -> bool:
     return run.config.activation_checkpoint.mode == "memory_budget"
 
 
+def _has_short_moments(run: Run) -> bool:
+    return run.config.optimizer.state_dtype == "bfloat16"
+
+
 def _is_power_of_two(count: float) -> bool:
     return math.log2(count).is_integer()
 
@@ -194,6 +198,9 @@ PIPELINE_KEYS = (
     "pipeline_parallel_first_stage_less_layers",
     "pipeline_parallel_last_stage_less_layers",
 )
+# In bfloat16 a moment that no gradient adds to still decays then, whatever its value: a step of its
+# values is up to 2**-7 of them, and less than half a step is rounded away.
+MAX_BFLOAT16_DECAY = 1 - 2**-8
 REFUSALS = (
     Refusal("parallelism.data_parallel_shard_degree", "ddp does not shard",
             lambda run: _is_ddp(run)
@@ -377,6 +384,16 @@ REFUSALS = (
     Refusal("parallelism.expert_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
             lambda run: _is_elastic(run) and run.config.parallelism.expert_parallel_degree > 1),
+    Refusal("optimizer.state_dtype", "does nothing unless training.dtype is float32",
+            lambda run: run.config.training.dtype != "float32" and _has_short_moments(run)),
+    Refusal("optimizer.beta1", "must be at most 0.99609375 with optimizer.state_dtype bfloat16,"
+            " which rounds away what a moment would lose in a step",
+            lambda run: _has_short_moments(run)
+            and run.config.optimizer.beta1 > MAX_BFLOAT16_DECAY),
+    Refusal("optimizer.beta2", "must be at most 0.99609375 with optimizer.state_dtype bfloat16,"
+            " which rounds away what a moment would lose in a step",
+            lambda run: _has_short_moments(run)
+            and run.config.optimizer.beta2 > MAX_BFLOAT16_DECAY),
     Refusal("training.mixed_precision_param", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32"
             and run.config.training.mixed_precision_param != "auto"),

@@ -73,6 +73,28 @@ def test_any_mesh_loads_what_any_mesh_saved(
     seen(f"{layout} from {len(saved)} meshes")
 
 
+def save_then_digests(folder: Path, layout: Layout, optimizer: Optimizer) -> dict[str, str]:
+    run = Run(folder, layout, optimizer=optimizer)
+    run.save(1, 2)
+    return run.digests()
+
+
+def load_then_digests(folder: Path, layout: Layout, optimizer: Optimizer) -> dict[str, str]:
+    run = Run(folder, layout, optimizer=optimizer)
+    assert run.checkpointer.load_latest() == 2
+    return run.digests()
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer(state_dtype="bfloat16")], ids=str)
+def test_every_optimizers_state_comes_back(
+    ranks: RankPool, tmp_path: Path, optimizer: Optimizer
+) -> None:
+    [want, _] = ranks.run(save_then_digests, 2, tmp_path, TWO, optimizer)
+    for layout in (Layout(1), TWO, Layout(4, {TP: 2})):
+        found = ranks.run(load_then_digests, layout.world_size, tmp_path, layout, optimizer)
+        assert all(digests == want for digests in found)
+
+
 def resume_with_other_options(folder: Path) -> None:
     Run(folder, TWO, optimizer=Optimizer(weight_decay=0.1, beta2=0.95)).save(1)
     resumed = Run(folder, TWO, optimizer=Optimizer(weight_decay=0.3, beta2=0.99))

@@ -15,9 +15,9 @@ import torch.nn as nn
 from torch.optim import AdamW
 
 from config.job_config import Numerics
+from optim.chunked_adamw import ChunkedAdamW
 from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.nonfinite import NonfiniteGuard
-from optim.padded_adamw import PaddedAdamW
 from runtime.log import logger
 
 ONE_RANK = cast(Any, SimpleNamespace(shape=(1, 1)))
@@ -77,7 +77,7 @@ def told() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("kind", [AdamW, PaddedAdamW])
+@pytest.mark.parametrize("kind", [AdamW, ChunkedAdamW])
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", ["loss", "wq", "wv"])
 def test_a_bad_step_leaves_everything_as_it_was(

@@ -24,10 +24,10 @@ from data.loader import Batch
 from forward_backward import WholeModel, count_valid
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
+from optim.chunked_adamw import ChunkedAdamW
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
 from optim.optimizer import build_optimizer
-from optim.padded_adamw import PaddedAdamW
 from parallelisms.elastic import GradientTree, apply_elastic
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.mixed_precision import mixed_precision_policy
@@ -189,7 +189,7 @@ def ordinary_norm() -> AbstractContextManager:
 
 
 def ordinary_optimizer() -> AbstractContextManager:
-    return patch.object(PaddedAdamW, "step", torch.optim.AdamW.step)
+    return patch.object(ChunkedAdamW, "step", torch.optim.AdamW.step)
 
 
 def sums_of_ranks() -> AbstractContextManager:

@@ -1,0 +1,127 @@
+"""AdamW in pieces of whatever part a rank has of a tensor, and moments in their own dtype."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from runtime.distributed import local_part
+
+# No vector register of a CPU we know is wider.
+VECTOR_BYTES = 64
+# Elements that are updated at once: in float32, 64 MiB for each of the copies.
+CHUNK = 1 << 24
+
+Piece = tuple[torch.Tensor, ...]
+
+
+class ChunkedAdamW(torch.optim.AdamW):
+    """Fused AdamW whose result does not depend on where shards end.
+
+    On a CPU PyTorch's kernel rounds the last elements, which do not fill a vector, otherwise than
+    the rest. Pieces that have such are updated in padded copies.
+
+    ``moment_dtype``: of both moments between steps; None: the weights'. PyTorch's kernel wants one
+    dtype, so each piece's moments are copied to the weights', updated, used as they are, and then
+    rounded to nearest (DeepSeek-V3 keeps bfloat16 moments so: arXiv 2412.19437, section 3.3.2).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        moment_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        self.moment_dtype = moment_dtype
+        super().__init__(params, **options)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Mutates parameters and state; obeys ``found_inf`` as a fused optimizer does."""
+        found_inf = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            # Parameters, gradients, first and second moments, what is not used, steps.
+            lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)
+            *used, _, steps = lists
+            if not steps:
+                continue
+            torch._foreach_add_(steps, 1)
+            for pieces in _chunks(zip(*used, steps, strict=True)):
+                _update(pieces, group, found_inf)
+            if found_inf is not None:
+                torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        for parameter in group["params"]:
+            if parameter.grad is not None and not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, dtype=self.moment_dtype),
+                    "exp_avg_sq": torch.zeros_like(parameter, dtype=self.moment_dtype),
+                }
+        return super()._init_group(group, *lists)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Moments of another dtype are converted."""
+        # PyTorch would give all of them the weights' dtype, for a moment in twice the memory.
+        super().load_state_dict({**state_dict, "state": {}})
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                dtype = value.dtype if name == "step" else self.moment_dtype or parameter.dtype
+                self.state[parameter][name] = value.to(device=parameter.device, dtype=dtype)
+
+
+def _update(pieces: list[Piece], group: Mapping[str, Any], found_inf: torch.Tensor | None) -> None:
+    """Each piece: of a parameter, its gradient and both moments, 1-D, and the step."""
+    *kept, steps = (list(tensors) for tensors in zip(*pieces, strict=True))
+    used = [[_pad(t.to(p.dtype)) for t, p in zip(ts, kept[0], strict=True)] for ts in kept]
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        used[0],
+        used[1],
+        used[2],
+        used[3],
+        [],
+        steps,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        found_inf=found_inf,
+    )
+    # The gradients were only read.
+    for tensor, copy in chain.from_iterable(map(zip, kept[::2] + kept[3:], used[::2] + used[3:])):
+        if copy is not tensor:
+            tensor.copy_(copy[: tensor.numel()])
+
+
+def _chunks(entries: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """This rank's parts of all tensors but the steps, flat, at most ``CHUNK`` elements at once."""
+    pieces: list[Piece] = []
+    count = 0
+    for *tensors, step in entries:
+        flat = [local_part(tensor).view(-1) for tensor in tensors]
+        for parts in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
+            if count + parts[0].numel() > CHUNK:
+                yield pieces
+                pieces, count = [], 0
+            pieces.append((*parts, step))
+            count += parts[0].numel()
+    if pieces:
+        yield pieces
+
+
+def _pad(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself if it is whole vectors, else a copy that is."""
+    missing = -tensor.numel() % (VECTOR_BYTES // tensor.element_size())
+    return F.pad(tensor, (0, missing)) if missing else tensor

@@ -1,0 +1,245 @@
+"""AdamW in pieces: bits that do not depend on where shards end, and moments in bfloat16."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config.job_config import Optimizer
+from models import find_model
+from models.meta import build_on_meta
+from optim import chunked_adamw
+from optim.chunked_adamw import ChunkedAdamW
+from optim.loss import cross_entropy_sum
+from optim.optimizer import build_optimizer
+from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.support import MAX_BFLOAT16_DECAY
+from tests.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, build_sharded
+from tests.parallelisms.test_materialize import digest, small_args
+from tests.ranks import RankPool
+
+N, STEPS = 331, 5
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SHORT = partial(ChunkedAdamW, moment_dtype=torch.bfloat16)
+# Of a number that is rounded to bfloat16, at most.
+ROUNDING = 2**-8
+
+
+def train(kind: Any, cuts: list[int], dtype: torch.dtype, steps: int = STEPS) -> list[torch.Tensor]:
+    """Weights and moments after ``steps`` on shards that end at ``cuts``, whole again."""
+    generator = torch.Generator().manual_seed(0)
+    weight, *grads = torch.randn(steps + 1, N, generator=generator).to(dtype)
+    parameters = [nn.Parameter(part.clone()) for part in weight.tensor_split(cuts)]
+    optimizer = kind(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for grad in grads:
+        for parameter, part in zip(parameters, grad.tensor_split(cuts), strict=True):
+            parameter.grad = part.clone()
+        optimizer.step()
+    states = [optimizer.state[parameter] for parameter in parameters]
+    moments = [torch.cat([s[name] for s in states]) for name in MOMENTS]
+    return [torch.cat([p.detach() for p in parameters]), *moments]
+
+
+def is_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (ChunkedAdamW, torch.float32),
+        (ChunkedAdamW, torch.float64),
+        (ChunkedAdamW, torch.bfloat16),
+        (SHORT, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("chunk", [chunked_adamw.CHUNK, 64])
+def test_where_shards_end_changes_no_bit(kind: Any, dtype: torch.dtype, chunk: int) -> None:
+    whole = train(kind, [], dtype)
+    with patch.object(chunked_adamw, "CHUNK", chunk):
+        for cuts in ([], [1], [100, 100, 250], list(range(1, N))):
+            assert is_equal(train(kind, cuts, dtype), whole)
+
+
+def test_is_pytorchs_where_that_has_no_end() -> None:
+    whole = train(torch.optim.AdamW, [], torch.float32)
+    padded = train(ChunkedAdamW, [], torch.float32)
+    in_vectors = N - N % 16
+    assert is_equal([t[:in_vectors] for t in padded], [t[:in_vectors] for t in whole])
+    for got, want in zip(padded, whole, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", [ChunkedAdamW, SHORT])
+def test_found_inf_masks_an_update(kind: Any) -> None:
+    parameter = nn.Parameter(torch.randn(19))
+    optimizer = kind([parameter], fused=True)
+    parameter.grad = torch.randn(19)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    before = [parameter.detach().clone(), *(value.clone() for value in state.values())]
+    optimizer.found_inf = torch.ones(())
+    parameter.grad.fill_(torch.nan)
+    optimizer.step()
+    assert is_equal([parameter.detach(), *state.values()], before)
+
+
+def test_a_step_rounds_the_moments_once_and_the_update_not_at_all() -> None:
+    want, got = train(torch.optim.AdamW, [], torch.float32, 1), train(SHORT, [], torch.float32, 1)
+    torch.testing.assert_close(got[0], want[0])
+    for short, full in zip(got[1:], want[1:], strict=True):
+        assert short.dtype == torch.bfloat16
+        assert ((short - full).abs() <= ROUNDING * full.abs()).all()
+
+
+def test_moments_stay_within_their_rounding() -> None:
+    """A rounding is forgotten at the rate of the moment: at most 1 / (1 - beta) of them add up."""
+    want, got = (train(kind, [], torch.float32, 100) for kind in (torch.optim.AdamW, SHORT))
+    for short, full, beta in zip(got[1:], want[1:], (0.9, 0.95), strict=True):
+        size = full.abs().max() if beta == 0.9 else full.abs()
+        assert ((short - full).abs() <= ROUNDING / (1 - beta) * size).all()
+        # By far most are much closer.
+        assert (short - full).norm() < 2 * ROUNDING * full.norm()
+    assert (got[0] - want[0]).norm() < 0.01 * want[0].norm()
+
+
+def after_a_decay(beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every significand of bfloat16, and what a step without a gradient leaves of it."""
+    values = (1 + torch.arange(128) / 128).to(torch.bfloat16)
+    parameter = nn.Parameter(torch.zeros(128))
+    optimizer = SHORT([parameter], betas=(beta, beta), fused=True)
+    parameter.grad = torch.zeros(128)
+    optimizer.step()
+    optimizer.state[parameter]["exp_avg_sq"].copy_(values)
+    optimizer.step()
+    return values, optimizer.state[parameter]["exp_avg_sq"]
+
+
+def test_moments_move_with_every_beta_that_is_allowed() -> None:
+    before, after = after_a_decay(MAX_BFLOAT16_DECAY)
+    assert (after < before).all()
+    before, after = after_a_decay(1 - 0.98 * 2**-8)
+    assert (after == before).any()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that anything made, but for views and writes in place."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_memory() -> None:
+    """8 bytes a parameter, and copies of a chunk."""
+    parameters = [nn.Parameter(torch.randn(size)) for size in (4096, 31, 7, 1024)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = SHORT(parameters, fused=True)
+    optimizer.step()
+    moments = [optimizer.state[p][name] for p in parameters for name in MOMENTS]
+    n_bytes = sum(t.numel() * t.element_size() for t in [*parameters, *moments])
+    assert n_bytes == 8 * sum(p.numel() for p in parameters)
+    with patch.object(chunked_adamw, "CHUNK", 256), Largest() as mode:
+        optimizer.step()
+    assert mode.elements == 256
+
+
+def losses(state_dtype: str) -> torch.Tensor:
+    """Of a model that learns a batch by heart."""
+    spec, args = find_model("llama3", "debugmodel")
+    args = replace(args, n_layers=2, max_seq_len=32)
+    model = build_on_meta(spec, args, torch.float32)
+    materialize(model, CPU, seed=7)
+    optimizer = build_optimizer(model, Optimizer(lr=3e-3, state_dtype=state_dtype))
+    tokens = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(0))
+    found = []
+    for _ in range(40):
+        loss = cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:], divisor=8 * 32)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+def test_a_model_learns_alike() -> None:
+    want, got = losses("float32"), losses("bfloat16")
+    assert want[-1] < 0.5 * want[0]
+    assert ((got - want).abs() < 0.01 * want).all()
+    assert not torch.equal(got, want)
+
+
+LAYOUTS = [
+    Layout(1),
+    Layout(2),
+    # Divides no dim.
+    Layout(3),
+    Layout(2, {MODE: "simple_fsdp"}),
+    Layout(2, {MODE: "ddp"}),
+    Layout(2, {TP: 2}),
+    Layout(2, {PP: 2}),
+    Layout(4, {TP: 2, REPLICATE: 2}),
+    # Fewer rows of keys than ranks: they are cut by columns.
+    Layout(4),
+    Layout(4, {MODE: "simple_fsdp"}),
+]
+
+
+def updated(layout: Layout | None, state_dtype: str) -> dict[str, str]:
+    """Digests of weights and moments after some updates that no mesh has a part in."""
+    args = replace(small_args("qwen3", "debugmodel"), n_kv_heads=1, head_dim=2)
+    if layout is None:
+        model = build_on_meta(find_model("qwen3", "debugmodel")[0], args, torch.float32)
+    else:
+        model, _ = build_sharded("qwen3", args, layout)
+    materialize(model, CPU, seed=3)
+    config = Optimizer(lr=1e-2, state_dtype=state_dtype)
+    optimizer = build_optimizer(model, config, is_elastic=True)
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * (step - 0.5) + parameter.detach().square()
+        optimizer.step()
+    found = {}
+    for fqn, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        tensors = {"weight": parameter, **{name: state[name] for name in MOMENTS}}
+        found |= {f"{canonical_fqn(fqn)}.{name}": digest(t) for name, t in tensors.items()}
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_any_mesh_makes_the_same_bits(ranks: RankPool, layout: Layout, state_dtype: str) -> None:
+    want = updated(None, state_dtype)
+    found = ranks.run(updated, layout.world_size, layout, state_dtype)
+    assert dict(chain.from_iterable(part.items() for part in found)) == want
+
+
+def test_a_loaded_state_has_the_dtype_of_the_optimizer() -> None:
+    weight = torch.randn(N)
+    optimizers = []
+    for kind in (ChunkedAdamW, SHORT):
+        parameter = nn.Parameter(weight.clone())
+        optimizers.append(kind([parameter], fused=True))
+        parameter.grad = torch.randn(N)
+        optimizers[-1].step()
+    full, short = optimizers
+    for giving, taking in ((short, full), (full, short), (short, short)):
+        taking.load_state_dict(giving.state_dict())
+        [given], [taken] = giving.state.values(), taking.state.values()
+        assert taken["step"].dtype == torch.float32
+        for name in MOMENTS:
+            assert taken[name].dtype == (taking.moment_dtype or torch.float32)
+            assert torch.equal(taken[name], given[name].to(taken[name].dtype))
