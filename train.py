@@ -45,6 +45,7 @@ from metrics.stragglers import Stragglers
 from models.meta import build_on_meta
 from optim.expert_balance import ExpertBalance
 from optim.grad_norm import clip_grad_norm_, local_norms
+from optim.muon import hidden_matrices
 from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from optim.schedule import lr_factor
@@ -167,7 +168,13 @@ def main(job: Job, witness: Witness) -> int:
     )
 
     # 5. Optimizer; its learning rate is a function of the step
-    optimizer = build_optimizer(model, config.optimizer, is_elastic=is_elastic)
+    optimizer = build_optimizer(
+        model,
+        config.optimizer,
+        matrices=hidden_matrices(model, job.spec),
+        weight_mesh=dims.weight_mesh,
+        is_elastic=is_elastic,
+    )
     guard = NonfiniteGuard(
         optimizer,
         {canonical_fqn(fqn): parameter for fqn, parameter in model.named_parameters()},

@@ -21,7 +21,7 @@ FROZEN = _keys("""
     model: name flavor vocab_size
     data: source subset text_key packing document_mask validation_percent
     training: global_batch_size dtype
-    optimizer: state_dtype
+    optimizer: name state_dtype
     debug: seed
 """)
 # Where documents and tokenizer lie may change: what they are is fingerprinted by the data's state.
@@ -29,7 +29,7 @@ RECORDED = _keys("""
     data: path sources tokenizer on_bad_record
     training: steps seq_len local_batch_size max_norm
     training: mixed_precision_param mixed_precision_reduce mixed_precision_output
-    optimizer: lr beta1 beta2 eps weight_decay
+    optimizer: lr beta1 beta2 eps weight_decay muon_momentum
     lr_scheduler: warmup_steps decay_ratio decay_type min_lr_factor total_steps
     parallelism: data_parallel data_parallel_replicate_degree data_parallel_shard_degree
     parallelism: tensor_parallel_degree tensor_parallel_async context_parallel_degree

@@ -130,6 +130,8 @@ class Training(Section):
 
 
 class Optimizer(Section):
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: hidden matrices by Muon, all else by AdamW, with the same lr and weight_decay."""
     lr: Annotated[float, Field(gt=0.0)] = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -140,8 +142,10 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled weight decay, on matrices only: not on norms, biases and embeddings."""
+    muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay of Muon's momentum, which is Nesterov's."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the moments of float32 weights. bfloat16 takes 4 bytes a parameter less."""
+    """Dtype of moments and momentum of float32 weights. bfloat16 halves their memory."""
 
 
 class LrScheduler(Section):

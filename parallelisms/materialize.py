@@ -7,15 +7,15 @@ they silently give every shard the same values.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from parallelisms.shared_parameters import keep_shared
+from runtime.shards import part_of
 
 # Elements made at once. They bound the float64 and int64 temporaries, about five times as many,
 # which on a CPU should stay in its cache: that is 3.5 times as fast.
@@ -114,27 +114,17 @@ def _key(seed: int, fqn: str) -> int:
 
 def _global_indices(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Per tensor dim, the global indices that this rank's part holds."""
-    device = _local(parameter).device
-    indices = [torch.arange(size, device=device) for size in parameter.shape]
+    coordinate: Sequence[int] = ()
     if isinstance(parameter, DTensor):
-        mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-        assert coordinate is not None, "this rank holds no part of the mesh"
-        # A _StridedShard was cut after the plain shards that stand to its right.
-        order = sorted(range(mesh.ndim), key=lambda d: _is_strided(parameter.placements[d]))
-        for mesh_dim in order:
-            placement = parameter.placements[mesh_dim]
-            if isinstance(placement, (Shard, _StridedShard)):
-                whole = indices[placement.dim]
-                size = -(-len(whole) // mesh.size(mesh_dim))
-                start = coordinate[mesh_dim] * size
-                indices[placement.dim] = whole[start : start + size]
+        found = parameter.device_mesh.get_coordinate()
+        assert found is not None, "this rank holds no part of the mesh"
+        coordinate = found
+    device = _local(parameter).device
+    held = part_of(parameter, coordinate)
+    indices = [torch.arange(part.start, part.stop, device=device) for part in held]
     shape = tuple(_local(parameter).shape)
     assert tuple(len(index) for index in indices) == shape, f"{parameter} is sharded in a new way"
     return indices
-
-
-def _is_strided(placement: object) -> bool:
-    return isinstance(placement, _StridedShard)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

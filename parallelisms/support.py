@@ -17,6 +17,7 @@ from config.job_config import (
     Float8,
     JobConfig,
     Numerics,
+    Optimizer,
     Parallelism,
 )
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
@@ -170,6 +171,10 @@ def _has_budget(run: Run) -> bool:
     return run.config.activation_checkpoint.mode == "memory_budget"
 
 
+def _has_muon(run: Run) -> bool:
+    return run.config.optimizer.name == "muon"
+
+
 def _has_short_moments(run: Run) -> bool:
     return run.config.optimizer.state_dtype == "bfloat16"
 
@@ -201,6 +206,9 @@ PIPELINE_KEYS = (
 # In bfloat16 a moment that no gradient adds to still decays then, whatever its value: a step of its
 # values is up to 2**-7 of them, and less than half a step is rounded away.
 MAX_BFLOAT16_DECAY = 1 - 2**-8
+SHORT_MOMENTS = (
+    " with optimizer.state_dtype bfloat16, which rounds away what a moment would lose in a step"
+)
 REFUSALS = (
     Refusal("parallelism.data_parallel_shard_degree", "ddp does not shard",
             lambda run: _is_ddp(run)
@@ -384,14 +392,23 @@ REFUSALS = (
     Refusal("parallelism.expert_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
             lambda run: _is_elastic(run) and run.config.parallelism.expert_parallel_degree > 1),
+    Refusal("optimizer.muon_momentum", "does nothing unless optimizer.name is muon",
+            lambda run: not _has_muon(run)
+            and run.config.optimizer.muon_momentum != Optimizer().muon_momentum),
+    Refusal("optimizer.muon_momentum", f"must be at most 0.99609375{SHORT_MOMENTS}",
+            lambda run: _has_short_moments(run)
+            and run.config.optimizer.muon_momentum > MAX_BFLOAT16_DECAY),
+    Refusal("parallelism.fsdp_cpu_offload",
+            "optimizer.name muon would multiply its matrices on the host",
+            lambda run: _has_muon(run) and run.config.parallelism.fsdp_cpu_offload),
+    Refusal("optimizer.name", "debug.determinism elastic is proved for adamw only",
+            lambda run: _has_muon(run) and _is_elastic(run)),
     Refusal("optimizer.state_dtype", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32" and _has_short_moments(run)),
-    Refusal("optimizer.beta1", "must be at most 0.99609375 with optimizer.state_dtype bfloat16,"
-            " which rounds away what a moment would lose in a step",
+    Refusal("optimizer.beta1", f"must be at most 0.99609375{SHORT_MOMENTS}",
             lambda run: _has_short_moments(run)
             and run.config.optimizer.beta1 > MAX_BFLOAT16_DECAY),
-    Refusal("optimizer.beta2", "must be at most 0.99609375 with optimizer.state_dtype bfloat16,"
-            " which rounds away what a moment would lose in a step",
+    Refusal("optimizer.beta2", f"must be at most 0.99609375{SHORT_MOMENTS}",
             lambda run: _has_short_moments(run)
             and run.config.optimizer.beta2 > MAX_BFLOAT16_DECAY),
     Refusal("training.mixed_precision_param", "does nothing unless training.dtype is float32",

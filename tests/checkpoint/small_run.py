@@ -7,7 +7,8 @@ from typing import Any
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
 from config.job_config import Checkpoint, Optimizer
-from models import TransformerArgs
+from models import TransformerArgs, find_model
+from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
 from tests.layouts import CPU, Layout, build_sharded
@@ -39,9 +40,14 @@ class Run:
         optimizer: Optimizer | None = None,
         **config: Any,
     ) -> None:
-        self.model, _ = build_sharded("qwen3", args, layout)
+        self.model, dims = build_sharded("qwen3", args, layout)
         materialize(self.model, CPU, seed=1)
-        self.optimizer = build_optimizer(self.model, optimizer or Optimizer())
+        self.optimizer = build_optimizer(
+            self.model,
+            optimizer or Optimizer(),
+            matrices=hidden_matrices(self.model, find_model("qwen3", "debugmodel")[0]),
+            weight_mesh=dims.weight_mesh,
+        )
         self.values = Values()
         self.model_state = ModelState([self.model])
         optimizer_state = OptimizerState([self.model], [self.optimizer])
@@ -59,6 +65,8 @@ class Run:
         for step in steps:
             for parameter in self.model.parameters():
                 parameter.grad = parameter.detach() - 0.1 * step
+            for group in self.optimizer.param_groups:
+                group["lr"] = 1e-3 / step
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.values.state = {"step": step}

@@ -1,6 +1,7 @@
 """What was saved comes back bit for bit, on any mesh; a failure of one rank is one of all."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -73,26 +74,29 @@ def test_any_mesh_loads_what_any_mesh_saved(
     seen(f"{layout} from {len(saved)} meshes")
 
 
-def save_then_digests(folder: Path, layout: Layout, optimizer: Optimizer) -> dict[str, str]:
+def digests_of_steps(folder: Path, layout: Layout, optimizer: Optimizer) -> list[dict[str, str]]:
+    """Of what is there after step 2, which is loaded if it was saved, and after step 3."""
     run = Run(folder, layout, optimizer=optimizer)
-    run.save(1, 2)
-    return run.digests()
+    if run.checkpointer.load_latest() is None:
+        run.save(1, 2)
+    found = [run.digests()]
+    run.save(3)
+    return [*found, run.digests()]
 
 
-def load_then_digests(folder: Path, layout: Layout, optimizer: Optimizer) -> dict[str, str]:
-    run = Run(folder, layout, optimizer=optimizer)
-    assert run.checkpointer.load_latest() == 2
-    return run.digests()
-
-
-@pytest.mark.parametrize("optimizer", [Optimizer(state_dtype="bfloat16")], ids=str)
-def test_every_optimizers_state_comes_back(
-    ranks: RankPool, tmp_path: Path, optimizer: Optimizer
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_every_optimizer_goes_on_as_it_was(
+    ranks: RankPool, tmp_path: Path, name: str, state_dtype: str
 ) -> None:
-    [want, _] = ranks.run(save_then_digests, 2, tmp_path, TWO, optimizer)
-    for layout in (Layout(1), TWO, Layout(4, {TP: 2})):
-        found = ranks.run(load_then_digests, layout.world_size, tmp_path, layout, optimizer)
-        assert all(digests == want for digests in found)
+    optimizer = Optimizer(name=name, state_dtype=state_dtype)
+    [want, _] = ranks.run(digests_of_steps, 2, tmp_path, TWO, optimizer)
+    for layout in (TWO, Layout(1), Layout(4, {TP: 2})):
+        shutil.rmtree(tmp_path / "step-00000003")
+        for found in ranks.run(digests_of_steps, layout.world_size, tmp_path, layout, optimizer):
+            assert found[0] == want[0]
+            # On another mesh a kernel may round otherwise where a shard ends.
+            assert found[1] == want[1] or layout != TWO
 
 
 def resume_with_other_options(folder: Path) -> None:

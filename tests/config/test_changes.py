@@ -80,6 +80,7 @@ FROZEN_CHANGES: dict[str, Any] = {
     "data__validation_percent": 3.0,
     "training__global_batch_size": 32,
     "training__dtype": "float64",
+    "optimizer__name": "muon",
     "optimizer__state_dtype": "bfloat16",
     "debug__seed": 1,
 }

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from config.job_config import Optimizer
 from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
 from tests.parallelisms.test_parity import check_layout
 from tests.ranks import RankPool
@@ -38,6 +39,15 @@ def test_layout_on_gpus_matches_one_device(
     ranks.run(_check, layout.world_size, layout, document_mask)
 
 
-def _check(layout: Layout, document_mask: bool) -> None:
+def _check(layout: Layout, document_mask: bool, optimizer: str = "adamw") -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    check_layout("qwen3", True, layout, document_mask=document_mask, device=device)
+    config = Optimizer(name=optimizer, lr=1e-2)
+    check_layout("qwen3", True, layout, document_mask=document_mask, device=device, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2), Layout(4, {TP: 2})], ids=str)
+def test_muon_on_gpus_matches_one_device(ranks: RankPool, layout: Layout) -> None:
+    if layout.world_size > COUNT:
+        pytest.skip(f"needs {layout.world_size} GPUs")
+    ranks.run(_check, layout.world_size, layout, False, "muon")

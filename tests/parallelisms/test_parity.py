@@ -27,6 +27,7 @@ from models.qwen3_moe import Qwen3MoeArgs
 from models.qwen3_next import Qwen3NextArgs
 from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
+from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
 from runtime.distributed import sum_in_order, sum_over
@@ -211,13 +212,14 @@ class Step:
 
 @cache
 def one_device(
-    name: str, args: TransformerArgs, document_mask: bool
+    name: str, args: TransformerArgs, document_mask: bool, config: Optimizer = OPTIMIZER
 ) -> tuple[list[torch.Tensor], list[Step], dict[str, torch.Tensor]]:
     """The plain model on the whole batch: logits before and after, steps, weights at the end."""
     batch = global_batch(args.vocab_size, document_mask)
-    model = build_on_meta(find_model(name, "debugmodel")[0], args, torch.float64)
+    spec, _ = find_model(name, "debugmodel")
+    model = build_on_meta(spec, args, torch.float64)
     materialize(model, CPU, seed=7)
-    optimizer = build_optimizer(model, OPTIMIZER)
+    optimizer = build_optimizer(model, config, matrices=hidden_matrices(model, spec))
     runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
     logits, steps = [runner.logits(batch)], []
     for _ in ACCUMULATION:
@@ -244,12 +246,13 @@ def check_layout(
     document_mask: bool = False,
     has_narrow_keys: bool = False,
     device: torch.device = CPU,
+    config: Optimizer = OPTIMIZER,
 ) -> list[str]:
     """Compare with one device; the FQNs of what is not sharded over dim 0."""
     stages = layout.parallelism.get(PP, 1) * (2 if "Interleaved" in str(layout) else 1)
     args = args_of(name, is_tied, has_narrow_keys, n_layers=max(2, stages))
     batch = global_batch(args.vocab_size, document_mask)
-    want_logits, want_steps, want_weights = one_device(name, args, document_mask)
+    want_logits, want_steps, want_weights = one_device(name, args, document_mask, config)
     # What other tests compiled in this process counts against PyTorch's limit for a function.
     torch.compiler.reset()
     sharded = spread(name, args, layout, dtype="float64", device=device)
@@ -257,7 +260,8 @@ def check_layout(
     materialize(model, device, seed=7)
     # Forward gives the modules whole weights for a while.
     parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
-    optimizer = build_optimizer(model, OPTIMIZER)
+    matrices = hidden_matrices(model, find_model(name, "debugmodel")[0])
+    optimizer = build_optimizer(model, config, matrices=matrices, weight_mesh=dims.weight_mesh)
     runner = sharded.runner()
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
 

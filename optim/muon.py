@@ -1,0 +1,351 @@
+"""Muon: updates of hidden matrices are orthogonal. Everything else is AdamW's."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from optim.chunked_adamw import ChunkedAdamW
+from runtime.distributed import local_part
+from runtime.log import logger
+from runtime.shards import part_of
+
+# Of the polynomial whose iteration takes all singular values near 1, and how often (Keller Jordan,
+# https://kellerjordan.github.io/posts/muon).
+COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+# The least norm that is divided by.
+EPS = 1e-7
+# Of the root mean square of an update to AdamW's usual one (arXiv 2502.16982, section 2.2).
+RMS = 0.2
+# Elements that a rank orthogonalizes at once, if a single matrix is not more.
+CHUNK = 1 << 24
+
+
+class Blocks(Protocol):
+    """Where a model has its hidden matrices; ``models.ModelSpec`` has it."""
+
+    @property
+    def blocks(self) -> Callable[[Any], nn.ModuleDict]: ...
+    @property
+    def moes(self) -> Callable[[Any], list[nn.Module]]: ...
+
+
+def hidden_matrices(model: nn.Module, facts: Blocks) -> list[nn.Parameter]:
+    """The matrices (m, n) of the blocks, and the stacks of them (e, m, n) that experts have.
+
+    Neither embedding nor output, which are outside the blocks; not what has one row or column.
+    """
+    experts = {id(p) for moe in facts.moes(model) for p in cast(Any, moe).experts.parameters()}
+    found = [
+        p for p in facts.blocks(model).parameters() if p.ndim == (3 if id(p) in experts else 2)
+    ]
+    return [p for p in found if min(p.shape[-2:]) > 1]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one parameter (e, m, n) that one rank orthogonalizes; a matrix alone is e = 1."""
+
+    parameter: nn.Parameter
+    first: int
+    stop: int
+    parts: Sequence[tuple[slice, slice, slice]]
+    """What of all e matrices each rank holds."""
+    copies: Sequence[tuple[int, ...]]
+    """Ranks where these are equal hold, together and without repetition, the whole."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        m, n = self.parameter.shape[-2:]
+        return self.stop - self.first, m, n
+
+    @property
+    def work(self) -> int:
+        """In proportion to."""
+        return math.prod(self.shape) * min(self.shape[1:])
+
+    def part(self, rank: int) -> tuple[slice, slice, slice]:
+        """What of this stack ``rank`` holds."""
+        own, rows, columns = self.parts[rank]
+        is_held = own.start <= self.first and self.stop <= own.stop
+        return slice(0, self.stop - self.first if is_held else 0), rows, columns
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        return tuple(held.stop - held.start for held in self.part(rank))
+
+    @cached_property
+    def holders(self) -> list[int]:
+        """Ranks that have some of it."""
+        return [rank for rank in range(len(self.parts)) if math.prod(self.part_shape(rank)) > 0]
+
+    def view(self, local: torch.Tensor, rank: int) -> torch.Tensor:
+        """Of ``rank``'s part of a tensor like the parameter, that of this stack."""
+        local = local if local.ndim == 3 else local[None]
+        count, start = self.part_shape(rank)[0], self.first - self.parts[rank][0].start
+        return local[start : start + count] if count else local[:0]
+
+
+@dataclass(frozen=True)
+class Task:
+    stack: Stack
+    owner: int
+    """The rank that orthogonalizes it."""
+
+    @cached_property
+    def senders(self) -> list[int]:
+        """Whose parts the owner makes it of: of copies, those beside its own."""
+        copies = self.stack.copies
+        return [rank for rank in self.stack.holders if copies[rank] == copies[self.owner]]
+
+    @property
+    def travels(self) -> bool:
+        """Whether another rank has some of it."""
+        return self.stack.holders != [self.owner]
+
+
+class Muon(ChunkedAdamW):
+    """Groups with a ``muon_momentum`` are Muon's, with Nesterov's momentum; the others AdamW's.
+
+    Scaled by 0.2 sqrt(max(m, n)), so that learning rate and weight decay of AdamW serve both
+    (arXiv 2502.16982). As ``torch.optim.Muon`` with ``match_rms_adamw``, but for bfloat16, which it
+    always computes in: here float32 weights on a GPU do, all others compute in their own dtype.
+
+    Each matrix is made whole on one rank, which it then leaves in parts. The work is dealt out over
+    all ranks that hold weights of the same layers; experts that are whole on a rank stay there.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, weight_mesh: DeviceMesh | None, **options: Any
+    ) -> None:
+        """``weight_mesh`` has every rank; None: there is one. A collective."""
+        super().__init__(groups, **options)
+        self._group, ranks = _stage_group(weight_mesh)
+        self._rank = ranks.index(dist.get_rank()) if weight_mesh is not None else 0
+        matrices = list(self._groups())
+        if not matrices:
+            raise ValueError("muon: the model has no hidden matrices")
+        self._dtype, self._device = _compute_dtype(matrices[0]), local_part(matrices[0]).device
+        stacks = [stack for matrix in matrices for stack in _stacks(matrix, ranks)]
+        self._rounds = list(_rounds(_deal(stacks, len(ranks)), len(ranks)))
+        own = [task.stack for tasks in self._rounds for task in tasks if task.owner == self._rank]
+        logger.info(
+            "muon: %d of %d parameters, %d matrices; this rank orthogonalizes %d, in %d rounds",
+            len(matrices), sum(len(g["params"]) for g in self.param_groups),
+            sum(stack.shape[0] for stack in stacks), sum(stack.shape[0] for stack in own),
+            len(self._rounds),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Mutates parameters and state; obeys ``found_inf`` as a fused optimizer does.
+
+        A collective; no host synchronization.
+        """
+        super().step()
+        is_masked = getattr(self, "found_inf", torch.zeros((), device=self._device)) != 0
+        groups = self._groups()
+        for tasks in self._rounds:
+            self._step_together(tasks, groups, is_masked)
+
+    def _groups(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Of each matrix its group, which is another one after a state is loaded."""
+        return {p: g for g in self.param_groups if _is_muon(g) for p in g["params"]}
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        # AdamW has nothing to do with matrices.
+        return False if _is_muon(group) else super()._init_group(group, *lists)
+
+    def _step_together(
+        self,
+        tasks: list[Task],
+        groups: Mapping[nn.Parameter, dict[str, Any]],
+        is_masked: torch.Tensor,
+    ) -> None:
+        """Parts of matrices to their owners, what these make of them back, and the update."""
+        rank, n_ranks = self._rank, len(tasks[0].stack.parts)
+        to: list[list[torch.Tensor]] = [[] for _ in range(n_ranks)]
+        come: list[list[int]] = [[] for _ in range(n_ranks)]
+        for task in tasks:
+            update = self._advance(task.stack, groups[task.stack.parameter], is_masked)
+            if rank in task.senders:
+                to[task.owner].append(update)
+            for sender in task.senders if task.owner == rank else ():
+                come[sender].append(math.prod(task.stack.part_shape(sender)))
+        travels = any(task.travels for task in tasks)
+        arrived = self._exchange(to, come, travels=travels)
+        own = [task for task in tasks if task.owner == rank]
+        to, come = [[] for _ in range(n_ranks)], [[] for _ in range(n_ranks)]
+        for task, whole in zip(own, _orthogonal(own, arrived), strict=True):
+            for holder in task.stack.holders:
+                to[holder].append(whole[task.stack.part(holder)])
+        for task in tasks:
+            if rank in task.stack.holders:
+                come[task.owner].append(math.prod(task.stack.part_shape(rank)))
+        arrived = self._exchange(to, come, travels=travels)
+        for task in tasks:
+            if rank in task.stack.holders:
+                update = next(arrived[task.owner]).view(task.stack.part_shape(rank))
+                self._apply(task.stack, groups[task.stack.parameter], update, is_masked)
+
+    def _advance(
+        self, stack: Stack, group: dict[str, Any], is_masked: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's part of the momentum moves; what to orthogonalize of it, (e, rows, columns).
+
+        0 where the update is masked, so that nothing that is not finite travels.
+        """
+        parameter = stack.parameter
+        assert parameter.grad is not None, "a matrix without a gradient"
+        state = self.state[parameter]
+        if not state:
+            dtype = self.moment_dtype or parameter.dtype
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
+        gradient = stack.view(local_part(parameter.grad), self._rank)
+        momentum = stack.view(local_part(state["momentum_buffer"]), self._rank)
+        share = group["muon_momentum"]
+        moved = momentum.to(gradient.dtype).lerp(gradient, 1 - share)
+        update = torch.where(is_masked, 0.0, gradient.lerp(moved, share))
+        momentum.copy_(torch.where(is_masked, momentum, moved))
+        return update.to(self._dtype)
+
+    def _apply(
+        self,
+        stack: Stack,
+        group: dict[str, Any],
+        update: torch.Tensor,
+        is_masked: torch.Tensor,
+    ) -> None:
+        weight = stack.view(local_part(stack.parameter), self._rank)
+        scale = RMS * math.sqrt(max(stack.shape[1:]))
+        kept = weight * (1 - group["lr"] * group["weight_decay"])
+        updated = kept.add_(update, alpha=-group["lr"] * scale)
+        weight.copy_(torch.where(is_masked, weight, updated))
+
+    def _exchange(
+        self, to: list[list[torch.Tensor]], come: list[list[int]], *, travels: bool
+    ) -> list[Iterator[torch.Tensor]]:
+        """Flat tensors from each rank, of the sizes that ``come``, in its order.
+
+        ``travels``: whether any rank has something for another.
+        """
+        nothing = torch.empty(0, dtype=self._dtype, device=self._device)
+        sent = torch.cat([nothing, *(tensor.flatten() for tensor in chain.from_iterable(to))])
+        received = sent
+        if travels:
+            received = sent.new_empty(sum(map(sum, come)))
+            sizes_sent = [sum(tensor.numel() for tensor in tensors) for tensors in to]
+            sizes = [sum(own) for own in come]
+            dist.all_to_all_single(received, sent, sizes, sizes_sent, group=self._group)
+        by_rank = received.split([sum(sizes) for sizes in come])
+        return [iter(part.split(sizes)) for part, sizes in zip(by_rank, come, strict=True)]
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """U f(S) V' of each U S V' in (k, m, n), with f(S) between about 0.7 and 1.2; zeros stay.
+
+    Newton-Schulz iteration of a polynomial of degree 5, of products alone.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    precise = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=precise)
+    # No singular value is above the root of the sum of their squares.
+    x = (x / norms.clamp(min=EPS)).to(x.dtype)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+
+
+def _orthogonal(
+    tasks: list[Task], arrived: list[Iterator[torch.Tensor]]
+) -> tuple[torch.Tensor, ...]:
+    """Each task's matrices, made whole from the senders' parts, and orthogonal."""
+    if not tasks:
+        return ()
+    counts = [task.stack.shape[0] for task in tasks]
+    parts = [[next(arrived[sender]) for sender in task.senders] for task in tasks]
+    whole = parts[0][0].new_empty(sum(counts), *tasks[0].stack.shape[1:])
+    for task, own, target in zip(tasks, parts, whole.split(counts), strict=True):
+        for sender, part in zip(task.senders, own, strict=True):
+            target[task.stack.part(sender)] = part.view(task.stack.part_shape(sender))
+    return orthogonalize(whole).split(counts)
+
+
+def _compute_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """bfloat16 for float32 on a GPU, where it is exact enough: the iteration is not, either."""
+    is_lowered = parameter.is_cuda and parameter.dtype == torch.float32
+    return torch.bfloat16 if is_lowered else parameter.dtype
+
+
+def _is_muon(group: dict[str, Any]) -> bool:
+    return "muon_momentum" in group
+
+
+def _stage_group(weight_mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | None, list[int]]:
+    """The ranks that hold weights of the same layers as this one. A collective."""
+    if weight_mesh is None:
+        return None, [0]
+    # Pipeline stages are the first dim.
+    stages = weight_mesh.mesh.flatten(1).tolist()
+    groups = [dist.new_group(ranks) for ranks in stages] if len(stages) > 1 else [dist.group.WORLD]
+    [own] = [index for index, ranks in enumerate(stages) if dist.get_rank() in ranks]
+    return groups[own], stages[own]
+
+
+def _stacks(parameter: nn.Parameter, ranks: list[int]) -> Iterator[Stack]:
+    """All of a parameter, cut where a rank's part of the experts ends, and to ``CHUNK``."""
+    parts, copies = [], []
+    for rank in ranks:
+        coordinate: list[int] = []
+        if isinstance(parameter, DTensor):
+            [coordinate] = (parameter.device_mesh.mesh == rank).nonzero().tolist()
+        *experts, rows, columns = part_of(parameter, coordinate)
+        parts.append((experts[0] if experts else slice(0, 1), rows, columns))
+        placed = zip(coordinate, getattr(parameter, "placements", ()), strict=True)
+        copies.append(tuple(at for at, placement in placed if placement.is_replicate()))
+    limit = max(1, CHUNK // math.prod(parameter.shape[-2:]))
+    for start, stop in pairwise(sorted({end for p, *_ in parts for end in (p.start, p.stop)})):
+        for first in range(start, stop, limit):
+            yield Stack(parameter, first, min(stop, first + limit), parts, copies)
+
+
+def _deal(stacks: list[Stack], n_ranks: int) -> list[Task]:
+    """Who orthogonalizes what: of those that hold it whole, if any do, who has least to do."""
+    loads = [0] * n_ranks
+    tasks = []
+    # What is left over of the small fills up what is left over of the large.
+    for stack in sorted(stacks, key=lambda stack: -stack.work):
+        whole = [rank for rank in range(n_ranks) if stack.part_shape(rank) == stack.shape]
+        owner = min(whole or range(n_ranks), key=loads.__getitem__)
+        loads[owner] += stack.work
+        tasks.append(Task(stack, owner))
+    return tasks
+
+
+def _rounds(tasks: list[Task], n_ranks: int) -> Iterator[list[Task]]:
+    """Tasks of equal matrices; each rank has at most ``CHUNK`` elements of them, or one task."""
+    by_shape: dict[tuple[int, ...], list[Task]] = defaultdict(list)
+    for task in tasks:
+        by_shape[task.stack.shape[1:]].append(task)
+    for same in by_shape.values():
+        rounds: list[list[Task]] = []
+        counts, at = [0] * n_ranks, [0] * n_ranks
+        for task in same:
+            owner, size = task.owner, math.prod(task.stack.shape)
+            if counts[owner] and counts[owner] + size > CHUNK:
+                counts[owner], at[owner] = 0, at[owner] + 1
+            counts[owner] += size
+            if at[owner] == len(rounds):
+                rounds.append([])
+            rounds[at[owner]].append(task)
+        yield from rounds
