@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.counting import count_collectives, count_memory, mark, profiled
-from benchmarks.data_parallel import MICROBATCHES, Mode, build, count_mode, precision
+from benchmarks.counting import Counts, count_collectives, count_memory, mark, profiled
+from benchmarks.sharding import Mode, build, count_mode, precision
 from config.job_config import Parallelism
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
@@ -20,6 +20,7 @@ from tests.layouts import CPU, MODE, REDUCE, REPLICATE, RESHARD
 from tests.ranks import RankPool
 
 RANKS = 2
+MICROBATCHES = 2
 ARGS = TransformerArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, hidden_dim=128, vocab_size=256,
     max_seq_len=16,
@@ -64,24 +65,29 @@ EXPECTED: list[tuple[dict[str, Any], dict[str, tuple[int, float]]]] = [
 
 def test_collectives_are_those_of_the_closed_form(ranks: RankPool) -> None:
     """With real ranks, and in the group that sends nothing."""
-    modes = [Mode(str(parallelism), parallelism) for parallelism, _ in EXPECTED]
+    modes = [Mode(name=str(parallelism), parallelism=parallelism) for parallelism, _ in EXPECTED]
     real = ranks.run(_collectives, RANKS, modes)
     assert real[0] == real[1]
     with sending_nothing(RANKS):
         for mode, counted, (_, expected) in zip(modes, real[0], EXPECTED, strict=True):
             assert counted == expected, mode
-            counts = count_mode(mode, ARGS, CPU)
+            counts = count_mode(mode, ARGS, CPU, microbatches=MICROBATCHES)
             assert nonzero(counts.calls, counts.sent) == expected, mode
 
 
 def _collectives(modes: list[Mode]) -> list[dict[str, tuple[int, float]]]:
     found = []
     for mode in modes:
-        step = build(mode, ARGS, CPU).step
+        step = build(mode, ARGS, CPU, microbatches=MICROBATCHES).step
         step()
         counted = count_collectives(profiled(step), resolve_degrees(mode.settings, RANKS))
         found.append(nonzero(*counted))
     return found
+
+
+def counted(parallelism: dict[str, Any]) -> Counts:
+    mode = Mode(name="", parallelism=parallelism)
+    return count_mode(mode, ARGS, CPU, microbatches=MICROBATCHES)
 
 
 def nonzero(calls: dict[str, int], sent: dict[str, float]) -> dict[str, tuple[int, float]]:
@@ -93,7 +99,7 @@ def nonzero(calls: dict[str, int], sent: dict[str, float]) -> dict[str, tuple[in
 def test_simple_fsdp_needs_no_more_memory_than_fsdp2(mesh: dict[str, Any], reshard: str) -> None:
     with sending_nothing(4):
         keys = mesh | {RESHARD: reshard}
-        ours, simple = (count_mode(Mode("", keys | mode), ARGS, CPU) for mode in ({}, SIMPLE))
+        ours, simple = (counted(keys | mode) for mode in ({}, SIMPLE))
     assert (simple.parameters, simple.optimizer) == (ours.parameters, ours.optimizer)
     assert simple.peak <= ours.peak
 
@@ -114,7 +120,7 @@ def test_simple_fsdp_needs_no_more_memory_than_fsdp2(mesh: dict[str, Any], resha
 def test_estimated_traffic_is_counted_traffic(keys: dict[str, Any], skipped: float) -> None:
     """But for the gathers that backward does not need."""
     with sending_nothing(4):
-        counted = count_mode(Mode("", keys), ARGS, CPU).sent
+        sent = counted(keys).sent
     degrees = resolve_degrees(Parallelism(**keys), 4)
     estimate = step_traffic(
         Parallelism(**keys),
@@ -126,9 +132,9 @@ def test_estimated_traffic_is_counted_traffic(keys: dict[str, Any], skipped: flo
     )
     group = keys.get(RESHARD) if isinstance(keys.get(RESHARD), int) else degrees.dp_shard
     vain = MICROBATCHES * skipped * RANKS * (1 - 1 / group)
-    assert counted["all_gather"] == pytest.approx(estimate.all_gather - vain)
-    assert counted["reduce_scatter"] == pytest.approx(estimate.reduce_scatter)
-    assert counted["all_reduce"] == pytest.approx(estimate.all_reduce)
+    assert sent["all_gather"] == pytest.approx(estimate.all_gather - vain)
+    assert sent["reduce_scatter"] == pytest.approx(estimate.reduce_scatter)
+    assert sent["all_reduce"] == pytest.approx(estimate.all_reduce)
 
 
 def test_what_is_held_is_a_shard() -> None:
@@ -138,7 +144,7 @@ def test_what_is_held_is_a_shard() -> None:
     assert whole == RANKS * WHOLE
     with sending_nothing(RANKS):
         for parallelism, shards in (({MODE: "ddp"}, 1), (SIMPLE, RANKS)):
-            counts = count_mode(Mode("", parallelism), ARGS, CPU)
+            counts = counted(parallelism)
             assert counts.parameters == whole / shards
             # Two moments, and a float32 count of steps for each tensor.
             assert counts.optimizer == 2 * whole / shards + 4 * len(tensors)

@@ -1,0 +1,68 @@
+"""What a machine gives at most: matrix products, and copies in memory.
+
+Of random data: a GPU multiplies zeros faster, because they take less power.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+
+from benchmarks.rows import Row
+from config.job_config import Count, Section
+from metrics.flops import peak_flops
+
+
+class Case(Section):
+    matmul: list[Literal["float32", "bfloat16", "float8_e4m3fn"]]
+    sizes: list[Count]
+    """n of an n x n x n product."""
+    copy_mib: Count
+    seconds: float
+    """Of each thing measured; a call at least."""
+
+
+def run(case: Case) -> Iterator[Row]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = peak_flops(device, None)
+    for name in case.matmul:
+        for n in case.sizes:
+            a, b = (torch.randn(n, n, device=device).to(getattr(torch, name)) for _ in "ab")
+            try:
+                seconds = fastest(product(a, b), case.seconds, device)
+            except (RuntimeError, NotImplementedError) as error:
+                problem = f"skipped: {str(error).splitlines()[0][:120]}"
+                yield {"what": f"{name} product, {n:,}", "problem": problem}
+                continue
+            rate = 2 * n**3 / seconds
+            share = {"share_of_peak": peak and rate / peak}
+            yield {"what": f"{name} product, {n:,}", "tflops_per_second": rate / 1e12} | share
+    source = torch.randn(case.copy_mib * 2**18, device=device)
+    target = torch.empty_like(source)
+    seconds = fastest(lambda: target.copy_(source), case.seconds, device)
+    rate = 2 * source.nbytes / seconds / 1e9
+    yield {"what": f"copy, {case.copy_mib} MiB", "gb_per_second": rate}
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+    if a.dtype.itemsize > 1:
+        return lambda: a @ b
+    one, of_columns = torch.ones((), device=a.device), b.t()
+    return lambda: torch._scaled_mm(
+        a, of_columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def fastest(call: Callable[[], object], limit: float, device: torch.device) -> float:
+    """Seconds of the fastest of several calls."""
+    call()
+    found: list[float] = []
+    end = time.perf_counter() + limit
+    while not found or time.perf_counter() < end:
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+    return min(found)

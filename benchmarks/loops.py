@@ -1,0 +1,190 @@
+"""``train.py`` and a bare PyTorch loop, of one model, batch, dtype and settings, taking turns."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from pydantic import Field
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from benchmarks.rows import ROOT
+from benchmarks.turns import Turns
+from config import load_config
+from config.job_config import Comm, Count, NonNegative, Section
+from models import TransformerArgs, find_model
+from models.meta import build_on_meta
+from parallelisms.materialize import materialize
+from runtime.distributed import init_distributed
+
+PROBED = 64
+
+
+class Case(Section):
+    """Loops beside each other."""
+
+    loops: list[str]
+    """Keys of LOOPS; the ratios are to "bare", if it is one of them."""
+    flavor: str = "debugmodel"
+    """Of llama3."""
+    shape: dict[str, int | bool] = Field(default_factory=dict)
+    """Fields of TransformerArgs that differ from the flavor's."""
+    ranks: Count = 1
+    seq_len: Count
+    batch_size: Count
+    """Sequences on each rank."""
+    dtype: Literal["float32", "bfloat16"]
+    """Of compute; weights are float32."""
+    compile: bool = False
+    keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """More of train.py's keys, for the loop "train" alone."""
+    warmup: NonNegative = 3
+    """Turns before those that count, the first of which is one step in any case."""
+    turns: Count
+    steps_per_turn: Count = 1
+    limit_seconds: Count = 600
+
+    @property
+    def args(self) -> TransformerArgs:
+        sizes: dict[str, Any] = {**self.shape, "max_seq_len": self.seq_len}
+        return replace(find_model("llama3", self.flavor)[1], **sizes)
+
+
+class Ready(NamedTuple):
+    """What a loop tells before its first step."""
+
+    matmul_precision: str
+    probe: list[float] | None
+    """Some of the first batch's logits in float32, by which two models are known to be one."""
+
+
+def train_loop(turns: Turns, case: Case, precision: str | None) -> None:
+    """``train.py`` as it is; where it asks for a step's data, a step begins."""
+    import train  # It reads much that other loops do not need.
+    from job import resolve
+    from runtime.post_mortem import Witness
+
+    class PatientLoader(train.BatchLoader):
+        n_taken = 0
+
+        def __next__(self) -> Any:
+            if self.n_taken % self.microbatches == 0:
+                turns.note = turns.note or Ready(torch.get_float32_matmul_precision(), None)
+                turns.next_step()
+            self.n_taken += 1
+            return super().__next__()
+
+    train.BatchLoader = PatientLoader  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {
+            "job.output_dir": folder,
+            "model.flavor": case.flavor,
+            "model.vocab_size": case.args.vocab_size,
+            "training.steps": 10**6,
+            "training.seq_len": case.seq_len,
+            "training.local_batch_size": case.batch_size,
+            "activation_checkpoint.mode": "none",
+            "compile.enable": case.compile,
+            "checkpoint.enable": False,
+            "validation.enable": False,
+            "validation.sample_tokens": 0,
+            **case.keys,
+        }
+        # Weights of another dtype than float32 say the dtype of compute themselves.
+        if "training.dtype" not in keys:
+            keys["training.mixed_precision_param"] = case.dtype
+        texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in keys.items()}
+        arguments = [part for key, text in texts.items() for part in (f"--{key}", text)]
+        config = load_config(ROOT / "train_configs/debug_model.toml", arguments)
+        job = resolve(config, world_size=case.ranks)
+        train.main(replace(job, args=case.args), Witness({}))
+
+
+def bare_loop(turns: Turns, case: Case, precision: str | None) -> None:
+    """The same model, and nothing around it but PyTorch."""
+    model = reference_model(case)
+    plain_steps(turns, case, model, lambda tokens: model(tokens), precision=precision)
+
+
+def reference_model(case: Case) -> nn.Module:
+    """The model with the weights that ``train.py`` gives it, sharded if there are several ranks."""
+    device = init_distributed(Comm())
+    model = build_on_meta(find_model("llama3", case.flavor)[0], case.args, torch.float32)
+    blocks = list(cast(nn.ModuleDict, model.layers).values())
+    for block in blocks if case.compile else []:
+        block.compile(fullgraph=True, dynamic=False)
+    if case.ranks > 1:
+        dtype = getattr(torch, case.dtype)
+        mp_policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        for unit in (*blocks, model):
+            fully_shard(unit, mp_policy=mp_policy)
+        # Gloo has no averages.
+        cast(FSDPModule, model).set_force_sum_reduction_for_comms(True)
+    materialize(model, device, seed=0)
+    return model
+
+
+def plain_steps(
+    turns: Turns,
+    case: Case,
+    model: nn.Module,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    precision: str | None,
+) -> None:
+    """Forward, backward, clipping and AdamW, for ever."""
+    tokens, labels = batch_of(case, next(model.parameters()).device)
+    optimizer = adamw(model)
+    precision_of = autocast(case, tokens.device)
+    make_ready(turns, case, logits_of, precision)
+    while True:
+        turns.next_step()
+        with precision_of():
+            logits = logits_of(tokens)
+        F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_ready(
+    turns: Turns,
+    case: Case,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    precision: str | None,
+) -> None:
+    """Set what the first loop had set, and tell what this one's model makes of the batch."""
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+    probe = None
+    if case.ranks == 1:
+        tokens, _ = batch_of(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        # Eager: what is compiled for this would not be the step's.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            probe = logits_of(tokens[:1])[0, -PROBED:, :PROBED].float().flatten().tolist()
+    turns.note = Ready(torch.get_float32_matmul_precision(), probe)
+
+
+def batch_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (case.batch_size, case.seq_len + 1)
+    tokens = torch.randint(256, shape, generator=generator).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """As ``optim/optimizer.py`` makes it of train.py's defaults."""
+    lr, betas = 3e-5, (0.9, 0.95)
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.1, fused=True)
+
+
+def autocast(case: Case, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What gives compute its dtype, where FSDP does not."""
+    if case.ranks > 1 or case.dtype == "float32":
+        return nullcontext
+    return partial(torch.autocast, device.type, getattr(torch, case.dtype))

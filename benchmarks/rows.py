@@ -1,0 +1,144 @@
+"""The rows that benchmarks write: what every row has, the file they are kept in, their table.
+
+Standard library only: it is there before the packages of a bare machine are.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+Row = dict[str, Any]
+# What a row has in any case; None where a benchmark does not measure it.
+MEASURED = (
+    "tokens_per_second", "mfu_palm", "mfu_causal", "peak_memory_gib", "compile_seconds",
+    "first_step_seconds", "problem",
+)  # fmt: skip
+MACHINE = ("device", "amx", "cores", "torch", "python")
+
+
+def environment(commit: str | None) -> Row:
+    """Where and when a row was measured."""
+    import torch  # Imports take a second, and tables need none.
+
+    has_gpu = torch.cuda.is_available()
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit or commit_here(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if has_gpu else f"CPU: {cpu_name()}",
+        "cpu": cpu_name(),
+        "amx": has_amx(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+    }
+
+
+def commit_here() -> str | None:
+    """The short hash, with + after it if files differ that a benchmark may depend on."""
+    found = _git("rev-parse", "--short=10", "HEAD")
+    changed = _git("status", "--porcelain", "--", ":!docs", ":!benchmarks/results")
+    return f"{found.strip()}{'+' if changed else ''}" if found else None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file, without a line that was torn; none if there is no file."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
+    """All or, if the process dies, none of them but for one torn line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_torn = path.exists() and not path.read_text().endswith(("\n", ""))
+    with path.open("a") as file:
+        file.write("\n" * is_torn + "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def is_measured(rows: list[Row], name: str, settings: Row, here: Row) -> bool:
+    """Whether ``rows`` hold this case, of this commit on such a machine."""
+    same = {"config": name, "settings": settings}
+    same |= {key: here[key] for key in (*MACHINE, "commit")}
+    return any(all(row.get(key) == value for key, value in same.items()) for row in rows)
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each measured thing and machine, in the order of the file."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = tuple(row[k] for k in ("config", "case", "what", *MACHINE))
+        found.pop(key, None)
+        found[key] = row
+    return list(found.values())
+
+
+def table(rows: list[Row], columns: list[str]) -> str:
+    """Markdown: where the rows are from, then a line for each."""
+    rows = newest(rows)
+    names = [*columns, *["problem"] * any(row["problem"] for row in rows)]
+    lines = [[heading(name) for name in names]]
+    texts = {name: isinstance(shown_value(rows, name), str | None) for name in names}
+    lines.append(["---" if texts[name] else "---:" for name in names])
+    lines += [[shown(name, row.get(name)) for name in names] for row in rows]
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"{text}  " for text in dict.fromkeys(map(origin, rows))) + f"\n\n{body}"
+
+
+def shown_value(rows: list[Row], name: str) -> Any:
+    return next((row[name] for row in rows if row.get(name) is not None), None)
+
+
+def origin(row: Row) -> str:
+    amx = " with AMX" if row["amx"] else ""
+    versions = f"torch {row['torch']}, Python {row['python']}"
+    commit = f"commit {row['commit']}" if row["commit"] else "no commit"
+    machine = f"{row['device']}{amx}, {row['cores']} cores"
+    return f"{machine}; {versions}; {commit}, {row['date']}:"
+
+
+def heading(name: str) -> str:
+    return name.replace("_per_second", "/s").replace("_", " ")
+
+
+def shown(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str | bool):
+        return str(value)
+    if name.startswith(("mfu", "share")):
+        return f"{value:.2%}" if value < 0.01 else f"{value:.1%}"
+    if name.startswith("loss"):
+        return f"{value:.7f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.3g}"

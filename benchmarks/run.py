@@ -1,0 +1,179 @@
+"""Run a benchmark: ``python -m benchmarks.run NAME [--out FILE] [--key value ...]``
+
+NAME is a file of benchmarks/configs: its ``[[cases]]`` run in order, each with what ``[common]``
+says. Overrides are keys of a case, in all of them: ``--turns 5``, ``--shape.n_layers 2``,
+``--keys.compile.enable true``. A case's rows are added to FILE when it is done; those that are
+there already, of this commit and machine, are not measured again, so a run that was cut goes on.
+"""
+
+import argparse
+import difflib
+import os
+import pkgutil
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+from benchmarks.rows import MEASURED, ROOT, Row, append_rows, environment, is_measured, read_rows
+from benchmarks.table import CONFIGS, table_of
+
+BENCHMARKS = ("ceilings", "checkpoint", "data", "loss", "sharding", "startup", "step")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", help=", ".join(sorted(path.stem for path in CONFIGS.glob("*"))))
+    parser.add_argument("--out", type=Path, help="rows; default outputs/benchmarks/NAME.jsonl")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of it")
+    parser.add_argument("--commit", help="what rows say where there is no git")
+    parser.add_argument("--packages", type=Path, help="folder of what is not installed, or wheels")
+    options, overrides = parser.parse_known_args(arguments)
+    deadline = time.monotonic() + options.budget
+    # Threads that wait for their turn must not spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.packages:
+            add_packages(options.packages, Path(scratch))
+        try:
+            cases = load_cases(options.name, parse_overrides(overrides))
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        out = options.out or ROOT / "outputs" / "benchmarks" / f"{options.name}.jsonl"
+        here, is_cut = environment(options.commit), False
+        for case in (c for c in cases if options.only in c["name"]):
+            if is_measured(read_rows(out), options.name, case, here):
+                print(f"{case['name']}: already in {out}", flush=True)
+                continue
+            rows = run_case(case, deadline)
+            if rows is None:
+                is_cut = True
+                print(f"{case['name']}: no time is left; the same command goes on", flush=True)
+                break
+            facts = {"config": options.name, "case": case["name"], "what": ""} | here
+            whole = facts | dict.fromkeys(MEASURED) | {"settings": case}
+            append_rows(out, [whole | row for row in rows])
+            print(f"{case['name']}: done", flush=True)
+    print(f"\n{table_of(out)}\n\nrows: {out}")
+    return 3 if is_cut else 0
+
+
+def run_case(settings: Row, deadline: float) -> list[Row] | None:
+    """Its rows; one that tells what went wrong; None if there was no time."""
+    left = deadline - time.monotonic()
+    if left <= 1:
+        return None
+    case, run = build_case(settings), pkgutil.resolve_name(f"{module_of(settings)}:run")
+    if hasattr(case, "limit_seconds") and case.limit_seconds > left:
+        case = case.model_copy(update={"limit_seconds": int(left)})
+    try:
+        return list(run(case))
+    except Exception as error:
+        if isinstance(error, TimeoutError) and time.monotonic() >= deadline - 1:
+            return None
+        traceback.print_exc()
+        known = getattr(error, "problem", None) or f"{type(error).__name__}: {error}"
+        return [{"problem": known.splitlines()[0][:200]}]
+
+
+def load_cases(name: str, overrides: Row) -> list[Row]:
+    """Every case of a config, whole and checked; ``ValueError`` with what is wrong with it."""
+    path = CONFIGS / f"{name}.toml"
+    known = sorted(file.stem for file in CONFIGS.glob("*.toml"))
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{name!r} is not a benchmark: {', '.join(known)}{hint}")
+    try:
+        tables = tomllib.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if unknown := tables.keys() - {"columns", "common", "cases"}:
+        raise ValueError(f"{path}: {', '.join(sorted(unknown))}: not columns, common or cases")
+    if missing := {"columns", "cases"} - tables.keys():
+        raise ValueError(f"{path}: no {' and no '.join(sorted(missing))}")
+    merged = [whole_case(case, tables.get("common", {}), overrides) for case in tables["cases"]]
+    names = [case.get("name") for case in merged]
+    if None in names or len(set(names)) < len(names):
+        raise ValueError(f"{path}: every case needs a name of its own")
+    for case in merged:
+        try:
+            build_case(case)
+        except ValueError as error:
+            raise ValueError(f"{path}: case {case['name']!r}: {error}") from None
+    return merged
+
+
+def whole_case(case: Row, common: Row, overrides: Row) -> Row:
+    """With what is common to, and overridden in, those of the common benchmark."""
+    is_other = case.get("benchmark", common.get("benchmark")) != common.get("benchmark")
+    return case if common and is_other else merge(merge(common, case), overrides)
+
+
+def build_case(settings: Row) -> Any:
+    """What the benchmark's ``run`` takes; ``ValueError`` with every mistake on one line."""
+    fields = {k: v for k, v in settings.items() if k not in ("name", "benchmark")}
+    from pydantic import ValidationError  # Which --packages may have brought.
+
+    try:
+        return pkgutil.resolve_name(f"{module_of(settings)}:Case")(**fields)
+    except ValidationError as error:
+        found = [(".".join(map(str, item["loc"])), item["msg"]) for item in error.errors()]
+        raise ValueError("; ".join(f"{key}: {text}" for key, text in found)) from None
+
+
+def module_of(settings: Row) -> str:
+    name = settings.get("benchmark")
+    if name not in BENCHMARKS:
+        raise ValueError(f"benchmark: {name!r} is not one of {', '.join(BENCHMARKS)}")
+    return f"benchmarks.{name}"
+
+
+def merge(base: Row, over: Row) -> Row:
+    """``over`` in ``base``, table by table."""
+    both = {k: merge(base[k], v) for k, v in over.items() if isinstance(base.get(k), dict)}
+    return {**base, **over, **both}
+
+
+def parse_overrides(arguments: list[str]) -> Row:
+    """Of ``["--turns", "5", "--keys.compile.enable=true"]`` the tables."""
+    found: Row = {}
+    rest = list(arguments)
+    while rest:
+        key, given, text = rest.pop(0).partition("=")
+        if not key.startswith("--"):
+            raise ValueError(f"command line: {key!r} is not --key")
+        if not given and not rest:
+            raise ValueError(f"command line: {key} needs a value")
+        text = text if given else rest.pop(0)
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except ValueError:
+            value = text
+        table, _, name = key.removeprefix("--").partition(".")
+        found = merge(found, {table: {name: value} if name else value})
+    return found
+
+
+def add_packages(folder: Path, scratch: Path) -> None:
+    """Let what is not installed be imported from ``folder``, and from wheels in it."""
+    if not folder.is_dir():
+        raise SystemExit(f"--packages: there is no folder {folder}")
+    for wheel in folder.glob("*.whl"):
+        ZipFile(wheel).extractall(scratch)
+    # Last, so that what is installed comes first; loops' processes get it too.
+    sys.path += [str(folder.resolve()), str(scratch)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

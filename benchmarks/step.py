@@ -1,0 +1,107 @@
+"""A step of ``train.py`` beside a bare loop and beside peers, or alone on a GPU.
+
+Loops take turns step by step. A ratio is the median over turns of the bare loop's time by the
+loop's own in the same turn: above 1 is faster than the bare loop.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+
+import torch
+
+from benchmarks.loops import Case, bare_loop, train_loop
+from benchmarks.peers import PACKAGES, PEERS
+from benchmarks.rows import Row
+from benchmarks.turns import Loop, LoopError, Turn
+from metrics.flops import flops_per_token, matmul_parameters, peak_flops
+from models import find_model
+from models.meta import build_on_meta
+
+LOOPS = {"train": train_loop, "bare": bare_loop, **PEERS}
+# Of logits of the same weights in float32, relative to the largest.
+PARITY = 1e-4
+
+
+def run(case: Case) -> Iterator[Row]:
+    if unknown := set(case.loops) - LOOPS.keys():
+        raise ValueError(f"loops: {', '.join(sorted(unknown))} not one of {', '.join(LOOPS)}")
+    deadline = time.monotonic() + case.limit_seconds
+    problems: dict[str, str] = {}
+    loops: dict[str, Loop] = {}
+    firsts: dict[str, Turn] = {}
+    turns: dict[str, list[Turn]] = {}
+    with ExitStack() as stack:
+        precision = None
+        for name in case.loops:
+            if missing := [p for p in PACKAGES.get(name, ()) if find_spec(p) is None]:
+                problems[name] = f"skipped: {', '.join(missing)} not installed"
+                continue
+            try:
+                loop = Loop(LOOPS[name], case, precision, ranks=case.ranks, deadline=deadline)
+                stack.enter_context(loop)
+                firsts[name] = loop.turn()
+            except LoopError as error:
+                print(error)
+                problems[name] = error.problem
+                continue
+            # All others compute with the precision that the first one, train.py, has chosen.
+            precision = precision or loop.ready.matmul_precision
+            loops[name], turns[name] = loop, []
+        for number in range(case.warmup + case.turns):
+            # There and back, so that nobody is always the one who comes after somebody.
+            for name in list(loops)[:: 1 if number % 2 else -1]:
+                turns[name].append(loops[name].turn(case.steps_per_turn))
+        probes = {name: loop.ready.probe for name, loop in loops.items()}
+    for name in case.loops:
+        if name not in loops:
+            yield {"what": name, "problem": problems[name]}
+            continue
+        row = measured(case, firsts[name], turns[name][case.warmup :])
+        if name != "bare" and "bare" in loops:
+            row |= compared(turns["bare"][case.warmup :], turns[name][case.warmup :])
+            row["problem"] = parity_problem(probes["bare"], probes[name])
+        yield {"what": name} | row
+
+
+def measured(case: Case, first: Turn, turns: list[Turn]) -> Row:
+    seconds = statistics.median(turn.seconds for turn in turns) / case.steps_per_turn
+    cpu_seconds = statistics.median(turn.cpu_seconds for turn in turns) / case.steps_per_turn
+    rate = case.ranks * case.batch_size * case.seq_len / seconds
+    model = build_on_meta(find_model("llama3", case.flavor)[0], case.args, torch.float32)
+    args = case.args
+    flops = flops_per_token(
+        matmul_parameters(model), n_layers=args.n_layers, n_heads=args.n_heads,
+        head_dim=args.head_dim, seq_len=case.seq_len,
+    )  # fmt: skip
+    peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
+    palm, causal = (peak and rate / case.ranks * part / peak for part in flops)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_per_second": rate,
+        "step_seconds": seconds,
+        "step_cpu_seconds": cpu_seconds,
+        "tflops_per_device": rate / case.ranks * flops[1] / 1e12,
+        "mfu_palm": palm,
+        "mfu_causal": causal,
+        "peak_memory_gib": turns[-1].peak_gib,
+        "compile_seconds": turns[-1].compile_seconds,
+        "first_step_seconds": first.seconds,
+    }
+
+
+def compared(bare: list[Turn], own: list[Turn]) -> Row:
+    pairs = list(zip(bare, own, strict=True))
+    by_wall = [b.seconds / o.seconds for b, o in pairs]
+    by_cpu = [b.cpu_seconds / o.cpu_seconds for b, o in pairs]
+    return {"ratio_wall": statistics.median(by_wall), "ratio_cpu": statistics.median(by_cpu)}
+
+
+def parity_problem(ours: list[float] | None, theirs: list[float] | None) -> str | None:
+    """What tells that it is another model; None also where a loop shows no logits."""
+    if ours is None or theirs is None:
+        return None
+    distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / max(map(abs, ours))
+    return f"another model: logits differ by {distance:.1e}" if distance > PARITY else None
