@@ -45,7 +45,7 @@ def environment(commit: str | None) -> Row:
 def commit_here() -> str | None:
     """The short hash, with + after it if files differ that a benchmark may depend on."""
     found = _git("rev-parse", "--short=10", "HEAD")
-    changed = _git("status", "--porcelain", "--", ":!docs", ":!benchmarks/results")
+    changed = _git("status", "--porcelain", "--", ":!docs", ":!tests", ":!benchmarks/results")
     return f"{found.strip()}{'+' if changed else ''}" if found else None
 
 

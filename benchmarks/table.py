@@ -1,15 +1,16 @@
-"""Tables of rows: ``python -m benchmarks.table [FILE.jsonl ...]``
+"""Tables of rows: ``python -m benchmarks.table [FILE.jsonl ...] [--draw PICTURE]``
 
 Without files, those of the documentation are written anew from the committed rows: what stands
 between ``<!-- rows: FILE.jsonl -->`` and ``<!-- end of rows -->`` is never typed by hand.
+``--draw`` makes the picture of docs/data_parallel.md of rows of ``data_parallel``.
 """
 
+import argparse
 import re
-import sys
 import tomllib
 from pathlib import Path
 
-from benchmarks.rows import ROOT, read_rows, table
+from benchmarks.rows import ROOT, Row, newest, read_rows, table
 
 RESULTS, CONFIGS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "configs"
 PAGES = [ROOT / "docs" / "benchmarks.md"]
@@ -34,12 +35,32 @@ def rendered(page: str) -> str:
     return MARKED.sub(lambda m: f"{m[1]}\n{table_of(RESULTS / m[2])}\n\n{m[3]}", page)
 
 
-def main(files: list[Path]) -> None:
-    for file in files:
+def draw(rows: list[Row], picture: Path) -> None:
+    """Memory, traffic and rates of each mode."""
+    from tools.plot import draw_modes  # Behind it is an optional package.
+
+    kinds = ("parameters", "gradients", "optimizer", "rest")
+    records: list[Row] = [
+        {kind: row[f"{kind}_mib"] * 2**20 for kind in kinds}
+        | {"mode": row["what"], "tokens_per_second": row["tokens_per_second"]}
+        | {"sent": {"all": row["sent_mib"] * 2**20}}
+        for row in newest(rows)
+    ]
+    draw_modes(records, kinds, picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--draw", type=Path)
+    options = parser.parse_args()
+    for file in options.files:
         print(table_of(file), end="\n\n")
-    for page in [] if files else PAGES:
+    if options.draw:
+        draw([row for file in options.files for row in read_rows(file)], options.draw)
+    for page in [] if options.files else PAGES:
         page.write_text(rendered(page.read_text()))
 
 
 if __name__ == "__main__":
-    main([Path(argument) for argument in sys.argv[1:]])
+    main()

@@ -55,7 +55,10 @@ def test_a_cut_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("loss", ["--tokens", "64", "--vocab_size", "256", "--turns", "1"]),
         ("scale", ["--turns", "1", "--shape.dim", "64", "--only", "2 ranks"]),
         pytest.param("startup", ["--repetitions", "1"], marks=pytest.mark.slow),
-        pytest.param("data", ["--turns", "2", "--documents", "50", "--waiting_steps", "2"], marks=pytest.mark.slow),
+        pytest.param(
+            "data", ["--turns", "2", "--documents", "50", "--waiting_steps", "2"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_every_column_is_measured(name: str, overrides: list[str], tmp_path: Path) -> None:

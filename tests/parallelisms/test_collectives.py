@@ -23,7 +23,7 @@ SHORT_NAMES = {
     "c10d::send": "send",
     "c10d::recv_": "receive",
 }
-# FSDP's own, of weights: tests/benchmarks/test_data_parallel.py counts them.
+# FSDP's own, of weights: tests/benchmarks/test_sharding.py counts them.
 OF_WEIGHTS = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
 # What: bytes of the whole (of what one rank puts in, where nothing is a part): calls.
 Calls = Counter[tuple[str, int]]
