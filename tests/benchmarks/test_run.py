@@ -186,7 +186,7 @@ def test_tables_of_the_documentation_are_the_committed_rows(page: Path) -> None:
     text = page.read_text()
     named = table.MARKED.findall(text)
     assert named
-    assert {name for _, name, _ in named} == {p.name for p in table.RESULTS.glob("*.jsonl")}
+    assert {name for _, name, _ in named} >= {p.name for p in table.RESULTS.glob("*.jsonl")}
     assert table.rendered(text) == text, "python -m benchmarks.table"
     for path in table.RESULTS.glob("*.jsonl"):
         assert all(json.loads(line)["commit"] for line in path.read_text().splitlines())
