@@ -45,7 +45,8 @@ def _key_help(key: str, field: dict[str, Any]) -> list[str]:
 
 def _arrays(properties: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of arrays of tables, the keys of a table."""
-    found = {name: field["items"]["$ref"] for name, field in properties.items() if "items" in field}
+    items = {name: field.get("items", {}) for name, field in properties.items()}
+    found = {name: item["$ref"] for name, item in items.items() if "$ref" in item}
     tables = JobConfig.model_json_schema()["$defs"]
     return {name: tables[ref.rsplit("/", 1)[1]]["properties"] for name, ref in found.items()}
 
