@@ -13,7 +13,7 @@ from matplotlib import pyplot
 
 
 def draw_modes(records: list[dict[str, Any]], kinds: Sequence[str], picture: Path) -> None:
-    """Per mode of ``benchmarks.data_parallel``: memory by ``kinds``, bytes sent, tokens/s."""
+    """Per mode of the benchmark ``data_parallel``: memory by ``kinds``, bytes sent, tokens/s."""
     names = [record["mode"] for record in records]
     figure, (memory, sent, speed) = pyplot.subplots(
         1, 3, figsize=(11.0, 0.6 + 0.36 * len(names)), width_ratios=(2, 1, 1), sharey=True,

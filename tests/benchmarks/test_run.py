@@ -24,7 +24,7 @@ def test_a_cut_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     command = ["h200_tiny", "--out", str(out), "--commit", "abc"]
     assert main([*command, "--budget", "0"]) == 3
     assert read_rows(out) == []
-    assert main([*command, "--only", "8B"]) == 0
+    assert main([*command, "--only", "8B, bfloat16"]) == 0
     (row,) = read_rows(out)
     assert set(MEASURED) | set(environment("abc")) <= row.keys()
     assert row["settings"]["keys"]["training.dtype"] == "bfloat16"
@@ -39,7 +39,7 @@ def test_a_cut_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "8B, bfloat16 weights: already in" in told
     rows = read_rows(out)
     assert [r["case"] for r in rows if r["what"] == "train"].count(row["case"]) == 1
-    (odd,) = (r for r in rows if r["case"] == "a key that is not there yet")
+    (odd,) = (r for r in rows if r["case"] == "a key that there is not")
     assert "float8" in odd["problem"]
     (copy,) = (r for r in rows if r["what"] == "copy, 1 MiB")
     assert copy["gb_per_second"] > 0
