@@ -3,13 +3,12 @@
 import logging
 import math
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
 from data.loader import Batch
@@ -21,7 +20,7 @@ from parallelisms import float8
 from parallelisms.float8 import E4M3, E5M2, RECIPES, Float8Linear, apply_float8, quantize
 from parallelisms.materialize import canonical_fqn, materialize
 from tests.layouts import CPU, MODE, PP, Layout, spread
-from tests.parallelisms.test_parity import args_of, global_batch, rows_of
+from tests.parallelisms.test_parity import args_of, global_batch, rows_of, whole
 from tests.ranks import RankPool
 
 # Half of the last bit, relative to an element; relative to the scale's greatest where bits end.
@@ -216,15 +215,13 @@ def gradients(name: str, layout: Layout) -> Gradients:
     args = args_of(name, False, False, n_layers=2)
     found = spread(name, args, layout, dtype="float64")
     materialize(found.model, CPU, seed=7)
-    whole = global_batch(args.vocab_size, False)
+    batch = global_batch(args.vocab_size, False)
     mesh = found.dims.batch_mesh
-    slots = [rows_of(whole, slice(slot, slot + 1)) for slot in range(N_SLOTS)]
+    slots = [rows_of(batch, slice(slot, slot + 1)) for slot in range(N_SLOTS)]
     own = slots[mesh.get_local_rank() :: mesh.size()]
     found.runner().train(own, count_valid(slots))
-    return {
-        canonical_fqn(fqn): cast(DTensor, p.grad).full_tensor()
-        for fqn, p in found.model.named_parameters()
-    }
+    grads = {canonical_fqn(fqn): p.grad for fqn, p in found.model.named_parameters()}
+    return {fqn: whole(grad) for fqn, grad in grads.items() if grad is not None}
 
 
 @pytest.fixture(scope="module")
