@@ -201,8 +201,9 @@ class Parallelism(Section):
     """Ranks that split the experts."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Count = "default"
     """Free gathered weights after forward. default: yes, but for the last unit, and not in a
-    pipeline, which would gather them for every microbatch. never: keep them for the whole step. An
-    integer: keep them spread over groups of that many ranks."""
+    pipeline, which would gather them for every microbatch, nor on one rank, whose weights are only
+    cast. never: keep them for the whole step. An integer: keep them spread over groups of that many
+    ranks."""
     fsdp_reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     """When gradients are reduced to shards. last_microbatch: less traffic, but until then every
     rank holds whole gradients. A pipeline of fsdp2 does that in any case."""

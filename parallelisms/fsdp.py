@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from config.job_config import Parallelism
 from parallelisms.gradient_reduction import sum_gradients
+from parallelisms.weights_in_forward import cast_weights
 from runtime.log import logger
 
 
@@ -32,12 +33,13 @@ def apply_fsdp(
 ) -> None:
     """``fully_shard`` each unit, then the root. Mutates ``model``: its parameters become DTensors.
 
-    ``experts`` are units of their own, on ``expert_mesh`` (None: part of other units). On one rank
-    it shards nothing but sets the mixed precision, so no second mechanism for that exists; without
-    that either, the model is left alone. Gradients are summed over ranks, never averaged.
+    ``experts`` are units of their own, on ``expert_mesh`` (None: part of other units). Gradients
+    are summed over ranks, never averaged. On one rank FSDP2 would copy weights and gradients all
+    the same: there they stay plain tensors, and modules read them cast.
     """
-    if fsdp_mesh.size() == 1 and _is_plain(model, parallelism, mp_policy):
-        logger.info("fsdp2: one rank and one dtype, so nothing is to be done")
+    if fsdp_mesh.size() == 1 and _is_only_cast(model, parallelism, mp_policy):
+        cast_weights(model, mp_policy)
+        logger.info("fsdp2: one rank, nothing to shard; compute in %s", mp_policy.param_dtype)
         return
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
@@ -82,16 +84,19 @@ def apply_fsdp(
     )  # fmt: skip
 
 
-def _is_plain(model: nn.Module, parallelism: Parallelism, mp_policy: MixedPrecisionPolicy) -> bool:
-    """Whether weights are whole on this device, and everything has their dtype.
-
-    FSDP2 would still copy them all, and their gradients: 3 % of a step on a CPU.
-    """
-    dtypes = {mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype} - {None}
-    is_alone = parallelism.pipeline_parallel_degree == 1 and not parallelism.fsdp_cpu_offload
-    is_whole = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    is_one_dtype = len(dtypes | {parameter.dtype for parameter in model.parameters()}) == 1
-    return is_alone and is_whole and is_one_dtype
+def _is_only_cast(
+    model: nn.Module, parallelism: Parallelism, mp_policy: MixedPrecisionPolicy
+) -> bool:
+    """Whether on one rank casts do all that FSDP2 would, and keeping them is not ruled out."""
+    parameters = list(model.parameters())
+    return (
+        parallelism.fsdp_reshard_after_forward != "always"
+        and parallelism.pipeline_parallel_degree == 1
+        and not parallelism.fsdp_cpu_offload
+        and not any(isinstance(parameter, DTensor) for parameter in parameters)
+        # A gradient has the dtype of compute, then that of its weight, and no third one between.
+        and mp_policy.reduce_dtype in (mp_policy.param_dtype, parameters[0].dtype)
+    )
 
 
 def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:

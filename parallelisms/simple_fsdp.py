@@ -4,10 +4,8 @@ The redistribution in forward is an all-gather, its derivative a reduce-scatter.
 else, so a compiler sees all of it in a block's graph and may bucket and overlap it.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -24,6 +22,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from parallelisms.fsdp import shard_placement
+from parallelisms.weights_in_forward import make_weights_in_forward
 from runtime.log import logger
 
 
@@ -39,45 +38,27 @@ def apply_simple_fsdp(
     Mutates ``model``: parameters become DTensors with FSDP2's placements and unchanged names, on
     dims of ``weight_mesh``. In a module's forward, and only there, they read as whole weights.
     """
-    places: dict[nn.Parameter, list[tuple[str, str]]] = defaultdict(list)
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+    makers: dict[nn.Parameter, _Gather] = {}
+    shared: dict[nn.Parameter, nn.Parameter] = {}
+    for fqn, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter not in shared:
+            shard = shard_placement(parameter, fsdp_mesh.size(-1))
+            shared[parameter] = _shard_of(parameter, shard, fsdp_mesh, weight_mesh)
+            makers[shared[parameter]] = _Gather(_dims(fsdp_mesh), shard, parameter, mp_policy)
         path, _, name = fqn.rpartition(".")
-        places[parameter].append((path, name))
-    weights: dict[nn.Module, list[_Weight]] = defaultdict(list)
-    for parameter, shared in places.items():
-        shard = shard_placement(parameter, fsdp_mesh.size(-1))
-        sharded = _shard_of(parameter, shard, fsdp_mesh, weight_mesh)
-        for path, name in shared:
-            model.get_submodule(path).register_parameter(name, sharded)
-        owner = model
-        if len(shared) == 1:
-            ((path, name),) = shared
-            owner, shared = model.get_submodule(path), [("", name)]
-        # What several modules share is gathered once, while the whole model runs.
-        weights[owner].append(
-            _Weight(tuple(shared), _dims(fsdp_mesh), shard, template=parameter, mp_policy=mp_policy)
-        )
-    for module in model.modules():
-        names = tuple(name for name, _ in module.named_parameters(recurse=False))
-        if names or module in weights:
-            module.__class__ = _gathering(cast(Any, type(module)), names)
-            gathering = cast(_Gathering, module)
-            gathering._sharded, gathering._whole = weights[module], {}
-    if mp_policy.output_dtype is not None:
-        model.register_forward_hook(partial(_cast, mp_policy.output_dtype))
+        model.get_submodule(path).register_parameter(name, shared[parameter])
+    make_weights_in_forward(model, makers, mp_policy)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
         "simple_fsdp: %d parameters on a mesh of %s, compute in %s, reduction in %s",
-        len(places), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype,
+        len(makers), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Weight:
-    """A sharded parameter, and what it is when whole."""
+class _Gather:
+    """What makes a sharded parameter whole."""
 
-    places: tuple[tuple[str, str], ...]
-    """Submodules that have it, below the one whose forward it is gathered for, and its names."""
     meshes: list[DeviceMesh]
     """1-D: replicas if there are any, then shards."""
     shard: Shard
@@ -85,19 +66,7 @@ class _Weight:
     """What it is when whole, on the meta device: under tensor parallel a DTensor."""
     mp_policy: MixedPrecisionPolicy
 
-    def show(self, owner: nn.Module) -> None:
-        places = [(cast(_Gathering, owner.get_submodule(path)), name) for path, name in self.places]
-        first, name = places[0]
-        whole = self.gather(first.get_parameter(name))
-        for place, name in places:
-            place._whole[name] = whole
-
-    def hide(self, owner: nn.Module) -> None:
-        for path, name in self.places:
-            # A forward that failed, or recomputation that had enough, may not have come this far.
-            cast(_Gathering, owner.get_submodule(path))._whole.pop(name, None)
-
-    def gather(self, parameter: torch.Tensor) -> torch.Tensor:
+    def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole weight in the compute dtype; its gradient is summed in the reduction's."""
         assert isinstance(parameter, DTensor)
         part = self.template.to_local() if isinstance(self.template, DTensor) else self.template
@@ -161,39 +130,3 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def _dims(mesh: DeviceMesh) -> list[DeviceMesh]:
     return [mesh[name] for name in _names(mesh)]
-
-
-class _Gathering(nn.Module):
-    """Mixed into a module's class: while its forward runs, weights are whole.
-
-    A class and not hooks: the ids of hooks differ, so every block would be compiled anew.
-    """
-
-    _sharded: list[_Weight]
-    _whole: dict[str, torch.Tensor]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            for weight in self._sharded:
-                weight.show(self)
-            return super().forward(*args, **kwargs)
-        finally:
-            for weight in self._sharded:
-                weight.hide(self)
-
-
-@cache
-def _gathering(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """``cls``, whose parameters of these names are the whole weights when there are any."""
-    properties = {name: property(partial(_whole_or_sharded, name=name)) for name in names}
-    return type(f"SimpleFSDP{cls.__name__}", (_Gathering, cls), properties)
-
-
-def _whole_or_sharded(module: _Gathering, name: str) -> torch.Tensor | None:
-    return module._whole[name] if name in module._whole else module._parameters[name]
-
-
-def _cast(
-    dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
-) -> torch.Tensor:
-    return output.to(dtype)

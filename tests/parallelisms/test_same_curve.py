@@ -1,11 +1,12 @@
 """In float32 and bfloat16, where rounding shows: which modes give the very same numbers."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from config.job_config import Optimizer, Parallelism
+from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
 from data.loader import Batch
 from forward_backward import WholeModel, count_valid
 from models import find_model
@@ -103,6 +104,30 @@ def test_simple_fsdp_is_fsdp2_but_for_the_order_of_additions(
     want, got = both_curves(ranks, "llama3", False, layout, "float32", microbatches)
     errors = [abs(g[0] - w[0]) / w[0] for g, w in zip(got, want, strict=True)]
     assert max(errors) < 2e-7
+
+
+@pytest.mark.parametrize(
+    ("name", "is_tied", "keys"),
+    [
+        ("llama3", False, {}),
+        ("qwen3", True, {}),
+        ("qwen3", True, {"recompute": ActivationCheckpoint(mode="full")}),
+        ("qwen3", False, {"recompute": ActivationCheckpoint(mode="selective")}),
+        ("llama3", True, {"compile": Compile(enable=True, backend="aot_eager")}),
+        ("qwen3_moe", False, {}),
+        ("qwen3_next", False, {}),
+    ],
+    ids=str,
+)
+def test_casts_on_one_rank_are_fsdp2_bit_for_bit(
+    ranks: RankPool, name: str, is_tied: bool, keys: dict[str, Any]
+) -> None:
+    cast, fsdp2 = (
+        ranks.run(curve, 1, name, is_tied, Layout(1, parallelism, **keys), "bfloat16", 2)[0]
+        for parallelism in ({}, {RESHARD: "always"})
+    )
+    assert len(set(cast)) == STEPS
+    assert cast == fsdp2
 
 
 @pytest.mark.slow
