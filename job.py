@@ -8,6 +8,7 @@ import torch
 
 from config import ConfigError, JobConfig
 from config.changes import changed_arguments, compare
+from data.batch_size import Ramp, batch_size_of, sequences_in
 from data.mixture import Mixture
 from data.sources import build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -31,8 +32,18 @@ class Job:
     microbatch_size: int
     """Sequences that a rank computes at once."""
     global_batch_size: int
+    ramp: Ramp
+    """Of the batch size, up to that."""
     total_steps: int
     """The horizon of the learning rate's schedule."""
+
+    def batch_size(self, step: int) -> int:
+        """Sequences of a step, from 1 on."""
+        return batch_size_of(step, self.ramp, self.global_batch_size)
+
+    def sequences(self, steps: int) -> int:
+        """Of the first steps together."""
+        return sequences_in(steps, self.ramp, self.global_batch_size)
 
 
 def resolve(config: JobConfig, world_size: int) -> Job:
@@ -80,6 +91,7 @@ def resolve(config: JobConfig, world_size: int) -> Job:
         if degrees.pp > 1
         else config.training.local_batch_size,
         global_batch_size=batch_size,
+        ramp=[(p.steps, p.global_batch_size) for p in config.training.batch_size_ramp],
         total_steps=total_steps,
     )
 

@@ -289,6 +289,7 @@ def main(job: Job, witness: Witness) -> int:
     # 8. The loop
     gc.disable()  # Ranks that collect at different times wait for each other.
     ending: Ending | None = None
+    n_empty = 0
     max_unsaved = config.checkpoint.max_unsaved_steps or 3 * config.checkpoint.interval
     canary_freq = config.numerics.replica_check_freq
     has_spike_guard = config.numerics.on_spike == "rollback"
@@ -298,7 +299,9 @@ def main(job: Job, witness: Witness) -> int:
     with profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step:
         while state.step < training.steps:
             begin = time.perf_counter()
-            microbatches, problem = take(loader, loader.microbatches)
+            n_rows = job.batch_size(state.step + 1)
+            count = loader.microbatches * n_rows // job.global_batch_size
+            microbatches, problem = take(loader, count)
             data_wait = time.perf_counter() - begin
             # All that ranks must agree on, in one reduction. The loss is divided by the count of
             # the whole step, so that comes before the first backward.
@@ -321,9 +324,12 @@ def main(job: Job, witness: Witness) -> int:
                 # What was taken is not committed: the run that resumes takes it again.
                 ending = asked_to_end(control.stop, config.checkpoint)
                 break
-            if agreed["tokens"] == 0 and state.step == 0:
+            # Beside the rows of a small batch there are others, which may go on.
+            n_empty = n_empty + n_rows if agreed["tokens"] == 0 else 0
+            has_ended = n_empty >= job.global_batch_size
+            if has_ended and state.tokens == 0:
                 raise ConfigError(["data: no document has text"])
-            if agreed["tokens"] == 0:
+            if has_ended:
                 ending = exit_codes.DATA_ENDED
                 if held_out and state.step % config.validation.freq:
                     validate()
@@ -332,6 +338,8 @@ def main(job: Job, witness: Witness) -> int:
             state.step += 1
             witness.step = state.step
             n_tokens = agreed["tokens"] * dims.batch_mesh.size() // world_size
+            if experts is not None:
+                experts.begin_step(n_rows / job.global_batch_size)
             losses = runner.train(microbatches, n_tokens)
             norms = local_norms(parameters)
             grad_norm = clip_grad_norm_(
@@ -373,7 +381,9 @@ def main(job: Job, witness: Witness) -> int:
                 if is_logged:
                     skipped = {"skipped_steps": guard.skipped} if guard.skipped else {}
                     skipped |= {"bad_records": bad_records} if bad_records else {}
-                    metrics.log(state.step, training.steps, values | {"lr": lr} | skipped | extra)
+                    reached = {"lr": lr, "tokens": state.tokens}
+                    n_left = job.sequences(training.steps) - job.sequences(state.step)
+                    metrics.log(state.step, n_left / n_rows, values | reached | skipped | extra)
                 if has_spike_guard:
                     # Ranks must decide alike, to the last bit: rank 0's values are what counts.
                     has_spike = spikes.is_spike(state.step, **on_first(values.copy))
@@ -465,6 +475,7 @@ def attempt_of(
         rank=dist.get_rank(),
         place=dims.batch_mesh.get_local_rank(),
         n_rows=job.global_batch_size,
+        ramp=job.ramp,
     )
 
 

@@ -105,6 +105,13 @@ class Data(Section):
         return list(self.sources) or [DataSource(type=self.source, **one)]
 
 
+class BatchSizePhase(Section):
+    steps: Count
+    """Optimizer updates with this batch size."""
+    global_batch_size: Count
+    """Sequences per step over all ranks."""
+
+
 class Training(Section):
     steps: Count = 100
     """Optimizer updates of the whole run."""
@@ -115,6 +122,8 @@ class Training(Section):
     global_batch_size: Count | None = None
     """Sequences per step over all ranks; more than one microbatch each accumulates gradients.
     Absent: one microbatch on every rank."""
+    batch_size_ramp: list[BatchSizePhase] = []
+    """[[training.batch_size_ramp]]: phases with smaller batches, which the run begins with."""
     dtype: Dtype = "float32"
     """Dtype of weights, gradients and optimizer state. float64 runs everything in float64."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -6,13 +6,13 @@ Precedence: command line, then file, then defaults. Every mistake is reported at
 import difflib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli
 import tomli_w
 from pydantic import ValidationError
 
-from config.job_config import DataSource, JobConfig
+from config.job_config import JobConfig
 
 
 class ConfigError(ValueError):
@@ -126,7 +126,8 @@ def _key(place: tuple[int | str, ...]) -> str:
 def _unknown(key: str) -> str:
     section, _, name = key.partition(".")
     if "[" in name:
-        near = difflib.get_close_matches(name.rpartition(".")[2], DataSource.model_fields, n=1)
+        (table,) = get_args(_fields(section)[name.partition("[")[0]].annotation)
+        near = difflib.get_close_matches(name.rpartition(".")[2], table.model_fields, n=1)
         return "unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if not name:
         near = difflib.get_close_matches(section, JobConfig.model_fields, n=1)

@@ -40,8 +40,9 @@ class BatchLoader:
 
     Where the mixture ends, labels are ignored from there on.
 
-    Microbatch ``a`` of a step has rows (a * degree + rank) * local_batch_size and on, so a global
-    batch has the same rows on any number of ranks.
+    Microbatch ``a`` has rows (a * degree + rank) * local_batch_size and on, round and round the
+    rows of a global batch. So a step, of a global batch or a part of it, has the rows after those
+    of the step before, the same on any number of ranks.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class BatchLoader:
         self._n_rows, self._prefetch, self._packing = global_batch_size, prefetch, packing
         self._pin_memory = pin_memory
         self.microbatches = global_batch_size // (local_batch_size * degree)
-        """Microbatches of one step."""
+        """Microbatches of one global batch."""
         firsts = [(a * degree + rank) * local_batch_size for a in range(self.microbatches)]
-        self._rows = [range(first, first + local_batch_size) for first in firsts]
+        self._rows_after_next = [range(first, first + local_batch_size) for first in firsts]
+        self._next_row, self._rows_at_once = 0, local_batch_size * degree
         nothing = (0,) * len(mixture.sources)
         start = RowState(nothing, nothing, bad=0, source=0, token=0)
         self._taken: dict[int, RowState] = {}
-        self._starts = {row: start for rows in self._rows for row in rows}
+        self._starts = {row: start for rows in self._own_rows() for row in rows}
         self._microbatches = self._read_from_starts()
         self._ahead: deque[Future[Batch]] = deque()
         # What it runs refers to no loader, so that a loader that is dropped takes it along.
@@ -103,6 +105,8 @@ class BatchLoader:
 
     def commit(self, microbatches: list[Batch]) -> None:
         """Count what was taken as trained on: a finished step. The state is what was committed."""
+        n_taken = len(microbatches) * self._rows_at_once
+        self._next_row = (self._next_row + n_taken) % self._n_rows
         self._starts |= {span.row: span.end for batch in microbatches for span in batch.spans}
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,6 +118,7 @@ class BatchLoader:
             "source": self._mixture.fingerprint,
             "tokenizer": self._tokenizer.fingerprint,
             "global_batch_size": self._n_rows,
+            "next_row": self._next_row,
             # What is packed into sequences of another length is packed otherwise.
             "packing": f"best_fit {self._seq_len}" if self._packing == "best_fit" else "concat",
             "rows": {str(row): start.as_json() for row, start in self._starts.items()},
@@ -133,7 +138,10 @@ class BatchLoader:
             if state[key] != own[key]:
                 text = f"{name} changed since the checkpoint: {state[key]} to {own[key]}"
                 raise ConfigError([text])
-        self._starts = {row: RowState.of_json(state["rows"][str(row)]) for row in self._starts}
+        # Rows are dealt out from there on.
+        self._next_row = state.get("next_row", 0)
+        rows = [row for rows in self._own_rows() for row in rows]
+        self._starts = {row: RowState.of_json(state["rows"][str(row)]) for row in rows}
         self._microbatches = self._read_from_starts()
 
     def consumed(self) -> list[tuple[int, int]]:
@@ -146,6 +154,11 @@ class BatchLoader:
             for start in starts:
                 tokens[start.source] += start.token
         return list(zip(taken.tolist(), tokens.tolist(), strict=True))
+
+    def _own_rows(self) -> list[list[int]]:
+        """This rank's of each microbatch, the first of which begins with the next row."""
+        n, first = self._n_rows, self._next_row
+        return [[(first + row) % n for row in rows] for rows in self._rows_after_next]
 
     def _read_from_starts(self) -> Iterator[Batch]:
         kind = BestFit if self._packing == "best_fit" else Concatenated
@@ -166,15 +179,15 @@ class BatchLoader:
             document_mask=self._document_mask,
             pin_memory=self._pin_memory,
         )
-        return _read_microbatches(readers, self._rows, read)
+        return _read_microbatches(readers, self._own_rows(), read)
 
 
 def _read_microbatches(
     readers: dict[int, RowReader],
-    microbatches: list[range],
+    microbatches: list[list[int]],
     read: Callable[[list[RowReader]], Batch],
 ) -> Iterator[Batch]:
-    """Each microbatch of rows, step after step."""
+    """Each microbatch of rows, again and again."""
     while True:
         for rows in microbatches:
             yield read([readers[row] for row in rows])

@@ -8,8 +8,8 @@ begins with a line that says what it resumed from; a line per finished step foll
 import json
 import os
 import zlib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -51,6 +51,8 @@ class Attempt:
     """Among the ranks that read different rows. Ranks of one place read the same."""
     n_rows: int
     """Of the global batch."""
+    ramp: Sequence[Sequence[int]] = field(default_factory=list)
+    """Before steps have that many: (steps, rows in each of them)."""
 
 
 class Ledger:

@@ -60,8 +60,11 @@ class MetricsLogger:
         finally:
             self._since += time.perf_counter() - begin
 
-    def log(self, step: int, last_step: int, values: dict[str, float]) -> None:
-        """Write ``values`` (loss, grad_norm, lr, ...) and the speed since the last call."""
+    def log(self, step: int, steps_left: float, values: dict[str, float]) -> None:
+        """Write ``values`` (loss, grad_norm, lr, ...) and the speed since the last call.
+
+        ``steps_left``: as many as those since then would be, of their size.
+        """
         elapsed = time.perf_counter() - self._since
         rate = self._tokens / elapsed
         palm, causal = (self._utilization(flops, rate / self._n_devices) for flops in self._flops)
@@ -75,7 +78,7 @@ class MetricsLogger:
             "memory_gib": peak_memory_gib(self._device),
             "data_wait": self._waited / elapsed,
         }
-        seconds_left = record["seconds_per_step"] * (last_step - step)
+        seconds_left = record["seconds_per_step"] * steps_left
         self.write(record)
         logger.info(
             "step %5d  loss %7.4f  grad_norm %7.4f  lr %.2e  tokens/s %s  mfu %s  memory %.2f GiB"

@@ -16,8 +16,15 @@ class ExpertBalance:
 
     def __init__(self, moes: list[Any], data_mesh: DeviceMesh, *, rate: float) -> None:
         self._moes, self._mesh, self._rate = moes, data_mesh, rate
+        self._weights = [moe.balance_weight for moe in moes]
         # The greatest load over the mean, of the last step.
         self._worst = torch.ones((), dtype=torch.float64, device=moes[0].load.device)
+
+    def begin_step(self, share: float) -> None:
+        """``share``: sequences of the step over those of a global batch, which the weight of each
+        one's loss is for."""
+        for moe, weight in zip(self._moes, self._weights, strict=True):
+            moe.balance_weight = weight / share
 
     @torch.no_grad()
     def finish_step(self, found_inf: torch.Tensor) -> None:

@@ -5,7 +5,8 @@ The table in ``docs/support.md`` is generated from this one: ``python -m tools.s
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 from config import ConfigError
@@ -129,10 +130,29 @@ def _any_source(applies: Callable[[DataSource], bool]) -> Callable[[Run], bool]:
     return lambda run: any(applies(source) for source in run.config.data.mixture)
 
 
-def _microbatches(run: Run) -> float:
+def _batch_size(run: Run) -> int:
     training = run.config.training
-    per_microbatch = training.local_batch_size * run.degrees.batch
-    return (training.global_batch_size or per_microbatch) / per_microbatch
+    return training.global_batch_size or training.local_batch_size * run.degrees.batch
+
+
+def _microbatches(run: Run) -> float:
+    return _batch_size(run) / (run.config.training.local_batch_size * run.degrees.batch)
+
+
+def _ramp(run: Run) -> list[int]:
+    return [phase.global_batch_size for phase in run.config.training.batch_size_ramp]
+
+
+def _in_ramp(applies: Callable[[Run], bool]) -> Callable[[Run], bool]:
+    """Whether it would apply if a size of the ramp were training.global_batch_size."""
+
+    def any_applies(run: Run) -> bool:
+        training = run.config.training
+        sizes = [training.model_copy(update={"global_batch_size": n}) for n in _ramp(run)]
+        configs = [run.config.model_copy(update={"training": section}) for section in sizes]
+        return any(applies(replace(run, config=config)) for config in configs)
+
+    return any_applies
 
 
 def _is_horizon_passed(run: Run) -> bool:
@@ -209,7 +229,7 @@ MAX_BFLOAT16_DECAY = 1 - 2**-8
 SHORT_MOMENTS = (
     " with optimizer.state_dtype bfloat16, which rounds away what a moment would lose in a step"
 )
-REFUSALS = (
+REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.data_parallel_shard_degree", "ddp does not shard",
             lambda run: _is_ddp(run)
             and run.config.parallelism.data_parallel_shard_degree not in (-1, 1)),
@@ -366,6 +386,9 @@ REFUSALS = (
     Refusal("training.global_batch_size",
             "must be a multiple of training.local_batch_size times the data-parallel ranks",
             lambda run: not _microbatches(run).is_integer()),
+    Refusal("training.batch_size_ramp",
+            "sizes must grow from phase to phase, and from the last to training.global_batch_size",
+            lambda run: any(a >= b for a, b in pairwise([*_ramp(run), _batch_size(run)]))),
     Refusal("parallelism.data_parallel",
             "debug.determinism elastic needs fsdp2, whose reduction it replaces",
             lambda run: _is_elastic(run) and _is_not_fsdp2(run)),
@@ -525,3 +548,9 @@ REFUSALS = (
             and any(s.type in ("builtin", "files", "tokens") for s in run.config.data.mixture)
             and run.config.data.validation_percent == 0),
 )  # fmt: skip
+# What the batch size must be, each of the ramp must be.
+REFUSALS += tuple(
+    Refusal("training.batch_size_ramp", f"each size: {row.reason}", _in_ramp(row.applies))
+    for row in REFUSALS
+    if row.key == "training.global_batch_size"
+)

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
+from data.batch_size import batch_size_of
 from metrics.ledger import Attempt
 
 SHOWN_VIOLATIONS = 20
 # What the ranks of an attempt must agree on.
-SHARED = ("parent", "resumed_from", "data_after", "world_size", "n_rows")
+SHARED = ("parent", "resumed_from", "data_after", "world_size", "n_rows", "ramp")
 
 
 # Columns of the rows of a step: (n, 6) int64, sorted by the first.
@@ -37,11 +38,22 @@ class Entry:
     attempt: str = ""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Of the data, between two steps."""
+
+    starts: np.ndarray
+    """Where each row goes on (n, 3): row, document, place."""
+    next_row: int
+
+
 @dataclass
 class Lineage:
     """The steps that led to the run's newest state."""
 
     steps: dict[int, Entry] = field(default_factory=dict)
+    places: dict[int, Place] = field(default_factory=dict)
+    """After each step."""
     n_attempts: int = 0
     left_out: dict[int, int] = field(default_factory=dict)
     """After which steps data were left out on purpose, and how many steps' worth."""
@@ -166,7 +178,7 @@ def _replay_attempt(ranks: dict[int, Part], lineage: Lineage) -> None:
             if getattr(part.head, name) != getattr(head, name):
                 lineage.accuse(f"attempt {head.attempt}: ranks 0 and {rank} differ in {name}")
         _check_order(part, lineage)
-    starts = _go_back(head, lineage)
+    place = _go_back(head, lineage)
     by_step: dict[int, dict[int, Entry]] = defaultdict(dict)
     for rank, part in ranks.items():
         for entry in part.entries:
@@ -175,9 +187,9 @@ def _replay_attempt(ranks: dict[int, Part], lineage: Lineage) -> None:
         missing = set(range(head.world_size)) - entries.keys()
         if not missing:
             entry = _merge(entries, ranks, lineage)
-            _check_rows(entry, starts, head.n_rows, lineage)
-            starts = entry.rows[:, END]
-            lineage.steps[step] = entry
+            size = batch_size_of(step, head.ramp, head.n_rows)
+            place = _check_rows(entry, place, size, head.n_rows, lineage)
+            lineage.steps[step], lineage.places[step] = entry, place
         elif step != max(by_step):
             lineage.accuse(f"step {step}: rank {min(missing)} did not log it, and others went on")
 
@@ -193,10 +205,10 @@ def _check_order(part: Part, lineage: Lineage) -> None:
         before = entry.step
 
 
-def _go_back(head: Attempt, lineage: Lineage) -> np.ndarray:
+def _go_back(head: Attempt, lineage: Lineage) -> Place:
     """Forget the steps after the one that the attempt resumed from; where its rows have to start.
 
-    (n, 3): row, document, place. No rows if the step that says it was never finished.
+    No rows if the step that says it was never finished.
     """
     goes_on_after = f"attempt {head.attempt} resumed from step {head.resumed_from}"
     resumed, data_after = head.resumed_from, head.data_after
@@ -207,14 +219,15 @@ def _go_back(head: Attempt, lineage: Lineage) -> np.ndarray:
         lineage.accuse(f"{goes_on_after} of attempt {head.parent}, but it was made again by {last}")
     starts = np.zeros((0 if data_after else head.n_rows, 3), np.int64)
     starts[:, ROW] = range(len(starts))
+    place = Place(starts, next_row=0)
     if data_after in lineage.steps:
-        starts = lineage.steps[data_after].rows[:, END]
+        place = lineage.places[data_after]
     lineage.steps = {step: entry for step, entry in lineage.steps.items() if step <= resumed}
     before = lineage.left_out.get(resumed, 0)
     lineage.left_out = {step: n for step, n in lineage.left_out.items() if step < resumed}
     if data_after != resumed:
         lineage.left_out[resumed] = before + data_after - resumed
-    return starts
+    return place
 
 
 def _merge(entries: dict[int, Entry], ranks: dict[int, Part], lineage: Lineage) -> Entry:
@@ -236,10 +249,10 @@ def _merge(entries: dict[int, Entry], ranks: dict[int, Part], lineage: Lineage) 
     return Entry(first.step, rows[index], first.loss, first.grad_norm, ranks[0].head.attempt)
 
 
-def _check_rows(entry: Entry, starts: np.ndarray, n_rows: int, lineage: Lineage) -> None:
-    """Every row is there, and goes on where the one of the step before ended."""
-    numbers = entry.rows[:, ROW]
-    for row in np.setxor1d(numbers, np.arange(n_rows)):
+def _check_rows(entry: Entry, before: Place, size: int, n_rows: int, lineage: Lineage) -> Place:
+    """The ``size`` rows that come next are there, and each goes on where it ended before."""
+    numbers, starts = entry.rows[:, ROW], before.starts
+    for row in np.setxor1d(numbers, np.arange(before.next_row, before.next_row + size) % n_rows):
         what = "is no row of the batch" if row in numbers else "was read by no rank"
         lineage.accuse(f"step {entry.step}: row {row} {what}")
     common, ours, theirs = np.intersect1d(numbers, starts[:, ROW], return_indices=True)
@@ -249,6 +262,9 @@ def _check_rows(entry: Entry, starts: np.ndarray, n_rows: int, lineage: Lineage)
             f"row {common[index]} of step {entry.step} starts at {_place(actual[index])}, but the"
             f" one before it ended at {_place(wanted[index])}"
         )
+    others = starts[~np.isin(starts[:, ROW], numbers)]
+    after = np.concatenate([entry.rows[:, END], others])
+    return Place(after, (before.next_row + size) % n_rows)
 
 
 def _place(start: np.ndarray) -> tuple[int, int]:

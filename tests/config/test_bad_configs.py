@@ -50,6 +50,10 @@ FLOAT8 = "--float8.recipe tensorwise"
 EMULATED = f"{FLOAT8} --float8.emulate true"
 BUDGET = "--activation_checkpoint.mode memory_budget"
 ELASTIC = "--debug.determinism elastic"
+RAMP = (
+    "--training.global_batch_size 64 --training.batch_size_ramp"
+    " '[{{steps = 1, global_batch_size = {}}}]'"
+)
 FILE = "run.toml"
 SOURCES = """
 [[data.sources]]
@@ -217,6 +221,26 @@ BAD = [
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble --compile.enable true", says="compiled"),
     Bad("training.global_batch_size", "--training.global_batch_size 24", says="multiple"),
     Bad("training.global_batch_size", "--training.global_batch_size 4", says="multiple"),
+    Bad("training.batch_size_ramp", RAMP.format(24), says="each size: must be a multiple"),
+    Bad("training.batch_size_ramp", RAMP.format(64), says="must grow"),
+    Bad("training.batch_size_ramp", RAMP.format(80), says="must grow"),
+    Bad("training.batch_size_ramp", "--training.batch_size_ramp"
+        " '[{steps = 1, global_batch_size = 16}]'", says="must grow"),
+    Bad("training.batch_size_ramp", "--training.global_batch_size 64 --training.batch_size_ramp"
+        " '[{steps = 1, global_batch_size = 32}, {steps = 1, global_batch_size = 16}]'",
+        says="must grow"),
+    Bad("training.batch_size_ramp", f"{RAMP.format(48)} {ELASTIC}", says="power of two"),
+    Bad("training.batch_size_ramp", f"{RAMP.format(8)} --{PP} 2 --{PP[:-6]}microbatch_size 8",
+        says="as many microbatches"),
+    Bad("training.batch_size_ramp", f"{RAMP.format(5)} --{PP} 2 {SCHEDULE} Interleaved1F1B"
+        " --training.local_batch_size 5 --training.global_batch_size 70", says="multiple of pipel"),
+    Bad("training.batch_size_ramp[0].global_batch_size", RAMP.format(0), says="got 0"),
+    Bad("training.batch_size_ramp[0].global_batch_size",
+        toml="[[training.batch_size_ramp]]\nsteps = 1", says="required"),
+    Bad("training.batch_size_ramp[0].step",
+        toml="[[training.batch_size_ramp]]\nsteps = 1\nglobal_batch_size = 8\nstep = 1",
+        says="did you mean steps?"),
+    Bad("training.batch_size_ramp", "--training.batch_size_ramp 16", says="list"),
     Bad("parallelism.data_parallel", f"{ELASTIC} {DDP}", says="fsdp2"),
     Bad("parallelism.data_parallel", f"{ELASTIC} {SIMPLE}", says="fsdp2"),
     Bad("parallelism.data_parallel_replicate_degree", f"{ELASTIC} {HSDP} 2", says="copies"),

@@ -71,9 +71,10 @@ def build_all(source: Source, degree: int, local: int, **changes: Any) -> list[B
     ]
 
 
-def take_step(loaders: list[BatchLoader]) -> Batch:
+def take_step(loaders: list[BatchLoader], n_rows: int = ROWS) -> Batch:
     """One global batch, put together from all ranks' microbatches by the order of its rows."""
-    of_ranks = [list(islice(loader, loader.microbatches)) for loader in loaders]
+    count = loaders[0].microbatches * n_rows // ROWS
+    of_ranks = [list(islice(loader, count)) for loader in loaders]
     for loader, batches in zip(loaders, of_ranks, strict=True):
         loader.commit(batches)
     in_order = [batch for microbatch in zip(*of_ranks, strict=True) for batch in microbatch]
@@ -192,6 +193,87 @@ def test_resume_test_catches_a_state_of_what_was_not_committed(fault: type) -> N
     source = shuffled(documents(40, longest=20))
     with pytest.raises(AssertionError, match="step 3"):
         resume(source, 3, (2, 2), (2, 2), fault)
+
+
+SIZES = (2, 4, 4, 2, 6, 8, 8, 8)
+"""Of steps; after most of them, the next row is amid the global batch."""
+
+
+def assert_ramp(source: Source, loaders: list[BatchLoader], steps: range) -> None:
+    """Each step takes the next sequences of the order that steps of all rows have."""
+    whole = torch.cat([true_step(source, step)[0] for step in range(len(SIZES))])
+    for step in steps:
+        begin = sum(SIZES[:step])
+        batch = take_step(loaders, SIZES[step])
+        assert torch.equal(batch.tokens, whole[begin : begin + SIZES[step]]), f"step {step}"
+
+
+@pytest.mark.parametrize(("degree", "local"), [(1, 2), (1, 1), (2, 1)])
+def test_small_batches_take_the_same_order_apart(degree: int, local: int) -> None:
+    source = shuffled(documents(40, longest=3 * SEQ_LEN))
+    assert_ramp(source, build_all(source, degree, local), range(len(SIZES)))
+
+
+class ForgetsNextRow(BatchLoader):
+    """The fault that a resumed run begins with the first row."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state | {"next_row": 0})
+
+
+class CountsOwnRows(BatchLoader):
+    """The fault that other ranks' rows are forgotten."""
+
+    def commit(self, microbatches: list[Batch]) -> None:
+        self._rows_at_once = 1
+        super().commit(microbatches)
+
+
+def resume_ramp(taken: int, before: tuple[int, int], after: tuple[int, int], cls: type) -> None:
+    source = shuffled(documents(40, longest=3 * SEQ_LEN))
+    loaders, resumed = build_all(source, *before), build_all(source, *after)
+    for loader in [*loaders, *resumed]:
+        loader.__class__ = cls
+    assert_ramp(source, loaders, range(taken))
+    for loader in loaders:
+        next(loader)  # of a step that is never finished
+    saved = json.loads(json.dumps(reduce(merge, [loader.state_dict() for loader in loaders])))
+    for _ in range(2):
+        for loader in resumed:
+            loader.load_state_dict(saved)
+    assert reduce(merge, [loader.state_dict() for loader in resumed]) == saved
+    assert_ramp(source, resumed, range(taken, len(SIZES)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 2), (2, 1)), ((2, 1), (1, 1)), ((1, 1), (1, 2))]
+)
+def test_small_batches_go_on_amid_the_rows(before: tuple[int, int], after: tuple[int, int]) -> None:
+    for taken in range(len(SIZES)):
+        resume_ramp(taken, before, after, BatchLoader)
+
+
+@pytest.mark.parametrize("after", [(1, 8), (4, 2), (8, 1)])
+def test_after_small_batches_go_on_those_that_they_did_not_fit(after: tuple[int, int]) -> None:
+    assert sum(SIZES[:5]) % ROWS != 0
+    resume_ramp(5, (2, 1), after, BatchLoader)
+
+
+@pytest.mark.parametrize("fault", [ForgetsNextRow, CountsOwnRows, CountsPrefetched, CountsTaken])
+def test_a_wrong_place_amid_the_rows_is_seen(fault: type) -> None:
+    with pytest.raises(AssertionError, match=r"step 1|next_row"):
+        resume_ramp(1, (2, 1), (2, 1), fault)
+
+
+def test_states_from_before_there_were_small_batches_are_loaded() -> None:
+    source = shuffled(documents(40, longest=50))
+    loader = build(source)
+    take_step([loader])
+    state = loader.state_dict()
+    assert state.pop("next_row") == 0
+    resumed = build(source)
+    resumed.load_state_dict(state)
+    assert_steps(source, [resumed], range(1, 3))
 
 
 def test_resume_at_another_sequence_length_goes_on_at_the_same_token() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from checkpoint.checkpointer import merge
+from data.batch_size import Ramp, batch_size_of
 from data.loader import Batch, BatchLoader
 from data.mixture import RowState
 from data.sources import ShuffledDocuments, Source
@@ -62,8 +63,8 @@ class Start:
 class Program:
     """``train.py`` in small: what its checkpoints hold of the data, and its ledger."""
 
-    def __init__(self, folder: Path, cls: type = BatchLoader) -> None:
-        self.folder, self._cls = folder, cls
+    def __init__(self, folder: Path, cls: type = BatchLoader, ramp: Ramp = ()) -> None:
+        self.folder, self._cls, self._ramp = folder, cls, ramp
         self.saved: dict[int, tuple[str, State]] = {}
         """Of each step, the attempt that saved it, and the place of the data."""
         self._attempts = 0
@@ -94,6 +95,7 @@ class Program:
             rank=0,
             place=0,
             n_rows=ROWS,
+            ramp=self._ramp,
         )
         ledgers = [
             Ledger(self.folder / "ledger", replace(head, rank=rank, place=rank // start.tp))
@@ -115,7 +117,9 @@ class Program:
     def _step(
         self, step: int, readers: list[BatchLoader], ledgers: list[Ledger], tp: int
     ) -> list[list[Batch]]:
-        taken = [list(islice(reader, reader.microbatches)) for reader in readers]
+        n_rows = batch_size_of(step, self._ramp, ROWS)
+        count = readers[0].microbatches * n_rows // ROWS
+        taken = [list(islice(reader, count)) for reader in readers]
         loss = value(taken)
         for rank, ledger in enumerate(ledgers):
             ledger.log(step, taken[rank // tp], loss=loss, grad_norm=loss / 3)
@@ -206,6 +210,55 @@ def test_chaos_is_proved(
         assert faults(program, uninterrupted) == []
 
 
+# Rows 0 to 3, 4 to 7, 0 to 3, 4 to 7, and so on: an odd number of steps ends amid the rows.
+RAMPS: dict[str, tuple[Ramp, list[Start]]] = {
+    "never stopped": (((5, 4),), [Start(2, last=9)]),
+    "over at once": (((1, 2),), [Start(2, last=9)]),
+    "killed in it": (((3, 2), (4, 4)), [
+        Start(2, last=3, in_step=1), Start(1, last=5, resumed_from=2), Start(2, 9, resumed_from=5),
+    ]),
+    "killed after it, on more ranks than its rows": (((3, 4),), [
+        Start(4, last=6), Start(8, last=9, resumed_from=5), Start(1, last=12, resumed_from=8),
+    ]),
+    "rolled back": (((9, 4),), [
+        Start(2, last=7), Start(2, last=5, resumed_from=3), Start(4, last=12, resumed_from=4),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("history", RAMPS)
+def test_history_of_a_ramp_is_proved(
+    tmp_path: Path, uninterrupted: Lineage, history: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ramp, starts = RAMPS[history]
+    program = Program(tmp_path, ramp=ramp)
+    for start in starts:
+        program.run(start)
+    assert check_ledger.main([str(tmp_path)]) == 0
+    assert "every row of every step consumed exactly once" in capsys.readouterr().out
+    got = sequences(replay(tmp_path))
+    assert got == sequences(uninterrupted)[: len(got)]
+
+
+def sequences(lineage: Lineage) -> list[list[int]]:
+    """What was read, in the order of its rows."""
+    found, next_row = [], 0
+    for _, entry in sorted(lineage.steps.items()):
+        rows = sorted(entry.rows.tolist(), key=lambda row: (row[0] - next_row) % ROWS)
+        next_row = (next_row + len(rows)) % ROWS
+        found += rows
+    return found
+
+
+def test_data_left_out_in_a_ramp_are_told(tmp_path: Path) -> None:
+    program = Program(tmp_path, ramp=((20, 2),)).run(Start(2, last=9))
+    program.run(Start(2, last=14, resumed_from=4), data_after=9)
+    # From the middle of the rows, and by some of their places before the data that were left out.
+    program.run(Start(1, last=30, resumed_from=11))
+    lineage = replay(tmp_path)
+    assert (lineage.violations, lineage.left_out) == ([], {4: 5})
+
+
 def tear(program: Program, rng: np.random.Generator) -> None:
     """Leave half a line, as a rank that is killed while it writes."""
     files = sorted((program.folder / "ledger").iterdir())
@@ -249,13 +302,64 @@ def test_wrong_resume_is_named(tmp_path: Path, first: int, data_of: int | None, 
 @pytest.mark.parametrize("fault", [CountsPrefetched, CountsTaken])
 def test_position_of_what_was_not_committed_is_named(tmp_path: Path, fault: type) -> None:
     program = Program(tmp_path, fault).run(Start(2, last=7))
-    # What one rank took for a step that was never finished.
-    next(reader := program.readers[0])
+    # What the ranks took for a step that was never finished.
+    for reader in program.readers:
+        next(reader)
     program.saved[7] = "attempt0", reduce(merge, [r.state_dict() for r in program.readers])
     program.run(Start(2, last=9, resumed_from=7))
     violations = replay(tmp_path).violations
     assert "row 0 of step 8 starts at " in violations[0]
     assert isinstance(reader, fault)
+
+
+class ForgetsNextRow(BatchLoader):
+    """The fault that a resumed run begins with the first row."""
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state | {"next_row": 0})
+
+
+class GoesByRows(BatchLoader):
+    """The fault that every step begins with the first row."""
+
+    def commit(self, microbatches: list[Batch]) -> None:
+        super().commit(microbatches)
+        state = self.state_dict() | {"next_row": 0}
+        self._ahead.clear()
+        self.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (ForgetsNextRow, "step 6: row 0 is no row of the batch"),
+        (GoesByRows, "step 2: row 0 is no row of the batch"),
+    ],
+)
+def test_rows_of_a_ramp_that_are_left_out_are_named(tmp_path: Path, fault: type, told: str) -> None:
+    program = Program(tmp_path, fault, ramp=((20, 4),))
+    program.run(Start(1, last=5)).run(Start(1, last=9, resumed_from=5))
+    assert replay(tmp_path).violations[0] == told
+
+
+def test_ramp_that_was_not_followed_is_named(tmp_path: Path) -> None:
+    program = Program(tmp_path, ramp=((2, 4),)).run(Start(1, last=4))
+    path = program.folder / "ledger" / "rank-00000.jsonl"
+    path.write_text(path.read_text().replace('"ramp":[[2,4]]', '"ramp":[[3,4]]'))
+    assert replay(tmp_path).violations[0] == "step 3: row 4 is no row of the batch"
+    program = Program(tmp_path / "ranks", ramp=((2, 4),)).run(Start(2, last=4))
+    path = program.folder / "ledger" / "rank-00001.jsonl"
+    path.write_text(path.read_text().replace('"ramp":[[2,4]]', '"ramp":[[3,4]]'))
+    assert replay(program.folder).violations == ["attempt attempt0: ranks 0 and 1 differ in ramp"]
+
+
+def test_ledgers_from_before_there_were_ramps_are_read(tmp_path: Path) -> None:
+    program = Program(tmp_path).run(Start(1, last=4))
+    path = program.folder / "ledger" / "rank-00000.jsonl"
+    assert '"ramp":[]' in path.read_text()
+    path.write_text(path.read_text().replace(',"ramp":[]', ""))
+    assert len(replay(tmp_path).steps) == 4
+    assert replay(tmp_path).violations == []
 
 
 def test_order_that_depends_on_the_rank_is_seen(tmp_path: Path, uninterrupted: Lineage) -> None:

@@ -47,12 +47,16 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_line_has_every_key_at_full_precision(tmp_path: Path, clock: Clock) -> None:
+def test_line_has_every_key_at_full_precision(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     metrics = build(tmp_path)
     for _ in range(2):
         metrics.count(tokens=1000, data_wait=0.25)
         clock.now += 5.0
-    metrics.log(20, 100, VALUES)
+    with caplog.at_level("INFO"):
+        metrics.log(20, 80.5, VALUES)
+    assert caplog.text.endswith("left 0:06:42\n")
     (record,) = records(tmp_path)
     assert record.pop("memory_gib") > 0.01
     assert record == VALUES | {

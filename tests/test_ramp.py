@@ -1,0 +1,149 @@
+"""Whole runs that begin with small batches: the same tokens in the same order, on any mesh."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.layouts import PP, REPLICATE, Layout
+from tests.metrics.test_ledger import sequences
+from tests.reliability.forked import codes, curve, log, nothing, run, started
+from tests.test_train import records
+from tools import check_ledger
+
+RAMP = "[{steps = 3, global_batch_size = 2}, {steps = 2, global_batch_size = 4}]"
+# Of 8 rows; where the ramp ends, and in the middle of it, the next row is amid them.
+SIZES, SEQ_LEN = (2, 2, 2, 4, 4, 8, 8, 8), 32
+KEYS = {
+    "training.steps": str(len(SIZES)),
+    "training.local_batch_size": "1",
+    "training.batch_size_ramp": RAMP,
+    "metrics.enable_ledger": "true",
+    "lr_scheduler.total_steps": "20",
+}
+ELASTIC = {"debug.determinism": "elastic"}
+VALIDATED = {"validation.enable": "true", "validation.freq": "4"}
+Plant = Callable[[], None]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, 1, **KEYS, **ELASTIC, **VALIDATED)
+    return folder
+
+
+def validation_curve(folder: Path) -> dict[int, float]:
+    return {r["step"]: r["validation_loss"] for r in records(folder) if "validation_loss" in r}
+
+
+def against(folder: Path, want: Path) -> int:
+    return check_ledger.main([str(folder / "debug_model"), "--against", str(want / "debug_model")])
+
+
+def order_of(folder: Path) -> list[list[int]]:
+    return sequences(check_ledger.replay(folder / "debug_model"))
+
+
+def test_what_is_seen_is_of_each_steps_size(whole: Path) -> None:
+    lines = [record for record in records(whole) if "loss" in record]
+    tokens = [SEQ_LEN * sum(SIZES[: n + 1]) for n in range(len(SIZES))]
+    assert [line["tokens"] for line in lines] == tokens
+    for line, size in zip(lines, SIZES, strict=True):
+        seen = line["tokens_per_second"] * line["seconds_per_step"]
+        assert seen == pytest.approx(SEQ_LEN * size)
+
+
+def test_order_and_validation_are_those_without_a_ramp(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, 1, **KEYS | VALIDATED | {"training.batch_size_ramp": "[]", "training.steps": "5"})
+    got, want = order_of(whole), order_of(tmp_path)
+    assert len(got) == sum(SIZES)
+    assert got == want[: len(got)]
+    assert validation_curve(whole)[0] == pytest.approx(validation_curve(tmp_path)[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [
+        (Layout(1), {"training.local_batch_size": "2"}),
+        (Layout(2), ELASTIC),
+        (Layout(2, {REPLICATE: 2}), {}),
+        (Layout(2, {PP: 2}), {"training.local_batch_size": "2"}),
+    ],
+    ids=str,
+)
+def test_mesh_changes_nothing(
+    whole: Path, tmp_path: Path, layout: Layout, keys: dict[str, str]
+) -> None:
+    parallelism = {f"parallelism.{key}": str(value) for key, value in layout.parallelism.items()}
+    run(tmp_path, layout.world_size, **KEYS | VALIDATED | parallelism | keys)
+    assert against(tmp_path, whole) == 0
+    if keys == ELASTIC:
+        assert curve(tmp_path) == curve(whole)
+    assert list(curve(tmp_path)) == list(curve(whole))
+    for step, values in curve(whole).items():
+        assert curve(tmp_path)[step] == pytest.approx(values, rel=1e-9), step
+    assert validation_curve(tmp_path) == pytest.approx(validation_curve(whole), rel=1e-9)
+
+
+@pytest.mark.parametrize("last", [1, 4, 6])
+def test_a_run_that_is_stopped_goes_on_on_other_ranks(
+    whole: Path, tmp_path: Path, last: int
+) -> None:
+    assert sum(SIZES[:last]) % 8 != 0
+    run(tmp_path, 1, **KEYS | ELASTIC | {"training.steps": str(last)})
+    run(tmp_path, 2, **KEYS | ELASTIC)
+    assert f"resumed from step {last} " in log(tmp_path)
+    assert against(tmp_path, whole) == 0
+    assert curve(tmp_path) == curve(whole)
+
+
+def test_the_ramp_may_change_when_it_resumes(whole: Path, tmp_path: Path) -> None:
+    run(tmp_path, 1, **KEYS | {"training.steps": "4"})
+    # More rows at once than were read before.
+    other = {"training.batch_size_ramp": "[]", "training.local_batch_size": "4"}
+    run(tmp_path, 2, **KEYS | other)
+    assert "changed since the checkpoint: training.batch_size_ramp" in log(tmp_path)
+    assert check_ledger.main([str(tmp_path / "debug_model")]) == 0
+    assert order_of(tmp_path)[: sum(SIZES)] == order_of(whole)
+    assert len(order_of(tmp_path)) == sum((*SIZES[:4], 8, 8, 8, 8))
+
+
+def first_step(folder: Path, plant: Plant = nothing, **keys: str) -> tuple[float, float]:
+    with started(folder, 1, plant=plant, **KEYS | {"training.steps": "1"} | keys) as processes:
+        assert codes(processes) == {0}, log(folder)
+    return curve(folder)[1]
+
+
+def weigh_by_the_global_batch() -> None:
+    train.ExpertBalance.begin_step = lambda self, share: None  # type: ignore[method-assign]
+
+
+def test_balance_of_experts_weighs_as_much_in_a_small_batch(tmp_path: Path) -> None:
+    keys = {"model.name": "qwen3_moe", "experts.balance_loss": "1.0"}
+    # Their first sequences are the same: the begins of the same documents.
+    alone = {"training.batch_size_ramp": "[]", "training.global_batch_size": "2"}
+    want = first_step(tmp_path / "alone", **keys | alone)
+    assert first_step(tmp_path / "ramp", **keys) == want
+    wrong = first_step(tmp_path / "wrong", weigh_by_the_global_batch, **keys)
+    assert wrong[0] == want[0]
+    assert wrong[1] != pytest.approx(want[1], rel=1e-4)
+
+
+def test_data_end_when_all_rows_have_ended(tmp_path: Path) -> None:
+    """Most rows of small batches have nothing left long before."""
+    texts = ["short", "brief " * 200, "tiny", "little", "word", "and", "so", "on"]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines) + "\n")
+    source = f'[{{path = "{tmp_path}/texts.jsonl", repeat = false}}]'
+    keys = {"data.sources": source, "data.validation_percent": "0.0"}
+    keys |= {"training.steps": "1000", "lr_scheduler.total_steps": "1000"}
+    found = []
+    for name, ramp in (("ramp", "[{steps = 900, global_batch_size = 1}]"), ("whole", "[]")):
+        run(tmp_path / name, 1, **KEYS | keys | {"training.batch_size_ramp": ramp})
+        assert "stopped by the end of the data" in log(tmp_path / name)
+        assert check_ledger.main([str(tmp_path / name / "debug_model")]) == 0
+        found.append(records(tmp_path / name)[-1]["tokens"])
+    assert found[0] == found[1] > 1000
