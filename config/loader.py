@@ -125,9 +125,12 @@ def _key(place: tuple[int | str, ...]) -> str:
 
 def _unknown(key: str) -> str:
     section, _, name = key.partition(".")
-    if "[" in name:
-        (table,) = get_args(_fields(section)[name.partition("[")[0]].annotation)
-        near = difflib.get_close_matches(name.rpartition(".")[2], table.model_fields, n=1)
+    array = _fields(section).get(name.partition("[")[0])
+    if "[" in name and array is not None:
+        names = [
+            n for item in get_args(array.annotation) for n in getattr(item, "model_fields", ())
+        ]
+        near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1)
         return "unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if not name:
         near = difflib.get_close_matches(section, JobConfig.model_fields, n=1)
