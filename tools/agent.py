@@ -117,6 +117,7 @@ def run_ranks(
         finally:
             # Of those who told us to stop a third time, nobody waits any longer.
             agent.kill([rank for rank, code in agent.exit_codes().items() if code is None])
+            agent.stop_listening()
     codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
     if logs is not None:
         _forget_empty(logs, list(codes), new)
@@ -212,11 +213,13 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self._ranks_store = store
         self.verdict: Verdict | None = None
-        self._is_alarmed = threading.Event()
+        self._is_alarmed, self._is_over = threading.Event(), threading.Event()
+        self._listener: threading.Thread | None = None
         if has_others:
             # A connection of its own: of one, only one thread can wait for an answer.
             mine = dist.TCPStore(store.host, store.port, is_master=False)
-            threading.Thread(target=self._listen, args=(mine,), daemon=True).start()
+            self._listener = threading.Thread(target=self._listen, args=(mine,), daemon=True)
+            self._listener.start()
 
     def exit_codes(self) -> dict[int, int | None]:
         """Of this node's ranks; None while one runs."""
@@ -252,11 +255,19 @@ class Agent(LocalElasticAgent):
         """Hear of failures on other nodes: here, all ranks may hang and none have failed."""
         try:
             while not is_alarmed(store):
-                time.sleep(LISTEN_SECONDS)
+                if self._is_over.wait(LISTEN_SECONDS):
+                    return
         except dist.DistError:
             # The head has left. If it had no reason to, ranks here are on their way out as well.
-            time.sleep(FAREWELL_SECONDS)
+            self._is_over.wait(FAREWELL_SECONDS)
         self._is_alarmed.set()
+
+    def stop_listening(self) -> None:
+        """A thread that comes out of the store while Python ends aborts the process. One that
+        waits behind a cut link does not come out of it."""
+        self._is_over.set()
+        if self._listener is not None:
+            self._listener.join(2 * LISTEN_SECONDS)
 
     def kill(self, ranks: list[int]) -> None:
         """End those of ``ranks`` that run on this node, and what they started, unasked."""
