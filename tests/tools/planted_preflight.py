@@ -4,6 +4,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +77,10 @@ if __name__ == "__main__":
     preflight_rank.SEEN_SECONDS = preflight.FAREWELL_SECONDS = 1.0
     if sys.argv[1] == "launch":
         preflight.PROGRAM = ["-m", "tests.tools.planted_preflight", "rank"]
-        sys.exit(preflight.main(sys.argv[2:], os.environ))
+        code = preflight.main(sys.argv[2:], os.environ)
+        # A thread that comes out of the store while Python ends would abort this process.
+        assert code or threading.active_count() == 1, threading.enumerate()
+        sys.exit(code)
     for name in os.environ.get("PLANTED", "").split():
         FAULTS[name]()
     sys.exit(preflight_rank.main(sys.argv[2:]))
