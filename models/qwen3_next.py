@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models.gated_delta_net import GatedDeltaNet
 from models.moe import LocalLinear, MoE
 from models.qwen3_moe import Qwen3MoeArgs
+from models.rms_norm import RMSNorm, is_eager_on_cpu, rms_norm
 from models.transformer import (
     InitFn,
     InnerAttention,
@@ -80,11 +81,8 @@ class Qwen3NextBlock(nn.Module):
         self.feed_forward.init_weights(trunc_normal_, residual_std)
 
 
-class ZeroCenteredNorm(nn.RMSNorm):
+class ZeroCenteredNorm(RMSNorm):
     """RMSNorm times 1 + weight, so that weight decay pulls the scale to 1."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__(dim, eps)
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -92,6 +90,8 @@ class ZeroCenteredNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         precise = torch.promote_types(x.dtype, torch.float32)
         scale = 1.0 + self.weight.to(precise)
+        if is_eager_on_cpu(x):
+            return rms_norm(x, scale, self.eps)
         return F.rms_norm(x.to(precise), self.normalized_shape, scale, self.eps).type_as(x)
 
 

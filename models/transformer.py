@@ -9,11 +9,13 @@ embeddings, grouped-query attention, SwiGLU.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from models.rms_norm import RMSNorm
 
 InitFn = Callable[..., object]
 
@@ -68,10 +70,29 @@ def _scale_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch
 
 def apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
     """Rotate the two halves of x (b, s, h, k) by rope (b or 1, s, k/2, 2), in rope's precision."""
-    cos, sin = rope[:, :, None].unbind(-1)
-    first, second = x.to(rope.dtype).chunk(2, dim=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat(rotated, dim=-1).type_as(x)
+    return _Rotation.apply(x, rope)
+
+
+class _Rotation(torch.autograd.Function):
+    """Backward turns back, in half of the passes over memory that autograd would make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rope)
+        cos, sin = rope[:, :, None].unbind(-1)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (rope,) = ctx.saved_tensors
+        cos, sin = rope[:, :, None].unbind(-1)
+        return _rotate(gradients[0], cos, -sin), None
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = (half.to(cos.dtype) for half in x.chunk(2, dim=-1))
+    rotated = [(first * cos).sub_(second * sin), (second * cos).add_(first * sin)]
+    return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)
 
 
 class Rope(nn.Module):
@@ -129,8 +150,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.q_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
-        self.k_norm = nn.RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.inner = InnerAttention()
 
     def forward(
@@ -173,9 +194,9 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
         self.attention = Attention(args)
-        self.ffn_norm = nn.RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.feed_forward: nn.Module = FeedForward(args)
 
     def forward(
@@ -205,7 +226,7 @@ class Transformer(nn.Module):
         self.rope = Rope(args)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): self.build_block(i) for i in range(args.n_layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, args.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(args.dim, args.norm_eps)
         self.output: nn.Linear | None = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
