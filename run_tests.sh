@@ -13,5 +13,4 @@ fi
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
-# Two files at a time: half of the time, ranks only wait for each other.
-OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest ${marks[@]+"${marks[@]}"} -n 2 --dist loadfile "$@"
+OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest ${marks[@]+"${marks[@]}"} "$@"
