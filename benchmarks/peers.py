@@ -126,6 +126,8 @@ def torchtitan_loop(turns: Turns, case: Case, precision: str | None) -> None:
         norm_eps=args.norm_eps, multiple_of=args.hidden_dim,
         ffn_dim_multiplier=0.99 * args.hidden_dim / (8 * args.dim / 3),
     )  # fmt: skip
+    # By default it stretches low frequencies, as Llama 3.1 does.
+    theirs.rope_scaling_args.scaling_factor = 1.0
     spec = replace(
         llama3.get_train_spec(), model_args={"case": theirs}, build_tokenizer_fn=None,
         build_dataloader_fn=lambda **_: None, state_dict_adapter=None,
