@@ -25,6 +25,8 @@ def curve(
     name: str, is_tied: bool, layout: Layout, compute_dtype: str, microbatches: int
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each of ``STEPS`` steps on changing data."""
+    # What earlier tests compiled in these processes counts toward a limit.
+    torch.compiler.reset()
     args = find_model(name, "debugmodel")[1]
     args = replace(args, n_layers=2, max_seq_len=SEQ_LEN, tie_embeddings=is_tied)
     if TP not in layout.parallelism:
