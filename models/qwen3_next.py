@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from models.gated_delta_net import GatedDeltaNet
 from models.moe import LocalLinear, MoE
 from models.qwen3_moe import Qwen3MoeArgs
-from models.rms_norm import RMSNorm, is_eager_on_cpu, rms_norm
+from models.rms_norm import RMSNorm, rms_norm
 from models.transformer import (
     InitFn,
     InnerAttention,
@@ -89,10 +89,7 @@ class ZeroCenteredNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         precise = torch.promote_types(x.dtype, torch.float32)
-        scale = 1.0 + self.weight.to(precise)
-        if is_eager_on_cpu(x):
-            return rms_norm(x, scale, self.eps)
-        return F.rms_norm(x.to(precise), self.normalized_shape, scale, self.eps).type_as(x)
+        return rms_norm(x, 1.0 + self.weight.to(precise), self.eps)
 
 
 class GatedAttention(nn.Module):

@@ -4,27 +4,29 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 
 class RMSNorm(nn.RMSNorm):
     """x (..., d) divided by its root mean square, times the weight (d,); in float32 at least."""
 
+    eps: float
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__(dim, eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps) if is_eager_on_cpu(x) else super().forward(x)
+        return rms_norm(x, self.weight, self.eps)
 
 
-def is_eager_on_cpu(x: torch.Tensor) -> bool:
-    """A compiler makes one kernel itself; what is spread over ranks is not a plain tensor."""
-    return x.is_cpu and type(x) is torch.Tensor and not torch.compiler.is_compiling()
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As ``F.rms_norm`` over the last dim, forward to the last bit; backward rounds once, where
     that rounds several times in x's dtype."""
-    return _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+    # A compiler makes one kernel itself; what is spread over ranks is not a plain tensor.
+    if x.is_cpu and type(x) is torch.Tensor and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, weight, eps)
+    precise = torch.promote_types(x.dtype, weight.dtype)
+    return F.rms_norm(x.to(precise), weight.shape, weight, eps).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
