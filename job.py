@@ -45,6 +45,16 @@ class Job:
         """Of the first steps together."""
         return sequences_in(steps, self.ramp, self.global_batch_size)
 
+    @property
+    def wants_flex_attention(self) -> bool:
+        """Whether attention is masked by more than causality, by documents or where keys are
+        gathered. Zero bubble goes through a graph twice, which compiled ones forbid."""
+        parallelism = self.config.parallelism
+        has_context = parallelism.context_parallel_degree > 1
+        gathers = has_context and parallelism.context_parallel_method == "allgather"
+        is_masked = self.config.data.document_mask or gathers
+        return is_masked and parallelism.pipeline_parallel_schedule != "InterleavedZeroBubble"
+
 
 def resolve(config: JobConfig, world_size: int) -> Job:
     """Look up and open what the config names; raise ``ValueError`` before any process group."""

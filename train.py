@@ -64,6 +64,7 @@ from runtime.compat import set_timeout
 from runtime.control import STOP_FILE, RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending
+from runtime.flex_attention import use_flex_attention
 from runtime.log import init_logging, logger
 from runtime.matmul import choose_float32_matmul
 from runtime.post_mortem import Witness
@@ -139,6 +140,9 @@ def main(job: Job, witness: Witness) -> int:
 
     # 4. Shard it, then give it memory and weights
     mp_policy = mixed_precision_policy(training, device)
+    if device.type == "cuda" and job.wants_flex_attention:
+        heads = args.n_heads, args.n_kv_heads
+        use_flex_attention(job.spec.attentions(model), heads=heads, head_dim=args.head_dim)
     stages = parallelize(
         model,
         dims,

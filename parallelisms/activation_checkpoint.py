@@ -26,6 +26,9 @@ _SAVED_OPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    # Within documents; the latter where the block around it is not compiled.
+    torch.ops.higher_order.flex_attention,
+    torch.ops.higher_order.inductor_compiled_code,
     # Recomputing a collective costs more than its result.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,

@@ -1,10 +1,17 @@
 """Which kernel computes attention on a GPU."""
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+import torch.nn.functional as F
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
 from runtime.log import logger
 
@@ -16,15 +23,80 @@ ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# Newer FlashAttentions: the package of each, and the GPUs (compute capability) that it is for.
+FLASHES = {"FA4": ("flash_attn.cute", (10, 0)), "FA3": ("flash_attn_interface", (9, 0))}
+# Of a kernel's results in bfloat16 the largest error over the largest element: a few of its last
+# bits, each 2^-8. One position too many or too few is worth far more.
+MOST_ERROR = 2**-5
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q (b, h, s, k), k and v (b, h_kv, s, k) to (b, h, s, k)."""
 
 
 @contextmanager
 def attention_order() -> Iterator[None]:
-    """Inside, each attention on a GPU takes the first kernel of ``ORDER`` that can compute it."""
+    """Inside, each attention on a GPU takes the first kernel of ``ORDER`` that can compute it;
+    FlashAttention 3 or 4 before all others, where it is installed."""
     if not torch.cuda.is_available():
         yield
         return
-    names = ", ".join(backend.name.removesuffix("_ATTENTION").lower() for backend in ORDER)
-    logger.info("attention: the first that can of %s", names)
-    with sdpa_kernel(ORDER, set_priority=True):
+    flash = activate_newest_flash()
+    order = sorted(ORDER, key=lambda b: b != SDPBackend.FLASH_ATTENTION) if flash else ORDER
+    names = ", ".join(backend.name.removesuffix("_ATTENTION").lower() for backend in order)
+    logger.info("attention: the first that can of %s%s", names, flash and f"; flash is {flash}")
+    with sdpa_kernel(order, set_priority=True):
         yield
+
+
+def activate_newest_flash() -> str:
+    """Have PyTorch's flash attention be the newest that is installed for this GPU, if it computes
+    what plain attention does. Return its name, "" if there is none."""
+    for name, (package, capability) in FLASHES.items():
+        if torch.cuda.get_device_capability() != capability or not _is_installed(package):
+            continue
+        try:
+            activate_flash_attention_impl(name)
+            check_attention(_flash, plain_attention, heads=(8, 2), head_dim=128, device="cuda")
+        # Others built it, for some release of PyTorch: whatever it raises, training goes without.
+        except Exception as error:
+            restore_flash_attention_impl(_raise_warn=False)
+            logger.warning("attention: not with %s: %s", name, error)
+        else:
+            return name
+    return ""
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return plain_attention(q, k, v)
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def check_attention(
+    fast: Attend, exact: Attend, *, heads: tuple[int, int], head_dim: int, device: str
+) -> None:
+    """Raise ``ArithmeticError`` unless ``fast`` in bfloat16 has the outputs and gradients of
+    ``exact`` in float64, for ``heads`` of queries and of keys, to ``MOST_ERROR``."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(2, h, 384, head_dim) for h in (heads[0], heads[1], heads[1])]
+    drawn = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+    results = []
+    for attend, dtype in ((fast, torch.bfloat16), (exact, torch.float64)):
+        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in drawn]
+        out = attend(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    pairs = zip(*results, strict=True)
+    error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max()
+    # What is not a number is no small error.
+    if not error <= MOST_ERROR:
+        raise ArithmeticError(f"its results are off by {error:.0e} of the largest")
