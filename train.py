@@ -298,9 +298,10 @@ def main(job: Job, witness: Witness) -> int:
     canary_freq = config.numerics.replica_check_freq
     has_spike_guard = config.numerics.on_spike == "rollback"
     reads_every_step = has_spike_guard or ledger is not None
-    if held_out and state.step == 0:
-        validate()
-    with profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step:
+    traces = run_folder / "traces"
+    with attention_order(), profiler(traces, config.profiling, rank=rank) as finish_step:
+        if held_out and state.step == 0:
+            validate()
         while state.step < training.steps:
             begin = time.perf_counter()
             n_rows = job.batch_size(state.step + 1)
@@ -512,7 +513,7 @@ def log_whereabouts(config: JobConfig, run_folder: Path, step: int, ending: Endi
 
 def start(arguments: list[str]) -> int:
     """Train the config that ``arguments`` name; its mistakes are told without a traceback."""
-    with Witness(os.environ) as witness, attention_order():
+    with Witness(os.environ) as witness:
         try:
             config = load_config(Path(arguments[0]), arguments[1:])
             job = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
