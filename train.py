@@ -51,6 +51,7 @@ from optim.optimizer import build_optimizer
 from optim.schedule import lr_factor
 from optim.spikes import SpikeGuard
 from parallelisms.elastic import GradientTree, apply_elastic
+from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims, sequence_multiple
@@ -230,6 +231,7 @@ def main(job: Job, witness: Witness) -> int:
             config.parallelism,
             mp_policy,
             n_parameters=n_parameters,
+            n_float8=gathered_in_float8(model),
             n_tokens=training.local_batch_size * training.seq_len // dims.degrees.cp,
             microbatches=loader.microbatches,
             flops_per_token=flops[0],

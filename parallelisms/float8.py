@@ -1,12 +1,12 @@
 """Matrix products in float8 (arXiv 2209.05433), with scales found anew for each of them.
 
-A linear layer has three: x W' forward, g W and g' x backward. Weights, gradients and all else keep
-their dtypes; products are added up in float32 by the hardware.
+A linear layer has three: x W' forward, g W and g' x backward. Parameters, gradients and all else
+keep their dtypes; products are added up in float32 by the hardware.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -94,6 +94,7 @@ class Float8Linear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
         self.recipe, self.is_emulated = recipe, is_emulated
+        self.is_gathered_in_float8 = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., k) to (..., n)"""
@@ -167,12 +168,72 @@ def quantize(
     """x (m, n) in float8, and the float32 scales it is to be multiplied with.
 
     Without ``dim`` one scale, (); else one for each index of the other dim, (m, 1) or (1, n), and
-    powers of two, so that only ``dtype`` rounds. What is not finite stays so.
+    powers of two, so that only ``dtype`` rounds. What is not finite stays so. A ``Float8Weight``
+    was rounded before.
     """
-    x, greatest = x.to(torch.float32), torch.finfo(dtype).max
-    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = (amax / greatest).clamp(min=torch.finfo(torch.float32).tiny)
+    if isinstance(x, Float8Weight):
+        return x.rounded, x.scale
+    x = x.to(torch.float32)
+    scale = scale_of(x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True), dtype)
     if dim is not None:
         # Up to the next power of two: float32 has its exponent above 23 bits.
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
-    return (x / scale).clamp(-greatest, greatest).to(dtype), scale
+    return round_to(x, scale, dtype), scale
+
+
+def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What to divide by so that ``amax``, float32, becomes the greatest of ``dtype``."""
+    return (amax / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x, float32, divided by ``scale``, in ``dtype``."""
+    greatest = torch.finfo(dtype).max
+    return (x / scale).clamp_(-greatest, greatest).to(dtype)
+
+
+_aten = torch.ops.aten
+# What FSDP2 and autograd make of a parameter, and the transpose.
+_VIEWS = {_aten.as_strided.default, _aten.detach.default, _aten.t.default}
+
+
+class Float8Weight(torch.Tensor):
+    """A weight (n, k) that is in float8 already: ``rounded`` times ``scale``.
+
+    Autograd takes it for one of dtype ``dtype``, and so are its gradients. ``Float8Linear`` can
+    multiply with it; whatever would read its elements raises ``NotImplementedError``.
+    """
+
+    rounded: torch.Tensor
+    scale: torch.Tensor
+    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+
+    @staticmethod
+    def __new__(
+        cls, rounded: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> "Float8Weight":
+        weight = torch.Tensor._make_wrapper_subclass(
+            cls, rounded.shape, strides=rounded.stride(), dtype=dtype, device=rounded.device
+        )
+        weight.rounded, weight.scale = rounded, scale
+        return weight
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func not in _VIEWS:
+            raise NotImplementedError(f"{func} of a weight that is in float8")
+        weight, *others = args
+        return cls(func(weight.rounded, *others, **kwargs or {}), weight.scale, weight.dtype)
+
+    # The compiler takes it apart and makes another.
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["rounded", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], dtype: torch.dtype, size: Any, stride: Any
+    ) -> "Float8Weight":
+        return Float8Weight(inner["rounded"], inner["scale"], dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Float8Weight({tuple(self.shape)}, {self.dtype})"

@@ -16,6 +16,7 @@ from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.ddp import apply_ddp
 from parallelisms.expert_parallel import apply_expert_parallel
 from parallelisms.float8 import apply_float8
+from parallelisms.float8_all_gather import apply_float8_all_gather
 from parallelisms.fsdp import apply_fsdp
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.pipeline_parallel import Cuts, apply_pipeline_parallel
@@ -109,6 +110,7 @@ def parallelize(
                 experts=[cast(nn.Module, moe.experts) for moe in moes],
                 expert_mesh=None if expert_mesh is None else _fsdp_dims(expert_mesh),
             )
+            apply_float8_all_gather(stage, mesh, parallelism=parallelism, mp_policy=policy)
         elif is_simple:
             apply_simple_fsdp(stage, mesh, weight_mesh=dims.weight_mesh, mp_policy=policy)
         else:

@@ -32,6 +32,7 @@ def warn_of_traffic(
     mp_policy: MixedPrecisionPolicy,
     *,
     n_parameters: int,
+    n_float8: int,
     n_tokens: int,
     microbatches: int,
     flops_per_token: float,
@@ -47,6 +48,7 @@ def warn_of_traffic(
         parallelism,
         mp_policy,
         n_parameters=n_parameters,
+        n_float8=n_float8,
         n_shards=dims.weight_mesh["dp_shard_cp"].size(),
         n_replicas=dims.weight_mesh["dp_replicate"].size(),
         microbatches=microbatches,
@@ -75,15 +77,17 @@ def step_traffic(
     n_shards: int,
     n_replicas: int,
     microbatches: int,
+    n_float8: int = 0,
 ) -> Traffic:
     """The closed form: (n-1)/n of the whole per gather or scatter, twice that per all-reduce.
 
     As if every weight were gathered twice, for forward and backward: those that backward does not
     gather again, an embedding's and by default the last unit's, are counted once too often.
+    ``n_float8`` of the parameters are gathered in a byte each.
     """
     assert mp_policy.param_dtype is not None
     assert mp_policy.reduce_dtype is not None
-    weights = n_parameters * mp_policy.param_dtype.itemsize
+    weights = (n_parameters - n_float8) * mp_policy.param_dtype.itemsize + n_float8
     gradients = n_parameters * mp_policy.reduce_dtype.itemsize
     mode, reshard = parallelism.data_parallel, parallelism.fsdp_reshard_after_forward
     is_fsdp2 = mode == "fsdp2"

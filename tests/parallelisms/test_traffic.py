@@ -55,7 +55,7 @@ def test_closed_form(
     assert (found.all_gather, found.reduce_scatter, found.all_reduce) == pytest.approx(want)
 
 
-def warnings(bandwidth: float, n_tokens: int) -> list[str]:
+def warnings(bandwidth: float, n_tokens: int, n_float8: int) -> list[str]:
     """What a rank of very many would be told on links of ``bandwidth`` bytes per second."""
     records: list[str] = []
     handler = logging.Handler()
@@ -76,6 +76,7 @@ def warnings(bandwidth: float, n_tokens: int) -> list[str]:
             parallelism,
             MIXED,
             n_parameters=8_000_000_000,
+            n_float8=n_float8,
             n_tokens=n_tokens,
             microbatches=2,
             flops_per_token=6 * 8e9,
@@ -85,13 +86,16 @@ def warnings(bandwidth: float, n_tokens: int) -> list[str]:
     return records
 
 
-@pytest.mark.parametrize(("bandwidth", "needed"), [(450e9, 1630), (350e9, 2095), (50e9, 14667)])
+@pytest.mark.parametrize(
+    ("bandwidth", "needed", "n_float8"),
+    [(450e9, 1630, 0), (350e9, 2095, 0), (50e9, 14667, 0), (50e9, 11000, 8_000_000_000)],
+)
 def test_warning_knows_how_many_tokens_hide_the_traffic(
-    ranks: RankPool, bandwidth: float, needed: int
+    ranks: RankPool, bandwidth: float, needed: int, n_float8: int
 ) -> None:
-    """8 bytes a parameter against 6 FLOPs a parameter and token, at 550 TFLOP/s."""
-    (few, *_) = ranks.run(warnings, 2, bandwidth, needed - 1)
-    (enough, *_) = ranks.run(warnings, 2, bandwidth, needed + 1)
+    """8 bytes a parameter, 6 in float8, against 6 FLOPs a parameter and token, at 550 TFLOP/s."""
+    (few, *_) = ranks.run(warnings, 2, bandwidth, needed - 1, n_float8)
+    (enough, *_) = ranks.run(warnings, 2, bandwidth, needed + 1, n_float8)
     assert len(few) == 1
     assert f"step, {needed:,} would" in few[0]
     assert enough == []

@@ -1,0 +1,290 @@
+"""Weights gathered in float8 are, bit for bit, those rounded after they were gathered."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from benchmarks.counting import count_collectives, profiled
+from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
+from data.loader import Batch
+from forward_backward import WholeModel, count_valid
+from optim.grad_norm import clip_grad_norm_
+from optim.optimizer import build_optimizer
+from parallelisms import float8_all_gather, parallelize
+from parallelisms.float8 import E4M3, RECIPES, Float8Linear, Float8Weight, quantize
+from parallelisms.float8_all_gather import gathered_in_float8
+from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.traffic import step_traffic
+from runtime.distributed import sum_over
+from tests.checkpoint.small_run import Run
+from tests.layouts import CP, CPU, EP, PP, REPLICATE, RESHARD, SCHEDULE, Layout, spread
+from tests.parallelisms.test_materialize import digest
+from tests.parallelisms.test_parity import args_of, whole
+from tests.ranks import RankPool
+
+STEPS, MICROBATCHES, ROWS, SEQ_LEN = 3, 2, 2, 16
+HARDWARE = Float8(recipe="tensorwise", skip_small=False)
+# A CPU takes seconds for some of the products that it does not emulate.
+EMULATED = HARDWARE.model_copy(update={"emulate": True})
+AOT = Compile(enable=True, backend="aot_eager")
+FULL, OP = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selective")
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def in_float8(is_on: bool) -> AbstractContextManager[Any]:
+    if is_on:
+        return nullcontext()
+    return patch.object(parallelize, "apply_float8_all_gather", lambda *args, **kwargs: None)
+
+
+def each_rank_alone() -> AbstractContextManager[Any]:
+    """A fault: the greatest of this rank's shard is taken for that of the weight."""
+    alone = SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
+    return patch.object(float8_all_gather, "dist", alone)
+
+
+def rounded_once() -> AbstractContextManager[Any]:
+    """A fault: shards go from float32 to float8, and not by way of the dtype of compute."""
+    return patch.object(float8_all_gather, "_compute", lambda x, mp_policy: x.to(torch.float32))
+
+
+@dataclass(frozen=True)
+class Trained:
+    curve: list[tuple[float, float]]
+    """Loss and gradient norm of each step."""
+    weights: dict[str, str]
+    """Digests, by FQN."""
+
+
+def batches_of(generator: torch.Generator) -> list[Batch]:
+    tokens = torch.randint(250, (MICROBATCHES, ROWS, SEQ_LEN + 1), generator=generator)
+    return [Batch(rows[:, :-1], rows[:, 1:], None, None) for rows in tokens]
+
+
+def trained(
+    name: str,
+    layout: Layout,
+    compute_dtype: str,
+    is_on: bool,
+    device_type: str = "cpu",
+    fault: Any = nullcontext,
+) -> tuple[int, Trained]:
+    """Parameters gathered in float8, and what came of steps with a look at other data between."""
+    torch.compiler.reset()
+    is_gpu = device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else CPU
+    args = args_of(name, False, False, n_layers=4 if SCHEDULE in layout.parallelism else 2)
+    with in_float8(is_on):
+        found = spread(name, args, layout, compute_dtype=compute_dtype, device=device)
+    materialize(found.model, device, seed=7)
+    parameters, runner = list(found.model.parameters()), found.runner()
+    optimizer = build_optimizer(found.model, Optimizer(lr=1e-2))
+    mesh, curve = found.dims.batch_mesh, []
+    generator = torch.Generator().manual_seed(mesh.get_local_rank())
+    with fault():
+        for _ in range(STEPS):
+            runner.evaluate(batches_of(generator))
+            batches = batches_of(generator)
+            loss = runner.train(batches, mesh.size() * count_valid(batches)).sum()
+            norm = clip_grad_norm_(parameters, 1.0, pp_mesh=found.dims.pp_mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append((sum_over(loss, mesh).item(), norm.item()))
+    named = found.model.named_parameters()
+    weights = {canonical_fqn(fqn): digest(whole(p.detach()).cpu()) for fqn, p in named}
+    return gathered_in_float8(found.model), Trained(curve, weights)
+
+
+def with_and_without(
+    ranks: RankPool, name: str, layout: Layout, *rest: Any
+) -> list[list[tuple[int, Trained]]]:
+    return [
+        ranks.run(trained, layout.world_size, name, layout, rest[0], is_on, *rest[1:])
+        for is_on in (True, False)
+    ]
+
+
+def check_equal(ranks: RankPool, name: str, layout: Layout, *rest: Any) -> None:
+    found = with_and_without(ranks, name, layout, *rest)
+    for (gathered, got), (not_gathered, want) in zip(*found, strict=True):
+        assert gathered > not_gathered == 0
+        assert len(set(want.curve)) == STEPS
+        assert got == want
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "compute_dtype"),
+    [
+        ("qwen3", Layout(2), "bfloat16"),
+        ("qwen3", Layout(2), "float32"),
+        # Shards of unequal sizes.
+        ("llama3", Layout(3), "bfloat16"),
+        ("llama3", Layout(4, {REPLICATE: 2}), "bfloat16"),
+        ("llama3", Layout(2, {RESHARD: "never"}), "bfloat16"),
+        ("llama3", Layout(2, recompute=FULL), "bfloat16"),
+        ("llama3", Layout(2, compile=AOT), "bfloat16"),
+        slow("qwen3", Layout(2, recompute=OP, compile=AOT), "bfloat16"),
+        slow("llama3", Layout(4, {CP: 2}), "bfloat16"),
+        ("llama3", Layout(4, {PP: 2}), "bfloat16"),
+        ("qwen3_moe", Layout(4, {EP: 2}), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_gathering_in_float8_changes_no_bit(
+    ranks: RankPool, name: str, layout: Layout, compute_dtype: str
+) -> None:
+    check_equal(ranks, name, replace(layout, float8=EMULATED), compute_dtype)
+
+
+@pytest.mark.parametrize("config", [EMULATED, HARDWARE], ids=["emulated", "scaled_mm"])
+def test_products_are_those_of_a_weight_that_is_rounded_later(config: Float8) -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (32, 48))]
+    weight, x, g = (matrix.bfloat16() for matrix in matrices)
+    linear = nn.Linear(64, 48, bias=False)
+    found = []
+    for parameter in (weight, Float8Weight(*quantize(weight, E4M3, None), weight.dtype)):
+        linear.weight = nn.Parameter(parameter)
+        leaf = x.clone().requires_grad_()
+        out = Float8Linear(linear, RECIPES["tensorwise"], is_emulated=config.emulate)(leaf)
+        out.backward(g)
+        found.append((out.detach(), leaf.grad, linear.weight.grad))
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [Layout(2), Layout(4, {REPLICATE: 2}), Layout(2, recompute=OP)])
+def test_gathering_in_float8_changes_no_bit_on_gpus(ranks: RankPool, layout: Layout) -> None:
+    if layout.world_size > torch.cuda.device_count():
+        pytest.skip(f"needs {layout.world_size} GPUs")
+    check_equal(ranks, "qwen3", replace(layout, float8=HARDWARE), "bfloat16", "cuda")
+
+
+@pytest.mark.parametrize("fault", [each_rank_alone, rounded_once])
+def test_wrong_scales_are_caught(ranks: RankPool, fault: Any) -> None:
+    layout = Layout(2, float8=EMULATED)
+    (_, got), (_, want) = (
+        ranks.run(trained, 2, "qwen3", layout, "bfloat16", True, "cpu", context)[0]
+        for context in (fault, nullcontext)
+    )
+    assert got.curve != want.curve
+    assert got.weights != want.weights
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, {"fsdp_cpu_offload": True}),
+        slow(Layout(4, {RESHARD: 2})),
+        Layout(2, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
+        Layout(2, float8=EMULATED.model_copy(update={"recipe": "rowwise"})),
+    ],
+    ids=str,
+)
+def test_elsewhere_weights_travel_as_before(ranks: RankPool, layout: Layout) -> None:
+    if layout.float8.recipe == "none":
+        layout = replace(layout, float8=EMULATED)
+    for gathered, found in ranks.run(
+        trained, layout.world_size, "llama3", layout, "bfloat16", True
+    ):
+        assert gathered == 0
+        assert len(set(found.curve)) == STEPS
+
+
+def bytes_of_gathers(layout: Layout, is_on: bool) -> tuple[float, int, float]:
+    """Bytes a rank sends for all-gathers in a step, its all-reduces, and what is expected less."""
+    args = args_of("llama3", False, False, n_layers=2)
+    with in_float8(is_on):
+        found = spread("llama3", args, layout, compute_dtype="bfloat16")
+    materialize(found.model, CPU, seed=7)
+    runner = found.runner()
+    batches = batches_of(torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        runner.train(batches, count_valid(batches))
+
+    step()
+    calls, sent = count_collectives(profiled(step), found.dims.degrees)
+    n_parameters = sum(p.numel() for p in found.model.parameters())
+    expected = [
+        step_traffic(
+            found.parallelism,
+            found.mp_policy,
+            n_parameters=n_parameters,
+            n_float8=n_float8,
+            n_shards=layout.world_size,
+            n_replicas=1,
+            microbatches=MICROBATCHES,
+        ).all_gather
+        for n_float8 in (0, gathered_in_float8(found.model))
+    ]
+    return sent["all_gather"], calls["all_reduce"], expected[0] - expected[1]
+
+
+@pytest.mark.parametrize(("reshard", "reductions"), [("always", MICROBATCHES), ("never", 1)])
+def test_a_weight_is_a_byte_of_what_is_gathered(
+    ranks: RankPool, reshard: str, reductions: int
+) -> None:
+    """And all scales are one small reduction, for each time that weights are gathered anew."""
+    layout = Layout(2, {RESHARD: reshard}, float8=EMULATED)
+    (sent, calls, less), (before, no_calls, _) = (
+        ranks.run(bytes_of_gathers, 2, layout, is_on)[0] for is_on in (True, False)
+    )
+    assert less > 0.2 * before
+    assert before - sent == less
+    assert (calls, no_calls) == (reductions, 0)
+
+
+def going_on(
+    folder: Path, optimizer: Optimizer, is_on: bool
+) -> list[tuple[list[float], dict[str, str]]]:
+    """Losses after a checkpoint, which is made if there is none, and all state; twice."""
+    with in_float8(is_on):
+        run = Run(folder, Layout(2, float8=EMULATED), optimizer=optimizer)
+    if run.checkpointer.load_latest() is None:
+        train_on(run)
+        run.checkpointer.begin(2)
+        run.checkpointer.finish()
+    found = [(train_on(run), run.digests())]
+    for tensor in run.model_state.state_dict().values():
+        local = tensor.to_local()
+        assert (tensor.dtype, type(local), vars(local)) == (torch.float32, torch.Tensor, {})
+    # Into weights that were gathered before.
+    assert run.checkpointer.load_latest() == 2
+    return [*found, (train_on(run), run.digests())]
+
+
+def train_on(run: Run) -> list[float]:
+    runner, losses = WholeModel(run.model, parallelism=Parallelism(), device=CPU), []
+    for batch in batches_of(torch.Generator().manual_seed(0)):
+        short = Batch(batch.tokens[:, :8] % 61, batch.labels[:, :8] % 61, None, None)
+        losses.append(runner.train([short], count_valid([short])).sum().item())
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [Optimizer(), Optimizer(name="muon", state_dtype="bfloat16")],
+    ids=["adamw", "muon"],
+)
+def test_checkpoints_are_those_of_any_other_run(
+    ranks: RankPool, tmp_path: Path, optimizer: Optimizer
+) -> None:
+    saved, loaded = (ranks.run(going_on, 2, tmp_path, optimizer, is_on) for is_on in (True, False))
+    assert len({str(losses) for rank in saved + loaded for losses, _ in rank}) == 1
+    assert saved == loaded
+    assert saved[0][0] == saved[0][1]
