@@ -1,6 +1,7 @@
 """Run a function on N ranks: real processes and real gloo groups, kept alive between tests.
 
-Importing torch in four processes costs far more than most tests, so it is done once per test run.
+Importing torch in four processes costs far more than most tests, so they are forked from one that
+has it.
 Every call makes a process group of its own; a call that fails or hangs costs the pool its life.
 """
 
@@ -81,8 +82,11 @@ def _collect(
 
 
 def _start_worker() -> tuple[BaseProcess, Connection]:
-    ours, theirs = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+    context = get_context("forkserver")
+    # There is one that forks for all tests of a session: with the trainer it has all they import.
+    context.set_forkserver_preload(["tests.reliability.forked"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return process, ours

@@ -19,7 +19,7 @@ from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from tests.layouts import CP, CPU, EP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout, spread
 from tests.optim.test_nonfinite import no_waiting
-from tests.parallelisms.test_parity import check_layout
+from tests.parallelisms.test_parity import check_layout, slow
 from tests.ranks import RankPool
 
 MUON = Optimizer(name="muon", lr=1e-2)
@@ -31,39 +31,41 @@ LAYOUTS = [
     Layout(3),
     Layout(4),
     Layout(2, SIMPLE),
-    Layout(4, SIMPLE),
     Layout(2, DDP),
-    Layout(4, DDP),
-    Layout(2, {REPLICATE: 2}),
     Layout(4, {REPLICATE: 2}),
-    Layout(4, SIMPLE | {REPLICATE: 2}),
     Layout(2, {TP: 2}),
     Layout(4, {TP: 2}),
-    Layout(4, {TP: 2} | DDP),
     Layout(4, {TP: 2} | SIMPLE),
-    pytest.param(Layout(4, {CP: 2, TP: 2}), marks=pytest.mark.slow),
     Layout(2, {PP: 2}),
-    pytest.param(Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}), marks=pytest.mark.slow),
-    pytest.param(Layout(8, {TP: 2, REPLICATE: 2, PP: 2}), marks=pytest.mark.slow),
+]
+# Each is a larger one of a kind above, or two of them in one.
+SLOW_LAYOUTS = [
+    Layout(4, SIMPLE),
+    Layout(4, DDP),
+    Layout(2, {REPLICATE: 2}),
+    Layout(4, SIMPLE | {REPLICATE: 2}),
+    Layout(4, {TP: 2} | DDP),
+    Layout(4, {CP: 2, TP: 2}),
+    Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
+    Layout(8, {TP: 2, REPLICATE: 2, PP: 2}),
 ]
 WITH_EXPERTS = [
-    Layout(2),
     Layout(2, DDP),
-    Layout(2, {EP: 2}),
     Layout(4, {EP: 2}),
     Layout(4, {EP: 2, REPLICATE: 2}),
     Layout(4, {TP: 2, EP: 4}),
-    Layout(4, {TP: 2, EP: 2}),
     Layout(4, {PP: 2, EP: 2}),
 ]
+# Each is in one of those above.
+SLOW_WITH_EXPERTS = [Layout(2), Layout(2, {EP: 2}), Layout(4, {TP: 2, EP: 2})]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *map(slow, SLOW_LAYOUTS)], ids=str)
 def test_layout_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(partial(check_layout, config=MUON), layout.world_size, "qwen3", True, layout)
 
 
-@pytest.mark.parametrize("layout", WITH_EXPERTS, ids=str)
+@pytest.mark.parametrize("layout", [*WITH_EXPERTS, *map(slow, SLOW_WITH_EXPERTS)], ids=str)
 def test_layout_with_experts_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     check = partial(check_layout, config=MUON)
     ranks.run(check, layout.world_size, "qwen3_moe", False, layout)

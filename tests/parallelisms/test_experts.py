@@ -36,6 +36,7 @@ from tests.parallelisms.test_parity import (
     check_layout,
     global_batch,
     rows_of,
+    slow,
 )
 from tests.ranks import RankPool
 
@@ -61,27 +62,30 @@ LAYOUTS = [
     Layout(2, {PP: 2}),
     Layout(4, {PP: 2, EP: 2}),
     Layout(8, {PP: 2, CP: 2, TP: 2, EP: 4}),
-    Layout(8, {EP: 4, TP: 2, REPLICATE: 2}),
     Layout(2, {EP: 2}, recompute=FULL),
-    Layout(4, {EP: 2}, recompute=SELECTIVE),
-    Layout(4, {PP: 2, EP: 2, SCHEDULE: "Interleaved1F1B"}),
     Layout(4, {PP: 2, EP: 2, SCHEDULE: "InterleavedZeroBubble"}),
-    Layout(4, {PP: 2, EP: 2, RESHARD: "always"}, recompute=SELECTIVE),
     Layout(4, {EP: 2, TP: 2}, recompute=SELECTIVE),
     Layout(4, {EP: 2, CP: 2}, recompute=SELECTIVE),
-    Layout(4, {MODE: "ddp", CP: 2}),
-    Layout(4, {MODE: "simple_fsdp", PP: 2}),
     Layout(2, {EP: 2, REDUCE: "last_microbatch"}),
     Layout(1, compile=AOT),
-    Layout(2, {EP: 2}, compile=AOT),
     Layout(2, {EP: 2}, compile=AOT, recompute=SELECTIVE),
-    Layout(2, {EP: 2}, compile=AOT, recompute=FULL),
     Layout(4, {TP: 2, EP: 4}, compile=AOT, recompute=SELECTIVE),
+    Layout(2, {MODE: "simple_fsdp"}, compile=AOT, recompute=SELECTIVE),
+    Layout(2, {MODE: "ddp"}, compile=AOT),
+]
+# Each has two that are in one of those above, or in test_parity.py.
+SLOW_LAYOUTS = [
+    Layout(8, {EP: 4, TP: 2, REPLICATE: 2}),
+    Layout(4, {EP: 2}, recompute=SELECTIVE),
+    Layout(4, {PP: 2, EP: 2, SCHEDULE: "Interleaved1F1B"}),
+    Layout(4, {PP: 2, EP: 2, RESHARD: "always"}, recompute=SELECTIVE),
+    Layout(4, {MODE: "ddp", CP: 2}),
+    Layout(4, {MODE: "simple_fsdp", PP: 2}),
+    Layout(2, {EP: 2}, compile=AOT),
+    Layout(2, {EP: 2}, compile=AOT, recompute=FULL),
     Layout(4, {CP: 2, EP: 2} | GATHER, compile=AOT),
     Layout(4, {PP: 2, EP: 2}, compile=AOT, recompute=SELECTIVE),
     Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
-    Layout(2, {MODE: "simple_fsdp"}, compile=AOT, recompute=SELECTIVE),
-    Layout(2, {MODE: "ddp"}, compile=AOT),
 ]
 ROUTED = [
     Layout(2),
@@ -93,7 +97,7 @@ ROUTED = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *map(slow, SLOW_LAYOUTS)], ids=str)
 def test_layout_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(check_layout, layout.world_size, "qwen3_moe", False, layout)
 

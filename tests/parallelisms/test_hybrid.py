@@ -13,7 +13,7 @@ from models import find_model
 from models.gated_delta_net import InnerDeltaNet
 from parallelisms.materialize import materialize
 from tests.layouts import CP, CPU, EP, METHOD, MODE, PP, REPLICATE, TP, Layout, spread
-from tests.parallelisms.test_parity import check_layout
+from tests.parallelisms.test_parity import check_layout, slow
 from tests.ranks import RankPool
 
 GATHER = {METHOD: "allgather"}
@@ -27,32 +27,30 @@ LAYOUTS = [
     Layout(2, {CP: 2} | GATHER),
     # More ranks than key heads.
     Layout(4, {CP: 4}),
-    Layout(4, {CP: 4} | GATHER),
     Layout(4, {CP: 2, EP: 2}),
-    Layout(4, {CP: 2, REPLICATE: 2}),
     Layout(2, {TP: 2}),
     Layout(4, {TP: 2, EP: 2}),
-    Layout(4, {TP: 2, REPLICATE: 2}),
     # One key head for each tensor parallel rank, and its value heads for the context's.
     Layout(4, {TP: 2, CP: 2}),
     Layout(4, {TP: 2, CP: 2, EP: 4} | GATHER),
-    Layout(4, {PP: 2, TP: 2}),
     Layout(2, {PP: 2}),
     Layout(4, {PP: 2, CP: 2} | GATHER),
-    Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),
     Layout(2, {CP: 2}, recompute=FULL),
     Layout(2, {CP: 2}, recompute=SELECTIVE),
     Layout(2, {PP: 2}, compile=AOT, recompute=FULL),
+]
+SLOW_LAYOUTS = [
+    # Two each that are in one of those above.
+    Layout(4, {CP: 4} | GATHER),
+    Layout(4, {CP: 2, REPLICATE: 2}),
+    Layout(4, {TP: 2, REPLICATE: 2}),
+    Layout(4, {PP: 2, TP: 2}),
+    Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),
     # Tracing the nets in float64 takes many seconds.
-    *(
-        pytest.param(layout, marks=pytest.mark.slow)
-        for layout in (
-            Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
-            Layout(2, {TP: 2}, compile=AOT, recompute=SELECTIVE),
-            Layout(2, {CP: 2}, compile=AOT, recompute=SELECTIVE),
-            Layout(4, {TP: 2, EP: 2}, compile=AOT),
-        )
-    ),
+    Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
+    Layout(2, {TP: 2}, compile=AOT, recompute=SELECTIVE),
+    Layout(2, {CP: 2}, compile=AOT, recompute=SELECTIVE),
+    Layout(4, {TP: 2, EP: 2}, compile=AOT),
 ]
 
 
@@ -60,7 +58,7 @@ LAYOUTS = [
     "document_mask",
     [pytest.param(False, marks=pytest.mark.slow, id="whole"), pytest.param(True, id="documents")],
 )
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *map(slow, SLOW_LAYOUTS)], ids=str)
 def test_layout_matches_one_device(ranks: RankPool, layout: Layout, document_mask: bool) -> None:
     check = partial(check_layout, document_mask=document_mask)
     ranks.run(check, layout.world_size, "qwen3_next", False, layout)

@@ -49,15 +49,10 @@ from tests.ranks import RankPool
 
 ROWS, SEQ_LEN = 36, 16
 MAX_NORM, TOLERANCE = 0.05, 1e-9
-# Steps, each with so many microbatches.
-ACCUMULATION, PIPELINED = (1, 3, 1, 3, 3), (6, 6, 6, 6, 6)
+# Steps, each with so many microbatches; of those compiled all have one shape.
+ACCUMULATION, COMPILED, PIPELINED = (1, 3, 1), (3, 3, 3), (6, 6, 6)
 OPTIMIZER = Optimizer(lr=1e-2)
-MODELS = [
-    pytest.param("llama3", False),
-    pytest.param("llama3", True, marks=pytest.mark.slow),
-    pytest.param("qwen3", False, marks=pytest.mark.slow),
-    pytest.param("qwen3", True),
-]
+MODELS = [("llama3", False), ("llama3", True), ("qwen3", False), ("qwen3", True)]
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 LAST = {REDUCE: "last_microbatch"}
 
@@ -135,6 +130,49 @@ PIPELINES = [
         for keys in ({TP: 2}, {CP: 2}, {REPLICATE: 2}, {MODE: "ddp"})
     ),
 ]
+LAYOUTS = [*MATRIX, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *PIPELINES]
+# The fast suite has one model without tied weights on each kind of layout and most pairs of kinds,
+UNTIED = [
+    Layout(1, {RESHARD: "default"}),
+    Layout(2, {RESHARD: "default"}),
+    Layout(2, {RESHARD: "never"} | LAST),
+    Layout(3),
+    Layout(4, {REPLICATE: 2}),
+    Layout(2, {MODE: "simple_fsdp", RESHARD: "default"}),
+    Layout(2, {MODE: "ddp"}),
+    Layout(4, {TP: 2}),
+    Layout(4, {TP: 4}),
+    Layout(2, {CP: 2}),
+    Layout(2, {CP: 2} | GATHER),
+    Layout(4, {CP: 2, TP: 2}),
+    *(Layout(2, {PP: 2, SCHEDULE: schedule}) for schedule in SCHEDULES),
+    Layout(4, {PP: 2, TP: 2}),
+    Layout(4, {PP: 2, CP: 2} | GATHER),
+]
+# and one with tied weights on all but these: each pair of kinds in them is in another layout, those
+# of 8 ranks in one of 4.
+SLOW_IF_TIED = [
+    *(layout for layout in FSDP2 if layout.world_size != 2 and "default" not in str(layout)),
+    *(Layout(world_size, {RESHARD: "default"} | LAST) for world_size in (1, 4)),
+    Layout(1, {MODE: "simple_fsdp", RESHARD: "never"}),
+    *(Layout(4, {MODE: "simple_fsdp", RESHARD: reshard}) for reshard in ("default", "never")),
+    Layout(2, {MODE: "simple_fsdp", REPLICATE: 2}),
+    *(Layout(world_size, {MODE: "ddp"}) for world_size in (1, 4)),
+    Layout(4, {CP: 2, REPLICATE: 2} | GATHER),
+    Layout(4, {CP: 2, MODE: "ddp"}),
+    Layout(4, {CP: 2, MODE: "simple_fsdp"} | GATHER),
+    Layout(8, {CP: 2, TP: 2} | GATHER),
+    *(Layout(8, {CP: 2, TP: 2, REPLICATE: 2} | method) for method in ({}, GATHER)),
+    *(Layout(4, {PP: 2, SCHEDULE: schedule}) for schedule in ("GPipe", "Interleaved1F1B")),
+    Layout(4, {PP: 2, RESHARD: "always"}),
+    Layout(4, {PP: 2, MODE: "simple_fsdp"}),
+    *(Layout(8, {PP: 2} | keys) for keys in ({TP: 2}, {CP: 2}, {CP: 2, TP: 2})),
+    Layout(8, {PP: 2, REPLICATE: 2, TP: 2}),
+    *(
+        Layout(4, {PP: 2, SCHEDULE: "InterleavedZeroBubble"} | keys)
+        for keys in ({CP: 2}, {REPLICATE: 2})
+    ),
+]
 FULL, SELECTIVE = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selective")
 AOT = Compile(enable=True, backend="aot_eager")
 BUDGET = ActivationCheckpoint(mode="memory_budget", memory_budget=0.3)
@@ -147,28 +185,33 @@ VARIANTS = [
     Layout(2, compile=AOT),
     Layout(4, {TP: 2}, compile=AOT),
     Layout(2, recompute=BUDGET, compile=MIN_CUT),
-    Layout(2, {CP: 2}, recompute=BUDGET, compile=MIN_CUT),
-    Layout(2, {PP: 2}, recompute=BUDGET, compile=MIN_CUT),
     Layout(2, {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}),
     Layout(2, {"fsdp_cpu_offload": True}),
     Layout(2, {MODE: "simple_fsdp"}, recompute=FULL),
     Layout(2, {MODE: "simple_fsdp"}, recompute=SELECTIVE),
     Layout(2, {MODE: "simple_fsdp"}, recompute=ActivationCheckpoint(mode="selective", selective=3)),
-    Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
     Layout(2, {MODE: "simple_fsdp"}, compile=AOT, recompute=SELECTIVE),
     Layout(4, {MODE: "simple_fsdp", TP: 2}, compile=AOT),
     Layout(2, {MODE: "ddp"}, recompute=SELECTIVE),
     Layout(2, {MODE: "ddp"}, compile=AOT),
     *(Layout(2, {CP: 2} | method, recompute=FULL) for method in ({}, GATHER)),
-    *(Layout(2, {CP: 2} | method, recompute=SELECTIVE, compile=AOT) for method in ({}, GATHER)),
-    *(Layout(2, {CP: 2} | method, recompute=FULL, compile=AOT) for method in ({}, GATHER)),
+    Layout(2, {CP: 2}, recompute=SELECTIVE, compile=AOT),
+    Layout(2, {CP: 2} | GATHER, recompute=FULL, compile=AOT),
     Layout(4, {CP: 2, TP: 2}, compile=AOT),
-    Layout(4, {TP: 4}, compile=AOT),
-    Layout(4, {CP: 2, MODE: "simple_fsdp"}, compile=AOT),
     Layout(2, {PP: 2}, recompute=FULL),
-    Layout(4, {PP: 2, TP: 2}, recompute=SELECTIVE, compile=AOT),
     Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}, recompute=SELECTIVE, compile=AOT),
     Layout(4, {PP: 2, "fsdp_cpu_offload": True}),
+]
+# Compiling takes long: each is two of those above in one.
+SLOW_VARIANTS = [
+    Layout(2, {CP: 2}, recompute=BUDGET, compile=MIN_CUT),
+    Layout(2, {PP: 2}, recompute=BUDGET, compile=MIN_CUT),
+    Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
+    Layout(2, {CP: 2} | GATHER, recompute=SELECTIVE, compile=AOT),
+    Layout(2, {CP: 2}, recompute=FULL, compile=AOT),
+    Layout(4, {TP: 4}, compile=AOT),
+    Layout(4, {CP: 2, MODE: "simple_fsdp"}, compile=AOT),
+    Layout(4, {PP: 2, TP: 2}, recompute=SELECTIVE, compile=AOT),
 ]
 
 
@@ -271,7 +314,8 @@ def check_layout(
         assert_close(got, want[rows], "logits")
 
     check_logits(want_logits[0])
-    accumulation = PIPELINED if stages > 1 else ACCUMULATION
+    accumulation = COMPILED if layout.compile.enable else ACCUMULATION
+    accumulation = PIPELINED if stages > 1 else accumulation
     for step, (count, want) in enumerate(zip(accumulation, want_steps, strict=True)):
         n_rows = ROWS // (degree * count)
         starts = range(rank * n_rows, ROWS, degree * n_rows)
@@ -313,17 +357,32 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert error < TOLERANCE, f"{what} is off by {error:.1e}"
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def is_fast(name: str, is_tied: bool, layout: Layout) -> bool:
+    if (name, is_tied) == ("qwen3", True):
+        return layout not in SLOW_IF_TIED
+    return (name, is_tied) == ("llama3", False) and layout in UNTIED
+
+
+CASES = [(*model, layout) for model, layout in product(MODELS, LAYOUTS)]
+assert all(layout in LAYOUTS for layout in [*UNTIED, *SLOW_IF_TIED])
+
+
 @pytest.mark.parametrize(
-    "layout", [*MATRIX, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *PIPELINES], ids=str
+    ("name", "is_tied", "layout"),
+    [case if is_fast(*case) else slow(*case) for case in CASES],
+    ids=str,
 )
-@pytest.mark.parametrize(("name", "is_tied"), MODELS)
 def test_layout_matches_one_device(
     ranks: RankPool, name: str, is_tied: bool, layout: Layout
 ) -> None:
     ranks.run(check_layout, layout.world_size, name, is_tied, layout)
 
 
-@pytest.mark.parametrize("layout", VARIANTS, ids=str)
+@pytest.mark.parametrize("layout", [*VARIANTS, *map(slow, SLOW_VARIANTS)], ids=str)
 def test_variant_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(check_layout, layout.world_size, "qwen3", True, layout)
 
