@@ -169,7 +169,6 @@ QUICK = [
     *((UNTIED, layout) for layout in LAYOUTS[:5]),
     (UNTIED, Layout(2, {CP: 2})),
     (TIED, Layout(2, GATHERED)),
-    (UNTIED, Layout(2, {PP: 2})),
     (TIED, Layout(2, {PP: 2}, recompute=SELECTIVE)),
     (TIED, Layout(2, INTERLEAVED)),
     (UNTIED, Layout(4, {PP: 2, CP: 2})),

@@ -119,8 +119,12 @@ def test_resolved_config_runs_again(uninterrupted: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("number", "whole_session"),
-    [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGINT, True)],
-    ids=["SIGTERM-to-launcher", "SIGUSR1-to-launcher", "Ctrl-C"],
+    [
+        pytest.param(signal.SIGTERM, False, id="SIGTERM-to-launcher"),
+        # test_launch.py has all signals to the launcher, test_resume.py to the ranks.
+        pytest.param(signal.SIGUSR1, False, id="SIGUSR1-to-launcher", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, True, id="Ctrl-C"),
+    ],
 )
 def test_stopped_run_saves_and_resumes(
     tmp_path: Path, number: signal.Signals, whole_session: bool

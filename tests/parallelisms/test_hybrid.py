@@ -37,7 +37,7 @@ LAYOUTS = [
     Layout(4, {PP: 2, CP: 2} | GATHER),
     Layout(2, {CP: 2}, recompute=FULL),
     Layout(2, {CP: 2}, recompute=SELECTIVE),
-    Layout(2, {PP: 2}, compile=AOT, recompute=FULL),
+    Layout(1, compile=AOT, recompute=FULL),
 ]
 SLOW_LAYOUTS = [
     # Two each that are in one of those above.
@@ -47,6 +47,7 @@ SLOW_LAYOUTS = [
     Layout(4, {PP: 2, TP: 2}),
     Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),
     # Tracing the nets in float64 takes many seconds.
+    Layout(2, {PP: 2}, compile=AOT, recompute=FULL),
     Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
     Layout(2, {TP: 2}, compile=AOT, recompute=SELECTIVE),
     Layout(2, {CP: 2}, compile=AOT, recompute=SELECTIVE),

@@ -183,7 +183,6 @@ VARIANTS = [
     Layout(2, recompute=ActivationCheckpoint(mode="selective", selective=3)),
     Layout(4, {TP: 2}, recompute=SELECTIVE),
     Layout(2, compile=AOT),
-    Layout(4, {TP: 2}, compile=AOT),
     Layout(2, recompute=BUDGET, compile=MIN_CUT),
     Layout(2, {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}),
     Layout(2, {"fsdp_cpu_offload": True}),
@@ -199,7 +198,7 @@ VARIANTS = [
     Layout(2, {CP: 2} | GATHER, recompute=FULL, compile=AOT),
     Layout(4, {CP: 2, TP: 2}, compile=AOT),
     Layout(2, {PP: 2}, recompute=FULL),
-    Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}, recompute=SELECTIVE, compile=AOT),
+    Layout(2, {PP: 2, SCHEDULE: "Interleaved1F1B"}, recompute=SELECTIVE, compile=AOT),
     Layout(4, {PP: 2, "fsdp_cpu_offload": True}),
 ]
 # Compiling takes long: each is two of those above in one.
@@ -209,9 +208,10 @@ SLOW_VARIANTS = [
     Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
     Layout(2, {CP: 2} | GATHER, recompute=SELECTIVE, compile=AOT),
     Layout(2, {CP: 2}, recompute=FULL, compile=AOT),
-    Layout(4, {TP: 4}, compile=AOT),
+    *(Layout(4, {TP: tp}, compile=AOT) for tp in (2, 4)),
     Layout(4, {CP: 2, MODE: "simple_fsdp"}, compile=AOT),
     Layout(4, {PP: 2, TP: 2}, recompute=SELECTIVE, compile=AOT),
+    Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}, recompute=SELECTIVE, compile=AOT),
 ]
 
 

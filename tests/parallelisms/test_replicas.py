@@ -46,8 +46,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def check(layout: Layout, changed: str, *ranks: int) -> str:
-    """Flip a bit of ``changed`` on each of ``ranks``, then compare; what this rank has to say."""
+def check(layout: Layout, *changes: tuple[str, tuple[int, ...]]) -> list[str]:
+    """Of each change, flip a bit of that tensor on those ranks, compare, and flip it back; what
+    this rank has to say."""
     model, dims = build(layout, seed=0)
     optimizer = build_optimizer(model, Optimizer())
     for parameter in model.parameters():
@@ -57,8 +58,20 @@ def check(layout: Layout, changed: str, *ranks: int) -> str:
     for fqn, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             tensors[f"{canonical_fqn(fqn)}.{key}"] = local(value)
-    if dist.get_rank() in ranks:
-        tensors[changed].view(-1).view(torch.int32)[-1] ^= 1 << dist.get_rank()
+    bit = 1 << dist.get_rank()
+    found = []
+    for name, ranks in changes:
+        word = tensors[name].view(-1).view(torch.int32)[-1:]
+        if dist.get_rank() in ranks:
+            word ^= bit
+        found.append(said(model, dims, optimizer))
+        if dist.get_rank() in ranks:
+            word ^= bit
+    assert said(model, dims, optimizer) == ""
+    return found
+
+
+def said(model: nn.Module, dims: ParallelDims, optimizer: torch.optim.Optimizer) -> str:
     try:
         check_replicas(model, dims.weight_mesh, optimizer)
     except RuntimeError as error:
@@ -102,21 +115,19 @@ def sync(layout: Layout) -> None:
     assert same == [fqn for fqn in got if fqn != "rope.cache" and "norm" not in fqn]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_a_flipped_bit_is_found_and_named(ranks: RankPool) -> None:
+    names = [
         "tok_embeddings.weight",
         "layers.1.ffn_norm.weight",
         "rope.cache",
         "layers.0.attention.wq.weight.exp_avg",
         "output.weight.exp_avg_sq",
-    ],
-)
-def test_a_flipped_bit_is_found_and_named(ranks: RankPool, name: str, rank: int) -> None:
-    found = ranks.run(check, 4, FSDP2, name, rank)
-    message = f"replicas along dp_replicate differ, first in {name}"
-    assert [message in text for text in found] == [r % 2 == rank % 2 for r in range(4)]
+    ]
+    changes = [(name, (rank,)) for name in names for rank in (0, 3)]
+    for rank, texts in enumerate(ranks.run(check, 4, FSDP2, *changes)):
+        for (name, (odd,)), text in zip(changes, texts, strict=True):
+            message = f"replicas along dp_replicate differ, first in {name}"
+            assert (message in text) == (rank % 2 == odd % 2)
 
 
 @pytest.mark.parametrize(
@@ -130,34 +141,33 @@ def test_a_flipped_bit_is_found_and_named(ranks: RankPool, name: str, rank: int)
 def test_every_dim_that_replicates_is_compared(
     ranks: RankPool, layout: Layout, name: str, dim: str
 ) -> None:
-    found = ranks.run(check, layout.world_size, layout, name, 1)
-    assert any(f"replicas along {dim} differ, first in {name}:" in text for text in found)
+    found = ranks.run(check, layout.world_size, layout, (name, (1,)))
+    assert any(f"replicas along {dim} differ, first in {name}:" in text for (text,) in found)
 
 
-@pytest.mark.parametrize(
-    ("odd", "said"),
-    [
-        ((3,), "rank 3 against 3 that agree"),
-        ((0,), "rank 0 against 3 that agree"),
-        ((1, 2), "no majority among ranks 0, 1, 2, 3"),
-        ((0, 1, 2), "no majority among ranks 0, 1, 2, 3"),
-    ],
-)
-def test_the_ranks_unlike_most_are_named(ranks: RankPool, odd: tuple[int, ...], said: str) -> None:
-    layout = Layout(4, {MODE: "ddp"})
-    for text in ranks.run(check, 4, layout, "output.weight", *odd):
-        assert text.endswith(f"differ, first in output.weight: {said}")
+def test_the_ranks_unlike_most_are_named(ranks: RankPool) -> None:
+    nobody = "no majority among ranks 0, 1, 2, 3"
+    cases = {
+        (3,): "rank 3 against 3 that agree",
+        (0,): "rank 0 against 3 that agree",
+        (1, 2): nobody,
+        (0, 1, 2): nobody,
+    }
+    changes = [("output.weight", odd) for odd in cases]
+    for texts in ranks.run(check, 4, Layout(4, {MODE: "ddp"}), *changes):
+        for text, who in zip(texts, cases.values(), strict=True):
+            assert text.endswith(f"differ, first in output.weight: {who}")
 
 
 def test_of_two_ranks_both_are_named(ranks: RankPool) -> None:
-    found = ranks.run(check, 4, FSDP2, "output.weight", 3)
-    assert [text[text.rindex(":") :] for text in found[1::2]] == [
+    found = ranks.run(check, 4, FSDP2, ("output.weight", (3,)))
+    assert [text[text.rindex(":") :] for (text,) in found[1::2]] == [
         ": no majority among ranks 1, 3"
     ] * 2
 
 
 def test_two_of_five_are_named(ranks: RankPool) -> None:
-    text = ranks.run(check, 5, Layout(5, {MODE: "ddp"}), "norm.weight", 1, 4)[0]
+    (text,) = ranks.run(check, 5, Layout(5, {MODE: "ddp"}), ("norm.weight", (1, 4)))[0]
     assert text.endswith("rank 1, 4 against 3 that agree")
 
 

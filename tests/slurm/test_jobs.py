@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,21 @@ SETTLED_SECONDS = 8.0
 def slurm() -> Iterator[Cluster]:
     with cluster(4) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def ended() -> list[tuple["Job", str, int]]:
+    """Jobs that are over, the state that they are to stay in, and their restarts."""
+    return []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def crashing(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> "Job":
+    """A job that crashes, and is requeued, while other tests wait for theirs."""
+    folder = tmp_path_factory.mktemp("crashing")
+    # What the run wants to write to is a folder: an error of its own, not of the config.
+    (folder / "debug_model" / "config.toml").mkdir(parents=True)
+    return submit(slurm, folder, "--nodelist=n3", **LONG)
 
 
 @dataclass(frozen=True)
@@ -125,7 +141,7 @@ def test_a_node_that_dies_is_replaced_and_a_person_ends_the_run(
 
 
 def test_a_preempted_job_resumes_and_a_cancelled_one_has_saved(
-    slurm: Cluster, tmp_path: Path
+    slurm: Cluster, ended: list[tuple[Job, str, int]], tmp_path: Path
 ) -> None:
     job = submit(slurm, tmp_path, "--nodelist=n0", **LONG)
     job.wait_for_steps(0)
@@ -138,19 +154,7 @@ def test_a_preempted_job_resumes_and_a_cancelled_one_has_saved(
     assert "resumed from step" in job.log()
     wait_until(lambda: "told to end; what follows is Slurm's to decide" in job.log())
     assert job.checkpoints()[0] > preempted[0]
-    assert_settled(job, "CANCELLED", restarts=1)
-
-
-def test_a_crash_loop_ends(slurm: Cluster, tmp_path: Path) -> None:
-    # What the run wants to write to is a folder: an error of its own, not of the config.
-    (tmp_path / "debug_model" / "config.toml").mkdir(parents=True)
-    job = submit(slurm, tmp_path, **LONG)
-    job.wait("FAILED")
-    assert slurm.show(job.id, "ExitCode") == f"{DO_NOT_REQUEUE}:0"
-    lines = (job.control / "failures").read_text().splitlines()
-    assert [json.loads(line)["attempt"] for line in lines] == list(range(1, MOST_ATTEMPTS + 1))
-    assert "IsADirectoryError" in job.log()
-    assert_settled(job, "FAILED", restarts=MOST_ATTEMPTS - 1)
+    ended.append((job, "CANCELLED", 1))
 
 
 def test_a_sweep_trains_a_run_per_task_with_text_as_it_was_typed(
@@ -186,16 +190,30 @@ def test_a_sweep_trains_a_run_per_task_with_text_as_it_was_typed(
     assert slurm.show(f"{job.id}_3", "ExitCode") == f"{BAD_CONFIG}:0"
 
 
-def test_a_bad_configuration_ends_the_job(slurm: Cluster, tmp_path: Path) -> None:
+def test_a_bad_configuration_ends_the_job(
+    slurm: Cluster, ended: list[tuple[Job, str, int]], tmp_path: Path
+) -> None:
     job = submit(slurm, tmp_path, "--nodes=2", **{"parallelism.tensor_parallel_degree": "3"})
     job.wait("FAILED")
     assert slurm.show(job.id, "ExitCode") == f"{BAD_CONFIG}:0"
     assert "tp 3 do not make 2 ranks" in job.log()
     assert "srun ended" not in job.log()
-    assert_settled(job, "FAILED", restarts=0)
+    ended.append((job, "FAILED", 0))
 
 
-def assert_settled(job: Job, state: str, *, restarts: int) -> None:
-    with pytest.raises(AssertionError, match="not within"):
-        wait_until(lambda: job.slurm.show(job.id, "JobState") != state, SETTLED_SECONDS)
-    assert job.slurm.show(job.id, "Restarts") == str(restarts)
+def test_a_crash_loop_ends(
+    slurm: Cluster, ended: list[tuple[Job, str, int]], crashing: Job
+) -> None:
+    crashing.wait("FAILED")
+    assert slurm.show(crashing.id, "ExitCode") == f"{DO_NOT_REQUEUE}:0"
+    lines = (crashing.control / "failures").read_text().splitlines()
+    assert [json.loads(line)["attempt"] for line in lines] == list(range(1, MOST_ATTEMPTS + 1))
+    assert "IsADirectoryError" in crashing.log()
+    ended.append((crashing, "FAILED", MOST_ATTEMPTS - 1))
+
+
+def test_what_has_ended_does_not_begin_again(ended: list[tuple[Job, str, int]]) -> None:
+    time.sleep(SETTLED_SECONDS)
+    for job, state, restarts in ended:
+        assert job.slurm.show(job.id, "JobState") == state
+        assert job.slurm.show(job.id, "Restarts") == str(restarts)
