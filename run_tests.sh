@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and tests. --all adds the long soaks; other arguments go to pytest.
+# Lint, types and tests. --all adds long soaks, full counts of trials and all combinations of which
+# the others have the parts; other arguments go to pytest.
 set -euo pipefail
 EXTRA="test"
 source "$(dirname "${BASH_SOURCE[0]}")/tools/find_python.sh"

@@ -72,7 +72,7 @@ LAYOUTS = [
     Layout(2, {MODE: "simple_fsdp"}, compile=AOT, recompute=SELECTIVE),
     Layout(2, {MODE: "ddp"}, compile=AOT),
 ]
-# Each has two that are in one of those above, or in test_parity.py.
+# What each combines is in one or two of those above, or, without experts, in test_parity.py.
 SLOW_LAYOUTS = [
     Layout(8, {EP: 4, TP: 2, REPLICATE: 2}),
     Layout(4, {EP: 2}, recompute=SELECTIVE),

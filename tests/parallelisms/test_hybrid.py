@@ -40,7 +40,7 @@ LAYOUTS = [
     Layout(1, compile=AOT, recompute=FULL),
 ]
 SLOW_LAYOUTS = [
-    # Two each that are in one of those above.
+    # What each combines is in one or two of those above.
     Layout(4, {CP: 4} | GATHER),
     Layout(4, {CP: 2, REPLICATE: 2}),
     Layout(4, {TP: 2, REPLICATE: 2}),

@@ -131,7 +131,7 @@ PIPELINES = [
     ),
 ]
 LAYOUTS = [*MATRIX, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *PIPELINES]
-# The fast suite has one model without tied weights on each kind of layout and most pairs of kinds,
+# What the fast suite has of a model without tied weights: each kind of layout, some pairs of kinds.
 UNTIED = [
     Layout(1, {RESHARD: "default"}),
     Layout(2, {RESHARD: "default"}),
@@ -149,8 +149,7 @@ UNTIED = [
     Layout(4, {PP: 2, TP: 2}),
     Layout(4, {PP: 2, CP: 2} | GATHER),
 ]
-# and one with tied weights on all but these: each pair of kinds in them is in another layout, those
-# of 8 ranks in one of 4.
+# What it does not have of one with tied weights: each pair of kinds in these is in another layout.
 SLOW_IF_TIED = [
     *(layout for layout in FSDP2 if layout.world_size != 2 and "default" not in str(layout)),
     *(Layout(world_size, {RESHARD: "default"} | LAST) for world_size in (1, 4)),
@@ -201,7 +200,7 @@ VARIANTS = [
     Layout(2, {PP: 2, SCHEDULE: "Interleaved1F1B"}, recompute=SELECTIVE, compile=AOT),
     Layout(4, {PP: 2, "fsdp_cpu_offload": True}),
 ]
-# Compiling takes long: each is two of those above in one.
+# Compiling takes long: what each of these combines is in one or two of those above.
 SLOW_VARIANTS = [
     Layout(2, {CP: 2}, recompute=BUDGET, compile=MIN_CUT),
     Layout(2, {PP: 2}, recompute=BUDGET, compile=MIN_CUT),
