@@ -206,6 +206,8 @@ def _configure(folder: Path, nodes: list[str]) -> None:
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "MailProg": "/bin/true",
+        # What has ended is not forgotten.
+        "MinJobAge": "0",
         "ReturnToService": "2",
         # Seconds for what takes minutes on a real one.
         "SlurmdTimeout": "8",
