@@ -1,5 +1,6 @@
 """Help and schema say everything that can be set."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,15 @@ def test_schema_on_disk_is_current():
     assert on_disk == schema_text(), "run: python -m config schema"
 
 
+@cache
+def help_lines() -> list[str]:
+    return help_text().splitlines()
+
+
 @pytest.mark.parametrize("key", FIELDS)
 def test_every_key_has_a_description_and_stands_in_the_help(key: str):
     field: Any = FIELDS[key]
     assert field.description
     assert field.description.strip()
-    (line,) = [li for li in help_text().splitlines() if li.split()[:1] == [f"--{key}"]]
+    (line,) = [li for li in help_lines() if li.split()[:1] == [f"--{key}"]]
     assert line.endswith(")"), "type and range"
