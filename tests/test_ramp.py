@@ -134,7 +134,7 @@ def test_balance_of_experts_weighs_as_much_in_a_small_batch(tmp_path: Path) -> N
 
 def test_data_end_when_all_rows_have_ended(tmp_path: Path) -> None:
     """Most rows of small batches have nothing left long before."""
-    texts = ["short", "brief " * 200, "tiny", "little", "word", "and", "so", "on"]
+    texts = ["short", "brief " * 60, "tiny", "little", "word", "and", "so", "on"]
     lines = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines) + "\n")
     source = f'[{{path = "{tmp_path}/texts.jsonl", repeat = false}}]'
@@ -146,4 +146,4 @@ def test_data_end_when_all_rows_have_ended(tmp_path: Path) -> None:
         assert "stopped by the end of the data" in log(tmp_path / name)
         assert check_ledger.main([str(tmp_path / name / "debug_model")]) == 0
         found.append(records(tmp_path / name)[-1]["tokens"])
-    assert found[0] == found[1] > 1000
+    assert found[0] == found[1] > 300

@@ -207,7 +207,7 @@ def _configure(folder: Path, nodes: list[str]) -> None:
         "SelectTypeParameters": "CR_Core",
         "MailProg": "/bin/true",
         # What has ended is not forgotten.
-        "MinJobAge": "0",
+        "MinJobAge": "3600",
         "ReturnToService": "2",
         # Seconds for what takes minutes on a real one.
         "SlurmdTimeout": "8",
