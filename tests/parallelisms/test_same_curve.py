@@ -17,7 +17,7 @@ from runtime.distributed import sum_over
 from tests.layouts import CPU, MODE, REPLICATE, RESHARD, TP, Layout, build_sharded
 from tests.ranks import RankPool
 
-STEPS, ROWS, SEQ_LEN = 8, 2, 32
+STEPS, ROWS, SEQ_LEN = 20, 2, 32
 SIMPLE = {MODE: "simple_fsdp"}
 
 

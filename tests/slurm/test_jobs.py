@@ -103,7 +103,7 @@ def test_a_job_warned_and_requeued_ends_with_the_bits_of_one_that_was_not(
     slurm: Cluster, tmp_path: Path
 ) -> None:
     steps = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
-    job = submit(slurm, tmp_path / "stopped", "--nodes=2", **steps)
+    job = submit(slurm, tmp_path / "stopped", "--nodes=2", n_ranks=2, **steps)
     job.wait_for_steps(0)
     # What --signal=B:USR1@300 does before the time is over.
     slurm.call("scancel", "--batch", "--signal=USR1", job.id)
@@ -114,9 +114,9 @@ def test_a_job_warned_and_requeued_ends_with_the_bits_of_one_that_was_not(
     assert slurm.show(job.id, "Restarts") == "2"
     assert "requeue: stopped by a signal, and saved" in log
     assert log.count("resumed from step") == 2
-    assert "ranks: 2 on cpu" in log
-    assert "dp_shard=2" in log
-    forked.run(tmp_path / "whole", 2, **steps)
+    assert "ranks: 4 on cpu" in log
+    assert "dp_shard=4" in log
+    forked.run(tmp_path / "whole", 4, **steps)
     assert curve(job.folder) == curve(tmp_path / "whole")
     assert len(curve(job.folder)) == 40
 
