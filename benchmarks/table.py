@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.rows import ROOT, Row, newest, read_rows, table
 
 RESULTS, CONFIGS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "configs"
-PAGES = [ROOT / "docs" / "benchmarks.md"]
+PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "data_parallel.md")]
 MARKED = re.compile(r"(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 
 
