@@ -1,6 +1,5 @@
 """Which kernel computes attention on a GPU."""
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
+from runtime.compat import is_installed
 from runtime.log import logger
 
 # On Hopper cuDNN's is nearly twice as fast as FlashAttention 2; PyTorch's own order depends on its
@@ -34,13 +34,14 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @contextmanager
-def attention_order() -> Iterator[None]:
+def attention_order(*, heads: tuple[int, int], head_dim: int) -> Iterator[None]:
     """Inside, each attention on a GPU takes the first kernel of ``ORDER`` that can compute it;
-    FlashAttention 3 or 4 before all others, where it is installed."""
+    FlashAttention 3 or 4 before all others, where it is installed and can for a model with
+    ``heads`` of queries and of keys."""
     if not torch.cuda.is_available():
         yield
         return
-    flash = activate_newest_flash()
+    flash = activate_newest_flash(heads=heads, head_dim=head_dim)
     order = sorted(ORDER, key=lambda b: b != SDPBackend.FLASH_ATTENTION) if flash else ORDER
     names = ", ".join(backend.name.removesuffix("_ATTENTION").lower() for backend in order)
     logger.info("attention: the first that can of %s%s", names, flash and f"; flash is {flash}")
@@ -48,15 +49,15 @@ def attention_order() -> Iterator[None]:
         yield
 
 
-def activate_newest_flash() -> str:
+def activate_newest_flash(*, heads: tuple[int, int], head_dim: int) -> str:
     """Have PyTorch's flash attention be the newest that is installed for this GPU, if it computes
     what plain attention does. Return its name, "" if there is none."""
     for name, (package, capability) in FLASHES.items():
-        if torch.cuda.get_device_capability() != capability or not _is_installed(package):
+        if torch.cuda.get_device_capability() != capability or not is_installed(package):
             continue
         try:
             activate_flash_attention_impl(name)
-            check_attention(_flash, plain_attention, heads=(8, 2), head_dim=128, device="cuda")
+            check_attention(_flash, plain_attention, heads=heads, head_dim=head_dim, device="cuda")
         # Others built it, for some release of PyTorch: whatever it raises, training goes without.
         except Exception as error:
             restore_flash_attention_impl(_raise_warn=False)
@@ -64,13 +65,6 @@ def activate_newest_flash() -> str:
         else:
             return name
     return ""
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -97,6 +91,9 @@ def check_attention(
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     pairs = zip(*results, strict=True)
     error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max()
+    if device == "cuda":
+        # It took more than it gives back by itself.
+        torch.cuda.empty_cache()
     # What is not a number is no small error.
     if not error <= MOST_ERROR:
         raise ArithmeticError(f"its results are off by {error:.0e} of the largest")

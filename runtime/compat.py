@@ -1,6 +1,7 @@
 """What differs between the PyTorch releases and machines we run on; probed nowhere else."""
 
 import ctypes
+import importlib.util
 import os
 import signal
 import socket
@@ -23,6 +24,14 @@ def cpu_has_bfloat16() -> bool:
 def has_float8() -> bool:
     """Whether this GPU multiplies float8 matrices in hardware."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def is_installed(package: str) -> bool:
+    """Whether it is there; one inside another is looked for by importing what it is in."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
 
 
 def usable_cpus() -> int:

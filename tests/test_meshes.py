@@ -269,7 +269,7 @@ CHAIN = [
 def test_a_run_changes_its_mesh_on_resume(
     two_ranks: Reference, tmp_path: Path, flavor: str, keys: dict[str, str], chain: list[Layout]
 ) -> None:
-    keys = SEEN | keys | {"checkpoint.interval": "2", "checkpoint.async_mode": "async"}
+    keys = SEEN | keys | {"checkpoint.interval": "1", "checkpoint.async_mode": "async"}
     keys |= {"validation.freq": "5", "validation.steps": "1"}
     steps = 2 * len(chain)
     for start, layout in zip(range(0, steps, 2), chain, strict=True):

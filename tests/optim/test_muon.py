@@ -36,6 +36,7 @@ LAYOUTS = [
     Layout(2, {TP: 2}),
     Layout(4, {TP: 2}),
     Layout(4, {TP: 2} | SIMPLE),
+    Layout(4, {CP: 2, TP: 2}),
     Layout(2, {PP: 2}),
 ]
 # Each is a larger one of a kind above, or two of them in one.
@@ -45,7 +46,6 @@ SLOW_LAYOUTS = [
     Layout(2, {REPLICATE: 2}),
     Layout(4, SIMPLE | {REPLICATE: 2}),
     Layout(4, {TP: 2} | DDP),
-    Layout(4, {CP: 2, TP: 2}),
     Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
     Layout(8, {TP: 2, REPLICATE: 2, PP: 2}),
 ]

@@ -27,6 +27,7 @@ LAYOUTS = [
     Layout(2, {CP: 2} | GATHER),
     # More ranks than key heads.
     Layout(4, {CP: 4}),
+    Layout(4, {CP: 2, REPLICATE: 2}),
     Layout(4, {CP: 2, EP: 2}),
     Layout(2, {TP: 2}),
     Layout(4, {TP: 2, EP: 2}),
@@ -42,7 +43,6 @@ LAYOUTS = [
 SLOW_LAYOUTS = [
     # What each combines is in one or two of those above.
     Layout(4, {CP: 4} | GATHER),
-    Layout(4, {CP: 2, REPLICATE: 2}),
     Layout(4, {TP: 2, REPLICATE: 2}),
     Layout(4, {PP: 2, TP: 2}),
     Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),

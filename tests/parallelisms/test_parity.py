@@ -148,7 +148,8 @@ UNTIED = [
     Layout(2, {PP: 2, SCHEDULE: "InterleavedZeroBubble"}),
     Layout(4, {PP: 2, CP: 2} | GATHER),
 ]
-# What it does not have of one with tied weights: each pair of kinds in these is in another layout.
+# What it does not have of one with tied weights: each kind in these is in another layout, and most
+# pairs of kinds.
 SLOW_IF_TIED = [
     *(layout for layout in FSDP2 if layout.world_size != 2 and "default" not in str(layout)),
     *(Layout(world_size, {RESHARD: "default"} | LAST) for world_size in (1, 4)),

@@ -1,5 +1,6 @@
 """FlashAttention 3 and 4 are taken where they are installed and compute what they should."""
 
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +23,7 @@ def found(**changes: object) -> str:
         patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         patch.multiple(attention, **settings),
     ):
-        return activate_newest_flash()
+        return activate_newest_flash(heads=(4, 2), head_dim=64)
 
 
 def test_what_is_installed_is_taken() -> None:
@@ -30,6 +31,15 @@ def test_what_is_installed_is_taken() -> None:
     assert found(FLASHES={"FA3": ("flash_attn_interface_of_nobody", (9, 0))}) == ""
     assert found(FLASHES={"FA4": ("json", (10, 0))}) == ""
     assert found(FLASHES={"FA4": ("nobody.cute", (9, 0))} | INSTALLED) == "FA3"
+
+
+def test_a_package_that_cannot_be_imported_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FlashAttention 2, which is around 4, built for another PyTorch."""
+    (tmp_path / "torn_flash.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert found(FLASHES={"FA4": ("torn_flash.cute", (9, 0))}) == ""
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,18 @@ def test_what_is_not_finite_is_not_used(backward_on_cpus: None) -> None:
 def test_where_it_fails_masks_stay(caplog: pytest.LogCaptureFixture) -> None:
     attention = Attention(TransformerArgs(**SHAPE))
     before = attention.inner
-    with patch.object(module, "flex_attention", side_effect=RuntimeError("no Triton")):
-        use_flex_attention([attention], heads=HEADS, head_dim=HEAD_DIM)
+    with patch.object(module, "check_flex_attention", side_effect=RuntimeError("no Triton")):
+        use_flex_attention([attention], dtype=torch.bfloat16, heads=HEADS, head_dim=HEAD_DIM)
     assert attention.inner is before
-    assert "FlexAttention failed" in caplog.text
+    assert "FlexAttention failed: no Triton" in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "is_used"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_it_is_for_half_precision(dtype: torch.dtype, is_used: bool) -> None:
+    attention = Attention(TransformerArgs(**SHAPE))
+    with patch.object(module, "check_flex_attention"):
+        use_flex_attention([attention], dtype=dtype, heads=HEADS, head_dim=HEAD_DIM)
+    assert isinstance(attention.inner, FlexAttention) == is_used
 
 
 @torch.library.custom_op("shardloom_tests::counted", mutates_args=())
@@ -185,7 +193,7 @@ def test_what_is_compiled_alone_can_be_kept(keeps: bool, calls: int) -> None:
 def test_the_kernel_computes_what_masks_do(s: int, n_queries: int, is_compiled: bool) -> None:
     attention = Attention(TransformerArgs(**SHAPE)).cuda()
     plain = attention.inner
-    use_flex_attention([attention], heads=HEADS, head_dim=HEAD_DIM)
+    use_flex_attention([attention], dtype=torch.bfloat16, heads=HEADS, head_dim=HEAD_DIM)
     assert isinstance(attention.inner, FlexAttention)
     inner = torch.compile(attention.inner) if is_compiled else attention.inner
     given, ids = [t.bfloat16() for t in inputs(s, n_queries, "cuda")], documents(s, 0.01).cuda()

@@ -213,6 +213,7 @@ def test_a_crash_loop_ends(
 
 
 def test_what_has_ended_does_not_begin_again(ended: list[tuple[Job, str, int]]) -> None:
+    assert ended
     time.sleep(SETTLED_SECONDS)
     for job, state, restarts in ended:
         assert job.slurm.show(job.id, "JobState") == state
