@@ -1,8 +1,12 @@
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.ranks import RankPool
+
+# Shells have what runs behind them ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
