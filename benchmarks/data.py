@@ -1,8 +1,8 @@
 """How fast text becomes batches, on one core.
 
 Tokenizing beside bare tiktoken, prepared tokens beside a bare memory map, the same documents
-through ``datasets`` streaming, in turns; and how long one rank of several waits for its data while
-all of them take so many tokens a second.
+through ``datasets`` streaming (and torchdata, if it is installed), in turns; and how long one rank
+of several waits for its data while all of them take so many tokens a second.
 """
 
 import json
@@ -24,6 +24,7 @@ from data.loader import BatchLoader
 from data.mixture import Mixture
 from data.sources import build_sources, open_documents
 from data.tokenizer import Tokenizer, load_tokenizer
+from runtime.compat import is_installed
 from tools import prepare, train_tokenizer
 
 SEQ_LEN, ROWS = 4096, 8
@@ -177,6 +178,18 @@ def streamed(folder: Path) -> Counts:
         yield len(sequence) - 1
 
 
+def streamed_by_torchdata(folder: Path) -> Counts:
+    """The same in batches, by a loader that can be resumed."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return sequences(folder)
+
+    for batch in StatefulDataLoader(Stream(), batch_size=ROWS):
+        yield batch[:, 1:].numel()
+
+
 def windows(folder: Path) -> Counts:
     """Random windows of one map, with no documents, no order and nothing checked."""
     ids = np.memmap(folder / "ids" / "shard-00000.bin", np.uint16, mode="r")
@@ -198,6 +211,8 @@ TEXT: dict[str, Callable[[Path], Counts]] = {
     "text, best_fit": text_batches("best_fit"),
     "datasets streaming": streamed,
 }
+if is_installed("torchdata"):
+    TEXT["datasets with torchdata"] = streamed_by_torchdata
 IDS: dict[str, Callable[[Path], Counts]] = {
     "bare memory map": windows,
     "ids, concat": id_batches("concat"),
