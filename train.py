@@ -61,7 +61,7 @@ from parallelisms.shared_parameters import shared_names
 from parallelisms.traffic import warn_of_traffic
 from runtime import exit_codes
 from runtime.attention import attention_order
-from runtime.compat import set_timeout
+from runtime.compat import keep_freed_memory, set_timeout
 from runtime.control import STOP_FILE, RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending
@@ -101,6 +101,7 @@ def main(job: Job, witness: Witness) -> int:
     set_seed(config.debug)
     if device.type == "cpu":
         choose_float32_matmul()
+        keep_freed_memory()
     control.begin(is_writer=rank == 0)
     logger.info("ranks: %d on %s, %s", world_size, device.type, dims.degrees)
 
