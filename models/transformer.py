@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from models.block_attention import block_attention, suits_blocks
 from models.rms_norm import RMSNorm
 
 InitFn = Callable[..., object]
@@ -127,6 +128,8 @@ class InnerAttention(nn.Module):
         The queries are the last s_q of the s positions. ``document_ids`` (b, s) names the document
         of each position; None means one document.
         """
+        if document_ids is None and suits_blocks(q, k):
+            return block_attention(q, k, v)
         n_queries, n_keys = q.shape[1], k.shape[1]
         mask = None
         if document_ids is not None:
