@@ -144,9 +144,10 @@ def torchtitan_loop(turns: Turns, case: Case, precision: str | None) -> None:
     config.job.dump_folder = tempfile.mkdtemp()
     trainer = Trainer(config)
     model = trainer.model_parts[0]
-    model.load_state_dict(
-        {name: in_pairs(t, name, args.head_dim) for name, t in ours.items()}, strict=False
-    )
+    # A block that it compiles is within another module.
+    weights = {name: ours[name.replace("_orig_mod.", "")] for name, _ in model.named_parameters()}
+    weights = {name: in_pairs(weight, name, args.head_dim) for name, weight in weights.items()}
+    model.load_state_dict(weights, strict=False)
     make_ready(turns, case, model, precision)
     tokens, labels = batch_of(case, torch.device("cpu"))
 

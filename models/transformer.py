@@ -49,7 +49,7 @@ class TransformerArgs:
 
 
 def rope_cache(args: TransformerArgs) -> torch.Tensor:
-    """cos and sin of every position and frequency: (max_seq_len, k/2, 2), float64.
+    """cos and sin of every position and frequency: (2, max_seq_len, k/2), float64.
 
     Rotary embedding: arXiv 2104.09864. Scaling: section 3.4.1 of arXiv 2407.21783.
     """
@@ -58,7 +58,7 @@ def rope_cache(args: TransformerArgs) -> torch.Tensor:
     if args.rope_scaling is not None:
         frequencies = _scale_frequencies(frequencies, args.rope_scaling)
     angles = torch.outer(torch.arange(args.max_seq_len, dtype=torch.float64), frequencies)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+    return torch.stack([angles.cos(), angles.sin()])
 
 
 def _scale_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -70,7 +70,7 @@ def _scale_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch
 
 
 def apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate the two halves of x (b, s, h, k) by rope (b or 1, s, k/2, 2), in rope's precision."""
+    """Rotate the two halves of x (b, s, h, k) by rope (2, b or 1, s, k/2), in rope's precision."""
     return _Rotation.apply(x, rope)
 
 
@@ -80,13 +80,13 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rope)
-        cos, sin = rope[:, :, None].unbind(-1)
+        cos, sin = rope[:, :, :, None]
         return _rotate(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (rope,) = ctx.saved_tensors
-        cos, sin = rope[:, :, None].unbind(-1)
+        cos, sin = rope[:, :, :, None]
         return _rotate(gradients[0], cos, -sin), None
 
 
@@ -106,12 +106,12 @@ class Rope(nn.Module):
         self.args = args
         # Angles of late positions need float32 at least, whatever the weights' dtype.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        cache = torch.empty(args.max_seq_len, args.head_dim // 2, 2, dtype=dtype)
+        cache = torch.empty(2, args.max_seq_len, args.head_dim // 2, dtype=dtype)
         self.register_buffer("cache", cache, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions (b, s) int64 to cos and sin (b, s, k/2, 2)."""
-        return self.cache[positions]
+        """positions (b, s) int64 to cos and sin (2, b, s, k/2)."""
+        return self.cache[:, positions]
 
     def init_weights(self) -> None:
         self.cache.copy_(rope_cache(self.args))

@@ -27,7 +27,7 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def plain_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    cos, sin = rope[:, :, None].unbind(-1)
+    cos, sin = rope[:, :, :, None]
     first, second = x.to(rope.dtype).chunk(2, dim=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return torch.cat(rotated, dim=-1).type_as(x)
@@ -52,7 +52,7 @@ def inputs_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor
 def angles(dtype: torch.dtype) -> torch.Tensor:
     positions = torch.linspace(0, 9, 7 * 5, dtype=torch.float64).view(1, 7, 5)
     precise = torch.promote_types(dtype, torch.float32)
-    return torch.stack([positions.cos(), positions.sin()], dim=-1).to(precise)
+    return torch.stack([positions.cos(), positions.sin()]).to(precise)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
