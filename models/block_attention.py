@@ -2,16 +2,18 @@
 
 PyTorch's kernel there runs at a tenth of the speed of matrix products, most of all in backward.
 Here it is products, and one softmax. A block of queries has scores for the keys up to its last
-one, so nearly half of the work is left out. Its probabilities are kept for backward, b h s s / 2 of
-them: from 1,024 positions on too many, and PyTorch's kernel is as fast.
+one, so nearly half of the work is left out. Its probabilities are kept for backward: b h s s / 2
+of them, for heads of 64 and 512 positions a quarter of what a layer keeps. Of longer sequences they
+would be too many, and PyTorch's kernel is nearly as fast.
 """
 
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 BLOCK = 128
-LONGEST = 1024
+LONGEST = 512
 
 
 def suits_blocks(q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -34,6 +36,7 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 # One operation, so that it can be kept as a whole where others are recomputed.
 @torch.library.custom_op("shardloom::block_attention", mutates_args=())
+@torch.autocast("cpu", enabled=False)
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, and the probabilities of all blocks in a row."""
     h_kv, scale = k.shape[2], q.shape[-1] ** -0.5
@@ -48,12 +51,12 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
         scores.unflatten(1, (-1, BLOCK))[..., -BLOCK:].add_(future)
         probabilities.copy_(scores.softmax(-1))
         torch.bmm(probabilities, values[:, :end], out=out[i])
-    return _from_blocks(out, q), kept
+    return _from_blocks(out, q).contiguous(), kept
 
 
 @_attend.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), q.new_empty(_n_kept(_in_blocks(q, k.shape[2])))
+    return q.new_empty(q.shape), q.new_empty(_n_kept(_in_blocks(q, k.shape[2])))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -62,6 +65,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     ctx.save_for_backward(*inputs, output[1])
 
 
+# What it keeps is taken for a constant.
+@once_differentiable
 def _backward(ctx: Any, of_out: torch.Tensor, _: None) -> tuple[torch.Tensor, ...]:
     q, k, v, kept = ctx.saved_tensors
     h_kv, scale = k.shape[2], q.shape[-1] ** -0.5

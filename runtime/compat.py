@@ -83,13 +83,14 @@ def give_gloo_one_worker() -> None:
 def keep_freed_memory() -> None:
     """Have malloc keep what tensors give back; else each one's pages are made and zeroed anew.
 
-    Tensors of a step are as large as those of the last one, so little is kept for nothing. glibc
-    alone has this; other C libraries go on as they do.
+    Tensors of a step are as large as those of the last one, so little is kept for nothing. C
+    libraries without ``mallopt`` go on as they do.
     """
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    # Older releases of glibc take no more than 32 MiB.
+    if any(mallopt(M_MMAP_THRESHOLD, size) for size in (1 << 30, 32 << 20)):
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def loopback_interface() -> str:

@@ -58,7 +58,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
-@pytest.mark.parametrize("s", [BLOCK, 3 * BLOCK, LONGEST])
+@pytest.mark.parametrize("s", [BLOCK, 3 * BLOCK, LONGEST + BLOCK])
 def test_outputs_and_gradients_are_those_of_pytorchs_kernel(s: int, heads: tuple[int, int]) -> None:
     tensors = drawn(s, heads=heads)
     ours, theirs = with_gradients(block_attention, tensors), with_gradients(kernel, tensors)
@@ -76,6 +76,21 @@ def test_bfloat16_rounds_no_more_than_pytorchs_kernel(dim: int, sharpness: float
     assert all(found.dtype == torch.bfloat16 for found in ours)
     for found, other, true in zip(ours, theirs, exact, strict=True):
         assert error(found, true) < 1.5 * error(other, true)
+
+
+def test_autocast_rounds_no_scores() -> None:
+    q, k, v = (t.bfloat16() for t in drawn(BLOCK, dim=64, sharpness=10.0)[:3])
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = block_attention(q, k, v)
+    assert torch.equal(inside, block_attention(q, k, v))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = (t.requires_grad_() for t in drawn(BLOCK)[:3])
+    total = block_attention(q, k, v).square().sum()
+    (first,) = torch.autograd.grad(total, q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:
@@ -114,12 +129,18 @@ def test_keys_before_the_queries_are_left_to_pytorch() -> None:
     assert counted.n_runs == 0
 
 
-def test_it_is_an_operation_as_pytorch_wants_them() -> None:
-    opcheck(_attend, [t.requires_grad_() for t in drawn(2 * BLOCK, b=1)[:3]])
+@pytest.mark.parametrize("s", [BLOCK, 2 * BLOCK])
+def test_it_is_an_operation_as_pytorch_wants_them(s: int) -> None:
+    tensors = drawn(s)[:3]
+    transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
+    for inputs in (tensors, transposed):
+        opcheck(_attend, [t.requires_grad_() for t in inputs])
 
 
-def test_compiled_it_is_the_same_to_the_last_bit() -> None:
-    tensors = [t.bfloat16() for t in drawn(2 * BLOCK)]
+@pytest.mark.parametrize("s", [BLOCK, 2 * BLOCK])
+def test_compiled_it_is_the_same_to_the_last_bit(s: int) -> None:
+    torch.compiler.reset()
+    tensors = [t.bfloat16() for t in drawn(s)]
     compiled = torch.compile(block_attention, fullgraph=True, backend="aot_eager")
     eager = with_gradients(block_attention, tensors)
     assert all(map(torch.equal, with_gradients(compiled, tensors), eager))
