@@ -31,9 +31,8 @@ def apply_compile(
     """
     if not config.enable:
         return
-    if buckets_collectives:
-        # Weights appear and disappear as attributes; backward replays a graph and needs neither.
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # Weights may appear and disappear as attributes; backward replays a graph and needs neither.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # Shapes do not change in training; what else runs (validation, a sample) is worth a compilation
     # of its own, and symbolic shapes are where compilers fail.
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True, "dynamic": False}

@@ -18,6 +18,7 @@ from tests.layouts import CPU, MODE, REPLICATE, RESHARD, TP, Layout, build_shard
 from tests.ranks import RankPool
 
 STEPS, ROWS, SEQ_LEN = 20, 2, 32
+AOT_EAGER = Compile(enable=True, backend="aot_eager")
 SIMPLE = {MODE: "simple_fsdp"}
 
 
@@ -115,7 +116,9 @@ def test_simple_fsdp_is_fsdp2_but_for_the_order_of_additions(
         ("qwen3", True, {}),
         ("qwen3", True, {"recompute": ActivationCheckpoint(mode="full")}),
         ("qwen3", False, {"recompute": ActivationCheckpoint(mode="selective")}),
-        ("llama3", True, {"compile": Compile(enable=True, backend="aot_eager")}),
+        ("llama3", True, {"compile": AOT_EAGER}),
+        ("llama3", True, {"compile": AOT_EAGER, "recompute": ActivationCheckpoint(mode="full")}),
+        ("qwen3", False, {"compile": AOT_EAGER, "recompute": ActivationCheckpoint()}),
         ("qwen3_moe", False, {}),
         ("qwen3_next", False, {}),
     ],
