@@ -142,9 +142,14 @@ def main(job: Job, witness: Witness) -> int:
 
     # 4. Shard it, then give it memory and weights
     mp_policy = mixed_precision_policy(training, device)
-    heads: dict[str, Any] = {"heads": (args.n_heads, args.n_kv_heads), "head_dim": args.head_dim}
+    heads = args.n_heads, args.n_kv_heads
     if device.type == "cuda" and job.wants_flex_attention:
-        use_flex_attention(job.spec.attentions(model), dtype=mp_policy.param_dtype, **heads)
+        use_flex_attention(
+            job.spec.attentions(model),
+            dtype=mp_policy.param_dtype,
+            heads=heads,
+            head_dim=args.head_dim,
+        )
     stages = parallelize(
         model,
         dims,
@@ -302,7 +307,10 @@ def main(job: Job, witness: Witness) -> int:
     has_spike_guard = config.numerics.on_spike == "rollback"
     reads_every_step = has_spike_guard or ledger is not None
     traces = run_folder / "traces"
-    with attention_order(**heads), profiler(traces, config.profiling, rank=rank) as finish_step:
+    with (
+        attention_order(heads=heads, head_dim=args.head_dim),
+        profiler(traces, config.profiling, rank=rank) as finish_step,
+    ):
         if held_out and state.step == 0:
             validate()
         while state.step < training.steps:

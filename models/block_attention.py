@@ -1,10 +1,9 @@
 """Causal attention of short sequences in bfloat16 on CPUs.
 
-PyTorch's kernel there runs at a tenth of the speed of matrix products, most of all in backward.
-Here it is products, and one softmax. A block of queries has scores for the keys up to its last
-one, so nearly half of the work is left out. Its probabilities are kept for backward: b h s s / 2
-of them, for heads of 64 and 512 positions a quarter of what a layer keeps. Of longer sequences they
-would be too many, and PyTorch's kernel is nearly as fast.
+PyTorch's kernel there is far slower than matrix products, most of all in backward. Here it is
+products, and one softmax. A block of queries has scores for the keys up to its last one, so nearly
+half of the work is left out. Its probabilities are kept for backward: b h s s / 2 of them. Of
+longer sequences they would be too many, and PyTorch's kernel is nearly as fast.
 """
 
 from typing import Any
@@ -43,7 +42,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
     blocks, keys, values = _in_blocks(q, h_kv), _by_head(k), _by_head(v)
     wide = torch.promote_types(q.dtype, torch.float32)
     wide_blocks, wide_keys = blocks.to(wide) * scale, keys.to(wide).transpose(1, 2)
-    out, kept = torch.empty_like(blocks), q.new_empty(_n_kept(blocks))
+    out, kept = torch.empty_like(blocks), _empty_kept(q)
     future = torch.full((BLOCK, BLOCK), float("-inf"), dtype=wide).triu_(1)
     for i, probabilities in enumerate(_split(kept, blocks)):
         end = (i + 1) * BLOCK
@@ -56,7 +55,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
 
 @_attend.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty(_n_kept(_in_blocks(q, k.shape[2])))
+    return q.new_empty(q.shape), _empty_kept(q)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -110,9 +109,9 @@ def _from_heads(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.to(like.dtype).unflatten(0, (like.shape[0], -1)).transpose(1, 2)
 
 
-def _n_kept(blocks: torch.Tensor) -> int:
-    n, batch, rows, _ = blocks.shape
-    return batch * rows * BLOCK * n * (n + 1) // 2
+def _empty_kept(q: torch.Tensor) -> torch.Tensor:
+    b, s, h, _ = q.shape
+    return q.new_empty(b * h * s * (s + BLOCK) // 2)
 
 
 def _split(kept: torch.Tensor, blocks: torch.Tensor) -> list[torch.Tensor]:
