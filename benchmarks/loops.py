@@ -63,7 +63,7 @@ class Ready(NamedTuple):
     """Some of the first batch's logits in float32, by which two models are known to be one."""
 
 
-def train_loop(turns: Turns, case: Case, precision: str | None) -> None:
+def train_loop(turns: Turns, case: Case) -> None:
     """``train.py`` as it is; where it asks for a step's data, a step begins."""
     import train  # It reads much that other loops do not need.
     from job import resolve
@@ -106,9 +106,11 @@ def train_loop(turns: Turns, case: Case, precision: str | None) -> None:
 
 
 def bare_loop(turns: Turns, case: Case, precision: str | None) -> None:
-    """The same model, and nothing around it but PyTorch."""
+    """The same model, and nothing around it but PyTorch, set as ``train.py`` sets it."""
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
     model = reference_model(case)
-    plain_steps(turns, case, model, lambda tokens: model(tokens), precision=precision)
+    plain_steps(turns, case, model, lambda tokens: model(tokens))
 
 
 def reference_model(case: Case) -> nn.Module:
@@ -134,14 +136,12 @@ def plain_steps(
     case: Case,
     model: nn.Module,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    precision: str | None,
 ) -> None:
     """Forward, backward, clipping and AdamW, for ever."""
     tokens, labels = batch_of(case, next(model.parameters()).device)
     optimizer = adamw(model)
     precision_of = autocast(case, tokens.device)
-    make_ready(turns, case, logits_of, precision)
+    make_ready(turns, case, logits_of)
     while True:
         turns.next_step()
         with precision_of():
@@ -152,15 +152,8 @@ def plain_steps(
         optimizer.zero_grad()
 
 
-def make_ready(
-    turns: Turns,
-    case: Case,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    precision: str | None,
-) -> None:
-    """Set what the first loop had set, and tell what this one's model makes of the batch."""
-    if precision is not None:
-        torch.set_float32_matmul_precision(precision)
+def make_ready(turns: Turns, case: Case, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Tell what the model makes of the batch."""
     probe = None
     if case.ranks == 1:
         tokens, _ = batch_of(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -43,13 +43,13 @@ def transformers_model(case: Case) -> nn.Module:
     return cast(nn.Module, model.train())
 
 
-def transformers_loop(turns: Turns, case: Case, precision: str | None) -> None:
+def transformers_loop(turns: Turns, case: Case) -> None:
     """The model of ``transformers`` in the bare loop."""
     model = transformers_model(case)
-    plain_steps(turns, case, model, lambda tokens: model(tokens).logits, precision=precision)
+    plain_steps(turns, case, model, lambda tokens: model(tokens).logits)
 
 
-def trainer_loop(turns: Turns, case: Case, precision: str | None) -> None:
+def trainer_loop(turns: Turns, case: Case) -> None:
     """The model of ``transformers`` in its ``Trainer``."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -58,7 +58,7 @@ def trainer_loop(turns: Turns, case: Case, precision: str | None) -> None:
             turns.next_step()
 
     model = transformers_model(case)
-    make_ready(turns, case, lambda tokens: model(tokens).logits, precision)
+    make_ready(turns, case, lambda tokens: model(tokens).logits)
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=case.batch_size,
         max_steps=MANY, optim="adamw_torch_fused", learning_rate=3e-5, weight_decay=0.1,
@@ -70,7 +70,7 @@ def trainer_loop(turns: Turns, case: Case, precision: str | None) -> None:
     Trainer(model, arguments, train_dataset=rows, callbacks=[Patience()]).train()
 
 
-def lightning_loop(turns: Turns, case: Case, precision: str | None) -> None:
+def lightning_loop(turns: Turns, case: Case) -> None:
     """Our model in Lightning's ``Trainer``."""
     import lightning
 
@@ -95,7 +95,7 @@ def lightning_loop(turns: Turns, case: Case, precision: str | None) -> None:
             return adamw(self)
 
     module = Module()
-    make_ready(turns, case, module.model, precision)
+    make_ready(turns, case, module.model)
     trainer = lightning.Trainer(
         devices=1, max_steps=MANY, max_epochs=1, logger=False,
         precision="bf16-mixed" if case.dtype == "bfloat16" else "32-true",
@@ -106,7 +106,7 @@ def lightning_loop(turns: Turns, case: Case, precision: str | None) -> None:
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
 
 
-def torchtitan_loop(turns: Turns, case: Case, precision: str | None) -> None:
+def torchtitan_loop(turns: Turns, case: Case) -> None:
     """The model and the ``train_step`` of torchtitan 0.2.2."""
     if not torch.cuda.is_available():
         let_torchtitan_have_a_cpu()
@@ -148,7 +148,7 @@ def torchtitan_loop(turns: Turns, case: Case, precision: str | None) -> None:
     weights = {name: ours[name.replace("_orig_mod.", "")] for name, _ in model.named_parameters()}
     weights = {name: in_pairs(weight, name, args.head_dim) for name, weight in weights.items()}
     model.load_state_dict(weights, strict=False)
-    make_ready(turns, case, model, precision)
+    make_ready(turns, case, model)
     tokens, labels = batch_of(case, torch.device("cpu"))
 
     def batches() -> Iterator[Any]:
@@ -188,7 +188,7 @@ def let_torchtitan_have_a_cpu() -> None:
     metrics.build_device_memory_monitor = lambda: monitor
 
 
-PEERS: dict[str, Callable[[Turns, Case, str | None], None]] = {
+PEERS: dict[str, Callable[[Turns, Case], None]] = {
     "transformers": transformers_loop,
     "transformers Trainer": trainer_loop,
     "Lightning": lightning_loop,

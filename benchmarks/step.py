@@ -6,7 +6,7 @@ loop's own in the same turn: above 1 is faster than the bare loop.
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 
@@ -20,7 +20,7 @@ from metrics.flops import flops_per_token, matmul_parameters, peak_flops
 from models import find_model
 from models.meta import build_on_meta
 
-LOOPS = {"train": train_loop, "bare": bare_loop, **PEERS}
+LOOPS: dict[str, Callable[..., None]] = {"train": train_loop, "bare": bare_loop, **PEERS}
 # Of logits of the same weights in float32, relative to the largest.
 PARITY = 1e-4
 
@@ -40,15 +40,16 @@ def run(case: Case) -> Iterator[Row]:
                 problems[name] = f"skipped: {', '.join(missing)} not installed"
                 continue
             try:
-                loop = Loop(LOOPS[name], case, precision, ranks=case.ranks, deadline=deadline)
+                settings = (case, precision) if name == "bare" else (case,)
+                loop = Loop(LOOPS[name], *settings, ranks=case.ranks, deadline=deadline)
                 stack.enter_context(loop)
                 firsts[name] = loop.turn()
             except LoopError as error:
                 print(error)
                 problems[name] = error.problem
                 continue
-            # All others compute with the precision that the first one, train.py, has chosen.
-            precision = precision or loop.ready.matmul_precision
+            # What train.py has chosen, the bare loop after it is told; peers choose themselves.
+            precision = loop.ready.matmul_precision if name == "train" else precision
             loops[name], turns[name] = loop, []
         for number in range(case.warmup + case.turns):
             # There and back, so that nobody is always the one who comes after somebody.

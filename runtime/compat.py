@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,12 @@ def cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices in hardware."""
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def cpu_is_intel() -> bool:
+    """Whether Intel made this CPU; only Linux says."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text()
 
 
 def has_float8() -> bool:
