@@ -43,9 +43,12 @@ class Case(Section):
     compile: bool = False
     keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """More of train.py's keys, for the loop "train" alone."""
+    restarts: Count = 1
+    """Times that all loops are started; one process differs from the next by up to a tenth."""
     warmup: NonNegative = 3
     """Turns before those that count, the first of which is one step in any case."""
     turns: Count
+    """After each start."""
     steps_per_turn: Count = 1
     limit_seconds: Count = 600
 

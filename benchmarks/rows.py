@@ -104,9 +104,15 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
-def table(rows: list[Row], columns: list[str]) -> str:
-    """Markdown: where the rows are from, then a line for each."""
-    rows = newest(rows)
+def tables(rows: list[Row], columns: list[str]) -> str:
+    """Markdown, a table for each machine: where its rows are from, then a line for each."""
+    of_machines: dict[tuple[Any, ...], list[Row]] = {}
+    for row in newest(rows):
+        of_machines.setdefault(tuple(row[k] for k in MACHINE), []).append(row)
+    return "\n\n".join(_table(own, columns) for own in of_machines.values())
+
+
+def _table(rows: list[Row], columns: list[str]) -> str:
     names = [*columns, *["problem"] * any(row["problem"] for row in rows)]
     lines = [[heading(name) for name in names]]
     texts = {name: isinstance(shown_value(rows, name), str | None) for name in names}

@@ -29,40 +29,44 @@ def run(case: Case) -> Iterator[Row]:
     if unknown := set(case.loops) - LOOPS.keys():
         raise ValueError(f"loops: {', '.join(sorted(unknown))} not one of {', '.join(LOOPS)}")
     deadline = time.monotonic() + case.limit_seconds
+    precision = None
     problems: dict[str, str] = {}
-    loops: dict[str, Loop] = {}
     firsts: dict[str, Turn] = {}
-    turns: dict[str, list[Turn]] = {}
-    with ExitStack() as stack:
-        precision = None
-        for name in case.loops:
-            if missing := [p for p in PACKAGES.get(name, ()) if find_spec(p) is None]:
-                problems[name] = f"skipped: {', '.join(missing)} not installed"
-                continue
-            try:
-                settings = (case, precision) if name == "bare" else (case,)
-                loop = Loop(LOOPS[name], *settings, ranks=case.ranks, deadline=deadline)
-                stack.enter_context(loop)
-                firsts[name] = loop.turn()
-            except LoopError as error:
-                print(error)
-                problems[name] = error.problem
-                continue
-            # What train.py has chosen, the bare loop after it is told; peers choose themselves.
-            precision = loop.ready.matmul_precision if name == "train" else precision
-            loops[name], turns[name] = loop, []
-        for number in range(case.warmup + case.turns):
-            # There and back, so that nobody is always the one who comes after somebody.
-            for name in list(loops)[:: 1 if number % 2 else -1]:
-                turns[name].append(loops[name].turn(case.steps_per_turn))
-        probes = {name: loop.ready.probe for name, loop in loops.items()}
+    turns: dict[str, list[Turn]] = {name: [] for name in case.loops}
+    probes: dict[str, list[float] | None] = {}
     for name in case.loops:
-        if name not in loops:
+        if missing := [p for p in PACKAGES.get(name, ()) if find_spec(p) is None]:
+            problems[name] = f"skipped: {', '.join(missing)} not installed"
+    for _ in range(case.restarts):
+        with ExitStack() as stack:
+            loops: dict[str, Loop] = {}
+            for name in [name for name in case.loops if name not in problems]:
+                try:
+                    settings = (case, precision) if name == "bare" else (case,)
+                    loop = Loop(LOOPS[name], *settings, ranks=case.ranks, deadline=deadline)
+                    stack.enter_context(loop)
+                    firsts[name] = loop.turn()
+                except LoopError as error:
+                    print(error)
+                    problems[name] = error.problem
+                    continue
+                # What train.py chose, the bare loop after it is told; peers choose themselves.
+                precision = loop.ready.matmul_precision if name == "train" else precision
+                loops[name], probes[name] = loop, loop.ready.probe
+            for number in range(case.warmup + case.turns):
+                # There and back, so that nobody is always the one who comes after somebody.
+                for name in list(loops)[:: 1 if number % 2 else -1]:
+                    turn = loops[name].turn(case.steps_per_turn)
+                    if number >= case.warmup:
+                        turns[name].append(turn)
+    has_bare = "bare" in case.loops and "bare" not in problems
+    for name in case.loops:
+        if name in problems:
             yield {"what": name, "problem": problems[name]}
             continue
-        row = measured(case, firsts[name], turns[name][case.warmup :])
-        if name != "bare" and "bare" in loops:
-            row |= compared(turns["bare"][case.warmup :], turns[name][case.warmup :])
+        row = measured(case, firsts[name], turns[name])
+        if name != "bare" and has_bare:
+            row |= compared(turns["bare"], turns[name])
             row["problem"] = parity_problem(probes["bare"], probes[name])
         yield {"what": name} | row
 

@@ -10,7 +10,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from benchmarks.rows import ROOT, Row, newest, read_rows, table
+from benchmarks.rows import ROOT, Row, newest, read_rows, tables
 
 RESULTS, CONFIGS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "configs"
 PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "data_parallel.md")]
@@ -23,11 +23,11 @@ def table_of(path: Path) -> str:
     if not rows:
         return "(no rows yet)"
     configs = list(dict.fromkeys(row["config"] for row in rows))
-    tables = []
+    of_configs = []
     for config in configs:
         columns = tomllib.loads((CONFIGS / f"{config}.toml").read_text())["columns"]
-        tables.append(table([row for row in rows if row["config"] == config], columns))
-    return "\n\n".join(tables)
+        of_configs.append(tables([row for row in rows if row["config"] == config], columns))
+    return "\n\n".join(of_configs)
 
 
 def rendered(page: str) -> str:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import run, step, table
-from benchmarks.rows import MEASURED, append_rows, environment, newest, read_rows
-from benchmarks.rows import table as markdown
+from benchmarks.rows import MEASURED, append_rows, environment, newest, read_rows, tables
 from benchmarks.run import load_cases, main
 from benchmarks.turns import Loop, LoopError, Turn, Turns
 
@@ -80,6 +79,17 @@ def test_a_peer_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -
     bare, peer = step.run(case)
     assert bare["tokens_per_second"] > 0
     assert peer == {"what": "torchtitan", "problem": "skipped: torchtitan not installed"}
+
+
+def test_turns_of_all_starts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Turn] = []
+    monkeypatch.setattr(step, "measured", lambda case, first, turns: taken.extend(turns) or {})
+    case = step.Case(
+        loops=["bare"], shape=TINY, seq_len=32, batch_size=1, dtype="float32", restarts=2,
+        turns=3, warmup=1,
+    )  # fmt: skip
+    assert [row["what"] for row in step.run(case)] == ["bare"]
+    assert len({turn.seconds for turn in taken}) == 6
 
 
 def test_another_model_is_seen() -> None:
@@ -177,8 +187,17 @@ def test_a_table_shows_the_newest_rows(tmp_path: Path) -> None:
     append_rows(out, [row("x", mfu_palm=0.25, problem="cold")])
     rows = read_rows(out)
     assert [r["what"] for r in newest(rows)] == ["y", "x"]
-    *_, y, x = markdown(rows, ["what", "mfu_palm", "ratio_wall"]).splitlines()
+    *_, y, x = tables(rows, ["what", "mfu_palm", "ratio_wall"]).splitlines()
     assert (y, x) == ("| y |  | 0.973 |  |", "| x | 25.0% |  | cold |")
+
+
+def test_each_machine_has_a_table() -> None:
+    rows = [row("x", cores=2), row("x", cores=4), row("y", cores=2)]
+    here, *of_here, there, _, _, _, x = tables(rows, ["what"]).split("\n")
+    assert "2 cores" in here
+    assert of_here == ["", "| what |", "| --- |", "| x |", "| y |", ""]
+    assert "4 cores" in there
+    assert x == "| x |"
 
 
 def test_tables_of_the_documentation_are_the_committed_rows() -> None:
