@@ -53,12 +53,8 @@ def run(case: Case) -> Iterator[Row]:
                 # What train.py chose, the bare loop after it is told; peers choose themselves.
                 precision = loop.ready.matmul_precision if name == "train" else precision
                 loops[name], probes[name] = loop, loop.ready.probe
-            for number in range(case.warmup + case.turns):
-                # There and back, so that nobody is always the one who comes after somebody.
-                for name in list(loops)[:: 1 if number % 2 else -1]:
-                    turn = loops[name].turn(case.steps_per_turn)
-                    if number >= case.warmup:
-                        turns[name].append(turn)
+            for name, turn in turns_that_count(case, loops):
+                turns[name].append(turn)
     has_bare = "bare" in case.loops and "bare" not in problems
     for name in case.loops:
         if name in problems:
@@ -69,6 +65,15 @@ def run(case: Case) -> Iterator[Row]:
             row |= compared(turns["bare"], turns[name])
             row["problem"] = parity_problem(probes["bare"], probes[name])
         yield {"what": name} | row
+
+
+def turns_that_count(case: Case, loops: dict[str, Loop]) -> Iterator[tuple[str, Turn]]:
+    """There and back, so that nobody is always the one who comes after somebody."""
+    for number in range(case.warmup + case.turns):
+        for name in list(loops)[:: 1 if number % 2 else -1]:
+            turn = loops[name].turn(case.steps_per_turn)
+            if number >= case.warmup:
+                yield name, turn
 
 
 def measured(case: Case, first: Turn, turns: list[Turn]) -> Row:
