@@ -50,7 +50,7 @@ from tests.ranks import RankPool
 ROWS, SEQ_LEN = 36, 16
 MAX_NORM, TOLERANCE = 0.05, 1e-9
 # Steps, each with so many microbatches; of those compiled all have one shape.
-ACCUMULATION, COMPILED, PIPELINED = (1, 3, 1, 1, 1), (3,) * 5, (6,) * 5
+ACCUMULATION, COMPILED, PIPELINED = (1, 3, 1), (3,) * 3, (6,) * 3
 OPTIMIZER = Optimizer(lr=1e-2)
 MODELS = [("llama3", False), ("llama3", True), ("qwen3", False), ("qwen3", True)]
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
