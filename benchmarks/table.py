@@ -10,7 +10,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from benchmarks.rows import ROOT, Row, newest, read_rows, tables
+from benchmarks.rows import ROOT, newest, read_rows, tables
 
 RESULTS, CONFIGS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "configs"
 PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "data_parallel.md")]
@@ -35,20 +35,6 @@ def rendered(page: str) -> str:
     return MARKED.sub(lambda m: f"{m[1]}\n{table_of(RESULTS / m[2])}\n\n{m[3]}", page)
 
 
-def draw(rows: list[Row], picture: Path) -> None:
-    """Memory, traffic and rates of each mode."""
-    from tools.plot import draw_modes  # Behind it is an optional package.
-
-    kinds = ("parameters", "gradients", "optimizer", "rest")
-    records: list[Row] = [
-        {kind: row[f"{kind}_mib"] * 2**20 for kind in kinds}
-        | {"mode": row["what"], "tokens_per_second": row["tokens_per_second"]}
-        | {"sent": {"all": row["sent_mib"] * 2**20}}
-        for row in newest(rows)
-    ]
-    draw_modes(records, kinds, picture)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path)
@@ -57,7 +43,10 @@ def main() -> None:
     for file in options.files:
         print(table_of(file), end="\n\n")
     if options.draw:
-        draw([row for file in options.files for row in read_rows(file)], options.draw)
+        from tools.plot import draw_modes  # Behind it is an optional package.
+
+        rows = [row for file in options.files for row in read_rows(file)]
+        draw_modes(newest(rows), options.draw)
     for page in [] if options.files else PAGES:
         page.write_text(rendered(page.read_text()))
 

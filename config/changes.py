@@ -63,6 +63,11 @@ INSTEAD = (
     "the checkpoint is of another run: a new job.name, with checkpoint.initial_load_path naming the"
     " checkpoint, takes its weights along"
 )
+# Of keys that nobody need have changed.
+OF_KEY = {
+    "training.global_batch_size": "absent, it follows the number of ranks: set to what it was, it"
+    " lets this run go on",
+}
 # They follow training.seq_len and experts.balance_loss, which may change.
 NOT_TRAINED = {"max_seq_len", "balance_weight"}
 
@@ -80,7 +85,9 @@ class Changes:
     def refuse_frozen(self) -> None:
         """Raise ``ConfigError`` if a key of this run's identity changed."""
         if self.frozen:
-            raise ConfigError([f"{change}; {INSTEAD}" for change in self.frozen])
+            keys = (change.partition(":")[0] for change in self.frozen)
+            hints = [OF_KEY.get(key, INSTEAD) for key in keys]
+            raise ConfigError([f"{c}; {hint}" for c, hint in zip(self.frozen, hints, strict=True)])
 
 
 def compare(saved: dict[str, Any], now: JobConfig) -> Changes:

@@ -131,7 +131,7 @@ class BatchLoader:
         keys = {
             "source": "the documents of [data], their weights, or debug.seed, which orders them",
             "tokenizer": "data.tokenizer",
-            "global_batch_size": "training.global_batch_size (absent, it follows the ranks)",
+            "global_batch_size": "training.global_batch_size",
             "packing": "data.packing, or with best_fit training.seq_len,",
         }
         for key, name in keys.items():

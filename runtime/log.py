@@ -13,6 +13,11 @@ def init_logging() -> None:
     logger.propagate = False
     # True under tensor parallel, and harmless: no model writes into its activations.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # Compiled blocks that are recomputed by choice do what it asks for: nothing there is in place.
+    noisy = logging.getLogger("torch._higher_order_ops.wrap")
+    noisy.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
+    # Each trace is written at the end of its cycle.
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
 
 logger = logging.getLogger("shardloom")

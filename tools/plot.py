@@ -1,8 +1,7 @@
-"""Draw a run's loss curves: ``python -m tools.plot outputs/debug_model loss.png``"""
+"""Draw a run's loss curves: ``python -m tools.plot RUN_FOLDER PICTURE.png``"""
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,30 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from runtime import exit_codes
 
-def draw_modes(records: list[dict[str, Any]], kinds: Sequence[str], picture: Path) -> None:
-    """Per mode of the benchmark ``data_parallel``: memory by ``kinds``, bytes sent, tokens/s."""
-    names = [record["mode"] for record in records]
+COLORS = {
+    "parameters": "#4c72b0",
+    "gradients": "#dd8452",
+    "optimizer": "#937860",
+    "rest": "#c8c8c8",
+}
+
+
+def draw_modes(rows: list[dict[str, Any]], picture: Path) -> None:
+    """Per row of the benchmark ``data_parallel``: memory by kind, bytes sent, tokens/s."""
+    names = [row["what"] for row in rows]
     figure, (memory, sent, speed) = pyplot.subplots(
         1, 3, figsize=(11.0, 0.6 + 0.36 * len(names)), width_ratios=(2, 1, 1), sharey=True,
         layout="constrained",
     )  # fmt: skip
     left = [0.0] * len(names)
-    for kind, color in zip(kinds, ("#4c72b0", "#dd8452", "#937860", "#c8c8c8"), strict=True):
-        widths = [record[kind] / 2**20 for record in records]
+    for kind, color in COLORS.items():
+        widths = [row[f"{kind}_mib"] for row in rows]
         memory.barh(names, widths, left=left, label=kind, color=color)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    traffic = [sum(record["sent"].values()) / 2**20 for record in records]
-    rates = [record["tokens_per_second"] for record in records]
+    traffic = [row["sent_mib"] for row in rows]
+    rates = [row["tokens_per_second"] for row in rows]
     for axes, values, title in (
         (memory, left, "peak memory per rank (MiB)"),
         (sent, traffic, "sent per rank and step (MiB)"),
@@ -33,22 +41,37 @@ def draw_modes(records: list[dict[str, Any]], kinds: Sequence[str], picture: Pat
     ):
         if axes is not memory:
             axes.barh(names, values, color="#4c72b0")
-        for row, value in enumerate(values):
+        for place, value in enumerate(values):
             axes.annotate(
-                f"{value:,.0f}", (value, row), (3, 0), textcoords="offset points", va="center",
+                f"{value:,.0f}", (value, place), (3, 0), textcoords="offset points", va="center",
                 fontsize=8,
             )  # fmt: skip
         axes.set_title(title, fontsize=10)
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
     memory.invert_yaxis()
-    figure.legend(loc="outside lower left", ncols=len(kinds), frameon=False)
+    figure.legend(loc="outside lower left", ncols=len(COLORS), frameon=False)
     figure.savefig(picture, dpi=150)
 
 
-def main(run_folder: Path, picture: Path) -> None:
-    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2:
+        print(__doc__, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    try:
+        draw_losses(*map(Path, arguments))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    return exit_codes.DONE
+
+
+def draw_losses(run_folder: Path, picture: Path) -> None:
+    path = run_folder / "metrics.jsonl"
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
     curves: list[tuple[str, str, dict[str, Any]]] = [
         ("loss", "training", {"linewidth": 1.0, "color": "0.6"}),
@@ -64,4 +87,4 @@ def main(run_folder: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(sys.argv[1:]))

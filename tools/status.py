@@ -163,7 +163,8 @@ def read_status(folder: Path, now: float) -> Status:
         state=state,
         why=why,
         holder=_text(folder / "control" / "lock"),
-        step=newest.get("step"),
+        # The last steps before an early end may have no line.
+        step=max((n for n in (newest.get("step"), checkpoint) if n is not None), default=None),
         steps=_steps(folder / "config.toml", problems),
         loss=newest.get("loss"),
         validation_loss=validations[-1] if validations else None,

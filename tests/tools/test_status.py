@@ -153,6 +153,13 @@ def test_torn_and_missing_files_are_named(
     assert (told.step, told.loss, told.checkpoint, told.goodput) == (None, None, None, None)
 
 
+def test_steps_without_a_line_count_once_they_are_saved(finished: Path, tmp_path: Path) -> None:
+    log = copy_of(finished, tmp_path) / "debug_model" / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if json.loads(line)["step"] <= 5))
+    assert (read(tmp_path).step, read(tmp_path).checkpoint) == (12, 12)
+
+
 def test_one_run_gets_lines_and_more_get_a_table(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
