@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from config import ConfigError
+from runtime.run_folder import make_folder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE = "stop file"
@@ -42,9 +43,7 @@ class RunControl:
         self._is_writer = is_writer
         if is_writer:
             try:
-                # What a run writes is its owner's alone.
-                self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._folder.mkdir(mode=0o700, exist_ok=True)
+                make_folder(self._folder.parent, self._folder.name)
                 self._lock = lock_run(self._folder)
             except OSError as error:
                 raise ConfigError([f"job.output_dir: {error}"]) from None

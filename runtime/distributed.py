@@ -45,7 +45,6 @@ def set_seed(debug: Debug) -> None:
     if debug.deterministic or is_elastic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
     if is_elastic:
         # Kernels split sums over threads, and with fewer ranks a machine has more for each.
         torch.set_num_threads(1)
@@ -57,8 +56,10 @@ def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
         return getattr(torch, training.dtype)
     if training.mixed_precision_param != "auto":
         return getattr(torch, training.mixed_precision_param)
-    is_cuda = device.type == "cuda"
-    has_bfloat16 = torch.cuda.is_bf16_supported() if is_cuda else cpu_has_bfloat16()
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bfloat16 = cpu_has_bfloat16()
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
@@ -78,15 +79,16 @@ def sum_in_order(values: torch.Tensor, data_mesh: DeviceMesh) -> torch.Tensor:
     """
     values = values.detach()
     for dim in ("pp", "cp"):
-        if data_mesh[dim].size() > 1:
-            values = _gather(values, data_mesh[dim]).sum(dim=0)
-    return _gather(values, data_mesh["batch"]).t().flatten().sum()
+        group = data_mesh.get_group(dim)
+        if group.size() > 1:
+            values = _gather(values, group).sum(dim=0)
+    return _gather(values, data_mesh.get_group("batch")).t().flatten().sum()
 
 
-def _gather(values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """(ranks, ...) of a 1-D mesh."""
-    gathered = [torch.empty_like(values) for _ in range(mesh.size())]
-    dist.all_gather(gathered, values.contiguous(), group=mesh.get_group())
+def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(ranks, ...)."""
+    gathered = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(gathered, values.contiguous(), group=group)
     return torch.stack(gathered)
 
 

@@ -18,15 +18,14 @@ class Ending:
     reason: str
     code: int
     hint: str = "the same command resumes"
-    is_saved: bool = True
-    """Whether what it has is worth saving."""
+    is_worth_saving: bool = True
 
 
 _AGAIN = "not saved, and the same command would come here again"
 NOT_FINITE = Ending("a loss or gradient that is not finite", DO_NOT_REQUEUE, _AGAIN, False)
 SPIKES = Ending("too many spikes", DO_NOT_REQUEUE, _AGAIN, False)
 DATA_ENDED = Ending("the end of the data", DONE, "[[data.sources]] with repeat = true begin again")
-NOT_SAVED = Ending("checkpoints that could not be saved", FAILED, is_saved=False)
+NOT_SAVED = Ending("checkpoints that could not be saved", FAILED, is_worth_saving=False)
 
 
 def report(control: Path, code: int) -> None:

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from runtime.run_folder import make_folder
+
 MOST_ATTEMPTS = 3
 
 
@@ -17,9 +19,7 @@ def record_failure(control: Path, *, lines: list[str], codes: dict[int, int]) ->
 
     ``lines`` say why, the cause first; ``codes`` are the exit codes of ranks.
     """
-    # What a run writes is its owner's alone.
-    control.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    control.mkdir(mode=0o700, exist_ok=True)
+    make_folder(control.parent, control.name)
     progress, last = published_step(control), _last(control)
     goes_on = last.get("attempt", MOST_ATTEMPTS) < MOST_ATTEMPTS and progress <= last["progress"]
     attempt = last["attempt"] + 1 if goes_on else 1

@@ -29,9 +29,11 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from config import ConfigError
 from runtime import exit_codes
 from runtime.control import SIGNALS
 from runtime.post_mortem import STORE_SECONDS, Verdict, is_alarmed, judge
+from runtime.run_folder import make_folder
 
 # Seconds that ranks have to save after a signal before they are killed.
 SHUTDOWN_SECONDS = 120
@@ -80,7 +82,7 @@ def run_ranks(
     """Run Python on ``program`` once per rank of this node; return when all have ended.
 
     ``shown`` are the ranks of this node whose output is seen. What the others say is in ``logs``,
-    in a folder of this start, or nowhere.
+    in a folder of this start, or nowhere; ``ConfigError`` if that cannot be made.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
     os.environ["LAUNCHER_PID"] = str(os.getpid())
@@ -91,6 +93,11 @@ def run_ranks(
         logs = logs / _agreed(store, nodes, time.strftime("%Y%m%d-%H%M%S"))
         _keep_flight_records(logs)
         new = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+        try:
+            make_folder(logs.parents[1], logs.parent.name)
+            logs.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError([f"job.output_dir: {error}"]) from None
     rendezvous = StaticTCPRendezvous(
         store.host, store.port, nodes.rank, nodes.count, "shardloom", RENDEZVOUS_SECONDS
     )
@@ -193,9 +200,6 @@ class RankLogs(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
         if self._logs is not None:
-            # What a run writes is its owner's alone.
-            for folder in (*reversed(self._logs.parents[:2]), self._logs):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for local, environment in envs.items():
                 if local not in self._shown:
                     path = str(self._logs / f"rank-{environment['RANK']}")

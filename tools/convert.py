@@ -4,7 +4,6 @@
 ``python -m tools.convert import FOLDER CHECKPOINT``: what ``checkpoint.initial_load_path`` takes.
 """
 
-import argparse
 import json
 import sys
 import uuid
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -49,21 +48,16 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from runtime import exit_codes
-from tools.saved_model import saved_model
+from tools.arguments import Parser
+from tools.saved_model import check_shapes, saved_model, saved_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 # Of the names of a checkpoint's weights, beside those of the optimizer's state.
 PREFIX = "model."
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def main(arguments: list[str]) -> int:
-    parser = Parser(prog="python -m tools.convert", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tools.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("export", help="to a folder that transformers loads").add_argument
     add("checkpoint", type=Path, help="a checkpoint's folder, such as .../step-00000100")
@@ -104,7 +98,7 @@ def export_checkpoint(
     if spec.hugging_face is None:
         raise ValueError(f"{checkpoint}: {name} has no known form at Hugging Face")
     pairs = spec.hugging_face.tensors(args)
-    _check_weights(checkpoint, weights, spec, args)
+    check_shapes(checkpoint, weights, _shapes(spec, args))
     tokenizer, files = _tokenizer_of(checkpoint, manifest, tokenizer_name)
     dtypes = (DTYPES[weights[pair.ours].dtype] for pair in pairs if pair.theirs)
     dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
@@ -122,17 +116,6 @@ def export_checkpoint(
 
     write_folder(folder, config, tensors(), files=files, shard_bytes=shard_bytes)
     print(f"{folder}: {config['architectures'][0]}, {dtype}, step {manifest['step']}")
-
-
-def _check_weights(
-    checkpoint: Path, weights: Mapping[str, Entry], spec: ModelSpec, args: TransformerArgs
-) -> None:
-    have = {fqn: entry.shape for fqn, entry in weights.items()}
-    want = {fqn: list(shape) for fqn, shape in _shapes(spec, args).items()}
-    for fqn in sorted(have.keys() | want.keys()):
-        if have.get(fqn) != want.get(fqn):
-            sizes = f"{have.get(fqn, 'absent')}, not {want.get(fqn, 'absent')}"
-            raise ValueError(f"{checkpoint}: {fqn} is {sizes}")
 
 
 def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
@@ -157,17 +140,11 @@ def _tokenizer_of(
     checkpoint: Path, manifest: Mapping[str, Any], name: str | None
 ) -> tuple[Tokenizer | None, dict[str, bytes]]:
     """The run's tokenizer, and what of it is written; none where the checkpoint knows of none."""
-    name = name or manifest["config"].get("data", {}).get("tokenizer")
-    if name is None:
+    found = saved_tokenizer(checkpoint, manifest, name)
+    if found is None:
         print("no tokenizer is written: the checkpoint names none, and there is no --tokenizer")
         return None, {}
-    try:
-        tokenizer = load_tokenizer(name)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint}: {error}; --tokenizer says where it is now") from None
-    fingerprint = manifest.get("fingerprints", {}).get("tokenizer", tokenizer.fingerprint)
-    if tokenizer.fingerprint != fingerprint:
-        raise ValueError(f"{checkpoint}: {name} is not the tokenizer that it was trained with")
+    name, tokenizer = found
     path = Path(name)
     if path.suffix == ".json":
         markers = {

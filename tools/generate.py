@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,7 +25,6 @@ from checkpoint.states import ModelState
 from checkpoint.storage import Reader, read_index
 from checkpoint.store import problems_of, published, sizes_of
 from config.job_config import Training
-from data.tokenizer import Tokenizer, load_tokenizer
 from metrics.sample import TEMPERATURE, draw
 from models import ModelSpec, TransformerArgs
 from models.cache import cached
@@ -33,7 +32,8 @@ from models.meta import build_on_meta
 from parallelisms.shared_parameters import keep_shared
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
-from tools.saved_model import saved_model
+from tools.arguments import Parser
+from tools.saved_model import check_shapes, saved_model, saved_tokenizer
 
 MOST_TOKENS = 256
 # Bounds the logits of a prompt, of which only the last are needed.
@@ -56,14 +56,9 @@ def main(arguments: list[str]) -> int:
     return exit_codes.DONE
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Raises ``ValueError`` that names the argument."""
-    parser = Parser(prog="python -m tools.generate", description=__doc__, allow_abbrev=False)
+    parser = Parser("python -m tools.generate", description=__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint's folder; or a run's: its newest that verifies")
     add("--prompt", type=_text, default="", help="what the text begins with")
@@ -142,7 +137,10 @@ def write(options: argparse.Namespace) -> None:
     folder = find_checkpoint(options.checkpoint)
     manifest = read_manifest(folder)
     name, spec, args = saved_model(folder, manifest)
-    tokenizer = read_tokenizer(folder, manifest, options.tokenizer)
+    found = saved_tokenizer(folder, manifest, options.tokenizer)
+    if found is None:
+        raise ValueError(f"{folder}: it names no tokenizer; --tokenizer does")
+    _, tokenizer = found
     prompt = [tokenizer.bos_id, *tokenizer.encode(options.prompt).tolist()]
     count = _count(options.tokens, prompt, args.max_seq_len)
     if options.top_k is not None and options.top_k > tokenizer.n_vocab:
@@ -217,23 +215,6 @@ def find_checkpoint(path: Path) -> Path:
     raise ValueError(f"{path}: nothing that verifies: {'; '.join(problems)}")
 
 
-def read_tokenizer(folder: Path, manifest: dict[str, Any], name: str | None) -> Tokenizer:
-    """The checkpoint's, or the one of that ``name`` if it is the same."""
-    named_by = "argument --tokenizer" if name else f"{folder}: data.tokenizer"
-    name = name or manifest["config"].get("data", {}).get("tokenizer")
-    if name is None:
-        raise ValueError(f"{folder}: it names no tokenizer; --tokenizer does")
-    try:
-        tokenizer = load_tokenizer(name)
-    except ValueError as error:
-        raise ValueError(f"{named_by}{str(error).removeprefix('data.tokenizer')}") from None
-    fingerprint = manifest.get("fingerprints", {}).get("tokenizer", tokenizer.fingerprint)
-    if tokenizer.fingerprint != fingerprint:
-        text = f"{name} is not the tokenizer that the model was trained with"
-        raise ValueError(f"{named_by}: {text}; --tokenizer names another")
-    return tokenizer
-
-
 def load_model(
     folder: Path,
     manifest: dict[str, Any],
@@ -249,15 +230,11 @@ def load_model(
         model.to_empty(device=device)
     # Fills what follows from ``args``; the weights are those of the checkpoint.
     cast(Any, model).init_weights(lambda parameter, *, std: None)
-    weights = ModelState([model])
+    weights = ModelState(model)
     state = {"model": weights.state_dict()}
     index = read_index(folder, sizes_of(manifest))
-    have = {fqn: e.shape for fqn, e in index.items() if fqn.startswith("model.")}
-    want = {f"model.{fqn}": list(tensor.shape) for fqn, tensor in state["model"].items()}
-    for fqn in sorted(have.keys() | want.keys()):
-        if have.get(fqn) != want.get(fqn):
-            sizes = f"{have.get(fqn, 'absent')}, not {want.get(fqn, 'absent')}"
-            raise ValueError(f"{folder} is of another model: its {fqn} is {sizes}")
+    have = {fqn: entry for fqn, entry in index.items() if fqn.startswith("model.")}
+    check_shapes(folder, have, {f"model.{fqn}": t.shape for fqn, t in state["model"].items()})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=Reader(folder, index), no_dist=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from config import load_config
+from config import ConfigError, JobConfig, load_config
 from models import find_model
 from parallelisms.support import check_support
 from runtime import exit_codes
@@ -46,22 +46,27 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         config = load_config(config_path, overrides)
         n_ranks = ranks_per_node(environment)
         nodes = find_nodes(environment)
-        _, args = find_model(config.model.name, config.model.flavor)
-        has_gpu = torch.cuda.is_available()
-        check_support(config, args, n_ranks * nodes.count, has_gpu=has_gpu)
+        check_run(config, n_ranks * nodes.count)
         # All log the same; one copy of it is enough.
         asked = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
-        shown = shown_ranks(asked) if asked else set()
+        shown = shown_ranks(asked, n_ranks) if asked else set()
+        run_folder = Path(config.job.output_dir) / config.job.name
+        logs, control = run_folder / "logs", run_folder / "control"
+        if nodes.rank == 0:
+            exit_codes.forget(control)
+    except OSError as error:
+        print(f"job.output_dir: {error}", file=sys.stderr)
+        return exit_codes.BAD_CONFIG
     except ValueError as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     program = [str(TRAINER), str(config_path), *overrides]
-    run_folder = Path(config.job.output_dir) / config.job.name
-    logs, control = run_folder / "logs", run_folder / "control"
-    if nodes.rank == 0:
-        exit_codes.forget(control)
-    end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
+    try:
+        end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
         print(end.message, file=sys.stderr)
@@ -73,6 +78,12 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         record_end(control, _outcome(control))
     exit_codes.report(control, code)
     return code
+
+
+def check_run(config: JobConfig, n_ranks: int) -> None:
+    """Raise ``ValueError`` for what cannot be run, without opening data or tokenizer."""
+    _, args = find_model(config.model.name, config.model.flavor)
+    check_support(config, args, n_ranks, has_gpu=torch.cuda.is_available())
 
 
 def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
@@ -167,9 +178,12 @@ def cpu_threads(n_ranks: int) -> int:
     return max(1, usable_cpus() // n_ranks)
 
 
-def shown_ranks(text: str) -> set[int]:
+def shown_ranks(text: str, n_ranks: int) -> set[int]:
     """The ranks of this node whose output is seen; ``text`` as in LOG_RANK: 0,1"""
-    return {_number("LOG_RANK", rank, at_least=0) for rank in text.split(",")}
+    shown = {_number("LOG_RANK", rank, at_least=0) for rank in text.split(",")}
+    if max(shown) >= n_ranks:
+        raise ValueError(f"LOG_RANK: {text}: a node's ranks are 0 to {n_ranks - 1}")
+    return shown
 
 
 if __name__ == "__main__":

@@ -18,15 +18,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from config import load_config
-from models import find_model
-from parallelisms.support import check_support
 from runtime import exit_codes
 from tools.agent import Nodes, run_ranks
-from tools.launch import cpu_threads, find_nodes, ranks_per_node
+from tools.launch import check_run, cpu_threads, find_nodes, ranks_per_node
 from tools.preflight_rank import FOUND
 
 PROGRAM = ["-m", "tools.preflight_rank"]
@@ -41,9 +38,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     try:
         config = load_config(Path(arguments[0]), arguments[1:])
         n_ranks, nodes = ranks_per_node(environment), find_nodes(environment)
-        _, args = find_model(config.model.name, config.model.flavor)
-        has_gpu = torch.cuda.is_available()
-        check_support(config, args, n_ranks * nodes.count, has_gpu=has_gpu)
+        check_run(config, n_ranks * nodes.count)
     except ValueError as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG

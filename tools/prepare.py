@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from config import load_config
 from config.job_config import Data
@@ -37,6 +37,7 @@ from data.token_files import (
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
 from runtime.compat import usable_cpus
+from tools.arguments import Parser, split_overrides
 from tools.token_shards import (
     Progress,
     WorkerLost,
@@ -51,11 +52,6 @@ SHARD_TOKENS = 1 << 26
 MEASURED = 64
 SUFFIXES = ("bin", "ends", "json")
 OURS = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def main(arguments: list[str]) -> int:
@@ -80,20 +76,12 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own options, and the overrides of the run's keys."""
-    own, overrides, rest = [], [], list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        key, is_given, _ = argument.partition("=")
-        if not re.match(r"--[^.]+\.", key):
-            own.append(argument)
-            continue
-        if not key.startswith("--data."):
+    own, overrides = split_overrides(arguments)
+    for argument in overrides:
+        key = argument.partition("=")[0]
+        if key.startswith("--") and not key.startswith("--data."):
             raise ValueError(f"command line: {key} does nothing here; --data.KEY does")
-        overrides.append(argument)
-        if not is_given and rest and not rest[0].startswith("--"):
-            overrides.append(rest.pop(0))
-    parser = Parser(prog="python -m tools.prepare", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = Parser("python -m tools.prepare", description=__doc__)
     add = parser.add_argument
     add("folder", metavar="FOLDER", type=Path, help="what is written, or gone on with")
     add(

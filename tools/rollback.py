@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
         return exit_codes.BAD_CONFIG
     try:
         roll_back(Path(arguments[0]), int(arguments[1]))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     return exit_codes.DONE

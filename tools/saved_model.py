@@ -1,12 +1,16 @@
-"""Which model a checkpoint is of."""
+"""Which model and tokenizer a checkpoint is of."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from checkpoint.manifest import NAME
+from checkpoint.storage import Entry
 from config.changes import changed_arguments
+from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
 
 
@@ -27,6 +31,40 @@ def saved_model(
     if changed := changed_arguments(saved, args):
         raise ValueError(f"{checkpoint}: {name} is another model now: {'; '.join(changed)}")
     return name, spec, args
+
+
+def saved_tokenizer(
+    checkpoint: Path, manifest: Mapping[str, Any], name: str | None
+) -> tuple[str, Tokenizer] | None:
+    """The checkpoint's and its name, or the one of that ``name`` if it is the same; None where
+    neither is known. Raise ``ValueError`` for another, or one that cannot be read."""
+    named_by, hint = "argument --tokenizer", ""
+    if not name:
+        named_by, hint = f"{checkpoint}: data.tokenizer", "; --tokenizer says where it is now"
+    name = name or manifest["config"].get("data", {}).get("tokenizer")
+    if name is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"{named_by}{str(error).removeprefix('data.tokenizer')}{hint}") from None
+    fingerprint = manifest.get("fingerprints", {}).get("tokenizer", tokenizer.fingerprint)
+    if tokenizer.fingerprint != fingerprint:
+        text = f"{name} is not the tokenizer that the model was trained with"
+        raise ValueError(f"{named_by}: {text}; --tokenizer names another")
+    return name, tokenizer
+
+
+def check_shapes(
+    checkpoint: Path, have: Mapping[str, Entry], want: Mapping[str, torch.Size]
+) -> None:
+    """Raise ``ValueError`` that names a weight of another shape, or that one of both lacks."""
+    shapes = {fqn: entry.shape for fqn, entry in have.items()}
+    for fqn in sorted(shapes.keys() | want.keys()):
+        wanted = list(want[fqn]) if fqn in want else "absent"
+        if (found := shapes.get(fqn, "absent")) != wanted:
+            text = f"its {fqn} is {found}, not {wanted}"
+            raise ValueError(f"{checkpoint} is of another model: {text}")
 
 
 def _build(kind: Any, saved: Mapping[str, Any]) -> Any:

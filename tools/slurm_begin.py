@@ -17,14 +17,12 @@ from typing import Any
 
 import tomli
 import tomli_w
-import torch
 
 from config import ConfigError, JobConfig, load_config
-from models import find_model
-from parallelisms.support import check_support
 from runtime import exit_codes
 from runtime.control import lock_run
-from tools.launch import ranks_per_node
+from runtime.run_folder import make_folder
+from tools.launch import check_run, ranks_per_node
 
 # A node that was lost may hold its files for as long.
 LOCK_SECONDS = 120
@@ -44,7 +42,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             arguments = [*arguments, *overrides_of(Path(sweep), task, name=config.job.name)]
             config = load_swept(sweep, task, arguments)
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
-        check(config, n_ranks=ranks_per_node(environment) * n_nodes)
+        check_run(config, ranks_per_node(environment) * n_nodes)
         folder = Path(config.job.output_dir) / config.job.name
         wait_until_free(folder / "control", LOCK_SECONDS if is_restart else 0)
     except ValueError as error:
@@ -54,19 +52,13 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if is_restart and (control / "stop").exists():
         print(f"stopped: {control / 'stop'} was written while the job waited", file=sys.stderr)
         return exit_codes.DONE
-    # The launchers say here how they end. What a run writes is its owner's alone.
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    control.mkdir(mode=0o700, exist_ok=True)
+    # The launchers say here how they end.
+    make_folder(folder, control.name)
     exit_codes.forget(control)
     if not is_restart:
         (control / "requeues").unlink(missing_ok=True)
     sys.stdout.write("".join(f"{text}\0" for text in [str(folder), *arguments]))
     return exit_codes.DONE
-
-
-def check(config: JobConfig, *, n_ranks: int) -> None:
-    _, args = find_model(config.model.name, config.model.flavor)
-    check_support(config, args, n_ranks, has_gpu=torch.cuda.is_available())
 
 
 def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
@@ -83,6 +75,8 @@ def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
     index = int(task)
     if index >= len(runs):
         raise ConfigError([f"{path}: there is no runs[{index}], only 0 to {len(runs) - 1}"])
+    if not isinstance(runs[index], dict):
+        raise ConfigError([f"{path}: runs[{index}] is not a table"])
     scalars = [key for key, value in runs[index].items() if not isinstance(value, dict)]
     if scalars:
         raise ConfigError([f"{path}: runs[{index}].{key}: no section.key" for key in scalars])

@@ -64,7 +64,6 @@ def count_requeue(control: Path) -> int:
     path, step = control / "requeues", published_step(control)
     last = json.loads(path.read_text()) if path.exists() else {"count": 0, "progress": -1}
     count = last["count"] + 1 if step <= last["progress"] else 1
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.write_text(json.dumps({"count": count, "progress": step}) + "\n")
     return count
 

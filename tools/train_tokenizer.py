@@ -6,7 +6,6 @@ tokenizer.tiktoken with tokenizer.tiktoken.json, its pattern and special tokens.
 the same bytes.
 """
 
-import argparse
 import base64
 import json
 import os
@@ -15,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from shlex import join, quote
-from typing import NoReturn
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,6 +24,7 @@ from data.sources import build_sources
 from data.tokenizer import LLAMA3_PATTERN, load_tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime import exit_codes
+from tools.arguments import Parser, split_overrides
 
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
 SMALLEST = 256 + len(SPECIAL_TOKENS)
@@ -36,26 +35,20 @@ MEASURED_BYTES = 1_000_000
 FILES = ("tokenizer.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def main(arguments: list[str]) -> int:
     parser = Parser(
-        prog="python -m tools.train_tokenizer",
+        "python -m tools.train_tokenizer",
         usage="%(prog)s FOLDER --vocab_size N [--config FILE] [--max_bytes N] [--data.KEY VALUE]",
         description=__doc__,
-        allow_abbrev=False,
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("folder", type=Path, help="where the files are written; what is there stays as it is")
     add("--vocab_size", type=int, required=True, metavar="N", help="tokens, the special ones too")
     add("--config", type=Path, default=Path(os.devnull), metavar="FILE", help="a run's TOML file")
     add("--max_bytes", type=int, default=MAX_BYTES, metavar="N", help=f"of text; {MAX_BYTES:,}")
     try:
-        options, overrides = parser.parse_known_args(arguments)
+        own, overrides = split_overrides(arguments)
+        options = parser.parse_args(own)
         config = load_config(options.config, overrides)
         train(
             config.data,

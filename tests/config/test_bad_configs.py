@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from config import load_config
 from job import resolve
 from runtime import exit_codes
@@ -343,6 +344,11 @@ def test_launcher_refuses_by_name(
     assert bad.says in errors
     # One mistake is not told as several, on keys that are right.
     assert all(bad.key in line for line in errors.splitlines()), errors
+
+
+def test_a_trainer_without_a_config_says_how_it_is_started(capsys: pytest.CaptureFixture[str]):
+    assert train.start([]) == exit_codes.BAD_CONFIG
+    assert "train.py CONFIG.toml" in capsys.readouterr().err
 
 
 def test_launcher_names_a_missing_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

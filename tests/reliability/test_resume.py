@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from tests.reliability.forked import (
     run,
     started,
 )
+from tools import rollback
 from tools.rollback import roll_back
 
 FLOAT32 = {"training.dtype": "float32"}
@@ -153,6 +155,9 @@ def test_a_rollback_is_followed(tmp_path: Path, seen: Callable[[str], None]) -> 
     assert len(list(folder.glob("abandoned-step-*"))) == 2
     with pytest.raises(ValueError, match="there are: 2, 4, 5, 6, 8, 9"):
         roll_back(tmp_path / "debug_model", 7)
+    # A copy of the checkpoints alone is no run.
+    shutil.rmtree(tmp_path / "debug_model" / "control")
+    assert rollback.main([str(tmp_path / "debug_model"), "4"]) == exit_codes.BAD_CONFIG
     seen("back to 4 of 8, on to 5, restarted: on to 9; the old 6 and 8 are set aside")
 
 

@@ -114,7 +114,12 @@ def test_without_scontrol_the_head_is_asked_for(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("environment", "key"),
-    [({"NNODES": "two"}, "NNODES"), ({"NGPU": "0"}, "NGPU"), ({"LOG_RANK": "all"}, "LOG_RANK")],
+    [
+        ({"NNODES": "two"}, "NNODES"),
+        ({"NGPU": "0"}, "NGPU"),
+        ({"LOG_RANK": "all"}, "LOG_RANK"),
+        ({"NGPU": "2", "LOG_RANK": "0,2"}, "LOG_RANK: 0,2: a node's ranks are 0 to 1"),
+    ],
 )
 def test_a_bad_environment_is_a_bad_configuration(
     environment: dict[str, str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -125,9 +130,26 @@ def test_a_bad_environment_is_a_bad_configuration(
     assert key in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["file", "/proc/none"])
+def test_a_folder_that_cannot_be_made_is_named(
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    # Set by the launcher, and to be unset after the test.
+    for variable in ("LAUNCHER_PID", "TORCHELASTIC_SIGNALS_TO_HANDLE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(variable, "1")
+    for name in ("run.toml", "file"):
+        (tmp_path / name).touch()
+    arguments = [str(tmp_path / "run.toml"), "--job.output_dir", str(tmp_path / folder)]
+    assert launch.main(arguments, {"NGPU": "1"}) == exit_codes.BAD_CONFIG
+    assert capsys.readouterr().err.startswith("job.output_dir: ")
+
+
 def test_ranks_whose_output_is_shown():
-    assert shown_ranks("0") == {0}
-    assert shown_ranks("0,2") == {0, 2}
+    assert shown_ranks("0", 1) == {0}
+    assert shown_ranks("0,2", 3) == {0, 2}
 
 
 @pytest.mark.parametrize(

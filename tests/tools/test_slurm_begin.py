@@ -136,6 +136,7 @@ def test_a_run_of_a_sweep_comes_last_and_has_its_own_name(
         ("[[runs", "0", "sweep.toml"),
         ("[[runs]]", "1", "no runs[1], only 0 to 0"),
         ("[[runs]]\n[[runs]]", None, "--array=0-1"),
+        ("runs = [1]", "0", "runs[0] is not a table"),
         ("[[runs]]\nlr = 1", "0", "runs[0].lr"),
         ("[[runs]]\n[[runs]]\noptimizer.lrr = 1", "1", "runs[1]: optimizer.lrr: unknown key"),
         ("[[runs]]\noptimizer.lr = 'x'", "0", "runs[0]: optimizer.lr"),

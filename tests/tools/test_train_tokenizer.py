@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shlex import join
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def _written(path: Path, text: str) -> Path:
         (["--vocab_size=300", "--data.source=files", "--data.path=/none/*"], "no file matches"),
         (["--vocab_size=300", "--data.pth=a"], "data.pth: unknown key; did you mean data.path"),
         (["--vocab_size=300", "--config=absent.toml"], "absent.toml"),
-        (["--vocab_size=300", "--size=1"], "'--size' is not --section.key"),
+        (["--vocab_size=300", "--size=1"], "unrecognized arguments: --size=1"),
     ],
 )
 def test_mistakes_are_named(
@@ -149,6 +150,15 @@ def test_mistakes_are_named(
     assert code == exit_codes.BAD_CONFIG
     assert tokenizer_json.re.search(told, error)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_may_come_last(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source = ["--data.source", "files", "--data.path", SOURCE[1].partition("=")[2]]
+    folder = tmp_path / "tokenizer"
+    assert train_tokenizer.main([*source, "--vocab_size", "300", str(folder)]) == exit_codes.DONE
+    assert (folder / FILES[0]).exists()
+    # The command it tells has all of them, and the tokenizer.
+    assert join([*source, "--data.tokenizer", str(folder / FILES[0])]) in capsys.readouterr().out
 
 
 def test_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,0 +1,31 @@
+"""The command lines of tools."""
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows ``description`` as it is written; raises ``ValueError`` for what it cannot read."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The tool's own arguments, and the overrides of a run's keys (``--section.key``)."""
+    own, overrides, rest = [], [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        key, is_given, _ = argument.partition("=")
+        if not re.match(r"--[^.]+\.", key):
+            own.append(argument)
+            continue
+        overrides.append(argument)
+        if not is_given and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return own, overrides
