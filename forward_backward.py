@@ -1,6 +1,7 @@
 """A step's microbatches through the model, forward and backward: the inside of the loop."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, Protocol, cast
 
@@ -19,16 +20,37 @@ from parallelisms.elastic import GradientTree
 from parallelisms.gradient_reduction import begin_microbatch
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.pipeline_parallel import build_schedule, sum_tied
+from runtime.control import RunControl
 from runtime.distributed import sum_in_order, sum_over
 from runtime.labels import IGNORED
+from runtime.together import raise_everywhere
 
 
-def take(loader: BatchLoader, count: int) -> tuple[list[Batch], Exception | None]:
-    """The next microbatches, or what is wrong with the data (ValueError) or with reading."""
+def take_together(
+    loader: BatchLoader, count: int, control: RunControl, **counts: int
+) -> tuple[list[Batch], float, dict[str, int]]:
+    """The next microbatches, the seconds this rank waited for them, and what ranks tell each other.
+
+    That is the sums over all ranks of ``counts``, of ``tokens``, the labels that count, and of
+    ``bad`` records so far. What is wrong on one rank, with the data (``ConfigError``) or with
+    reading, is raised on all. A collective.
+    """
+    begin, microbatches, problem = time.perf_counter(), [], None
     try:
-        return list(islice(loader, count)), None
+        microbatches = list(islice(loader, count))
     except (ValueError, OSError) as error:
-        return [], error
+        problem = error
+    waited = time.perf_counter() - begin
+    agreed = control.agree(
+        tokens=count_valid(microbatches),
+        unread=int(problem is not None),
+        mistakes=int(isinstance(problem, ValueError)),
+        bad=loader.n_bad,
+        **counts,
+    )
+    if agreed["unread"]:
+        raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
+    return microbatches, waited, agreed
 
 
 def count_valid(microbatches: list[Batch]) -> int:
@@ -212,7 +234,7 @@ class Pipeline:
     def _losses(self, run: Callable[..., object], microbatches: list[Batch]) -> torch.Tensor:
         """Of each microbatch (n,); zeros but on the last stage's ranks."""
         x, options = self._inputs(microbatches)
-        labels = self._spread.part(torch.cat([batch.labels for batch in microbatches]))
+        labels = self._spread.part(self._join([batch.labels for batch in microbatches]))
         losses: list[torch.Tensor] = []
         run(x, target=labels, losses=losses, return_outputs=False, **options)
         if losses:
@@ -221,15 +243,18 @@ class Pipeline:
 
     def _inputs(self, microbatches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Of all microbatches, one after the other; the schedule takes them apart again."""
-        tokens = torch.cat([batch.tokens for batch in microbatches])
+        tokens = self._join([batch.tokens for batch in microbatches])
         positions, document_ids = (
-            None if each[0] is None else torch.cat(each)
+            None if each[0] is None else self._join(each)
             for each in zip(*(batch.inputs[1:] for batch in microbatches), strict=True)
         )
         if positions is None:
             # Later stages see hidden states, which do not tell how long the sequence is.
-            positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+            positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
         return self._spread.inputs(tokens, positions, document_ids)
+
+    def _join(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.to(self._device, non_blocking=True) for part in parts])
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy_sum(logits, labels, self._n_tokens)
@@ -282,7 +307,7 @@ class _Spread:
         """What the model takes: (b, s/cp), but document_ids (b, s), which attention sees whole."""
         options = {}
         if positions is None and self._mesh is not None:
-            positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+            positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
         if positions is not None:
             options["positions"] = self.part(positions)
         if document_ids is not None:
@@ -291,10 +316,12 @@ class _Spread:
 
     def part(self, sequences: torch.Tensor) -> torch.Tensor:
         """(b, s) to this rank's (b, s/cp), on the device."""
+        # First there: what is made here of pinned memory is not pinned, and would be waited for.
+        sequences = sequences.to(self._device, non_blocking=True)
         if self._mesh is not None:
-            own = sequence_part(sequences.shape[1], self._mesh, method=self._method)
+            own = sequence_part(sequences.shape[1], self._mesh, self._device, method=self._method)
             sequences = sequences[:, own]
-        return sequences.to(self._device, non_blocking=True)
+        return sequences
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits (b, s/cp, vocab_size / tp) to (b, s, vocab_size)."""

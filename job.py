@@ -62,7 +62,7 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     has_gpu = torch.cuda.is_available()
     degrees = check_support(config, published_args, world_size, has_gpu=has_gpu)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    # Multiples of 64 suit both tensor cores and any tensor parallel degree.
+    # Multiples of 64 suit tensor cores, and tensor parallel degrees of powers of two.
     vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
     if vocab_size < tokenizer.n_vocab:
         raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
@@ -76,13 +76,7 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
     total_steps = config.lr_scheduler.total_steps or config.training.steps
-    parallelism = config.parallelism
-    if degrees.pp > 1 and parallelism.data_parallel == "fsdp2":
-        # What PyTorch's schedules do.
-        last = {"fsdp_reduce_gradients": "last_microbatch"}
-        parallelism = parallelism.model_copy(update=last)
     resolved = {
-        "parallelism": parallelism,
         "model": config.model.model_copy(update={"vocab_size": vocab_size}),
         "training": config.training.model_copy(update={"global_batch_size": batch_size}),
         "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),

@@ -13,8 +13,6 @@ gc.disable()
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,8 +29,7 @@ from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Checkpoint
 from data.loader import Batch, BatchLoader
-from data.mixture import Mixture
-from forward_backward import Runner, build_runner, count_valid, take, validation_losses
+from forward_backward import Runner, build_runner, take_together, validation_losses
 from job import Job, check_resume, facts_of, resolve
 from metrics.bits_per_byte import bits_per_nat
 from metrics.data_shares import data_shares
@@ -69,7 +66,7 @@ from runtime.flex_attention import use_flex_attention
 from runtime.log import init_logging, logger
 from runtime.matmul import choose_float32_matmul
 from runtime.post_mortem import Witness
-from runtime.together import on_first, raise_everywhere
+from runtime.together import on_first
 
 gc.freeze()
 gc.enable()
@@ -114,7 +111,7 @@ def main(job: Job, witness: Witness) -> int:
         local_batch_size=job.microbatch_size,
         global_batch_size=job.global_batch_size,
         rank=dims.batch_mesh.get_local_rank(),
-        degree=dims.batch_mesh.size(),
+        degree=dims.degrees.batch,
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
         pin_memory=device.type == "cuda",
@@ -201,11 +198,11 @@ def main(job: Job, witness: Witness) -> int:
 
     # 6. Checkpoint: resume from the newest that verifies
     state = TrainState()
-    model_state = ModelState([model])
+    model_state = ModelState(model)
     checkpointer = Checkpointer(
         run_folder / "checkpoints",
         config.checkpoint,
-        tensors={"model": model_state, "optimizer": OptimizerState([model], [optimizer])},
+        tensors={"model": model_state, "optimizer": OptimizerState(model, optimizer)},
         values={"data": loader, "train": state, "nonfinite": guard, "spikes": spikes},
         facts=facts_of(job),
         check=partial(check_resume, job),
@@ -247,7 +244,10 @@ def main(job: Job, witness: Witness) -> int:
     # 7. What is seen
     loader.start()
     n_held_out = config.validation.steps * loader.microbatches
-    held_out = read_held_out(job.held_out, build_loader, n_held_out, control)
+    held_out = {
+        label: take_together(build_loader(mixture), n_held_out, control)[0]
+        for label, mixture in job.held_out.items()
+    }
     bits: float | None = None
     if held_out and job.tokenizer.byte_lengths is not None:
         labels = (batch.labels for batches in held_out.values() for batch in batches)
@@ -293,6 +293,7 @@ def main(job: Job, witness: Witness) -> int:
             if checkpointer.load_latest(leave={"data"}) is None:
                 logger.warning("no checkpoint to go back to")
                 return False
+            spikes.count += 1
             logger.info("went back from step %d to step %d", spiked, state.step)
             if ledger is not None:
                 ledger.begin(attempt_of(checkpointer, job, dims, data_after=spiked))
@@ -314,23 +315,14 @@ def main(job: Job, witness: Witness) -> int:
         if held_out and state.step == 0:
             validate()
         while state.step < training.steps:
-            begin = time.perf_counter()
             n_rows = job.batch_size(state.step + 1)
             count = loader.microbatches * n_rows // job.global_batch_size
-            microbatches, problem = take(loader, count)
-            data_wait = time.perf_counter() - begin
             # All that ranks must agree on, in one reduction. The loss is divided by the count of
             # the whole step, so that comes before the first backward.
-            agreed = control.agree(
-                tokens=count_valid(microbatches),
-                unread=int(problem is not None),
-                mistakes=int(isinstance(problem, ValueError)),
-                writers=int(checkpointer.is_writing),
-                bad=loader.n_bad,
+            microbatches, data_wait, agreed = take_together(
+                loader, count, control, writers=int(checkpointer.is_writing)
             )
-            if agreed["unread"]:
-                raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
-            bad_records = agreed["bad"] * dims.batch_mesh.size() // world_size
+            bad_records = agreed["bad"] * dims.degrees.batch // world_size
             if bad_records > config.data.max_bad_records:
                 text = f"data.max_bad_records: {bad_records} records could not be read"
                 raise ConfigError([text])
@@ -353,7 +345,7 @@ def main(job: Job, witness: Witness) -> int:
 
             state.step += 1
             witness.step = state.step
-            n_tokens = agreed["tokens"] * dims.batch_mesh.size() // world_size
+            n_tokens = agreed["tokens"] * dims.degrees.batch // world_size
             if experts is not None:
                 experts.begin_step(n_rows / job.global_batch_size)
             losses = runner.train(microbatches, n_tokens)
@@ -411,7 +403,8 @@ def main(job: Job, witness: Witness) -> int:
             if is_over:
                 ending = exit_codes.NOT_FINITE
                 break
-            finish_step(state.step)
+            with metrics.paused():
+                finish_step(state.step)
             if state.step % training.gc_freq == 0:
                 gc.collect(1)
             if state.step - (resumed or 0) == 1:
@@ -431,7 +424,7 @@ def main(job: Job, witness: Witness) -> int:
         ending = exit_codes.NOT_FINITE
     # What was begun is good in any case.
     checkpointer.finish()
-    if config.checkpoint.enable and (ending is None or ending.is_saved):
+    if config.checkpoint.enable and (ending is None or ending.is_worth_saving):
         if checkpointer.newest != state.step:
             save(wait=True)
         if checkpointer.newest != state.step:
@@ -448,27 +441,6 @@ def main(job: Job, witness: Witness) -> int:
     dist.destroy_process_group()
     checkpointer.close()
     return exit_codes.DONE if ending is None else ending.code
-
-
-def read_held_out(
-    mixtures: Mapping[str, Mixture],
-    build_loader: Callable[[Mixture], BatchLoader],
-    count: int,
-    control: RunControl,
-) -> dict[str, list[Batch]]:
-    """So many microbatches of each; what is wrong on one rank is raised on all. A collective."""
-    found: dict[str, list[Batch]] = {}
-    problem: Exception | None = None
-    for label, mixture in mixtures.items():
-        found[label], problem = take(build_loader(mixture), count)
-        if problem is not None:
-            break
-    agreed = control.agree(
-        unread=int(problem is not None), mistakes=int(isinstance(problem, ValueError))
-    )
-    if agreed["unread"]:
-        raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
-    return found
 
 
 def asked_to_end(reason: str, config: Checkpoint) -> Ending:
@@ -524,6 +496,8 @@ def log_whereabouts(config: JobConfig, run_folder: Path, step: int, ending: Endi
 
 def start(arguments: list[str]) -> int:
     """Train the config that ``arguments`` name; its mistakes are told without a traceback."""
+    if not arguments:
+        return refuse(ValueError(__doc__))
     with Witness(os.environ) as witness:
         try:
             config = load_config(Path(arguments[0]), arguments[1:])

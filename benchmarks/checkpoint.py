@@ -70,7 +70,7 @@ def save_loop(turns: Turns, case: Case, folder: str) -> None:
     trainee = build(mode, sharding.args(mode), device, microbatches=1)
     # The optimizer has its state from here on.
     trainee.step()
-    model, optimizer = [trainee.model], [trainee.optimizer]
+    model, optimizer = trainee.model, trainee.optimizer
     tensors = [*trainee.model.parameters()]
     tensors += [t for state in trainee.optimizer.state.values() for t in state.values()]
     own = held_bytes(tensors)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallelisms.parallel_dims import Degrees
+from runtime.distributed import local_part
 
 MEMORY = ("parameters", "gradients", "optimizer", "rest")
 COLLECTIVES = {
@@ -143,6 +143,5 @@ def operand_bytes(operand: Any) -> int:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    locals_ = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in locals_}
-    return sum(storage.nbytes() for storage in storages.values())
+    storages = [local_part(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -67,9 +67,10 @@ def rates(folder: Path, case: Case, names: list[str], deadline: float) -> dict[s
     """Tokens a CPU second in the fastest turn of each."""
     best = dict.fromkeys(names, 0.0)
     with ExitStack() as stack:
-        loops = {n: Loop(reading, folder, n, case, deadline=deadline) for n in names}
-        for loop in loops.values():
-            stack.enter_context(loop)
+        loops = {
+            name: stack.enter_context(Loop(reading, folder, name, case, deadline=deadline))
+            for name in names
+        }
         for _ in range(case.turns):
             for name, loop in loops.items():
                 turn = loop.turn()

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from pydantic import Field
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.rows import ROOT
 from benchmarks.turns import Turns
@@ -128,8 +128,6 @@ def reference_model(case: Case) -> nn.Module:
         mp_policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         for unit in (*blocks, model):
             fully_shard(unit, mp_policy=mp_policy)
-        # Gloo has no averages.
-        cast(FSDPModule, model).set_force_sum_reduction_for_comms(True)
     materialize(model, device, seed=0)
     return model
 

@@ -1,7 +1,7 @@
 """The loss beside PyTorch's: peak memory above the logits, and time, forward and backward."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ def of_pytorch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def loss_loop(turns: Turns, case: Case, loss: type[object]) -> None:
+def loss_loop(turns: Turns, case: Case, loss: Callable[..., torch.Tensor]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (1, case.tokens, case.vocab_size)
     logits = torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -50,6 +50,6 @@ def loss_loop(turns: Turns, case: Case, loss: type[object]) -> None:
         made = logits.requires_grad_() * 1
         turns.note = peak_memory_gib(device)
         turns.next_step()
-        loss(made, labels).backward()  # type: ignore[attr-defined,call-arg]
+        loss(made, labels).backward()
         logits.grad = None
         del made

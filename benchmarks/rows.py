@@ -82,7 +82,7 @@ def read_rows(path: Path) -> list[Row]:
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """All or, if the process dies, none of them but for one torn line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_torn = path.exists() and not path.read_text().endswith(("\n", ""))
+    is_torn = path.exists() and path.read_text()[-1:] not in ("\n", "")
     with path.open("a") as file:
         file.write("\n" * is_torn + "".join(json.dumps(row) + "\n" for row in rows))
 

@@ -14,15 +14,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 
 class ModelState:
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self._parts = parts
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        return {fqn: t for part in self._parts for fqn, t in get_model_state_dict(part).items()}
+        return get_model_state_dict(self._model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part in self._parts:
-            set_model_state_dict(part, {fqn: state_dict[fqn] for fqn in get_model_state_dict(part)})
+        set_model_state_dict(self._model, state_dict)
 
 
 class OptimizerState:
@@ -33,21 +32,14 @@ class OptimizerState:
 
     _options = StateDictOptions(flatten_optimizer_state_dict=True)
 
-    def __init__(self, parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
-        self._pairs = list(zip(parts, optimizers, strict=True))
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._both = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            key: value
-            for part, optimizer in self._pairs
-            for key, value in self._flat(part, optimizer).items()
-            if key.startswith("state.")
-        }
+        return {key: value for key, value in self._flat().items() if key.startswith("state.")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, optimizer in self._pairs:
-            flat = self._flat(part, optimizer) | state_dict
-            set_optimizer_state_dict(part, optimizer, flat, options=self._options)
+        set_optimizer_state_dict(*self._both, self._flat() | state_dict, options=self._options)
 
-    def _flat(self, part: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return get_optimizer_state_dict(part, optimizer, options=self._options)
+    def _flat(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(*self._both, options=self._options)

@@ -61,7 +61,8 @@ class TextFiles:
             keys = [name_key(f"{name} {piece}") for piece in range(count)]
             counts = [1] * count
         self.keys = np.repeat(np.array(keys, np.uint64), counts)
-        """Of each piece, a uniform uint64 that depends on its file's name alone."""
+        """Of each piece, a uniform uint64 of its file's name; if the file is alone, of the piece's
+        number too."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -6,13 +6,17 @@ from typing import cast
 import torch
 import torch.nn as nn
 
-# Dense bfloat16 TFLOP/s from the vendors' data sheets, by a part of the device's name.
+# Dense bfloat16 TFLOP/s from the vendors' data sheets, by a part of the device's name:
+# the first that is in it.
 PEAK_TFLOPS = {
+    "H200 NVL": 835.0,
     "H200": 989.0,
     "H100 NVL": 835.0,
     "H100 PCIe": 756.0,
     "H100": 989.0,
     "H800": 989.0,
+    "GB200": 2500.0,
+    "GB300": 2500.0,
     "B200": 2250.0,
     "B300": 2250.0,
     "A100": 312.0,

@@ -102,11 +102,8 @@ class MetricsLogger:
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a line, stamped with the time and with how many starts before this one left lines."""
-        try:
+        with _alarm(f"metrics of step {record['step']}"):
             self._write_files(record)
-        except OSError as error:
-            # A disk that is full is no reason to stop: the next save may find room.
-            logger.error("ALARM: metrics of step %s are lost: %s", record["step"], error)
 
     def _write_files(self, record: dict[str, Any]) -> None:
         if self._file is not None:
@@ -123,13 +120,23 @@ class MetricsLogger:
     def close(self) -> None:
         for writer in (self._file, self._board):
             if writer is not None:
-                writer.close()
+                with _alarm("the last metrics"):
+                    writer.close()
 
     def _reset(self) -> None:
         self._since, self._tokens, self._waited, self._steps = time.perf_counter(), 0, 0.0, 0
 
     def _utilization(self, flops_per_token: float, rate_per_device: float) -> float | None:
         return None if self._peak is None else flops_per_token * rate_per_device / self._peak
+
+
+@contextmanager
+def _alarm(what: str) -> Iterator[None]:
+    """A disk that is full is no reason to stop: the next save may find room."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("ALARM: %s are lost: %s", what, error)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -60,7 +60,7 @@ def _trace(
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
 
-    wait = max(0, config.trace_freq - 1 - TRACED_STEPS)
+    wait = config.trace_freq - 1 - TRACED_STEPS
     schedule = torch.profiler.schedule(wait=wait, warmup=1, active=TRACED_STEPS)
     return torch.profiler.profile(
         activities=activities, schedule=schedule, on_trace_ready=write, record_shapes=True

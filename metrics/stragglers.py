@@ -60,7 +60,7 @@ class Stragglers:
             # A device that is many steps behind has nothing to say yet.
             if min(times) > 0.0:
                 self._compare(times)
-        return self._values
+        return dict(self._values)
 
     def _compare(self, times: list[float]) -> None:
         self._recent.append(times)

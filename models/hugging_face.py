@@ -22,7 +22,7 @@ class TensorPair:
     ours: str
     """FQN."""
     theirs: tuple[str, ...]
-    """Its name; if it is stacked, one for each index of dim 0. None: it is zero there."""
+    """Its name; if it is stacked, one for each index of dim 0. Empty: it is zero there."""
     is_stacked: bool = False
     to_theirs: Convert | None = None
     to_ours: Convert | None = None

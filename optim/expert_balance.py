@@ -31,18 +31,20 @@ class ExpertBalance:
         """``found_inf``: 0-d, not 0 where the update was masked. A collective; no host waits."""
         loads = torch.stack([moe.load for moe in self._moes])
         for dim in ("batch", "cp", "tp"):
-            if self._mesh[dim].size() > 1:
-                dist.all_reduce(loads, group=self._mesh.get_group(dim))
+            group = self._mesh.get_group(dim)
+            if group.size() > 1:
+                dist.all_reduce(loads, group=group)
         means = loads.double().mean(dim=1, keepdim=True)
         self._worst = (loads / means).max()
         rate = self._rate * (found_inf == 0).to(loads.device)
-        for moe, load, mean in zip(self._moes, loads, means, strict=True):
-            moe.bias.add_(rate * (mean - load).sign().to(moe.bias.dtype))
-            moe.load.zero_()
+        moves = rate * (means - loads).sign().to(self._moes[0].bias.dtype)
+        torch._foreach_add_([moe.bias for moe in self._moes], list(moves))
+        torch._foreach_zero_([moe.load for moe in self._moes])
 
     def look(self) -> dict[str, float]:
         """For metrics: the greatest load of any expert over the mean of its layer. A collective."""
         worst = self._worst.clone()
-        if self._mesh["pp"].size() > 1:
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._mesh.get_group("pp"))
+        group = self._mesh.get_group("pp")
+        if group.size() > 1:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
         return {"expert_load": worst.item()}

@@ -55,7 +55,9 @@ def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     grads = [
         local_part(p).new_zeros(1) if p.grad is None else local_part(p.grad) for p in parameters
     ]
-    return list(torch._foreach_norm(grads, 2.0))
+    # In float32 at least: in bfloat16 a norm would have 8 bits.
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    return list(torch._foreach_norm(grads, 2.0, dtype=dtype))
 
 
 def _norm(parts: Shards, pp_mesh: DeviceMesh | None) -> torch.Tensor:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from config.job_config import Numerics
+from runtime.distributed import local_part
 from runtime.log import logger
 
 
@@ -39,8 +39,7 @@ class NonfiniteGuard:
         gradients = [f"the gradient of {fqn}" for fqn in fqns]
         self._whats = ["the loss", *gradients, "the gradient norm, but no gradient,"]
         # Offloaded parameters are updated on the host.
-        first = next(iter(parameters.values()))
-        device = (first.to_local() if isinstance(first, DTensor) else first).device
+        device = local_part(next(iter(parameters.values()))).device
         # A pipeline stage has part of the gradients.
         places = [0, *(1 + fqns.index(fqn) for fqn in parameters), len(fqns) + 1]
         self._places = torch.tensor(places, device=device)

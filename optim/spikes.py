@@ -24,26 +24,25 @@ class SpikeGuard:
             name: deque[float](maxlen=config.spike_window) for name in ("loss", "gradient norm")
         }
         self.count = 0
-        """Spikes so far. Each but the last of too many is a rollback."""
+        """Rollbacks so far, as the caller counts them."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the last spike was one too many to roll back again."""
-        return self.count > self._config.max_rollbacks
+        """Whether a spike now is one too many to roll back again."""
+        return self.count >= self._config.max_rollbacks
 
     def is_spike(self, step: int, *, loss: float, grad_norm: float) -> bool:
         """Whether either value is more than ``spike_sigmas`` above the mean of its window.
 
-        Never before the windows are half full. What is a spike is counted and logged, and does not
-        enter the windows; neither does what is not finite, which ``NonfiniteGuard`` handles.
+        Never before the windows are half full. What is a spike is logged, and does not enter the
+        windows; neither does what is not finite, which ``NonfiniteGuard`` handles.
         """
         values = {"loss": loss, "gradient norm": grad_norm}
         if not all(map(math.isfinite, values.values())):
             return False
         found = [text for name, value in values.items() if (text := self._spike(name, value))]
         if found:
-            self.count += 1
-            logger.warning("step %d: spike %d: %s", step, self.count, ", ".join(found))
+            logger.warning("step %d: a spike: %s", step, ", ".join(found))
             return True
         for name, value in values.items():
             self._windows[name].append(value)

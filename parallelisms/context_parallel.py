@@ -42,14 +42,18 @@ def apply_context_parallel(
 
 
 def sequence_part(
-    seq_len: int, cp_mesh: DeviceMesh, *, method: ContextParallelMethod
+    seq_len: int,
+    cp_mesh: DeviceMesh,
+    device: torch.device | None = None,
+    *,
+    method: ContextParallelMethod,
 ) -> torch.Tensor:
     """The positions (seq_len / degree,) that this rank has of each sequence, in its order.
 
     A causal mask gives late positions more work. Ulysses shares it by heads; where keys travel,
     rank r of n has chunk r and chunk 2n-1-r of 2n, which together are the same work for all.
     """
-    return _parts(seq_len, cp_mesh.size(), method)[cp_mesh.get_local_rank()]
+    return _parts(seq_len, cp_mesh.size(), method, device)[cp_mesh.get_local_rank()]
 
 
 def whole_sequence(

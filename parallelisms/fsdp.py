@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from config.job_config import Parallelism
 from parallelisms.gradient_reduction import sum_gradients
 from parallelisms.weights_in_forward import cast_weights
+from runtime.distributed import local_part
 from runtime.log import logger
 
 
@@ -101,7 +102,7 @@ def _is_only_cast(
 
 def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:
     """Rows, unless there are fewer than ranks while another dim, the longest, splits evenly."""
-    shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+    shape = local_part(parameter).shape
     even = [dim for dim in range(1, len(shape)) if shape[dim] % n_shards == 0]
     if shape[0] >= n_shards or not even:
         return Shard(0)

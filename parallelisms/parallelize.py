@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -18,7 +17,7 @@ from parallelisms.expert_parallel import apply_expert_parallel
 from parallelisms.float8 import apply_float8
 from parallelisms.float8_all_gather import apply_float8_all_gather
 from parallelisms.fsdp import apply_fsdp
-from parallelisms.parallel_dims import ParallelDims
+from parallelisms.parallel_dims import ParallelDims, fsdp_dims
 from parallelisms.pipeline_parallel import Cuts, apply_pipeline_parallel
 from parallelisms.simple_fsdp import apply_simple_fsdp
 from parallelisms.tensor_parallel import apply_tensor_parallel
@@ -108,7 +107,7 @@ def parallelize(
                 parallelism=parallelism,
                 mp_policy=policy,
                 experts=[cast(nn.Module, moe.experts) for moe in moes],
-                expert_mesh=None if expert_mesh is None else _fsdp_dims(expert_mesh),
+                expert_mesh=expert_mesh and fsdp_dims(expert_mesh, "dp_shard_ep"),
             )
             apply_float8_all_gather(stage, mesh, parallelism=parallelism, mp_policy=policy)
         elif is_simple:
@@ -126,10 +125,3 @@ def parallelize(
         parallelism=parallelism,
         parallelize_stage=parallelize_stage,
     )
-
-
-def _fsdp_dims(expert_mesh: DeviceMesh) -> DeviceMesh:
-    """1-D for FSDP, 2-D for HSDP."""
-    if expert_mesh["dp_replicate"].size() == 1:
-        return expert_mesh["dp_shard_ep"]
-    return expert_mesh["dp_replicate", "dp_shard_ep"]

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from parallelisms.fsdp import shard_placement
 from parallelisms.weights_in_forward import make_weights_in_forward
+from runtime.distributed import local_part
 from runtime.log import logger
 
 
@@ -69,7 +70,7 @@ class _Gather:
     def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole weight in the compute dtype; its gradient is summed in the reduction's."""
         assert isinstance(parameter, DTensor)
-        part = self.template.to_local() if isinstance(self.template, DTensor) else self.template
+        part = local_part(self.template)
         *replicate_meshes, shard_mesh = self.meshes
         local = parameter.to_local()
         # First in forward, where nothing travels, is last in backward: replicas exchange shards.
@@ -106,7 +107,7 @@ def _shard_of(
 ) -> nn.Parameter:
     """What this rank keeps of a parameter that every data-parallel rank holds whole."""
     whole = parameter.detach()
-    part = whole.to_local() if isinstance(whole, DTensor) else whole
+    part = local_part(whole)
     *replicate_meshes, shard_mesh = _dims(fsdp_mesh)
     local = distribute_tensor(part, shard_mesh, [shard], src_data_rank=None).to_local()
     mesh, own, others = fsdp_mesh, cast(Placement, shard), list[Placement]()

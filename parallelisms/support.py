@@ -11,15 +11,10 @@ from typing import Protocol
 
 from config import ConfigError
 from config.job_config import (
-    ActivationCheckpoint,
-    Data,
     DataSource,
     Experts,
     Float8,
     JobConfig,
-    Numerics,
-    Optimizer,
-    Parallelism,
 )
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
@@ -72,21 +67,14 @@ def check_support(
     return degrees
 
 
-def _are_spikes_idle(run: Run) -> bool:
-    numerics, default = run.config.numerics, Numerics()
-    keys = ("spike_sigmas", "spike_window", "max_rollbacks")
-    is_set = any(getattr(numerics, key) != getattr(default, key) for key in keys)
-    return numerics.on_spike != "rollback" and is_set
+def _is_set(run: Run, section: str, *keys: str) -> bool:
+    """Whether one of these keys is not what it is when absent."""
+    own = getattr(run.config, section)
+    return any(getattr(own, key) != getattr(type(own)(), key) for key in keys)
 
 
 def _tp_splits(size: Callable[[Run], int]) -> Callable[[Run], bool]:
     return lambda run: size(run) % run.degrees.tp != 0
-
-
-def _is_idle(run: Run, *keys: str) -> bool:
-    """Whether one of these keys of [parallelism] is set, but does nothing."""
-    default = Parallelism()
-    return any(getattr(run.config.parallelism, key) != getattr(default, key) for key in keys)
 
 
 def _key_heads(run: Run) -> int:
@@ -239,7 +227,7 @@ REFUSALS: tuple[Refusal, ...] = (
             not in (1, run.degrees.dp_replicate)),
     Refusal("parallelism.fsdp_reshard_after_forward", "does nothing with ddp",
             lambda run: _is_ddp(run)
-            and run.config.parallelism.fsdp_reshard_after_forward != "default"),
+            and _is_set(run, "parallelism", "fsdp_reshard_after_forward")),
     Refusal("parallelism.fsdp_reshard_after_forward", "simple_fsdp knows default and never",
             lambda run: _is_simple_fsdp(run)
             and run.config.parallelism.fsdp_reshard_after_forward not in ("default", "never")),
@@ -259,11 +247,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.fsdp_reduce_gradients",
             "needs fsdp2: ddp reduces after the last microbatch, simple_fsdp after each",
             lambda run: _is_not_fsdp2(run)
-            and run.config.parallelism.fsdp_reduce_gradients != "every_microbatch"),
+            and _is_set(run, "parallelism", "fsdp_reduce_gradients")),
     Refusal("parallelism.fsdp_forward_prefetch", "needs fsdp2",
-            lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_forward_prefetch > 0),
+            lambda run: _is_not_fsdp2(run)
+            and _is_set(run, "parallelism", "fsdp_forward_prefetch")),
     Refusal("parallelism.fsdp_backward_prefetch", "needs fsdp2",
-            lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_backward_prefetch > 0),
+            lambda run: _is_not_fsdp2(run)
+            and _is_set(run, "parallelism", "fsdp_backward_prefetch")),
     Refusal("parallelism.fsdp_backward_prefetch",
             "does nothing with fsdp_reshard_after_forward never, and in a pipeline unless always",
             lambda run: run.config.parallelism.fsdp_backward_prefetch > 0
@@ -271,7 +261,7 @@ REFUSALS: tuple[Refusal, ...] = (
             in (("never",) if run.degrees.pp == 1 else ("never", "default"))),
     Refusal("parallelism.fsdp_reduce_gradients", "does nothing with one microbatch per step",
             lambda run: _microbatches(run) == 1 and run.degrees.pp == 1
-            and run.config.parallelism.fsdp_reduce_gradients != "every_microbatch"),
+            and _is_set(run, "parallelism", "fsdp_reduce_gradients")),
     Refusal("parallelism.fsdp_cpu_offload", "needs fsdp2",
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Refusal("parallelism.fsdp_cpu_offload", "needs a GPU to offload from",
@@ -298,7 +288,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.fsdp_forward_prefetch",
             "like fsdp_backward_prefetch, knows nothing of experts on a mesh of their own",
             lambda run: _has_expert_mesh(run)
-            and _is_idle(run, "fsdp_forward_prefetch", "fsdp_backward_prefetch")),
+            and _is_set(run, "parallelism", "fsdp_forward_prefetch", "fsdp_backward_prefetch")),
     Refusal("metrics.straggler_window",
             "experts get unequal numbers of tokens, and ranks wait for them in every layer",
             lambda run: _ep(run) > 1 and run.config.metrics.straggler_window > 0),
@@ -319,7 +309,7 @@ REFUSALS: tuple[Refusal, ...] = (
             lambda run: run.config.training.seq_len
             % sequence_multiple(run.degrees, run.config.parallelism.context_parallel_method) != 0),
     Refusal("parallelism.tensor_parallel_async", "does nothing without tensor_parallel_degree",
-            lambda run: run.degrees.tp == 1 and _is_idle(run, "tensor_parallel_async")),
+            lambda run: run.config.parallelism.tensor_parallel_async and run.degrees.tp == 1),
     Refusal("parallelism.tensor_parallel_async", "needs GPUs",
             lambda run: run.config.parallelism.tensor_parallel_async and not run.has_gpu),
     Refusal("parallelism.tensor_parallel_async",
@@ -327,7 +317,8 @@ REFUSALS: tuple[Refusal, ...] = (
             lambda run: run.config.parallelism.tensor_parallel_async
             and not (run.config.compile.enable and run.config.compile.backend == "inductor")),
     Refusal("parallelism.context_parallel_method", "does nothing without context_parallel_degree",
-            lambda run: run.degrees.cp == 1 and _is_idle(run, "context_parallel_method")),
+            lambda run: run.degrees.cp == 1
+            and _is_set(run, "parallelism", "context_parallel_method")),
     Refusal("parallelism.context_parallel_method",
             "ulysses deals out heads: context_parallel_degree * tensor_parallel_degree must divide"
             " the model's n_heads; allgather does not mind",
@@ -345,10 +336,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.pipeline_parallel_schedule",
             "does nothing, like pipeline_parallel_microbatch_size, _stages_per_rank and"
             " _less_layers, without pipeline_parallel_degree",
-            lambda run: run.degrees.pp == 1 and _is_idle(run, *PIPELINE_KEYS)),
+            lambda run: run.degrees.pp == 1 and _is_set(run, "parallelism", *PIPELINE_KEYS)),
     Refusal("parallelism.pipeline_parallel_stages_per_rank", "needs an interleaved schedule",
             lambda run: run.degrees.pp > 1 and stages_per_rank(run.config.parallelism) == 1
-            and _is_idle(run, "pipeline_parallel_stages_per_rank")),
+            and _is_set(run, "parallelism", "pipeline_parallel_stages_per_rank")),
     Refusal("parallelism.pipeline_parallel_microbatch_size",
             "must divide training.local_batch_size",
             lambda run: run.degrees.pp > 1 and run.config.training.local_batch_size
@@ -405,7 +396,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.fsdp_reduce_gradients",
             "debug.determinism elastic adds pairwise, last_microbatch one after the other",
             lambda run: _is_elastic(run)
-            and run.config.parallelism.fsdp_reduce_gradients != "every_microbatch"),
+            and _is_set(run, "parallelism", "fsdp_reduce_gradients")),
     Refusal("parallelism.context_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
             lambda run: _is_elastic(run) and run.degrees.cp > 1),
@@ -417,7 +408,7 @@ REFUSALS: tuple[Refusal, ...] = (
             lambda run: _is_elastic(run) and run.config.parallelism.expert_parallel_degree > 1),
     Refusal("optimizer.muon_momentum", "does nothing unless optimizer.name is muon",
             lambda run: not _has_muon(run)
-            and run.config.optimizer.muon_momentum != Optimizer().muon_momentum),
+            and _is_set(run, "optimizer", "muon_momentum")),
     Refusal("optimizer.muon_momentum", f"must be at most 0.99609375{SHORT_MOMENTS}",
             lambda run: _has_short_moments(run)
             and run.config.optimizer.muon_momentum > MAX_BFLOAT16_DECAY),
@@ -436,21 +427,21 @@ REFUSALS: tuple[Refusal, ...] = (
             and run.config.optimizer.beta2 > MAX_BFLOAT16_DECAY),
     Refusal("training.mixed_precision_param", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32"
-            and run.config.training.mixed_precision_param != "auto"),
+            and _is_set(run, "training", "mixed_precision_param")),
     Refusal("training.mixed_precision_reduce", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32"
-            and run.config.training.mixed_precision_reduce != "float32"),
+            and _is_set(run, "training", "mixed_precision_reduce")),
     Refusal("training.mixed_precision_output", "does nothing unless training.dtype is float32",
             lambda run: run.config.training.dtype != "float32"
-            and run.config.training.mixed_precision_output != "auto"),
+            and _is_set(run, "training", "mixed_precision_output")),
     Refusal("activation_checkpoint.selective",
             "does nothing unless activation_checkpoint.mode is selective",
             lambda run: run.config.activation_checkpoint.mode != "selective"
-            and run.config.activation_checkpoint.selective != "op"),
+            and _is_set(run, "activation_checkpoint", "selective")),
     Refusal("activation_checkpoint.memory_budget",
             "does nothing unless activation_checkpoint.mode is memory_budget",
-            lambda run: not _has_budget(run) and run.config.activation_checkpoint.memory_budget
-            != ActivationCheckpoint().memory_budget),
+            lambda run: not _has_budget(run)
+            and _is_set(run, "activation_checkpoint", "memory_budget")),
     Refusal("activation_checkpoint.mode",
             "memory_budget is kept by the compiler: it needs compile.enable, and compile.backend"
             " inductor or aot_eager_decomp_partition",
@@ -470,8 +461,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("profiling.enable_memory_snapshot", "needs a CUDA device",
             lambda run: run.config.profiling.enable_memory_snapshot and not run.has_gpu),
     Refusal("compile.backend", "does nothing without compile.enable",
-            lambda run: run.config.compile.backend != "inductor"
-            and not run.config.compile.enable),
+            lambda run: not run.config.compile.enable and _is_set(run, "compile", "backend")),
     Refusal("float8.recipe", "none: float8.skip, skip_small and emulate do nothing",
             lambda run: not _is_float8(run) and run.config.float8 != Float8()),
     Refusal("float8.recipe",
@@ -510,10 +500,11 @@ REFUSALS: tuple[Refusal, ...] = (
             and not run.config.checkpoint.enable),
     Refusal("numerics.max_skipped", "does nothing unless numerics.on_nonfinite is skip",
             lambda run: run.config.numerics.on_nonfinite != "skip"
-            and run.config.numerics.max_skipped != Numerics().max_skipped),
+            and _is_set(run, "numerics", "max_skipped")),
     Refusal("numerics.spike_sigmas",
             "does nothing, like spike_window and max_rollbacks, unless on_spike is rollback",
-            _are_spikes_idle),
+            lambda run: run.config.numerics.on_spike != "rollback"
+            and _is_set(run, "numerics", "spike_sigmas", "spike_window", "max_rollbacks")),
     Refusal("metrics.straggler_window",
             "simple_fsdp gathers weights inside the blocks: their times say nothing",
             lambda run: _is_simple_fsdp(run) and run.config.metrics.straggler_window > 0),
@@ -522,11 +513,12 @@ REFUSALS: tuple[Refusal, ...] = (
             " context parallelism do: it needs more than one",
             lambda run: run.config.metrics.straggler_window > 0
             and run.degrees.pp * run.degrees.batch == 1),
-    Refusal("lr_scheduler.total_steps", "must not be less than training.steps", _is_horizon_passed),
+    Refusal("lr_scheduler.total_steps",
+            "must not be less than training.steps: where it is given, a longer run needs both",
+            _is_horizon_passed),
     Refusal("data.sources", "data.source, path, subset and text_key do nothing beside it",
             lambda run: len(run.config.data.sources) > 0
-            and any(getattr(run.config.data, key) != getattr(Data(), key)
-                    for key in ("source", "path", "subset", "text_key"))),
+            and _is_set(run, "data", "source", "path", "subset", "text_key")),
     Refusal("data.sources", "two are called the same: give each a name",
             lambda run: len({s.label for s in run.config.data.mixture})
             < len(run.config.data.mixture)),
@@ -542,7 +534,7 @@ REFUSALS: tuple[Refusal, ...] = (
                         and source.text_key != DataSource().text_key)),
     Refusal("data.max_bad_records", "does nothing unless data.on_bad_record is skip",
             lambda run: run.config.data.on_bad_record != "skip"
-            and run.config.data.max_bad_records != Data().max_bad_records),
+            and _is_set(run, "data", "max_bad_records")),
     Refusal("data.validation_percent", "must be more than 0 for validation.enable",
             lambda run: run.config.validation.enable
             and any(s.type in ("builtin", "files", "tokens") for s in run.config.data.mixture)

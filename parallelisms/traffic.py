@@ -43,12 +43,13 @@ def warn_of_traffic(
     The weights travel once or twice per microbatch whatever its size, so only tokens outweigh them:
     8 bytes a parameter against 6 FLOPs a parameter and token. A collective.
     """
-    # Tensor parallel divides both sides alike.
+    # Tensor parallel divides both what travels and what is computed.
+    tp = dims.degrees.tp
     traffic = step_traffic(
         parallelism,
         mp_policy,
-        n_parameters=n_parameters,
-        n_float8=n_float8,
+        n_parameters=n_parameters // tp,
+        n_float8=n_float8 // tp,
         n_shards=dims.weight_mesh["dp_shard_cp"].size(),
         n_replicas=dims.weight_mesh["dp_replicate"].size(),
         microbatches=microbatches,
@@ -60,7 +61,7 @@ def warn_of_traffic(
     ):
         if sent > 0:
             seconds += sent / _bus_bandwidth(dims.weight_mesh[name])
-    needed = seconds * ATTAINED * peak_flops / flops_per_token / microbatches
+    needed = seconds * ATTAINED * peak_flops / (flops_per_token / tp) / microbatches
     if n_tokens < needed:
         logger.warning(
             "%s tokens per rank and microbatch do not hide the %.1f ms that weights and gradients "

@@ -191,6 +191,17 @@ def test_a_table_shows_the_newest_rows(tmp_path: Path) -> None:
     assert (y, x) == ("| y |  | 0.973 |  |", "| x | 25.0% |  | cold |")
 
 
+def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    append_rows(out, [row("x")])
+    with out.open("a") as file:
+        file.write('{"what": "to')
+    append_rows(out, [row("y")])
+    append_rows(out, [row("z")])
+    assert [r["what"] for r in read_rows(out)] == ["x", "y", "z"]
+    assert "\n\n" not in out.read_text()
+
+
 def test_each_machine_has_a_table() -> None:
     rows = [row("x", cores=2), row("x", cores=4), row("y", cores=2)]
     here, *of_here, there, _, _, _, x = tables(rows, ["what"]).split("\n")

@@ -49,8 +49,8 @@ class Run:
             weight_mesh=dims.weight_mesh,
         )
         self.values = Values()
-        self.model_state = ModelState([self.model])
-        optimizer_state = OptimizerState([self.model], [self.optimizer])
+        self.model_state = ModelState(self.model)
+        optimizer_state = OptimizerState(self.model, self.optimizer)
         self.checkpointer = Checkpointer(
             folder,
             Checkpoint(**config),

@@ -172,7 +172,7 @@ def load_on(layout: Layout, folders: list[Path], fault: str) -> list[dict[str, s
             model, _ = build_sharded(name, args, layout)
             materialize(model, CPU, seed=1)
             n_read[0] = 0
-            state = ModelState([model])
+            state = ModelState(model)
             load_weights(folder, state, MODEL_SPECS[name].hugging_face, args)
             tensors = state.state_dict()
             parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
@@ -216,7 +216,7 @@ def fail_to_load(folder: Path, path: Path, changed: dict[str, Any]) -> tuple[str
     args = replace(args_in(folder), **changed)
     model, _ = build_sharded("llama3", args, TWO)
     materialize(model, CPU, seed=1)
-    state = ModelState([model])
+    state = ModelState(model)
     before = {fqn: digest(tensor) for fqn, tensor in state.state_dict().items()}
     with pytest.raises(ConfigError) as raised:
         load_weights(path, state, form_of("llama"), args)

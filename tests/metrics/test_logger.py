@@ -185,3 +185,14 @@ def test_a_full_disk_is_an_alarm_and_no_more(tmp_path: Path) -> None:
     assert "disk full" in str(alarm.call_args)
     metrics.write({"step": 2})
     assert [record["step"] for record in records(tmp_path)] == [2]
+
+
+def test_nor_is_it_when_the_run_ends(tmp_path: Path) -> None:
+    metrics = build(tmp_path)
+    with Path("/dev/full").open("w") as full, patch.object(logger, "error") as alarm:
+        metrics._file = full
+        metrics.write({"step": 1})
+        metrics.close()
+    told = [str(call) for call in alarm.call_args_list]
+    assert ["metrics of step 1" in told[0], "the last metrics" in told[1]] == [True, True]
+    assert all("No space left" in text for text in told)

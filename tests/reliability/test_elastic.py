@@ -78,7 +78,7 @@ def run(
             optimizer.step()
             optimizer.zero_grad()
         tensors = {fqn: p.detach() for fqn, p in parameters.items()}
-        tensors |= OptimizerState([model], [optimizer]).state_dict()
+        tensors |= OptimizerState(model, optimizer).state_dict()
     return {"losses": losses, "norms": norms} | {fqn: digest(t) for fqn, t in tensors.items()}
 
 

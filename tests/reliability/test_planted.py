@@ -48,11 +48,14 @@ def spike_at_step_5() -> None:
 
     def is_spike(self: SpikeGuard, step: int, **values: float) -> bool:
         if step == 5 and self.count == 0:
-            self.count = 1
             return True
         return original(self, step, **values)
 
     SpikeGuard.is_spike = is_spike  # type: ignore[method-assign]
+
+
+def spikes_in_the_first_steps() -> None:
+    SpikeGuard.is_spike = lambda self, step, **_: step < 5  # type: ignore[method-assign]
 
 
 def foreign_ids() -> None:
@@ -140,6 +143,15 @@ def test_a_spike_is_rolled_back_and_its_data_left_out(tmp_path: Path) -> None:
     lineage = replay(rolled / "debug_model")
     assert not lineage.violations
     assert (lineage.left_out, len(lineage.steps)) == ({4: 1}, 10)
+
+
+def test_without_a_checkpoint_spikes_are_no_rollbacks(tmp_path: Path) -> None:
+    keys = STEPS | {"numerics.on_spike": "rollback", "numerics.max_rollbacks": "1"}
+    keys |= {"training.steps": "6", "checkpoint.interval": "100"}
+    end_with(spikes_in_the_first_steps, tmp_path, {exit_codes.DONE}, **keys)
+    # On each of two ranks.
+    assert log(tmp_path).count("no checkpoint to go back to") == 2 * 4
+    assert list(curve(tmp_path)) == [*range(1, 7)]
 
 
 @pytest.mark.row(19, "No id outside the vocabulary reaches the model")

@@ -1,0 +1,25 @@
+"""The norm of gradients is no rounder than they are."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from optim.grad_norm import clip_grad_norm_
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_is_float32_at_least(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(300, 100, dtype=dtype)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(300, 100, generator=generator).to(dtype)
+    grads = [parameter.grad.double().clone() for parameter in parameters]
+    want = torch.stack([grad.norm() for grad in grads]).norm()
+    norm = clip_grad_norm_(parameters, 1.0)
+    assert norm.dtype == torch.promote_types(dtype, torch.float32)
+    assert norm.double().item() == pytest.approx(want.item(), rel=1e-5)
+    for parameter, grad in zip(parameters, grads, strict=True):
+        assert parameter.grad.dtype == dtype
+        torch.testing.assert_close(
+            parameter.grad.double(), grad / want, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=0.0
+        )
