@@ -76,7 +76,13 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
     total_steps = config.lr_scheduler.total_steps or config.training.steps
+    parallelism = config.parallelism
+    if degrees.pp > 1 and parallelism.data_parallel == "fsdp2":
+        # What PyTorch's schedules do.
+        last = {"fsdp_reduce_gradients": "last_microbatch"}
+        parallelism = parallelism.model_copy(update=last)
     resolved = {
+        "parallelism": parallelism,
         "model": config.model.model_copy(update={"vocab_size": vocab_size}),
         "training": config.training.model_copy(update={"global_batch_size": batch_size}),
         "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),

@@ -65,8 +65,8 @@ INSTEAD = (
 )
 # Of keys that nobody need have changed.
 OF_KEY = {
-    "training.global_batch_size": "absent, it follows the number of ranks: set to what it was, it"
-    " lets this run go on",
+    "training.global_batch_size": "absent, it follows the number of ranks: this run goes on with"
+    " what it was, and a training.local_batch_size that suits these ranks",
 }
 # They follow training.seq_len and experts.balance_loss, which may change.
 NOT_TRAINED = {"max_seq_len", "balance_weight"}

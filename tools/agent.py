@@ -93,11 +93,6 @@ def run_ranks(
         logs = logs / _agreed(store, nodes, time.strftime("%Y%m%d-%H%M%S"))
         _keep_flight_records(logs)
         new = [folder for folder in (logs, *logs.parents) if not folder.exists()]
-        try:
-            make_folder(logs.parents[1], logs.parent.name)
-            logs.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise ConfigError([f"job.output_dir: {error}"]) from None
     rendezvous = StaticTCPRendezvous(
         store.host, store.port, nodes.rank, nodes.count, "shardloom", RENDEZVOUS_SECONDS
     )
@@ -200,6 +195,11 @@ class RankLogs(DefaultLogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         destinations = super().reify(envs)
         if self._logs is not None:
+            try:
+                make_folder(self._logs.parents[1], self._logs.parent.name)
+                self._logs.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ConfigError([f"job.output_dir: {error}"]) from None
             for local, environment in envs.items():
                 if local not in self._shown:
                     path = str(self._logs / f"rank-{environment['RANK']}")

@@ -53,10 +53,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         run_folder = Path(config.job.output_dir) / config.job.name
         logs, control = run_folder / "logs", run_folder / "control"
         if nodes.rank == 0:
-            exit_codes.forget(control)
-    except OSError as error:
-        print(f"job.output_dir: {error}", file=sys.stderr)
-        return exit_codes.BAD_CONFIG
+            forget_end(control)
     except ValueError as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
@@ -78,6 +75,14 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         record_end(control, _outcome(control))
     exit_codes.report(control, code)
     return code
+
+
+def forget_end(control: Path) -> None:
+    """Of the last launcher; ``ConfigError`` where no run can have a folder."""
+    try:
+        exit_codes.forget(control)
+    except OSError as error:
+        raise ConfigError([f"job.output_dir: {error}"]) from None
 
 
 def check_run(config: JobConfig, n_ranks: int) -> None:

@@ -22,7 +22,7 @@ from config import ConfigError, JobConfig, load_config
 from runtime import exit_codes
 from runtime.control import lock_run
 from runtime.run_folder import make_folder
-from tools.launch import check_run, ranks_per_node
+from tools.launch import check_run, ranks_per_node, shown_ranks
 
 # A node that was lost may hold its files for as long.
 LOCK_SECONDS = 120
@@ -42,7 +42,10 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             arguments = [*arguments, *overrides_of(Path(sweep), task, name=config.job.name)]
             config = load_swept(sweep, task, arguments)
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
-        check_run(config, ranks_per_node(environment) * n_nodes)
+        n_ranks = ranks_per_node(environment)
+        check_run(config, n_ranks * n_nodes)
+        if asked := environment.get("LOG_RANK"):
+            shown_ranks(asked, n_ranks)
         folder = Path(config.job.output_dir) / config.job.name
         wait_until_free(folder / "control", LOCK_SECONDS if is_restart else 0)
     except ValueError as error:

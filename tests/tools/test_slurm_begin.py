@@ -42,7 +42,15 @@ def test_arguments_come_out_as_they_went_in(capsys: pytest.CaptureFixture[str], 
 
 def test_a_relative_folder_stays_one(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert begin(capsys, "--job.name", "never")[1][0] == "outputs/never"
-    assert (tmp_path / "outputs" / "never" / "control").stat().st_mode & 0o777 == 0o700
+    modes = {
+        path: (tmp_path / path).stat().st_mode & 0o777
+        for path in ("outputs", "outputs/never", "outputs/never/control")
+    }
+    (tmp_path / "other").mkdir()
+    # The runs' folder may be everybody's, a run is its owner's alone.
+    ordinary = (tmp_path / "other").stat().st_mode & 0o777
+    assert list(modes.values()) == [ordinary, 0o700, 0o700]
+    assert ordinary != 0o700
 
 
 @pytest.mark.parametrize(
@@ -51,6 +59,7 @@ def test_a_relative_folder_stays_one(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--optimizer.lrr", "1"], {}, "optimizer.lrr: unknown key"),
         (["--parallelism.tensor_parallel_degree", "3"], {}, "do not make 2 ranks"),
         ([], {"NGPU": "none"}, "NGPU"),
+        ([], {"LOG_RANK": "2"}, "LOG_RANK: 2: a node's ranks are 0 to"),
         ([], {"SWEEP": "no such file", "SLURM_ARRAY_TASK_ID": "0"}, "no such file"),
     ],
 )
