@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from runtime import exit_codes
-
-pytest.importorskip("matplotlib")
 from tools import plot
 
 
