@@ -293,7 +293,7 @@ def main(job: Job, witness: Witness) -> int:
             if checkpointer.load_latest(leave={"data"}) is None:
                 logger.warning("no checkpoint to go back to")
                 return False
-            spikes.count += 1
+            spikes.rollbacks += 1
             logger.info("went back from step %d to step %d", spiked, state.step)
             if ledger is not None:
                 ledger.begin(attempt_of(checkpointer, job, dims, data_after=spiked))

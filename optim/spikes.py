@@ -23,13 +23,13 @@ class SpikeGuard:
         self._windows = {
             name: deque[float](maxlen=config.spike_window) for name in ("loss", "gradient norm")
         }
-        self.count = 0
-        """Rollbacks so far, as the caller counts them."""
+        self.rollbacks = 0
+        """Of the run so far; who rolls back counts."""
 
     @property
     def is_over(self) -> bool:
         """Whether a spike now is one too many to roll back again."""
-        return self.count >= self._config.max_rollbacks
+        return self.rollbacks >= self._config.max_rollbacks
 
     def is_spike(self, step: int, *, loss: float, grad_norm: float) -> bool:
         """Whether either value is more than ``spike_sigmas`` above the mean of its window.
@@ -64,7 +64,7 @@ class SpikeGuard:
         return {
             "losses": list(self._windows["loss"]),
             "grad_norms": list(self._windows["gradient norm"]),
-            "count": self.count,
+            "count": self.rollbacks,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -72,4 +72,4 @@ class SpikeGuard:
         for name, key in (("loss", "losses"), ("gradient norm", "grad_norms")):
             self._windows[name].clear()
             self._windows[name].extend(state_dict[key])
-        self.count = max(self.count, state_dict["count"])
+        self.rollbacks = max(self.rollbacks, state_dict["count"])

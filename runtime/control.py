@@ -43,7 +43,7 @@ class RunControl:
         self._is_writer = is_writer
         if is_writer:
             try:
-                make_folder(self._folder.parent, self._folder.name)
+                make_folder(self._folder)
                 self._lock = lock_run(self._folder)
             except OSError as error:
                 raise ConfigError([f"job.output_dir: {error}"]) from None

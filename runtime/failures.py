@@ -19,7 +19,7 @@ def record_failure(control: Path, *, lines: list[str], codes: dict[int, int]) ->
 
     ``lines`` say why, the cause first; ``codes`` are the exit codes of ranks.
     """
-    make_folder(control.parent, control.name)
+    make_folder(control)
     progress, last = published_step(control), _last(control)
     goes_on = last.get("attempt", MOST_ATTEMPTS) < MOST_ATTEMPTS and progress <= last["progress"]
     attempt = last["attempt"] + 1 if goes_on else 1

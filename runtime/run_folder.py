@@ -3,8 +3,8 @@
 from pathlib import Path
 
 
-def make_folder(run_folder: Path, name: str) -> None:
-    """Make a folder of a run, and the run's, where they are not there yet: what a run writes is its
-    owner's alone."""
-    for folder in (run_folder, run_folder / name):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def make_folder(folder: Path) -> None:
+    """Make a run's ``control/`` or ``logs/``, and the run's folder, where they are not there yet:
+    what a run writes is its owner's alone."""
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)

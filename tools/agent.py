@@ -196,7 +196,7 @@ class RankLogs(DefaultLogsSpecs):
         destinations = super().reify(envs)
         if self._logs is not None:
             try:
-                make_folder(self._logs.parents[1], self._logs.parent.name)
+                make_folder(self._logs.parent)
                 self._logs.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
                 raise ConfigError([f"job.output_dir: {error}"]) from None

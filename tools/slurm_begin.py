@@ -56,7 +56,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(f"stopped: {control / 'stop'} was written while the job waited", file=sys.stderr)
         return exit_codes.DONE
     # The launchers say here how they end.
-    make_folder(folder, control.name)
+    make_folder(control)
     exit_codes.forget(control)
     if not is_restart:
         (control / "requeues").unlink(missing_ok=True)

@@ -47,7 +47,7 @@ def spike_at_step_5() -> None:
     original = SpikeGuard.is_spike
 
     def is_spike(self: SpikeGuard, step: int, **values: float) -> bool:
-        if step == 5 and self.count == 0:
+        if step == 5 and self.rollbacks == 0:
             return True
         return original(self, step, **values)
 
