@@ -1,21 +1,17 @@
-"""What cannot be run, and why: one table, checked before any process group or device is touched.
+"""What cannot be run on a mesh, and why: checked before any process group or device is touched.
 
-The table in ``docs/support.md`` is generated from this one: ``python -m tools.support_table``.
+``docs/support.md`` is generated from this table and the one of ``config/refusals.py``.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
-from config import ConfigError
-from config.job_config import (
-    DataSource,
-    Experts,
-    Float8,
-    JobConfig,
-)
+from config import ConfigError, refusals
+from config.job_config import Experts, JobConfig
+from config.refusals import Refusal, is_set
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
 from runtime.compat import has_float8
@@ -44,14 +40,6 @@ class Run:
     has_gpu: bool
 
 
-@dataclass(frozen=True)
-class Refusal:
-    key: str
-    """What the user has to change."""
-    reason: str
-    applies: Callable[[Run], bool]
-
-
 def check_support(
     config: JobConfig, shape: ModelShape, world_size: int, *, has_gpu: bool
 ) -> Degrees:
@@ -61,16 +49,11 @@ def check_support(
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     run = Run(config, shape, degrees, has_gpu)
-    refused = [f"{row.key}: {row.reason}" for row in REFUSALS if row.applies(run)]
-    if refused:
-        raise ConfigError(refused)
+    applying: list[Refusal[Any]] = [row for row in refusals.REFUSALS if row.applies(config)]
+    applying += [row for row in REFUSALS if row.applies(run)]
+    if applying:
+        raise ConfigError([f"{row.key}: {row.reason}" for row in applying])
     return degrees
-
-
-def _is_set(run: Run, section: str, *keys: str) -> bool:
-    """Whether one of these keys is not what it is when absent."""
-    own = getattr(run.config, section)
-    return any(getattr(own, key) != getattr(type(own)(), key) for key in keys)
 
 
 def _tp_splits(size: Callable[[Run], int]) -> Callable[[Run], bool]:
@@ -114,10 +97,6 @@ def _pipeline_microbatches(run: Run) -> float:
     return rows / run.config.parallelism.pipeline_parallel_microbatch_size
 
 
-def _any_source(applies: Callable[[DataSource], bool]) -> Callable[[Run], bool]:
-    return lambda run: any(applies(source) for source in run.config.data.mixture)
-
-
 def _batch_size(run: Run) -> int:
     training = run.config.training
     return training.global_batch_size or training.local_batch_size * run.degrees.batch
@@ -141,11 +120,6 @@ def _in_ramp(applies: Callable[[Run], bool]) -> Callable[[Run], bool]:
         return any(applies(replace(run, config=config)) for config in configs)
 
     return any_applies
-
-
-def _is_horizon_passed(run: Run) -> bool:
-    total = run.config.lr_scheduler.total_steps
-    return total is not None and total < run.config.training.steps
 
 
 def _is_ddp(run: Run) -> bool:
@@ -179,14 +153,6 @@ def _has_budget(run: Run) -> bool:
     return run.config.activation_checkpoint.mode == "memory_budget"
 
 
-def _has_muon(run: Run) -> bool:
-    return run.config.optimizer.name == "muon"
-
-
-def _has_short_moments(run: Run) -> bool:
-    return run.config.optimizer.state_dtype == "bfloat16"
-
-
 def _is_power_of_two(count: float) -> bool:
     return math.log2(count).is_integer()
 
@@ -211,13 +177,7 @@ PIPELINE_KEYS = (
     "pipeline_parallel_first_stage_less_layers",
     "pipeline_parallel_last_stage_less_layers",
 )
-# In bfloat16 a moment that no gradient adds to still decays then, whatever its value: a step of its
-# values is up to 2**-7 of them, and less than half a step is rounded away.
-MAX_BFLOAT16_DECAY = 1 - 2**-8
-SHORT_MOMENTS = (
-    " with optimizer.state_dtype bfloat16, which rounds away what a moment would lose in a step"
-)
-REFUSALS: tuple[Refusal, ...] = (
+REFUSALS: tuple[Refusal[Run], ...] = (
     Refusal("parallelism.data_parallel_shard_degree", "ddp does not shard",
             lambda run: _is_ddp(run)
             and run.config.parallelism.data_parallel_shard_degree not in (-1, 1)),
@@ -227,7 +187,7 @@ REFUSALS: tuple[Refusal, ...] = (
             not in (1, run.degrees.dp_replicate)),
     Refusal("parallelism.fsdp_reshard_after_forward", "does nothing with ddp",
             lambda run: _is_ddp(run)
-            and _is_set(run, "parallelism", "fsdp_reshard_after_forward")),
+            and is_set(run.config.parallelism, "fsdp_reshard_after_forward")),
     Refusal("parallelism.fsdp_reshard_after_forward", "simple_fsdp knows default and never",
             lambda run: _is_simple_fsdp(run)
             and run.config.parallelism.fsdp_reshard_after_forward not in ("default", "never")),
@@ -247,13 +207,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.fsdp_reduce_gradients",
             "needs fsdp2: ddp reduces after the last microbatch, simple_fsdp after each",
             lambda run: _is_not_fsdp2(run)
-            and _is_set(run, "parallelism", "fsdp_reduce_gradients")),
+            and is_set(run.config.parallelism, "fsdp_reduce_gradients")),
     Refusal("parallelism.fsdp_forward_prefetch", "needs fsdp2",
             lambda run: _is_not_fsdp2(run)
-            and _is_set(run, "parallelism", "fsdp_forward_prefetch")),
+            and is_set(run.config.parallelism, "fsdp_forward_prefetch")),
     Refusal("parallelism.fsdp_backward_prefetch", "needs fsdp2",
             lambda run: _is_not_fsdp2(run)
-            and _is_set(run, "parallelism", "fsdp_backward_prefetch")),
+            and is_set(run.config.parallelism, "fsdp_backward_prefetch")),
     Refusal("parallelism.fsdp_backward_prefetch",
             "does nothing with fsdp_reshard_after_forward never, and in a pipeline unless always",
             lambda run: run.config.parallelism.fsdp_backward_prefetch > 0
@@ -261,7 +221,7 @@ REFUSALS: tuple[Refusal, ...] = (
             in (("never",) if run.degrees.pp == 1 else ("never", "default"))),
     Refusal("parallelism.fsdp_reduce_gradients", "does nothing with one microbatch per step",
             lambda run: _microbatches(run) == 1 and run.degrees.pp == 1
-            and _is_set(run, "parallelism", "fsdp_reduce_gradients")),
+            and is_set(run.config.parallelism, "fsdp_reduce_gradients")),
     Refusal("parallelism.fsdp_cpu_offload", "needs fsdp2",
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Refusal("parallelism.fsdp_cpu_offload", "needs a GPU to offload from",
@@ -288,7 +248,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.fsdp_forward_prefetch",
             "like fsdp_backward_prefetch, knows nothing of experts on a mesh of their own",
             lambda run: _has_expert_mesh(run)
-            and _is_set(run, "parallelism", "fsdp_forward_prefetch", "fsdp_backward_prefetch")),
+            and is_set(run.config.parallelism, "fsdp_forward_prefetch", "fsdp_backward_prefetch")),
     Refusal("metrics.straggler_window",
             "experts get unequal numbers of tokens, and ranks wait for them in every layer",
             lambda run: _ep(run) > 1 and run.config.metrics.straggler_window > 0),
@@ -318,7 +278,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and not (run.config.compile.enable and run.config.compile.backend == "inductor")),
     Refusal("parallelism.context_parallel_method", "does nothing without context_parallel_degree",
             lambda run: run.degrees.cp == 1
-            and _is_set(run, "parallelism", "context_parallel_method")),
+            and is_set(run.config.parallelism, "context_parallel_method")),
     Refusal("parallelism.context_parallel_method",
             "ulysses deals out heads: context_parallel_degree * tensor_parallel_degree must divide"
             " the model's n_heads; allgather does not mind",
@@ -336,10 +296,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.pipeline_parallel_schedule",
             "does nothing, like pipeline_parallel_microbatch_size, _stages_per_rank and"
             " _less_layers, without pipeline_parallel_degree",
-            lambda run: run.degrees.pp == 1 and _is_set(run, "parallelism", *PIPELINE_KEYS)),
+            lambda run: run.degrees.pp == 1 and is_set(run.config.parallelism, *PIPELINE_KEYS)),
     Refusal("parallelism.pipeline_parallel_stages_per_rank", "needs an interleaved schedule",
             lambda run: run.degrees.pp > 1 and stages_per_rank(run.config.parallelism) == 1
-            and _is_set(run, "parallelism", "pipeline_parallel_stages_per_rank")),
+            and is_set(run.config.parallelism, "pipeline_parallel_stages_per_rank")),
     Refusal("parallelism.pipeline_parallel_microbatch_size",
             "must divide training.local_batch_size",
             lambda run: run.degrees.pp > 1 and run.config.training.local_batch_size
@@ -396,7 +356,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.fsdp_reduce_gradients",
             "debug.determinism elastic adds pairwise, last_microbatch one after the other",
             lambda run: _is_elastic(run)
-            and _is_set(run, "parallelism", "fsdp_reduce_gradients")),
+            and is_set(run.config.parallelism, "fsdp_reduce_gradients")),
     Refusal("parallelism.context_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
             lambda run: _is_elastic(run) and run.degrees.cp > 1),
@@ -406,47 +366,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("parallelism.expert_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
             lambda run: _is_elastic(run) and run.config.parallelism.expert_parallel_degree > 1),
-    Refusal("optimizer.muon_momentum", "does nothing unless optimizer.name is muon",
-            lambda run: not _has_muon(run)
-            and _is_set(run, "optimizer", "muon_momentum")),
-    Refusal("optimizer.muon_momentum", f"must be at most 0.99609375{SHORT_MOMENTS}",
-            lambda run: _has_short_moments(run)
-            and run.config.optimizer.muon_momentum > MAX_BFLOAT16_DECAY),
     Refusal("parallelism.fsdp_cpu_offload",
             "optimizer.name muon would multiply its matrices on the host",
-            lambda run: _has_muon(run) and run.config.parallelism.fsdp_cpu_offload),
-    Refusal("optimizer.name", "debug.determinism elastic is proved for adamw only",
-            lambda run: _has_muon(run) and _is_elastic(run)),
-    Refusal("optimizer.state_dtype", "does nothing unless training.dtype is float32",
-            lambda run: run.config.training.dtype != "float32" and _has_short_moments(run)),
-    Refusal("optimizer.beta1", f"must be at most 0.99609375{SHORT_MOMENTS}",
-            lambda run: _has_short_moments(run)
-            and run.config.optimizer.beta1 > MAX_BFLOAT16_DECAY),
-    Refusal("optimizer.beta2", f"must be at most 0.99609375{SHORT_MOMENTS}",
-            lambda run: _has_short_moments(run)
-            and run.config.optimizer.beta2 > MAX_BFLOAT16_DECAY),
-    Refusal("training.mixed_precision_param", "does nothing unless training.dtype is float32",
-            lambda run: run.config.training.dtype != "float32"
-            and _is_set(run, "training", "mixed_precision_param")),
-    Refusal("training.mixed_precision_reduce", "does nothing unless training.dtype is float32",
-            lambda run: run.config.training.dtype != "float32"
-            and _is_set(run, "training", "mixed_precision_reduce")),
-    Refusal("training.mixed_precision_output", "does nothing unless training.dtype is float32",
-            lambda run: run.config.training.dtype != "float32"
-            and _is_set(run, "training", "mixed_precision_output")),
-    Refusal("activation_checkpoint.selective",
-            "does nothing unless activation_checkpoint.mode is selective",
-            lambda run: run.config.activation_checkpoint.mode != "selective"
-            and _is_set(run, "activation_checkpoint", "selective")),
-    Refusal("activation_checkpoint.memory_budget",
-            "does nothing unless activation_checkpoint.mode is memory_budget",
-            lambda run: not _has_budget(run)
-            and _is_set(run, "activation_checkpoint", "memory_budget")),
-    Refusal("activation_checkpoint.mode",
-            "memory_budget is kept by the compiler: it needs compile.enable, and compile.backend"
-            " inductor or aot_eager_decomp_partition",
-            lambda run: _has_budget(run) and not (run.config.compile.enable
-            and run.config.compile.backend in ("inductor", "aot_eager_decomp_partition"))),
+            lambda run: run.config.optimizer.name == "muon"
+            and run.config.parallelism.fsdp_cpu_offload),
     Refusal("activation_checkpoint.mode",
             "memory_budget cannot free the weights that simple_fsdp gathers",
             lambda run: _has_budget(run) and _is_simple_fsdp(run)),
@@ -460,51 +383,19 @@ REFUSALS: tuple[Refusal, ...] = (
             lambda run: _compiles_whole_recomputation(run) and not run.has_gpu),
     Refusal("profiling.enable_memory_snapshot", "needs a CUDA device",
             lambda run: run.config.profiling.enable_memory_snapshot and not run.has_gpu),
-    Refusal("compile.backend", "does nothing without compile.enable",
-            lambda run: not run.config.compile.enable and _is_set(run, "compile", "backend")),
-    Refusal("float8.recipe", "none: float8.skip, skip_small and emulate do nothing",
-            lambda run: not _is_float8(run) and run.config.float8 != Float8()),
     Refusal("float8.recipe",
             "needs a GPU of CUDA capability 8.9 or more; float8.emulate is for tests elsewhere",
             lambda run: _is_float8(run) and not run.config.float8.emulate
             and not (run.has_gpu and has_float8())),
-    Refusal("float8.recipe",
-            "the hardware multiplies bfloat16 that was made float8: training.dtype and"
-            " mixed_precision_param may not ask for more, but with float8.emulate",
-            lambda run: _is_float8(run) and not run.config.float8.emulate
-            and (run.config.training.dtype == "float64"
-                 or run.config.training.mixed_precision_param == "float32")),
     Refusal("parallelism.tensor_parallel_degree",
             "float8 makes its scales of whole matrices, which tensor parallel ranks do not have",
             lambda run: _is_float8(run) and run.degrees.tp > 1),
     Refusal("parallelism.pipeline_parallel_schedule",
             "zero bubble splits backward in two, and float8 would do all of it in both",
             lambda run: _is_float8(run) and _has_zero_bubble(run)),
-    Refusal("debug.determinism", "elastic is not proved for float8",
-            lambda run: _is_float8(run) and _is_elastic(run)),
     Refusal("training.seq_len",
             "float8 multiplies by 16 tokens: a rank's part of a microbatch must be a multiple",
             lambda run: _is_float8(run) and _tokens_of_product(run) % 16 != 0),
-    Refusal("checkpoint.keep_every", "must be a multiple of checkpoint.interval",
-            lambda run: run.config.checkpoint.keep_every % run.config.checkpoint.interval != 0),
-    Refusal("checkpoint.keep_every", "does nothing where checkpoint.keep_latest_k is 0: all stay",
-            lambda run: run.config.checkpoint.keep_every > 0
-            and run.config.checkpoint.keep_latest_k == 0),
-    Refusal("checkpoint.max_unsaved_steps",
-            "must be at least checkpoint.interval; twice that with async_mode async",
-            lambda run: run.config.checkpoint.max_unsaved_steps is not None
-            and run.config.checkpoint.max_unsaved_steps < run.config.checkpoint.interval
-            * (2 if run.config.checkpoint.async_mode == "async" else 1)),
-    Refusal("numerics.on_spike", "rollback goes to a checkpoint: it needs checkpoint.enable",
-            lambda run: run.config.numerics.on_spike == "rollback"
-            and not run.config.checkpoint.enable),
-    Refusal("numerics.max_skipped", "does nothing unless numerics.on_nonfinite is skip",
-            lambda run: run.config.numerics.on_nonfinite != "skip"
-            and _is_set(run, "numerics", "max_skipped")),
-    Refusal("numerics.spike_sigmas",
-            "does nothing, like spike_window and max_rollbacks, unless on_spike is rollback",
-            lambda run: run.config.numerics.on_spike != "rollback"
-            and _is_set(run, "numerics", "spike_sigmas", "spike_window", "max_rollbacks")),
     Refusal("metrics.straggler_window",
             "simple_fsdp gathers weights inside the blocks: their times say nothing",
             lambda run: _is_simple_fsdp(run) and run.config.metrics.straggler_window > 0),
@@ -513,32 +404,6 @@ REFUSALS: tuple[Refusal, ...] = (
             " context parallelism do: it needs more than one",
             lambda run: run.config.metrics.straggler_window > 0
             and run.degrees.pp * run.degrees.batch == 1),
-    Refusal("lr_scheduler.total_steps",
-            "must not be less than training.steps: where it is given, a longer run needs both",
-            _is_horizon_passed),
-    Refusal("data.sources", "data.source, path, subset and text_key do nothing beside it",
-            lambda run: len(run.config.data.sources) > 0
-            and _is_set(run, "data", "source", "path", "subset", "text_key")),
-    Refusal("data.sources", "two are called the same: give each a name",
-            lambda run: len({s.label for s in run.config.data.mixture})
-            < len(run.config.data.mixture)),
-    Refusal("data.path", "must say what to read with files, tokens or huggingface",
-            _any_source(lambda source: source.type in ("files", "tokens", "huggingface")
-                        and not source.path)),
-    Refusal("data.path", "does nothing with builtin or c4",
-            _any_source(lambda source: source.type in ("builtin", "c4") and source.path != "")),
-    Refusal("data.subset", "does nothing unless the source is huggingface",
-            _any_source(lambda source: source.type != "huggingface" and source.subset != "")),
-    Refusal("data.text_key", "does nothing with builtin, tokens or c4",
-            _any_source(lambda source: source.type in ("builtin", "tokens", "c4")
-                        and source.text_key != DataSource().text_key)),
-    Refusal("data.max_bad_records", "does nothing unless data.on_bad_record is skip",
-            lambda run: run.config.data.on_bad_record != "skip"
-            and _is_set(run, "data", "max_bad_records")),
-    Refusal("data.validation_percent", "must be more than 0 for validation.enable",
-            lambda run: run.config.validation.enable
-            and any(s.type in ("builtin", "files", "tokens") for s in run.config.data.mixture)
-            and run.config.data.validation_percent == 0),
 )  # fmt: skip
 # What the batch size must be, each of the ramp must be.
 REFUSALS += tuple(

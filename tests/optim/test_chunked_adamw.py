@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.job_config import Optimizer
+from config.refusals import MAX_BFLOAT16_DECAY
 from models import find_model
 from models.meta import build_on_meta
 from optim import chunked_adamw
@@ -19,7 +20,6 @@ from optim.chunked_adamw import ChunkedAdamW
 from optim.loss import cross_entropy_sum
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
-from parallelisms.support import MAX_BFLOAT16_DECAY
 from tests.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, build_sharded
 from tests.parallelisms.test_materialize import digest, small_args
 from tests.ranks import RankPool

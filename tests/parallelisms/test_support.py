@@ -1,4 +1,4 @@
-"""No row of the support table is dead or said twice, and the documentation is a copy of it."""
+"""No row of the support tables is dead or said twice, and the documentation is a copy of it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +8,11 @@ import pytest
 from config import ConfigError, JobConfig, load_config
 from config.job_config import Parallelism
 from models import find_model
-from parallelisms.support import REFUSALS, check_support
+from parallelisms.support import check_support
 from tests.config.test_bad_configs import BAD, Bad, write
-from tools.support_table import PAGE, support_text
+from tools.support_table import PAGE, ROWS, support_text
 
-MESSAGES = [f"{row.key}: {row.reason}" for row in REFUSALS]
+MESSAGES = [f"{row.key}: {row.reason}" for row in ROWS]
 
 
 def refused(bad: Bad, folder: Path) -> list[str]:
