@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from config.job_config import Metrics
-from runtime.log import logger
+from runtime.log import duration, logger
 
 
 class MetricsLogger:
@@ -85,7 +85,7 @@ class MetricsLogger:
             "  data %4.1f%%  left %s",
             step, values["loss"], values["grad_norm"], values["lr"], f"{rate:,.0f}",
             "n/a" if palm is None else f"{100 * palm:.1f}%", record["memory_gib"],
-            100 * record["data_wait"], _duration(seconds_left),
+            100 * record["data_wait"], duration(seconds_left),
         )  # fmt: skip
         self._reset()
 
@@ -182,9 +182,3 @@ def _open_board(folder: Path, resumed: int | None) -> Any:
 
     purged = None if resumed is None else resumed + 1
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

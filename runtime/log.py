@@ -20,4 +20,11 @@ def init_logging() -> None:
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
 
+def duration(seconds: float) -> str:
+    """As 1:02:03; what is below zero, by a clock that was set back, as nothing."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
 logger = logging.getLogger("shardloom")

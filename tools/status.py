@@ -28,6 +28,7 @@ from checkpoint.store import published, sizes_of, step_of
 from metrics.goodput import goodput, history_of
 from runtime import exit_codes
 from runtime.failures import MOST_ATTEMPTS
+from runtime.log import duration
 
 LOCKS = Path("/proc/locks")
 # A run is quiet after this long without a line, and after the time of so many lines.
@@ -197,7 +198,7 @@ def state_of(
     since = now - max(begun, last_line)
     gap = lines[-1]["time"] - lines[-2]["time"] if len(lines) > 1 else 0.0
     is_quiet = since > max(QUIET_SECONDS, QUIET_LINES * gap)
-    quiet = f"no line for {_duration(since)}" if is_quiet else ""
+    quiet = f"no line for {duration(since)}" if is_quiet else ""
     if is_locked(control / "lock"):
         # A start forgets the last outcome only once it goes on from there.
         return (outcome, reason, ended) if outcome and ended >= begun else (runs, quiet, now)
@@ -307,13 +308,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _ago(seconds: float | None) -> str:
-    return "n/a" if seconds is None else f"{_duration(seconds)} ago"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
+    return "n/a" if seconds is None else f"{duration(seconds)} ago"
 
 
 if __name__ == "__main__":
