@@ -1,8 +1,6 @@
 """A step's microbatches through the model, forward and backward: the inside of the loop."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
@@ -13,49 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Parallelism
-from data.loader import Batch, BatchLoader
+from data.feed import count_valid
+from data.loader import Batch
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import sequence_part, whole_sequence
 from parallelisms.elastic import GradientTree
 from parallelisms.gradient_reduction import begin_microbatch
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.pipeline_parallel import build_schedule, sum_tied
-from runtime.control import RunControl
 from runtime.distributed import sum_in_order, sum_over
-from runtime.labels import IGNORED
-from runtime.together import raise_everywhere
-
-
-def take_together(
-    loader: BatchLoader, count: int, control: RunControl, **counts: int
-) -> tuple[list[Batch], float, dict[str, int]]:
-    """The next microbatches, the seconds this rank waited for them, and what ranks tell each other.
-
-    That is the sums over all ranks of ``counts``, of ``tokens``, the labels that count, and of
-    ``bad`` records so far. What is wrong on one rank, with the data (``ConfigError``) or with
-    reading, is raised on all. A collective.
-    """
-    begin, microbatches, problem = time.perf_counter(), [], None
-    try:
-        microbatches = list(islice(loader, count))
-    except (ValueError, OSError) as error:
-        problem = error
-    waited = time.perf_counter() - begin
-    agreed = control.agree(
-        tokens=count_valid(microbatches),
-        unread=int(problem is not None),
-        mistakes=int(isinstance(problem, ValueError)),
-        bad=loader.n_bad,
-        **counts,
-    )
-    if agreed["unread"]:
-        raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
-    return microbatches, waited, agreed
-
-
-def count_valid(microbatches: list[Batch]) -> int:
-    """Labels of this rank's rows that count."""
-    return sum(int((batch.labels != IGNORED).sum()) for batch in microbatches)
 
 
 class Runner(Protocol):

@@ -41,9 +41,13 @@ class Job:
         """Sequences of a step, from 1 on."""
         return batch_size_of(step, self.ramp, self.global_batch_size)
 
-    def sequences(self, steps: int) -> int:
-        """Of the first steps together."""
-        return sequences_in(steps, self.ramp, self.global_batch_size)
+    def steps_left(self, step: int) -> float:
+        """What is to be done after ``step``, in steps of its size."""
+        done, all_ = (
+            sequences_in(steps, self.ramp, self.global_batch_size)
+            for steps in (step, self.config.training.steps)
+        )
+        return (all_ - done) / self.batch_size(step)
 
     @property
     def wants_flex_attention(self) -> bool:

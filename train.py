@@ -28,8 +28,9 @@ from checkpoint.hugging_face import is_hugging_face, load_weights
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Checkpoint
+from data.feed import Feed, take_together
 from data.loader import Batch, BatchLoader
-from forward_backward import Runner, build_runner, take_together, validation_losses
+from forward_backward import Runner, build_runner, validation_losses
 from job import Job, check_resume, facts_of, resolve
 from metrics.bits_per_byte import bits_per_nat
 from metrics.data_shares import data_shares
@@ -118,6 +119,14 @@ def main(job: Job, witness: Witness) -> int:
         packing=config.data.packing,
     )
     loader = build_loader(job.train)
+    feed = Feed(
+        loader,
+        control,
+        batch_size=job.batch_size,
+        n_rows=job.global_batch_size,
+        n_readers=world_size // dims.degrees.batch,
+        max_bad_records=config.data.max_bad_records,
+    )
     logger.info("data: %s, tokenizer %s", job.train.description, config.data.tokenizer)
 
     # 3. The model on the meta device: shapes only
@@ -132,6 +141,7 @@ def main(job: Job, witness: Witness) -> int:
         state_size=state_size(job.spec.delta_nets(model)),
     )
     fqns, tied = [fqn for fqn, _ in model.named_parameters()], shared_names(model)
+    has_experts = bool(job.spec.moes(model))
     n_parameters = sum(p.numel() for p in model.parameters())
     logger.info(
         "model: %s %s, %s parameters", config.model.name, config.model.flavor, f"{n_parameters:,}"
@@ -175,6 +185,20 @@ def main(job: Job, witness: Witness) -> int:
         tree=tree,
     )
 
+    peak = peak_flops(device, config.metrics.peak_tflops)
+    if peak is not None and dims.degrees.pp == 1 and not has_experts:
+        warn_of_traffic(
+            dims,
+            config.parallelism,
+            mp_policy,
+            n_parameters=n_parameters,
+            n_float8=gathered_in_float8(model),
+            n_tokens=training.local_batch_size * training.seq_len // dims.degrees.cp,
+            microbatches=loader.microbatches,
+            flops_per_token=flops[0],
+            peak_flops=peak,
+        )
+
     # 5. Optimizer; its learning rate is a function of the step
     optimizer = build_optimizer(
         model,
@@ -192,9 +216,10 @@ def main(job: Job, witness: Witness) -> int:
     )
     spikes = SpikeGuard(config.numerics)
     experts = None
-    if moes := job.spec.moes(model):
-        rate = config.experts.balance_bias_rate
-        experts = ExpertBalance(moes, dims.data_mesh, rate=rate)
+    if has_experts:
+        # A pipeline stage may be without one, and still waits for what others tell.
+        moes, rate = job.spec.moes(model), config.experts.balance_bias_rate
+        experts = ExpertBalance(moes, dims.data_mesh, rate=rate, device=device)
 
     # 6. Checkpoint: resume from the newest that verifies
     state = TrainState()
@@ -227,19 +252,6 @@ def main(job: Job, witness: Witness) -> int:
     logger.info(
         "replicas agree: %s", check_replicas(model, dims.weight_mesh, tied=tied) or "there are none"
     )
-    peak = peak_flops(device, config.metrics.peak_tflops)
-    if peak is not None and dims.degrees.pp == 1 and experts is None:
-        warn_of_traffic(
-            dims,
-            config.parallelism,
-            mp_policy,
-            n_parameters=n_parameters,
-            n_float8=gathered_in_float8(model),
-            n_tokens=training.local_batch_size * training.seq_len // dims.degrees.cp,
-            microbatches=loader.microbatches,
-            flops_per_token=flops[0],
-            peak_flops=peak,
-        )
 
     # 7. What is seen
     loader.start()
@@ -302,53 +314,31 @@ def main(job: Job, witness: Witness) -> int:
     # 8. The loop
     gc.disable()  # Ranks that collect at different times wait for each other.
     ending: Ending | None = None
-    n_empty = 0
-    max_unsaved = config.checkpoint.max_unsaved_steps or 3 * config.checkpoint.interval
+    reads_every_step = spikes.is_on or ledger is not None
     canary_freq = config.numerics.replica_check_freq
-    has_spike_guard = config.numerics.on_spike == "rollback"
-    reads_every_step = has_spike_guard or ledger is not None
-    traces = run_folder / "traces"
     with (
         attention_order(heads=heads, head_dim=args.head_dim),
-        profiler(traces, config.profiling, rank=rank) as finish_step,
+        profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step,
     ):
         if held_out and state.step == 0:
             validate()
         while state.step < training.steps:
-            n_rows = job.batch_size(state.step + 1)
-            count = loader.microbatches * n_rows // job.global_batch_size
-            # All that ranks must agree on, in one reduction. The loss is divided by the count of
-            # the whole step, so that comes before the first backward.
-            microbatches, data_wait, agreed = take_together(
-                loader, count, control, writers=int(checkpointer.is_writing)
-            )
-            bad_records = agreed["bad"] * dims.degrees.batch // world_size
-            if bad_records > config.data.max_bad_records:
-                text = f"data.max_bad_records: {bad_records} records could not be read"
-                raise ConfigError([text])
-            if checkpointer.is_begun and agreed["writers"] == 0:
+            data = feed.take(state.step + 1, writers=int(checkpointer.is_writing))
+            if checkpointer.is_begun and data.counts["writers"] == 0:
                 checkpointer.finish()
             if control.stop is not None:
                 # What was taken is not committed: the run that resumes takes it again.
                 ending = asked_to_end(control.stop, config.checkpoint)
                 break
-            # Beside the rows of a small batch there are others, which may go on.
-            n_empty = n_empty + n_rows if agreed["tokens"] == 0 else 0
-            has_ended = n_empty >= job.global_batch_size
-            if has_ended and state.tokens == 0:
-                raise ConfigError(["data: no document has text"])
-            if has_ended:
+            if data.has_ended:
                 ending = exit_codes.DATA_ENDED
-                if held_out and state.step % config.validation.freq:
-                    validate()
                 break
 
             state.step += 1
             witness.step = state.step
-            n_tokens = agreed["tokens"] * dims.degrees.batch // world_size
             if experts is not None:
-                experts.begin_step(n_rows / job.global_batch_size)
-            losses = runner.train(microbatches, n_tokens)
+                experts.begin_step(data.n_rows / job.global_batch_size)
+            losses = runner.train(data.microbatches, data.n_tokens)
             norms = local_norms(parameters)
             grad_norm = clip_grad_norm_(
                 parameters,
@@ -366,43 +356,39 @@ def main(job: Job, witness: Witness) -> int:
             optimizer.zero_grad()
             if experts is not None:
                 experts.finish_step(guard.found_inf)
-            loader.commit(microbatches)
-            state.tokens += n_tokens
-            metrics.count(n_tokens, data_wait)
+            loader.commit(data.microbatches)
+            state.tokens += data.n_tokens
+            metrics.count(data.n_tokens, data.waited)
 
             # What was made of it; only some steps wait for the device
             is_last = state.step == training.steps
-            is_saved = config.checkpoint.enable and state.step % config.checkpoint.interval == 0
+            is_saved = checkpointer.is_due(state.step)
             is_logged = is_last or metrics.is_due(state.step)
             extra = {} if stragglers is None else stragglers.finish_step()
             is_over = (is_logged or is_saved) and guard.look()
-            has_spike = False
-            if is_logged and experts is not None:
-                extra |= experts.look()
-            if is_logged and len(job.train.sources) > 1:
-                extra |= data_shares(loader.consumed(), sources, dims.batch_mesh)
             if is_logged or reads_every_step:
                 loss = sum_in_order(losses, dims.data_mesh).item()
                 values = {"loss": loss, "grad_norm": grad_norm.item()}
-                if ledger is not None:
-                    ledger.log(state.step, microbatches, **values)
-                if is_logged:
-                    skipped = {"skipped_steps": guard.skipped} if guard.skipped else {}
-                    skipped |= {"bad_records": bad_records} if bad_records else {}
-                    reached = {"lr": lr, "tokens": state.tokens}
-                    n_left = job.sequences(training.steps) - job.sequences(state.step)
-                    metrics.log(state.step, n_left / n_rows, values | reached | skipped | extra)
-                if has_spike_guard:
-                    # Ranks must decide alike, to the last bit: rank 0's values are what counts.
-                    has_spike = spikes.is_spike(state.step, **on_first(values.copy))
-            if has_spike and spikes.is_over:
-                ending = exit_codes.SPIKES
-                break
-            if has_spike and roll_back():
-                continue
+            if ledger is not None:
+                ledger.log(state.step, data.microbatches, **values)
+            if is_logged:
+                extra |= {} if experts is None else experts.look()
+                extra |= data_shares(loader.consumed(), sources, dims.batch_mesh)
+                extra |= {"skipped_steps": guard.skipped, "bad_records": data.n_bad_records}
+                reached = {"lr": lr, "tokens": state.tokens}
+                metrics.log(state.step, job.steps_left(state.step), values | reached | extra)
+            # Ranks must decide alike, to the last bit: rank 0's values are what counts.
+            if spikes.is_on and spikes.is_spike(state.step, **on_first(values.copy)):
+                if spikes.is_over:
+                    ending = exit_codes.SPIKES
+                    break
+                if roll_back():
+                    continue
             if is_over:
                 ending = exit_codes.NOT_FINITE
                 break
+
+            # What comes round
             with metrics.paused():
                 finish_step(state.step)
             if state.step % training.gc_freq == 0:
@@ -415,9 +401,14 @@ def main(job: Job, witness: Witness) -> int:
                 validate()
             if is_saved:
                 save()
-            if config.checkpoint.enable and state.step - checkpointer.newest > max_unsaved:
+            if checkpointer.is_overdue(state.step):
                 ending = exit_codes.NOT_SAVED
                 break
+        if ending == exit_codes.DATA_ENDED:
+            if state.tokens == 0:
+                raise ConfigError(["data: no document has text"])
+            if held_out and state.step % config.validation.freq:
+                validate()
 
     # 9. The end
     if guard.look():

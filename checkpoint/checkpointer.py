@@ -111,6 +111,15 @@ class Checkpointer:
         """Whether a save waits for ``finish``; equal on all ranks."""
         return self._save is not None
 
+    def is_due(self, step: int) -> bool:
+        """Whether ``step`` is one to save."""
+        return self._config.enable and step % self._config.interval == 0
+
+    def is_overdue(self, step: int) -> bool:
+        """Whether more would be lost now than may be."""
+        most = self._config.max_unsaved_steps or 3 * self._config.interval
+        return self._config.enable and step - self.newest > most
+
     def save(self, step: int, *, wait: bool) -> None:
         """Save the state of ``step``; it is published on return, or failed, which is logged.
 

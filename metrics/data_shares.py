@@ -1,6 +1,6 @@
 """How much of a mixture is from which source."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,14 +10,16 @@ from runtime.distributed import sum_over
 
 def data_shares(
     consumed: list[tuple[int, int]],
-    sources: Iterable[tuple[str, int | None]],
+    sources: Collection[tuple[str, int | None]],
     batch_mesh: DeviceMesh,
 ) -> dict[str, float]:
     """Of each source, by its label: its share of all tokens so far, and how often it was read.
 
     ``consumed``: this rank's documents and tokens. ``sources``: labels, and documents of an epoch
-    where they are known. A collective.
+    where they are known. {} where there is one source. A collective.
     """
+    if len(sources) == 1:
+        return {}
     total = sum_over(torch.tensor(consumed), batch_mesh).tolist()
     n_tokens = max(1, sum(tokens for _, tokens in total))
     found = {}

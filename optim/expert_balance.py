@@ -14,11 +14,13 @@ class ExpertBalance:
     less up (arXiv 2408.15664). All ranks with a layer make the same move.
     """
 
-    def __init__(self, moes: list[Any], data_mesh: DeviceMesh, *, rate: float) -> None:
+    def __init__(
+        self, moes: list[Any], data_mesh: DeviceMesh, *, rate: float, device: torch.device
+    ) -> None:
         self._moes, self._mesh, self._rate = moes, data_mesh, rate
         self._weights = [moe.balance_weight for moe in moes]
         # The greatest load over the mean, of the last step.
-        self._worst = torch.ones((), dtype=torch.float64, device=moes[0].load.device)
+        self._worst = torch.ones((), dtype=torch.float64, device=device)
 
     def begin_step(self, share: float) -> None:
         """``share``: sequences of the step over those of a global batch, which the weight of each
@@ -29,6 +31,8 @@ class ExpertBalance:
     @torch.no_grad()
     def finish_step(self, found_inf: torch.Tensor) -> None:
         """``found_inf``: 0-d, not 0 where the update was masked. A collective; no host waits."""
+        if not self._moes:
+            return
         loads = torch.stack([moe.load for moe in self._moes])
         for dim in ("batch", "cp", "tp"):
             group = self._mesh.get_group(dim)

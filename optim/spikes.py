@@ -27,6 +27,10 @@ class SpikeGuard:
         """Of the run so far; who rolls back counts."""
 
     @property
+    def is_on(self) -> bool:
+        return self._config.on_spike == "rollback"
+
+    @property
     def is_over(self) -> bool:
         """Whether a spike now is one too many to roll back again."""
         return self.rollbacks >= self._config.max_rollbacks

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
-from forward_backward import WholeModel, count_valid
+from data.feed import count_valid
+from forward_backward import WholeModel
 from models import find_model
 from models.meta import build_on_meta
 from models.moe import MoE
@@ -121,7 +122,7 @@ def check_routing(layout: Layout) -> None:
     starts = range(rank * ROWS // degree, (rank + 1) * ROWS // degree, n_rows)
     mine = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
     n_tokens = count_valid([batch])
-    balance = ExpertBalance(spec.moes(model), dims.data_mesh, rate=RATE)
+    balance = ExpertBalance(spec.moes(model), dims.data_mesh, rate=RATE, device=CPU)
     names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
     for step in range(3):
         WholeModel(alone, parallelism=Parallelism(), device=CPU).train([batch], n_tokens)
