@@ -114,3 +114,12 @@ def test_a_bad_held_out_record_is_one_error_on_every_rank(tmp_path: Path) -> Non
     said = log(tmp_path / "run")
     assert "not UTF-8" in said
     assert "Traceback" not in said
+
+
+def test_documents_of_nothing_are_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n' * 20)
+    source = f'[{{path = "{tmp_path}/rows.jsonl", repeat = false}}]'
+    keys = KEYS | {"data.sources": source, "validation.enable": "false"}
+    with started(tmp_path / "run", 2, **keys) as processes:
+        assert codes(processes) == {exit_codes.BAD_CONFIG}, log(tmp_path / "run")
+    assert "data: no document has text" in log(tmp_path / "run")

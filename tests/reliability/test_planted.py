@@ -1,5 +1,6 @@
 """Faults planted in ranks that train: what the whole program makes of them."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 import forward_backward
 import train
+from checkpoint.checkpointer import Checkpointer
 from data.packing import Concatenated, Sequence
 from data.tokenizer import Tokenizer
 from optim.spikes import SpikeGuard
@@ -102,6 +104,18 @@ def flipped_weight() -> None:
         train.clip_grad_norm_ = clip
 
 
+def no_room_after_step_2() -> None:
+    """For checkpoints, on rank 0, which makes their folders."""
+    original = Checkpointer._open_scratch
+
+    def open_scratch(self: Checkpointer, step: int) -> Path:
+        if step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, step)
+
+    Checkpointer._open_scratch = open_scratch  # type: ignore[method-assign]
+
+
 def end_with(plant: Callable[[], None], folder: Path, want: set[int], **keys: str) -> None:
     with started(folder, 2, plant=plant, **keys) as processes:
         assert codes(processes) == want, log(folder)
@@ -180,3 +194,15 @@ def test_a_replica_that_drifts_ends_the_run(tmp_path: Path, seen: Callable[[str]
     assert "replicas along dp_replicate differ, first in " in log(tmp_path)
     assert checkpoints(tmp_path)[0].name == "step-00000002"
     seen("the whole program: a weight changed in step 3, found in step 4")
+
+
+def test_a_run_ends_before_more_is_unsaved_than_may_be_lost(tmp_path: Path) -> None:
+    keys = STEPS | {"checkpoint.max_unsaved_steps": "3"}
+    end_with(no_room_after_step_2, tmp_path, {exit_codes.FAILED}, **keys)
+    assert "ALARM: step 4 was not saved (newest checkpoint: 2)" in log(tmp_path)
+    assert "stopped by checkpoints that could not be saved after 6" in log(tmp_path)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
+    assert list(curve(tmp_path)) == [*range(1, 7)]
+    # Where there is room again, the same command goes on from there.
+    run(tmp_path, 2, **keys)
+    assert checkpoints(tmp_path)[0].name == "step-00000008"
