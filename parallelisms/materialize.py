@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from parallelisms.shared_parameters import keep_shared
+from runtime.distributed import local_part
 from runtime.shards import part_of
 
 # Elements made at once. They bound the float64 and int64 temporaries, about five times as many,
@@ -39,7 +40,7 @@ def materialize(
     with torch.no_grad():
         for tensor in tensors.values():
             if tensor.is_floating_point():
-                _local(tensor).fill_(torch.nan)
+                local_part(tensor).fill_(torch.nan)
     fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
 
     def trunc_normal_(parameter: torch.Tensor, *, std: float) -> None:
@@ -47,7 +48,7 @@ def materialize(
 
     cast(Callable, model.init_weights)(trunc_normal_)
     missed = [
-        fqn for fqn, t in tensors.items() if t.is_floating_point() and _local(t).isnan().any()
+        fqn for fqn, t in tensors.items() if t.is_floating_point() and local_part(t).isnan().any()
     ]
     assert not missed, f"init_weights does not fill {missed}"
 
@@ -65,7 +66,7 @@ def fill_trunc_normal(parameter: torch.Tensor, *, std: float, key: int) -> None:
 
     By the inverse of the cumulative distribution: one pass, no rejection, so no rank waits.
     """
-    local = _local(parameter)
+    local = local_part(parameter)
     if local.numel() == 0:
         return
     rows, *others = _global_indices(parameter)
@@ -119,13 +120,9 @@ def _global_indices(parameter: torch.Tensor) -> list[torch.Tensor]:
         found = parameter.device_mesh.get_coordinate()
         assert found is not None, "this rank holds no part of the mesh"
         coordinate = found
-    device = _local(parameter).device
+    device = local_part(parameter).device
     held = part_of(parameter, coordinate)
     indices = [torch.arange(part.start, part.stop, device=device) for part in held]
-    shape = tuple(_local(parameter).shape)
+    shape = tuple(local_part(parameter).shape)
     assert tuple(len(index) for index in indices) == shape, f"{parameter} is sharded in a new way"
     return indices
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

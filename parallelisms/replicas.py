@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelisms.materialize import canonical_fqn
+from runtime.distributed import local_part
 
 # What a block makes of int64 stays in a CPU's cache.
 BLOCK_WORDS = 1 << 16
@@ -92,14 +93,15 @@ def _replicated(
         # Stages hold different layers.
         if dim == "pp" or weight_mesh[dim].size() == 1:
             continue
-        copies = {fqn: _local(tensor) for fqn, tensor in named.items() if _is_copy(tensor, dim)}
+        own = [(fqn, tensor) for fqn, tensor in named.items() if _is_copy(tensor, dim)]
+        copies = {fqn: local_part(tensor).detach() for fqn, tensor in own}
         if copies:
             yield dim, copies
 
 
 def _is_same_on_both_ends(fqn: str, named: Mapping[str, torch.Tensor], pp_mesh: DeviceMesh) -> bool:
     """Whether a parameter, and what the optimizer keeps for it, agree. Stages between have none."""
-    own = [_digest(_local(tensor)) for name, tensor in named.items() if name.startswith(fqn)]
+    own = [_digest(local_part(tensor)) for name, tensor in named.items() if name.startswith(fqn)]
     digest = torch.stack(own) if own else torch.zeros(1, dtype=torch.int64)
     total = _digest(digest).to(pp_mesh.device_type).view(1)
     gathered = [torch.empty_like(total) for _ in range(pp_mesh.size())]
@@ -115,10 +117,6 @@ def _is_copy(tensor: torch.Tensor, dim: str) -> bool:
         # Experts are on a mesh of their own, all of whose other dims shard.
         return False
     return dim not in dims or tensor.placements[dims.index(dim)].is_replicate()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _digest(local: torch.Tensor) -> torch.Tensor:

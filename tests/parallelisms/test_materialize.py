@@ -23,6 +23,7 @@ from models.meta import build_on_meta
 from models.transformer import FeedForward, rope_cache
 from parallelisms import materialize as subject
 from parallelisms.materialize import canonical_fqn, fill_trunc_normal, materialize
+from runtime.distributed import local_part
 from tests.layouts import (
     CP,
     CPU,
@@ -207,7 +208,7 @@ def random_ops() -> AbstractContextManager:
 
 def index_within_shard() -> AbstractContextManager:
     def local_indices(parameter: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.arange(size) for size in subject._local(parameter).shape]
+        return [torch.arange(size) for size in local_part(parameter).shape]
 
     return patch.object(subject, "_global_indices", local_indices)
 
