@@ -1,7 +1,10 @@
 """The gated delta rule in chunks is the rule token by token, also where documents begin."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.gated_delta_net import delta_rule
 
@@ -41,3 +44,28 @@ def test_chunks_are_token_by_token(sizes: tuple[int, ...]) -> None:
         found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for got, want in zip(*found, strict=True):
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
+class _Seen(TorchDispatchMode):
+    """The operations on floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(a, torch.Tensor) and a.is_floating_point() for a in args):
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gpus_can_be_deterministic() -> None:
+    """torch.use_deterministic_algorithms lists what then raises on a GPU, not on a CPU."""
+    q, k, v = (torch.rand(1, 70, 2, 8, requires_grad=True) for _ in range(3))
+    decay, beta = (torch.rand(1, 70, 2, requires_grad=True) for _ in range(2))
+
+    with _Seen() as seen:
+        delta_rule(q, k, v, -decay, beta, None)[0].sum().backward()
+
+    assert "linalg_solve_triangular" in seen.names
+    assert seen.names.isdisjoint({"cumsum", "put_", "kthvalue", "median", "histc"})
