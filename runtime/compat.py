@@ -48,6 +48,12 @@ def usable_cpus() -> int:
     return os.cpu_count() or 1
 
 
+def set_default_timeout(timeout: timedelta) -> None:
+    """Give every process group made from now on, as those of meshes, this timeout: they would have
+    half an hour, whatever the first group has."""
+    dist.distributed_c10d.default_pg_timeout = timeout
+
+
 def set_timeout(timeout: timedelta) -> None:
     """Change the timeout of every process group, now that warm-up is over."""
     for group in dist.distributed_c10d._world.pg_map:

@@ -9,7 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Comm, Debug, Training
-from runtime.compat import cpu_has_bfloat16, give_gloo_one_worker, loopback_interface
+from runtime.compat import (
+    cpu_has_bfloat16,
+    give_gloo_one_worker,
+    loopback_interface,
+    set_default_timeout,
+)
 
 
 def init_distributed(comm: Comm) -> torch.device:
@@ -22,6 +27,7 @@ def init_distributed(comm: Comm) -> torch.device:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback_interface())
     timeout = timedelta(seconds=comm.init_timeout_seconds)
+    set_default_timeout(timeout)
     give_gloo_one_worker()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
