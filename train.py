@@ -64,6 +64,7 @@ from runtime.control import STOP_FILE, RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending
 from runtime.flex_attention import use_flex_attention
+from runtime.grouped_mm import avoid_wrong_grouped_mm
 from runtime.log import init_logging, logger
 from runtime.matmul import choose_float32_matmul
 from runtime.post_mortem import Witness
@@ -157,6 +158,8 @@ def main(job: Job, witness: Witness) -> int:
             heads=heads,
             head_dim=args.head_dim,
         )
+    if device.type == "cuda" and has_experts:
+        avoid_wrong_grouped_mm(job.spec.moes(model), dtype=mp_policy.param_dtype)
     stages = parallelize(
         model,
         dims,

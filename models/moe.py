@@ -26,11 +26,14 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.active_share = n_chosen / n_experts
         """Of these weights, what multiplies a token."""
+        self.is_grouped = True
+        """Whether all experts multiply in one kernel, in bfloat16 on a GPU."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x (n, d), sorted by expert; counts (e,) int64 of each expert's tokens. To (n, d)."""
         w1, w2, w3 = own_part(self.w1), own_part(self.w2), own_part(self.w3)
-        if x.is_cuda and x.dtype == torch.bfloat16:
+        # Of no token at all that kernel makes no gradient (pytorch/pytorch#192497).
+        if self.is_grouped and x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0:
             offsets = counts.cumsum(0).to(torch.int32)
             gate = F.grouped_mm(x, w1.transpose(-2, -1), offs=offsets)
             h = F.silu(gate) * F.grouped_mm(x, w3.transpose(-2, -1), offs=offsets)

@@ -13,6 +13,7 @@ from torch.nn.attention import (
 )
 
 from runtime.compat import is_installed
+from runtime.kernels import check_kernel
 from runtime.log import logger
 
 # On Hopper cuDNN's is nearly twice as fast as FlashAttention 2; PyTorch's own order depends on its
@@ -25,10 +26,6 @@ ORDER = [
 ]
 # Newer FlashAttentions: the package of each, and the GPUs (compute capability) that it is for.
 FLASHES = {"FA4": ("flash_attn.cute", (10, 0)), "FA3": ("flash_attn_interface", (9, 0))}
-# Of a kernel's results in bfloat16 the largest error over the largest element: a few of its last
-# bits, each 2^-8. One position too many or too few is worth far more.
-MOST_ERROR = 2**-5
-
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q (b, h, s, k), k and v (b, h_kv, s, k) to (b, h, s, k)."""
 
@@ -79,21 +76,8 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 def check_attention(
     fast: Attend, exact: Attend, *, heads: tuple[int, int], head_dim: int, device: str
 ) -> None:
-    """Raise ``ArithmeticError`` unless ``fast`` in bfloat16 has the outputs and gradients of
-    ``exact`` in float64, for ``heads`` of queries and of keys, to ``MOST_ERROR``."""
+    """``check_kernel`` for ``heads`` of queries and of keys."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(2, h, 384, head_dim) for h in (heads[0], heads[1], heads[1])]
     drawn = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
-    results = []
-    for attend, dtype in ((fast, torch.bfloat16), (exact, torch.float64)):
-        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in drawn]
-        out = attend(*inputs)
-        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    pairs = zip(*results, strict=True)
-    error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max()
-    if device == "cuda":
-        # It took more than it gives back by itself.
-        torch.cuda.empty_cache()
-    # What is not a number is no small error.
-    if not error <= MOST_ERROR:
-        raise ArithmeticError(f"its results are off by {error:.0e} of the largest")
+    check_kernel(fast, exact, drawn)

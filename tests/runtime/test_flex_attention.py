@@ -21,7 +21,6 @@ from job import resolve
 from models.transformer import Attention, InnerAttention, TransformerArgs
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from runtime import flex_attention as module
-from runtime.attention import MOST_ERROR
 from runtime.flex_attention import (
     FlexAttention,
     attend_within,
@@ -29,6 +28,7 @@ from runtime.flex_attention import (
     check_flex_attention,
     use_flex_attention,
 )
+from runtime.kernels import MOST_ERROR
 
 # Dense products on a CPU are what is wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
