@@ -23,9 +23,9 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, divisor: int =
     """
     group, first = None, 0
     if isinstance(logits, DTensor):
-        mesh, n_ids = logits.device_mesh, logits.shape[-1]
-        group, logits = mesh.get_group(), logits.to_local()
-        first = mesh.get_local_rank() * -(-n_ids // mesh.size())
+        mesh, logits = logits.device_mesh, logits.to_local()
+        # The vocabulary divides.
+        group, first = mesh.get_group(), mesh.get_local_rank() * logits.shape[-1]
     return _CrossEntropySum.apply(logits, labels, divisor, group, first)
 
 

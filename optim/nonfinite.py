@@ -106,7 +106,6 @@ class NonfiniteGuard:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         for name, count in self._counts.items():
             count.fill_(state_dict.get(name, 0))
-        self.found_inf.zero_()
         self.skipped = state_dict["skipped"]
 
     def _read(self) -> dict[str, int]:

@@ -9,14 +9,14 @@ def lr_factor(step: int, config: LrScheduler, total_steps: int) -> float:
     """The share of the peak learning rate that update ``step`` (1-based) uses.
 
     Linear warmup, then flat, then a decay over the last ``decay_ratio`` of ``total_steps`` (warmup
-    is never cut short) down to ``min_lr_factor`` at the last step.
+    is never cut short) down to ``min_lr_factor`` at the last step, after which there is none.
     """
     if step < config.warmup_steps:
         return step / config.warmup_steps
     start = max(config.warmup_steps, total_steps - round(config.decay_ratio * total_steps))
     if step <= start:
         return 1.0
-    progress = min(1.0, (step - start) / (total_steps - start))
+    progress = (step - start) / (total_steps - start)
     left = _left(progress, config.decay_type)
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
 

@@ -36,7 +36,8 @@ def train(kind: Any, cuts: list[int], dtype: torch.dtype, steps: int = STEPS) ->
     generator = torch.Generator().manual_seed(0)
     weight, *grads = torch.randn(steps + 1, N, generator=generator).to(dtype)
     parameters = [nn.Parameter(part.clone()) for part in weight.tensor_split(cuts)]
-    optimizer = kind(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
+    optimizer = kind(parameters, **options, fused=True)
     for grad in grads:
         for parameter, part in zip(parameters, grad.tensor_split(cuts), strict=True):
             parameter.grad = part.clone()
@@ -227,17 +228,18 @@ def test_any_mesh_makes_the_same_bits(ranks: RankPool, layout: Layout, state_dty
     assert dict(chain.from_iterable(part.items() for part in found)) == want
 
 
-def test_a_loaded_state_has_the_dtype_of_the_optimizer() -> None:
+def test_a_loaded_state_has_the_dtype_of_the_optimizer_and_its_options() -> None:
     weight = torch.randn(N)
     optimizers = []
-    for kind in (ChunkedAdamW, SHORT):
+    for kind, lr in ((ChunkedAdamW, 0.25), (SHORT, 0.5)):
         parameter = nn.Parameter(weight.clone())
-        optimizers.append(kind([parameter], fused=True))
+        optimizers.append(kind([parameter], lr=lr, fused=True))
         parameter.grad = torch.randn(N)
         optimizers[-1].step()
     full, short = optimizers
     for giving, taking in ((short, full), (full, short), (short, short)):
         taking.load_state_dict(giving.state_dict())
+        assert taking.param_groups[0]["lr"] == giving.param_groups[0]["lr"]
         [given], [taken] = giving.state.values(), taking.state.values()
         assert taken["step"].dtype == torch.float32
         for name in MOMENTS:

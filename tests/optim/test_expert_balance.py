@@ -24,6 +24,12 @@ def look_after_a_step() -> tuple[dict[str, float], list[list[float]]]:
     moes = [layer(1.0, 2.0, 9.0), layer(4.0, 4.0, 4.0)] if dist.get_rank() == 1 else []
     balance = ExpertBalance(moes, dims.data_mesh, rate=0.5, device=torch.device("cpu"))
     balance.begin_step(0.5)
+    loads = [moe.load.clone() for moe in moes]
+    # An update that is masked moves no bias either.
+    balance.finish_step(torch.ones(()))
+    for moe, load in zip(moes, loads, strict=True):
+        assert not moe.bias.any()
+        moe.load.copy_(load)
     balance.finish_step(torch.zeros(()))
     assert all(moe.balance_weight == 0.5 and not moe.load.any() for moe in moes)
     return balance.look(), [moe.bias.tolist() for moe in moes]

@@ -1,4 +1,4 @@
-"""The norm of gradients is no rounder than they are."""
+"""The norm of gradients is no rounder than they are, and clips as PyTorch's does."""
 
 import pytest
 import torch
@@ -23,3 +23,17 @@ def test_the_norm_is_float32_at_least(dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             parameter.grad.double(), grad / want, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=0.0
         )
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-3, 1e3])
+def test_clips_as_pytorch_does(scale: float) -> None:
+    """Also where the norm is small beside what keeps it from 0, and not at all where it may be."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.zeros(5, 3).double()) for _ in range(2)] for _ in range(2))
+    for one, other in zip(ours, theirs, strict=True):
+        one.grad = scale * torch.randn(5, 3, generator=generator, dtype=torch.float64)
+        other.grad = one.grad.clone()
+    want = nn.utils.clip_grad_norm_(theirs, max_norm=1e-3)
+    torch.testing.assert_close(clip_grad_norm_(ours, 1e-3), want, rtol=1e-14, atol=0.0)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-14, atol=0.0)

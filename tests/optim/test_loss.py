@@ -42,6 +42,16 @@ def test_loss_and_gradient_are_pytorchs(batch: tuple[torch.Tensor, torch.Tensor]
     assert torch.equal(own.grad.abs().sum(-1) > 0, labels != IGNORED)
 
 
+def test_logits_far_apart_do_not_overflow(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    logits, labels = batch[0] * 1e3, batch[1]
+    want, gradient = reference(logits, labels)
+    own = logits.clone().requires_grad_()
+    found = cross_entropy_sum(own * 1, labels)
+    found.backward()
+    torch.testing.assert_close(found, want, rtol=1e-14, atol=0)
+    torch.testing.assert_close(own.grad, gradient, rtol=1e-13, atol=1e-15)
+
+
 def test_microbatches_add_up(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, labels = batch
     parts = [cross_entropy_sum(logits[row : row + 1], labels[row : row + 1]) for row in range(3)]

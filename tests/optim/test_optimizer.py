@@ -6,9 +6,11 @@ import torch
 from config.job_config import Optimizer
 from models import find_model
 from models.transformer import Transformer
+from optim.muon import Muon, hidden_matrices
 from optim.optimizer import build_optimizer
 
 CONFIG = Optimizer(lr=0.5, weight_decay=0.25, beta1=0.8, beta2=0.9, eps=1e-6)
+MUON = CONFIG.model_copy(update={"name": "muon", "muon_momentum": 0.75})
 
 
 def small_model(tie_embeddings: bool) -> Transformer:
@@ -17,15 +19,21 @@ def small_model(tie_embeddings: bool) -> Transformer:
     return Transformer(args)
 
 
+def built(model: Transformer, config: Optimizer) -> torch.optim.AdamW:
+    matrices = hidden_matrices(model, find_model("qwen3", "debugmodel")[0])
+    return build_optimizer(model, config, matrices=matrices)
+
+
+@pytest.mark.parametrize("config", [CONFIG, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_only_matrices_decay(tie_embeddings: bool) -> None:
+def test_only_matrices_decay(tie_embeddings: bool, config: Optimizer) -> None:
     model = small_model(tie_embeddings)
     before = {}
     for fqn, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter)
         before[fqn] = parameter.detach().clone()
         parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(model, CONFIG).step()
+    built(model, config).step()
     # Without a gradient, decay is all that a step does.
     decayed = {fqn for fqn, p in model.named_parameters() if not torch.equal(p, before[fqn])}
     projections = {
@@ -38,11 +46,22 @@ def test_only_matrices_decay(tie_embeddings: bool) -> None:
         torch.testing.assert_close(model.get_parameter(fqn), before[fqn] * (1 - 0.5 * 0.25))
 
 
+@pytest.mark.parametrize("config", [CONFIG, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_every_parameter_is_updated_by_the_same_rule(tie_embeddings: bool) -> None:
+def test_every_parameter_is_updated_by_the_same_rule(
+    tie_embeddings: bool, config: Optimizer
+) -> None:
     model = small_model(tie_embeddings)
-    optimizer = build_optimizer(model, CONFIG)
+    optimizer = built(model, config)
     given = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(given) == sorted(id(p) for p in model.parameters())
     rules = [(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups]
     assert set(rules) == {(0.5, (0.8, 0.9), 1e-6)}
+
+
+def test_muon_is_as_configured() -> None:
+    optimizer = built(small_model(False), MUON.model_copy(update={"state_dtype": "bfloat16"}))
+    assert isinstance(optimizer, Muon)
+    assert optimizer.moment_dtype == torch.bfloat16
+    momenta = [group.get("muon_momentum") for group in optimizer.param_groups]
+    assert momenta == [None, None, MUON.muon_momentum]

@@ -104,12 +104,21 @@ def test_a_resumed_run_decides_the_same(cut: int) -> None:
     losses[cut + 1] = losses[cut + 2] = losses[3 * WINDOW] = 9.0
     straight, resumed, forgetful = (SpikeGuard(CONFIG) for _ in range(3))
     assert not any(decisions(straight, losses[:cut]))
+    straight.rollbacks = 1
+    # It may have gone on from there before, and come back.
+    decisions(resumed, losses[cut:])
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    assert resumed.state_dict() == straight.state_dict()
     want = decisions(straight, losses[cut:])
     assert [i for i, is_spike in enumerate(want) if is_spike] == [1, 2, 3 * WINDOW - cut]
     assert decisions(resumed, losses[cut:]) == want
     assert resumed.state_dict() == straight.state_dict()
     assert decisions(forgetful, losses[cut:]) != want
+
+
+@pytest.mark.parametrize("policy", ["ignore", "rollback"])
+def test_only_who_asks_has_spikes(policy: str) -> None:
+    assert SpikeGuard(Numerics(on_spike=policy)).is_on == (policy == "rollback")
 
 
 def test_one_rollback_too_many_is_over() -> None:
