@@ -18,12 +18,14 @@ def of_a_rank() -> None:
     """Each rank has part of the text's labels, one all of the padding."""
     mesh = init_device_mesh("cpu", (2,))
     tokenizer = load_tokenizer("bytes")
-    ids = [*tokenizer.encode(TEXT).tolist(), tokenizer.eos_id]
+    # The last is of no token, as someone else may have made it.
+    ids = [*tokenizer.encode(TEXT).tolist(), tokenizer.eos_id, tokenizer.n_vocab + 1]
     rank = mesh.get_local_rank()
     mine = torch.tensor([ids[:5]]) if rank else torch.tensor([[*ids[5:], IGNORED, IGNORED]])
     assert tokenizer.byte_lengths is not None
     got = bits_per_nat([mine], tokenizer.byte_lengths, mesh)
     assert got == len(ids) / len(TEXT.encode()) / math.log(2.0)
+    assert bits_per_nat([torch.tensor([[IGNORED]])], tokenizer.byte_lengths, mesh) == 0.0
 
 
 def test_it_is_of_all_ranks_and_no_padding(ranks: RankPool) -> None:

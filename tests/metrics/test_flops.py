@@ -66,6 +66,9 @@ def test_peak_is_given_or_known_or_none(monkeypatch: pytest.MonkeyPatch) -> None
     assert peak_flops(cpu, None) is None
     names = {
         "NVIDIA H200": 989e12,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA B200": 2250e12,
+        "NVIDIA GB200": 2500e12,
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,
         "NVIDIA A100-SXM4-40GB": 312e12,

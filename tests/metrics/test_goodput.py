@@ -20,5 +20,10 @@ def test_goodput_counts_each_step_once() -> None:
     # Resumed from a checkpoint of step 15: steps 16 to 20 have no line of their own.
     resumed = [*clean[:2], line(20, 147.0, 2.0)]
     assert goodput(resumed, 149.0) == (9 + 20) / 49
+    # Started anew, from the first step: what was before is lost, and its time is not.
+    anew = [*clean, line(1, 130.0, 9.0), line(10, 139.0, 1.0)]
+    assert goodput(anew, 145.0) == 9 / 45
     assert goodput(clean[:1], 200.0) is None
+    # By a clock that was set back.
+    assert goodput(clean, 100.0) is None
     assert goodput([], 200.0) is None

@@ -7,6 +7,7 @@ from functools import reduce
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -411,6 +412,21 @@ def test_abandoned_branch_is_named(tmp_path: Path) -> None:
         "from step 10 of attempt attempt0, but it was made again by attempt1"
         in (replay(program.folder).violations[0])
     )
+
+
+def test_a_step_is_the_kernels_at_once_and_the_disks_when_asked(tmp_path: Path) -> None:
+    head = Attempt(
+        attempt="a", parent=None, resumed_from=0, data_after=0, world_size=1, rank=0, place=0,
+        n_rows=1,
+    )  # fmt: skip
+    ledger = Ledger(tmp_path / "ledger", head)
+    for step in (1, 2):
+        ledger.log(step, [], loss=1.0, grad_norm=1.0)
+        assert len((tmp_path / "ledger" / "rank-00000.jsonl").read_text().splitlines()) == 1 + step
+    with patch("metrics.ledger.os.fsync") as fsync:
+        ledger.sync()
+    fsync.assert_called_once()
+    assert (tmp_path / "ledger").stat().st_mode & 0o777 == 0o700
 
 
 def test_crc_is_of_every_token(tmp_path: Path) -> None:

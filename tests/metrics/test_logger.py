@@ -56,7 +56,9 @@ def test_line_has_every_key_at_full_precision(
         clock.now += 5.0
     with caplog.at_level("INFO"):
         metrics.log(20, 80.5, VALUES)
-    assert caplog.text.endswith("left 0:06:42\n")
+    assert "mfu 30.0%  memory" in caplog.text
+    assert caplog.text.endswith("data  5.0%  left 0:06:42\n")
+    assert not (tmp_path / "tensorboard").exists()
     (record,) = records(tmp_path)
     assert record.pop("memory_gib") > 0.01
     assert record == VALUES | {
@@ -91,6 +93,17 @@ def test_unknown_peak_is_no_utilization(tmp_path: Path, clock: Clock) -> None:
     metrics.log(1, 1, VALUES)
     (record,) = records(tmp_path)
     assert (record["mfu"], record["mfu_causal"]) == (None, None)
+
+
+def test_validation_is_told_by_source_and_in_bits_per_byte(tmp_path: Path) -> None:
+    build(tmp_path).log_validation(10, {"": 2.0, "sun": 1.5, "moon": 2.5}, bits_per_nat=0.25)
+    (record,) = records(tmp_path)
+    assert {key: value for key, value in record.items() if key.startswith("validation")} == {
+        "validation_loss": 2.0,
+        "validation_loss/sun": 1.5,
+        "validation_loss/moon": 2.5,
+        "validation_bits_per_byte": 2.0 * 0.25,
+    }
 
 
 def test_resumed_run_adds_lines(tmp_path: Path) -> None:
@@ -138,14 +151,17 @@ def test_tensorboard_has_what_the_lines_have(tmp_path: Path, clock: Clock) -> No
 
 
 def test_resumed_log_has_every_step_once(tmp_path: Path, clock: Clock) -> None:
-    for resumed, steps in ((None, (10, 20, 30)), (10, (20, 30))):
-        metrics = build(tmp_path, resumed=resumed)
+    for resumed, steps in ((None, (10, 11, 12)), (10, (11, 13))):
+        metrics = build(tmp_path, resumed=resumed, board=True)
         for step in steps:
             clock.now += 1.0
             metrics.count(tokens=1, data_wait=0.0)
             metrics.log(step, 100, VALUES)
         metrics.close()
-    assert [record["step"] for record in records(tmp_path)] == [10, 20, 30]
+    assert [record["step"] for record in records(tmp_path)] == [10, 11, 13]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [10, 11, 13]
 
 
 def test_a_start_whose_lines_are_all_made_again_counts(tmp_path: Path, clock: Clock) -> None:

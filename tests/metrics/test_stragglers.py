@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -79,6 +80,21 @@ def test_noise_below_the_limit_is_no_alarm(trials) -> None:
         count = source.randint(1, 64)
         times = [[base * source.uniform(1.0, 1.2) for _ in range(count)] for _ in range(10)]
         assert named(times) == []
+    assert named([[1.0, 1.0, 1.21]] * 3) != []
+
+
+def test_a_window_is_of_its_own_steps() -> None:
+    given: list[float] = []
+    with (
+        patch("metrics.stragglers._gather_names", lambda name: ["here"]),
+        patch("metrics.stragglers._gather", lambda value: given.append(value) or [value]),
+    ):
+        stragglers = Stragglers([nn.Identity()], window=2, device=CPU)
+        steps = iter([1.0, 1.0, 5.0, 5.0])
+        stragglers._clock = cast(Any, SimpleNamespace(finish_step=lambda: [next(steps)]))
+        for _ in range(4):
+            stragglers.finish_step()
+    assert given == [1.0, 5.0]
 
 
 def test_between_windows_the_last_one_counts() -> None:
