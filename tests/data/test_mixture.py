@@ -247,6 +247,7 @@ def test_bad_records_are_skipped_and_counted_on_any_ranks(tmp_path: Path, suffix
         states = reduce(merge, [loader.state_dict() for loader in loaders])
         for loader in again:
             loader.load_state_dict(states)
+        assert sum(loader.n_bad for loader in again) == len(BAD_LINES)
         assert (take(again)[1] == IGNORED).all()
     assert counts == {len(BAD_LINES)}
 

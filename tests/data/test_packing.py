@@ -129,6 +129,15 @@ def test_what_is_packed_otherwise_is_refused(changes: dict[str, object]) -> None
         after.load_state_dict(before.state_dict())
 
 
+def test_what_is_consumed_is_whole_documents() -> None:
+    (loader,) = build(Mixture([source(["7 8 9"])]), 1, 1)
+    for _ in range(70):
+        take([loader])
+        ((n_documents, n_tokens),) = loader.consumed()
+        assert n_tokens == 5 * n_documents
+    assert n_documents > 0
+
+
 def test_documents_of_one_token_are_not_the_end() -> None:
     """More of them than a window has."""
     alone = [np.array([5])] * 5000 + [np.array([6, 7, 8])]
