@@ -301,6 +301,27 @@ def test_weights_of_a_deeper_model_are_refused(ranks: RankPool, tmp_path: Path) 
         assert after == before
 
 
+def when_to_save(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Of steps without a checkpoint, the due and the overdue ones."""
+    found = []
+    for keys in ({}, {"max_unsaved_steps": 5}, {"enable": False}):
+        checkpointer = Checkpointer(
+            folder, Checkpoint(interval=4, **keys), tensors={}, values={}, facts={},
+            check=lambda _: None,
+        )  # fmt: skip
+        asked = checkpointer.is_due, checkpointer.is_overdue
+        found.append(tuple([step for step in range(1, 15) if is_so(step)] for is_so in asked))
+    return found
+
+
+def test_every_interval_is_saved_and_three_without_are_too_many(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    due = [4, 8, 12]
+    want = [(due, [13, 14]), (due, list(range(6, 15))), ([], [])]
+    assert ranks.run(when_to_save, 1, tmp_path) == [want]
+
+
 class OneTensor:
     """Fewer tensors than ranks: a rank has nothing to write."""
 

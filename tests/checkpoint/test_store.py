@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.manifest import write_manifest
 from checkpoint.storage import INDEX_FILE, HashedFile, write_index
-from checkpoint.store import STATE_FILE, problems_of, published, purge, step_of
+from checkpoint.store import STATE_FILE, delete, problems_of, published, purge, step_of
 
 
 class Killed(BaseException):
@@ -114,6 +114,15 @@ def test_the_newest_that_verify_are_kept(
         check_purge(folder, draws.choice([1, 2, 3]), draws.choice([0, 20, 30]), draws.randrange(8))
         shutil.rmtree(folder)
     seen(f"{count} folders, each with a kill: 0 violations")
+
+
+def test_what_goes_is_no_checkpoint_from_the_first_moment(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 1)
+    with patch.object(shutil, "rmtree"):
+        delete([path])
+    assert published(tmp_path) == []
+    # What another thread has deleted is gone as well.
+    delete([path])
 
 
 def test_counting_what_does_not_verify_is_caught(source: Path, tmp_path: Path) -> None:
