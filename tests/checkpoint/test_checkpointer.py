@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.checkpointer import Checkpointer, merge
+from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState
+from checkpoint.storage import write_parts
 from checkpoint.store import STATE_FILE
+from config import ConfigError
 from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from runtime.log import logger
-from tests.checkpoint.small_run import ARGS, Run
+from tests.checkpoint.small_run import ARGS, Run, Values
 from tests.layouts import REPLICATE, TP, Layout
 from tests.ranks import GROUP_TIMEOUT, RankPool
 
@@ -351,3 +354,85 @@ def save_one_tensor(folder: Path) -> tuple[int, list[float]]:
 
 def test_ranks_without_a_share_save_too(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(save_one_tensor, 3, tmp_path) == [(2, [2.0, 3.0, 4.0])] * 3
+
+
+class Small:
+    """A checkpointer of one tensor and one value, and what it tells."""
+
+    def __init__(self, folder: Path, **config: Any) -> None:
+        self.one, self.values = OneTensor(), Values({"seen": [0]})
+        self.told: list[int] = []
+        self.checked: list[int] = []
+        self.checkpointer = Checkpointer(
+            folder,
+            Checkpoint(**config),
+            tensors={"model": self.one},
+            values={"train": self.values},
+            facts={"flavor": "small"},
+            check=lambda manifest: self.checked.append(manifest["step"]),
+            tell=self.told.append,
+        )
+
+
+def lineages(folder: Path) -> None:
+    first, second = Small(folder), Small(folder)
+    first.checkpointer.save(1, wait=True)
+    assert (first.told, first.checkpointer.parent) == ([1], None)
+    assert Small(folder, enable=False).checkpointer.load_latest() is None
+    assert second.checkpointer.load_latest() == 1
+    assert second.checked == [1]
+    second.checkpointer.save(2, wait=True)
+    begun, resumed = (read_manifest(folder / f"step-0000000{step}") for step in (1, 2))
+    names = [first.checkpointer.attempt, second.checkpointer.attempt]
+    assert [begun["attempt"], resumed["attempt"]] == names
+    assert second.checkpointer.parent == names[0] != names[1]
+    assert begun["run"] == resumed["run"] == names[0]
+    parent = {"run": names[0], "attempt": names[0], "step": 1}
+    assert (begun["parent"], resumed["parent"]) == (None, parent)
+    assert {(m["world_size"], m["flavor"]) for m in (begun, resumed)} == {(1, "small")}
+    # A rollback is an attempt of its own, and may leave values as they are.
+    second.values.state = {"seen": [9]}
+    assert second.checkpointer.load_latest(leave={"train"}) == 2
+    assert second.values.state == {"seen": [9]}
+    assert second.checkpointer.parent == names[1] != second.checkpointer.attempt
+    other = Small(folder / "other", initial_load_path=str(folder / "step-00000002"))
+    # Weights alone may change their dtype, a run that goes on may not.
+    for small in (second, other):
+        small.one.tensors = {"weight": small.one.tensors["weight"].double()}
+    with pytest.raises(ConfigError, match=r"its model\.weight is float32"):
+        second.checkpointer.load_latest()
+    other.checkpointer.load_initial(other.one)
+    other.checkpointer.save(1, wait=True)
+    taken = read_manifest(folder / "other" / "step-00000001")
+    assert taken["run"] == taken["attempt"] == other.checkpointer.attempt
+    assert taken["parent"] == {"run": names[0], "attempt": names[1], "step": 2}
+
+
+def test_a_checkpoint_says_what_it_came_from(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(lineages, 1, tmp_path)
+
+
+def change_while_it_is_written(folder: Path, mode: str) -> None:
+    small = Small(folder, async_mode=mode)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.1)
+        return write_parts(*args)
+
+    with patch("checkpoint.checkpointer.write_parts", slow):
+        small.checkpointer.save(1, wait=False)
+        small.one.tensors["weight"] += 1
+        small.values.state["seen"][0] = 1
+        # It finishes the last one.
+        small.checkpointer.save(2, wait=True)
+    assert small.told == [1, 2]
+    for step in (2, 1):
+        assert small.checkpointer.load_latest() == step
+        assert small.one.tensors["weight"].tolist() == [step - 1.0, step, step + 1.0]
+        assert small.values.state == {"seen": [step - 1]}
+        shutil.rmtree(folder / f"step-0000000{step}")
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_is_saved_is_what_was_there(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    ranks.run(change_while_it_is_written, 1, tmp_path, mode)

@@ -78,6 +78,8 @@ def save_badly(
             with fault() if dist.get_rank() == rank else nullcontext():
                 run.save(2 * step)
             assert run.checkpointer.newest == 2 * step - 1
+            if dist.get_rank() == 0:
+                assert not list(folder.glob(".tmp-*")), "it takes room"
             assert not problems_of(folder / f"step-{2 * step - 1:08d}")
         found.append((run.checkpointer.newest, str(alarm.call_args)))
         run.save(2 * step + 1)
