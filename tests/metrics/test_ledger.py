@@ -1,5 +1,6 @@
 """Runs of real loaders that are killed, resumed and rolled back, and the ledger that they leave."""
 
+import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -274,10 +275,23 @@ def test_data_left_out_on_purpose_are_told(
     program.run(Start(2, last=8, resumed_from=4), data_after=9)
     assert check_ledger.main([str(tmp_path)]) == 0
     assert "by 2 attempts; the data of 5 steps left out on purpose" in capsys.readouterr().out
-    # Gone back further, they are read after all.
-    program.run(Start(2, last=8, resumed_from=3))
+    # Once more to the same step: what was made of other data is left out too.
+    program.run(Start(2, last=8, resumed_from=4), data_after=8)
+    assert replay(tmp_path).left_out == {4: 5 + 4}
+    # Gone back as far, or further, they are read after all.
+    for back in (4, 3):
+        program.run(Start(2, last=8, resumed_from=back))
+        lineage = replay(tmp_path)
+        assert (lineage.violations, lineage.left_out) == ([], {})
     assert check_ledger.main([str(tmp_path)]) == 0
-    assert "by 3 attempts\n" in capsys.readouterr().out
+    assert "by 5 attempts\n" in capsys.readouterr().out
+
+
+def test_data_left_out_up_to_a_step_that_never_was_are_named(tmp_path: Path) -> None:
+    program = Program(tmp_path).run(Start(2, last=9))
+    program.saved[12] = program.saved[9]
+    program.run(Start(2, last=8, resumed_from=4), data_after=12)
+    assert "resumed from step 4, but step 12 was never finished" in replay(tmp_path).violations[0]
 
 
 # Faults of the program
@@ -341,6 +355,15 @@ def test_rows_of_a_ramp_that_are_left_out_are_named(tmp_path: Path, fault: type,
     program = Program(tmp_path, fault, ramp=((20, 4),))
     program.run(Start(1, last=5)).run(Start(1, last=9, resumed_from=5))
     assert replay(tmp_path).violations[0] == told
+
+
+def test_a_row_that_waits_for_its_turn_goes_on_where_it_was(tmp_path: Path) -> None:
+    program = Program(tmp_path, ramp=((20, 4),)).run(Start(1, last=4))
+    path = program.folder / "ledger" / "rank-00000.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[3]["rows"][0][2] += 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert replay(tmp_path).violations[0].startswith("row 0 of step 3 starts at ")
 
 
 def test_ramp_that_was_not_followed_is_named(tmp_path: Path) -> None:

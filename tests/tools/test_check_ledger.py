@@ -28,6 +28,8 @@ def edited(program: Program, rank: int, edit: Callable[[list[str]], None]) -> li
         (lambda lines: lines.insert(3, lines[3]), "step 3 again"),
         (lambda lines: lines.__setitem__(3, lines[3][:50] + "\n"), "line 4: torn, and not the"),
         (lambda lines: lines.__setitem__(2, lines[2].replace("0x1", "0x2")), "differ in loss"),
+        (lambda lines: lines.__setitem__(2, lines[2].replace('norm":"0', 'norm":"-0')),
+         "differ in grad_norm"),
         (lambda lines: lines.__setitem__(0, lines[0].replace(":8", ":9")), "differ in n_rows"),
         (lambda lines: lines.pop(0), "line 1: torn"),
         (lambda lines: lines.append(lines[0]), "begins twice"),
@@ -37,7 +39,9 @@ def edited(program: Program, rank: int, edit: Callable[[list[str]], None]) -> li
 def test_damage_is_named(tmp_path: Path, edit: Callable[[list[str]], None], told: str) -> None:
     program = Program(tmp_path).run(Start(2, last=6))
     assert edited(program, 1, lambda lines: None) == []
-    assert told in "\n".join(edited(program, 1, edit))
+    violations = edited(program, 1, edit)
+    assert told in "\n".join(violations)
+    assert len(set(violations)) == len(violations)
 
 
 def test_a_step_that_a_rank_did_not_log_does_not_count(tmp_path: Path) -> None:
@@ -53,6 +57,20 @@ def test_a_step_that_a_rank_did_not_log_does_not_count(tmp_path: Path) -> None:
 def test_attempt_without_the_first_rank_is_named(tmp_path: Path) -> None:
     program = Program(tmp_path).run(Start(2, last=3))
     assert "attempt attempt0: no line of rank 0" in edited(program, 0, list.clear)
+    # Killed before any rank had done anything.
+    program = Program(tmp_path / "killed").run(Start(2, last=0))
+    assert edited(program, 0, list.clear) == []
+
+
+def test_the_first_of_many_violations_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = Program(tmp_path).run(Start(1, last=30))
+    violations = edited(program, 0, lambda lines: lines.__delitem__(slice(2, None, 2)))
+    assert check_ledger.main([str(tmp_path)]) == 1
+    _, *told, rest = capsys.readouterr().out.splitlines()
+    assert told == violations[: check_ledger.SHOWN_VIOLATIONS]
+    assert rest == f"and {len(violations) - len(told)} more"
 
 
 def test_losses_of_two_runs_are_compared(

@@ -117,6 +117,19 @@ def test_a_run_that_another_job_writes_to_is_left_alone(
     assert exit_codes.reported(control) == 75
 
 
+def test_a_requeued_job_waits_for_the_last_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    control = tmp_path / "debug_model" / "control"
+    control.mkdir(parents=True)
+    lock = lock_run(control)
+    monkeypatch.setattr(slurm_begin.time, "sleep", lambda seconds: lock.close())
+    folder = f"--job.output_dir={tmp_path}"
+    assert begin(capsys, folder)[0] == exit_codes.BAD_CONFIG
+    assert not lock.closed
+    assert begin(capsys, folder, SLURM_RESTART_COUNT="1")[0] == exit_codes.DONE
+
+
 def sweep(folder: Path, text: str) -> Path:
     path = folder / "sweep.toml"
     path.write_text(text)
@@ -133,6 +146,9 @@ def test_a_run_of_a_sweep_comes_last_and_has_its_own_name(
     config = load_config(Path(texts[1]), texts[2:])
     assert (config.optimizer.lr, config.job.name) == (0.25, "mine-1")
     assert texts[0] == "outputs/mine-1"
+    sweep(tmp_path, "[[runs]]\njob.name = 'its_own'\n")
+    texts = begin(capsys, *asked, SWEEP=str(path), SLURM_ARRAY_TASK_ID="0")[1]
+    assert load_config(Path(texts[1]), texts[2:]).job.name == "its_own"
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,29 @@ def test_a_run_that_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.startswith("requeue: ")
 
 
+@pytest.mark.parametrize(
+    ("code", "arguments", "told"),
+    [
+        (DONE, [], "stop: stopped stop file"),
+        (BAD_CONFIG, [], "stop: the configuration is wrong"),
+        (PREEMPTED, ["warned"], "requeue: stopped by a signal, and saved"),
+        (FAILED, [], "requeue: the launcher ended with 1\n"),
+        (FAILED, ["warned"], "requeue: the launcher ended with 1, after Slurm's warning"),
+        (None, [], "requeue: the first node's launcher was killed"),
+    ],
+)
+def test_what_is_decided_is_told(
+    code: int | None,
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    ended(tmp_path, code, "stopped stop file")
+    main([str(tmp_path), *arguments])
+    assert capsys.readouterr().out.startswith(told)
+
+
 @pytest.mark.parametrize("arguments", [[], ["run", "warnt"]])
 def test_what_it_does_not_understand_it_refuses(arguments: list[str]):
     assert main(arguments) == BAD_CONFIG
