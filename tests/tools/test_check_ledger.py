@@ -7,8 +7,9 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.data.test_loader import build
 from tests.metrics import test_ledger
-from tests.metrics.test_ledger import Program, Start
+from tests.metrics.test_ledger import Program, Start, source
 from tools import check_ledger
 from tools.check_ledger import replay
 
@@ -93,9 +94,15 @@ def test_losses_of_two_runs_are_compared(
     assert check_ledger.main(command) == 0
     assert "grad_norm differs by 2 at most, at step 3" in capsys.readouterr().out
 
+    unlike = Program(tmp_path / "unlike").run(
+        Start(1, last=6), loaders=lambda degree, cls: [build(source(seed=6))]
+    )
+    assert check_ledger.main([str(unlike.folder), "--against", str(one)]) == 1
+    assert "steps 1..6 of both: other tokens" in capsys.readouterr().out
+
 
 def test_not_finite_losses_are_logged_and_compared(tmp_path: Path) -> None:
-    values = iter([1.0, float("nan"), 2.0, 1.0, float("nan"), float("inf")])
+    values = iter([1.0, float("nan"), 2.0, 1.0, float("nan"), float("nan")])
     with patch.object(test_ledger, "value", lambda taken: next(values)):
         lineages = [replay(Program(tmp_path / name).run(Start(1, last=3)).folder) for name in "ab"]
     assert [lineage.violations for lineage in lineages] == [[], []]

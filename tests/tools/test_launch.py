@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from runtime import exit_codes
+from runtime.compat import usable_cpus
 from runtime.control import SIGNALS
 from runtime.failures import MOST_ATTEMPTS
 from tools import agent, launch
@@ -147,6 +148,11 @@ def test_a_folder_that_cannot_be_made_is_named(
     assert capsys.readouterr().err.startswith("job.output_dir: ")
 
 
+def test_every_rank_has_a_thread():
+    assert launch.cpu_threads(1) == usable_cpus()
+    assert launch.cpu_threads(usable_cpus() + 1) == 1
+
+
 def test_ranks_whose_output_is_shown():
     assert shown_ranks("0", 1) == {0}
     assert shown_ranks("0,2", 3) == {0, 2}
@@ -165,6 +171,9 @@ def test_ranks_whose_output_is_shown():
         ([-15, -15], None, "", exit_codes.FAILED),
         ([75, 75], signal.SIGUSR1, "stopped SIGUSR1", exit_codes.PREEMPTED),
         ([0, 0], signal.SIGTERM, "done", exit_codes.DONE),
+        ([0, 0], signal.SIGTERM, "stopped stop file", exit_codes.DONE),
+        ([0, 0], signal.SIGTERM, "stopped the end of the data", exit_codes.DONE),
+        ([0, 1], signal.SIGTERM, "done", exit_codes.FAILED),
         ([-10, -10], signal.SIGUSR1, "done", exit_codes.PREEMPTED),
         ([1, 75], signal.SIGTERM, "", exit_codes.FAILED),
         ([93, 93], signal.SIGTERM, "", exit_codes.DO_NOT_REQUEUE),
