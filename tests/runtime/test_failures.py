@@ -9,7 +9,9 @@ from runtime.failures import MOST_ATTEMPTS, record_end, record_failure
 
 
 def fail(control: Path) -> int:
-    return record_failure(control, lines=["rank 1 was ended by SIGKILL"], codes={0: 1, 1: -9})
+    return record_failure(
+        control, lines=["rank 1 was ended by SIGKILL", "rank 0: waits"], codes={0: 1, 1: -9}
+    )
 
 
 def test_attempts_without_progress_are_numbered(tmp_path: Path) -> None:

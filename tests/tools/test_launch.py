@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -190,6 +191,35 @@ def test_a_run_that_was_told_to_stop_and_does_not_save_has_failed():
     assert exit_code(end, "stopped SIGTERM", has_checkpoints=False) == exit_codes.FAILED
 
 
+@pytest.mark.parametrize(
+    ("node", "told", "n_failures"), [(0, None, 1), (1, None, 0), (0, signal.SIGTERM, 0)]
+)
+def test_the_first_node_shows_a_rank_and_tells_of_failures(
+    node: int,
+    told: signal.Signals | None,
+    n_failures: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    shown = []
+
+    def run_ranks(program: list[str], **keywords: Any) -> End:
+        shown.append(keywords["shown"])
+        return End({node: 1}, message="", signal=told, verdict=None)
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config, control = tmp_path / "run.toml", tmp_path / "default" / "control"
+    config.touch()
+    control.mkdir(parents=True)
+    environment = {"NGPU": "1", "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "here"}
+    arguments = [str(config), "--job.output_dir", str(tmp_path)]
+    assert launch.main(arguments, environment) == exit_codes.FAILED
+    assert shown == [{0} if node == 0 else set()]
+    assert len(failures(tmp_path)) == n_failures
+    assert exit_codes.reported(control) == (exit_codes.FAILED if node == 0 else None)
+
+
 def run_trainer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The launcher's code for two ranks of a trainer that does as ``source`` says."""
     config, trainer = folder / "run.toml", folder / "trainer.py"
@@ -220,7 +250,8 @@ def run_trainer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 def failures(folder: Path) -> list[dict[str, object]]:
-    lines = (folder / "default" / "control" / "failures").read_text().splitlines()
+    path = folder / "default" / "control" / "failures"
+    lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
