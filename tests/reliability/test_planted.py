@@ -56,6 +56,10 @@ def spike_at_step_5() -> None:
     SpikeGuard.is_spike = is_spike  # type: ignore[method-assign]
 
 
+def spike_at_step_11() -> None:
+    SpikeGuard.is_spike = lambda self, step, **_: step == 11  # type: ignore[method-assign]
+
+
 def spikes_in_the_first_steps() -> None:
     SpikeGuard.is_spike = lambda self, step, **_: step < 5  # type: ignore[method-assign]
 
@@ -157,6 +161,11 @@ def test_a_spike_is_rolled_back_and_its_data_left_out(tmp_path: Path) -> None:
     lineage = replay(rolled / "debug_model")
     assert not lineage.violations
     assert (lineage.left_out, len(lineage.steps)) == ({4: 1}, 10)
+    # So that one more may be too many, and what it made is not saved.
+    keys |= {"numerics.max_rollbacks": "1", "training.steps": "12"}
+    end_with(spike_at_step_11, rolled, {exit_codes.DO_NOT_REQUEUE}, **keys)
+    assert "stopped by too many spikes after 11" in log(rolled)
+    assert checkpoints(rolled)[0].name == "step-00000010"
 
 
 def test_without_a_checkpoint_spikes_are_no_rollbacks(tmp_path: Path) -> None:

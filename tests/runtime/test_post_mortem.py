@@ -4,12 +4,24 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from runtime import post_mortem
-from runtime.post_mortem import ALARM, MOST_NAMED, PREFIX, Verdict, Witness, Words, judge
+from runtime.post_mortem import (
+    ALARM,
+    MOST_NAMED,
+    PREFIX,
+    ROOT,
+    Verdict,
+    Witness,
+    Words,
+    _place,
+    judge,
+)
 
 TIMEOUT = "RuntimeError: Timed out waiting 5000ms for recv operation to complete"
 
@@ -46,6 +58,7 @@ def test_a_killed_rank_is_the_cause_and_its_peers_errors_are_not() -> None:
     told = verdict(3, codes, said=[words(0, order=2), words(1, order=1)], heard=[words(2)])
     assert told.lines[0] == "rank 2 (host) was ended by SIGKILL"
     assert told.lines[1].startswith("rank 1 (host) failed in step 12 at train.py:1: RuntimeError")
+    assert len(told.lines) == 2
     assert (told.traceback, told.silent) == ("", [])
 
 
@@ -83,19 +96,33 @@ def test_ranks_that_are_aborted_for_waiting_come_after_the_one_they_waited_for()
 def test_a_code_without_a_word_is_told() -> None:
     assert verdict(1, {0: 1}, said=[]).lines == ["rank 0 exited with 1"]
     assert verdict(1, {0: -40}, said=[]).lines == ["rank 0 was ended by 40"]
-    told = verdict(1, {0: 1}, said=[words(0)])
-    assert told.lines[0] == "rank 0 (host) exited with 1"
+    told = verdict(2, {0: 0, 1: 1}, said=[words(0), words(1)])
+    where = "in step 12 at train.py:1"
+    assert told.lines == ["rank 1 (host) exited with 1", f"rank 0 (host) and 1 more: {where}"]
 
 
 def test_the_first_of_many_are_named() -> None:
     told = verdict(1000, {}, said=[words(0, order=1)])
     assert len(told.lines) == MOST_NAMED + 1
     assert told.lines[-1] == f"and {1000 - MOST_NAMED} more"
+    assert len(verdict(MOST_NAMED, {}, said=[words(0, order=1)]).lines) == MOST_NAMED
 
 
 def test_alone_nothing_happens() -> None:
     with pytest.raises(RuntimeError, match="mine"), Witness({}):
         raise RuntimeError("mine")
+
+
+def test_a_place_is_the_innermost_line_of_ours() -> None:
+    paths = [
+        ROOT / ".venv/lib/site-packages/torch/x.py",
+        ROOT / "data/loader.py",
+        ROOT / "train.py",
+    ]
+    frames = [SimpleNamespace(f_code=SimpleNamespace(co_filename=str(path))) for path in paths]
+    lines = cast(Any, list(zip(frames, (7, 8, 9), strict=True)))
+    assert _place(lines) == "data/loader.py:8"
+    assert _place(lines[:1]) == "an unknown place"
 
 
 def test_where_a_rank_is_costs_next_to_nothing() -> None:
