@@ -97,7 +97,7 @@ def compare(saved: dict[str, Any], now: JobConfig) -> Changes:
     """
     before, after = _by_key(JobConfig().model_dump()), _by_key(now.model_dump())
     known = _by_key(saved)
-    before |= {key: value for key, value in known.items() if key in after}
+    before |= known
     changed = {
         key: f"{key}: {_shown(before[key])} to {_shown(value)}"
         for key, value in after.items()

@@ -147,7 +147,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 def test_all_mistakes_at_once_each_where_it_was_made(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text("steps = 3\n[training]\nseq_len = 0\ngc_freq = 1.5\n[modle]\nname = 'llama3'\n")
-    overrides = ["--steps", "3", "--optimizer.lr", "fast", "--debug.seed=-1", "--compile.enable"]
+    overrides = ["--steps", "3", "--optimizer.lr", "fast", "--debug.seed=-1"]
+    overrides += ["--trainings.steps=3", "--compile.enable"]
     origins = {
         "steps": str(path),
         "training.seq_len": str(path),
@@ -156,6 +157,7 @@ def test_all_mistakes_at_once_each_where_it_was_made(tmp_path: Path):
         "'--steps'": "command line",
         "optimizer.lr": "command line",
         "debug.seed": "command line",
+        "trainings": "command line",
         "--compile.enable": "command line",
     }
     messages = mistakes(path, *overrides)
