@@ -76,8 +76,8 @@ class Concatenated:
                 last_label = IGNORED
                 break
         labels[: max(filled - 1, 0)] = tokens[1:filled]
-        labels[max(filled - 1, 0) :] = IGNORED
         labels[filled - 1 : filled] = last_label
+        labels[filled:] = IGNORED
         tokens[filled:] = self._filler
         sequence.mark(filled, len(tokens), self._state.document)
         self._state = self._state._replace(token=token)

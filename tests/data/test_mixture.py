@@ -186,6 +186,8 @@ def test_what_padding_is_belongs_to_no_document() -> None:
     assert batch.labels[0].tolist() == [5, 6, 7, UNIQUE.eos_id] + [IGNORED] * 8
     assert batch.document_ids is not None
     assert batch.document_ids[0].tolist() == [0] * 5 + [1] * 7
+    # Memory as it was found may have ids that no model has.
+    assert batch.tokens[0, 5:].tolist() == [UNIQUE.eos_id] * 7
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [2.0, 1.0]])
