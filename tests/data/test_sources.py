@@ -5,14 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from config.job_config import Data
-from data.sources import ShuffledDocuments, Source, build_sources
+from config.job_config import Data, DataSource
+from data.sources import FINGERPRINTED, ShuffledDocuments, Source, build_sources, naming
+from data.tokenizer import load_tokenizer
+from tests.data.test_token_files import DOCUMENTS, write_prepared
 
 
-def shuffled(count: int, seed: int = 0) -> ShuffledDocuments:
+def shuffled(count: int, seed: int = 0, *, repeat: bool = True) -> ShuffledDocuments:
     texts = [str(i) for i in range(count)]
     indices = np.arange(count)
-    return ShuffledDocuments(texts, indices, seed=seed, name="training", fingerprint="")
+    return ShuffledDocuments(
+        texts, indices, seed=seed, name="training", fingerprint="", repeat=repeat
+    )
 
 
 def files(folder: Path, percent: float = 30.0) -> Data:
@@ -66,7 +70,8 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     first, second = np.array(epoch(shuffled(50), 100)).reshape(2, 50)
     assert not np.array_equal(first, second)
     assert epoch(shuffled(50), 100) == [*first, *second]
-    assert epoch(shuffled(50, seed=1), 50) != [*first]
+    assert epoch(shuffled(50, seed=1), 50) not in ([*first], [*second])
+    assert shuffled(50).fingerprint != shuffled(50, repeat=False).fingerprint
 
 
 def test_held_out_files_are_whole_and_stay_on_their_side(tmp_path: Path) -> None:
@@ -106,6 +111,17 @@ def test_fingerprint_tells_other_data(tmp_path: Path) -> None:
     assert len({before, edited, fingerprint()}) == 3
 
 
+def test_names_and_sizes_tell_what_no_sample_sees(tmp_path: Path) -> None:
+    for i in range(3 * FINGERPRINTED):
+        (tmp_path / f"{i:03}.txt").write_text("text")
+    found = {both(files(tmp_path, 0.0), 0)[0].fingerprint}
+    (tmp_path / "001.txt").write_text("longer text")
+    found.add(both(files(tmp_path, 0.0), 0)[0].fingerprint)
+    (tmp_path / "001.txt").rename(tmp_path / "001a.txt")
+    found.add(both(files(tmp_path, 0.0), 0)[0].fingerprint)
+    assert len(found) == 3
+
+
 @pytest.mark.parametrize("percent", [1e-9, 50.0])
 def test_side_without_documents_is_an_error(tmp_path: Path, percent: float) -> None:
     (tmp_path / "a").mkdir()
@@ -121,6 +137,48 @@ def test_of_few_documents_one_is_held_out(tmp_path: Path) -> None:
     train, held_out = (names_in(source) for source in both(files(tmp_path, 1e-9), 0))
     assert len(train) == 2
     assert train | held_out == set(names)
+    assert build_sources(files(tmp_path), 0, with_held_out=False)[1] == {}
+
+
+BYTES = load_tokenizer("bytes")
+
+
+def test_ids_of_another_tokenizer_are_refused_by_source(tmp_path: Path) -> None:
+    def build(*paths: Path) -> None:
+        sources = [DataSource(type="tokens", path=str(path), name=path.name) for path in paths]
+        config = Data(source="tokens", path=str(paths[0]), validation_percent=0.0)
+        if len(paths) > 1:
+            config = Data(sources=sources, validation_percent=0.0)
+        build_sources(config, 0, tokenizer=BYTES)
+
+    fingerprint = BYTES.fingerprint
+    own = write_prepared(tmp_path / "own", [[[BYTES.n_vocab - 1]]], fingerprint=fingerprint)
+    large = write_prepared(tmp_path / "large", [[[BYTES.n_vocab]]], fingerprint=fingerprint)
+    other = write_prepared(tmp_path / "other", [DOCUMENTS], fingerprint="another")
+    build(own)
+    with pytest.raises(ValueError, match=r"^data\.path: an id is 258; data\.tokenizer, bytes, has"):
+        build(large)
+    with pytest.raises(ValueError, match=r"^data\.path: the ids are not those of data\.tokenizer"):
+        build(other)
+    with pytest.raises(ValueError, match=r"^data\.sources, other: path: the ids are not those of"):
+        build(own, other)
+
+
+def test_a_disk_that_fails_is_no_mistake_of_the_data() -> None:
+    source = DataSource(path="*.txt", name="books")
+    with (
+        pytest.raises(OSError, match=r"^data\.sources, books: disk on fire"),
+        naming(source, Data(sources=[source])),
+    ):
+        raise OSError("disk on fire")
+
+
+def test_builtin_text_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latin.py"
+    path.write_bytes(b"caf\xe9")
+    monkeypatch.setattr("data.sources.builtin_files", lambda: [(path, "python/latin.py")])
+    train = both(Data(validation_percent=0.0), 0)[0]
+    assert epoch(train, 1) == ["caf\N{REPLACEMENT CHARACTER}"]
 
 
 def test_builtin_needs_nothing() -> None:

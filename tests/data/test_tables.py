@@ -66,8 +66,10 @@ def test_bad_table_is_named_at_the_start(tmp_path: Path, content: bytes, message
         build_sources(files(tmp_path), 0)
 
 
-def test_broken_parquet_is_named(tmp_path: Path) -> None:
+def test_parquet_is_a_table_and_named_if_it_is_broken(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", TEXTS)
+    (whole,), _ = build_sources(files(tmp_path), 0)
+    assert sorted(islice(whole.documents(0, 1, 0), len(TEXTS))) == sorted(TEXTS)
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"a\.parquet"):

@@ -268,6 +268,9 @@ def test_a_document_with_a_bad_end_is_named_when_read(tmp_path: Path, end: int) 
     with pytest.raises(ValueError, match=r"^data\.path: .*00001\.ends, byte 8: document 1 "):
         files[5]
     assert [files[i].tolist() for i in (3, 4, 7)] == [DOCUMENTS[i] for i in (3, 0, 3)]
+    source = DataSource(type="tokens", path=str(folder))
+    documents, _ = open_documents(source, skips_bad=True)
+    assert documents[5] is None
 
 
 def test_verify_names_what_changed(tmp_path: Path) -> None:
