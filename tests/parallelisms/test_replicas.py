@@ -193,6 +193,10 @@ def test_a_digest_depends_on_every_bit(dtype: torch.dtype, count: int) -> None:
             assert _digest(data.view(dtype)) != digest
             data[place] ^= 1 << bit
     assert _digest(data.view(dtype)) == digest
+    # The order of words of 8 bytes is part of it.
+    if len(data) > 16:
+        swapped = torch.cat([data[8:16], data[:8], data[16:]])
+        assert _digest(swapped.view(dtype)) != digest
     # Neither the place in memory nor the layout is part of it.
     shifted = torch.cat([torch.ones(1, dtype=dtype), data.view(dtype)])
     assert _digest(shifted[1:]) == digest

@@ -40,6 +40,13 @@ def sent(n_shards: int, n_replicas: int, microbatches: int, **keys: Any) -> Traf
         ({}, (2, 2), 3 * 2 * 2 / 2, 3 * 4 / 2, 2 * 4 / 2 / 2),
         ({"data_parallel": "ddp"}, (1, 4), 0, 0, 2 * 4 * 3 / 4),
         ({"data_parallel": "simple_fsdp"}, (2, 2), 3 * 2 * 2 / 2, 3 * 4 / 2, 3 * 2 * 4 / 2 / 2),
+        (
+            {"data_parallel": "simple_fsdp", "fsdp_reshard_after_forward": "never"},
+            (4, 1),
+            3 * 2 * 3 / 4,
+            3 * 4 * 3 / 4,
+            0,
+        ),
         ({}, (1, 1), 0, 0, 0),
     ],
 )
@@ -55,12 +62,12 @@ def test_closed_form(
     assert (found.all_gather, found.reduce_scatter, found.all_reduce) == pytest.approx(want)
 
 
-def warnings(bandwidth: float, n_tokens: int, n_float8: int) -> list[str]:
+def warnings(bandwidth: float, n_tokens: int, n_float8: int, tp: int) -> list[str]:
     """What a rank of very many would be told on links of ``bandwidth`` bytes per second."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    parallelism = Parallelism()
+    parallelism = Parallelism(tensor_parallel_degree=tp)
     dims = ParallelDims.build(parallelism, 2, "cpu")
 
     def of_many(*args: Any, **kwargs: Any) -> Traffic:
@@ -86,16 +93,20 @@ def warnings(bandwidth: float, n_tokens: int, n_float8: int) -> list[str]:
     return records
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
     ("bandwidth", "needed", "n_float8"),
     [(450e9, 1630, 0), (350e9, 2095, 0), (50e9, 14667, 0), (50e9, 11000, 8_000_000_000)],
 )
 def test_warning_knows_how_many_tokens_hide_the_traffic(
-    ranks: RankPool, bandwidth: float, needed: int, n_float8: int
+    ranks: RankPool, bandwidth: float, needed: int, n_float8: int, tp: int
 ) -> None:
-    """8 bytes a parameter, 6 in float8, against 6 FLOPs a parameter and token, at 550 TFLOP/s."""
-    (few, *_) = ranks.run(warnings, 2, bandwidth, needed - 1, n_float8)
-    (enough, *_) = ranks.run(warnings, 2, bandwidth, needed + 1, n_float8)
+    """8 bytes a parameter, 6 in float8, against 6 FLOPs a parameter and token, at 550 TFLOP/s.
+
+    Tensor parallel divides both.
+    """
+    (few, *_) = ranks.run(warnings, 2, bandwidth, needed - 1, n_float8, tp)
+    (enough, *_) = ranks.run(warnings, 2, bandwidth, needed + 1, n_float8, tp)
     assert len(few) == 1
     assert f"step, {needed:,} would" in few[0]
     assert enough == []
