@@ -11,8 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Parallelism
-from data.feed import count_valid
-from data.loader import Batch
+from data.loader import Batch, count_valid
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import sequence_part, whole_sequence
 from parallelisms.elastic import GradientTree

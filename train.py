@@ -124,7 +124,7 @@ def main(job: Job, witness: Witness) -> int:
         loader,
         control,
         batch_size=job.batch_size,
-        n_rows=job.global_batch_size,
+        global_batch_size=job.global_batch_size,
         n_readers=world_size // dims.degrees.batch,
         max_bad_records=config.data.max_bad_records,
     )
@@ -326,8 +326,8 @@ def main(job: Job, witness: Witness) -> int:
         if held_out and state.step == 0:
             validate()
         while state.step < training.steps:
-            data = feed.take(state.step + 1, writers=int(checkpointer.is_writing))
-            if checkpointer.is_begun and data.counts["writers"] == 0:
+            data = feed.take(state.step + 1, is_writing=checkpointer.is_writing)
+            if checkpointer.is_begun and data.n_writing == 0:
                 checkpointer.finish()
             if control.stop is not None:
                 # What was taken is not committed: the run that resumes takes it again.
@@ -375,7 +375,8 @@ def main(job: Job, witness: Witness) -> int:
             if ledger is not None:
                 ledger.log(state.step, data.microbatches, **values)
             if is_logged:
-                extra |= {} if experts is None else experts.look()
+                if experts is not None:
+                    extra |= experts.look()
                 extra |= data_shares(loader.consumed(), sources, dims.batch_mesh)
                 extra |= {"skipped_steps": guard.skipped, "bad_records": data.n_bad_records}
                 reached = {"lr": lr, "tokens": state.tokens}

@@ -42,15 +42,15 @@ def _is_horizon_passed(config: JobConfig) -> bool:
     return total is not None and total < config.training.steps
 
 
-def _is_elastic(config: JobConfig) -> bool:
+def is_elastic(config: JobConfig) -> bool:
     return config.debug.determinism == "elastic"
 
 
-def _is_float8(config: JobConfig) -> bool:
+def is_float8(config: JobConfig) -> bool:
     return config.float8.recipe != "none"
 
 
-def _has_budget(config: JobConfig) -> bool:
+def has_budget(config: JobConfig) -> bool:
     return config.activation_checkpoint.mode == "memory_budget"
 
 
@@ -75,7 +75,7 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
             lambda config: _has_short_moments(config)
             and config.optimizer.muon_momentum > MAX_BFLOAT16_DECAY),
     Refusal("optimizer.name", "debug.determinism elastic is proved for adamw only",
-            lambda config: _has_muon(config) and _is_elastic(config)),
+            lambda config: _has_muon(config) and is_elastic(config)),
     Refusal("optimizer.state_dtype", "does nothing unless training.dtype is float32",
             lambda config: not _is_mixed(config) and _has_short_moments(config)),
     Refusal("optimizer.beta1", f"must be at most 0.99609375{SHORT_MOMENTS}",
@@ -99,25 +99,25 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
             and is_set(config.activation_checkpoint, "selective")),
     Refusal("activation_checkpoint.memory_budget",
             "does nothing unless activation_checkpoint.mode is memory_budget",
-            lambda config: not _has_budget(config)
+            lambda config: not has_budget(config)
             and is_set(config.activation_checkpoint, "memory_budget")),
     Refusal("activation_checkpoint.mode",
             "memory_budget is kept by the compiler: it needs compile.enable, and compile.backend"
             " inductor or aot_eager_decomp_partition",
-            lambda config: _has_budget(config) and not (config.compile.enable
+            lambda config: has_budget(config) and not (config.compile.enable
             and config.compile.backend in ("inductor", "aot_eager_decomp_partition"))),
     Refusal("compile.backend", "does nothing without compile.enable",
             lambda config: not config.compile.enable and is_set(config.compile, "backend")),
     Refusal("float8.recipe", "none: float8.skip, skip_small and emulate do nothing",
-            lambda config: not _is_float8(config) and config.float8 != Float8()),
+            lambda config: not is_float8(config) and config.float8 != Float8()),
     Refusal("float8.recipe",
             "the hardware multiplies bfloat16 that was made float8: training.dtype and"
             " mixed_precision_param may not ask for more, but with float8.emulate",
-            lambda config: _is_float8(config) and not config.float8.emulate
+            lambda config: is_float8(config) and not config.float8.emulate
             and (config.training.dtype == "float64"
                  or config.training.mixed_precision_param == "float32")),
     Refusal("debug.determinism", "elastic is not proved for float8",
-            lambda config: _is_float8(config) and _is_elastic(config)),
+            lambda config: is_float8(config) and is_elastic(config)),
     Refusal("checkpoint.keep_every", "must be a multiple of checkpoint.interval",
             lambda config: config.checkpoint.keep_every % config.checkpoint.interval != 0),
     Refusal("checkpoint.keep_every", "does nothing where checkpoint.keep_latest_k is 0: all stay",

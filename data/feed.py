@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from itertools import islice
 
 from config import ConfigError
-from data.loader import Batch, BatchLoader
+from data.loader import Batch, BatchLoader, count_valid
 from runtime.control import RunControl
-from runtime.labels import IGNORED
 from runtime.together import raise_everywhere
 
 
 @dataclass(frozen=True)
 class StepData:
-    """This rank's ``microbatches``; what else is counted is equal on all ranks, and of them all."""
+    """What is counted is of all ranks together, and equal on them."""
 
     microbatches: list[Batch]
+    """Of this rank."""
     waited: float
-    """Seconds, of this rank."""
+    """Seconds that this rank did, for them."""
     n_rows: int
     n_tokens: int
     """Labels that count, by which the loss is divided."""
@@ -26,14 +26,15 @@ class StepData:
     """Of the run so far."""
     has_ended: bool
     """Whether there is nothing in it, nor in the steps before it, for a whole global batch."""
-    counts: dict[str, int]
+    n_writing: int
+    """Ranks that still write a checkpoint."""
 
 
 class Feed:
     """Takes steps' microbatches from ``loader``, as many as their batch size is.
 
-    ``batch_size`` of a step; those of ``n_rows`` are whole ones. ``n_readers``: how many ranks read
-    the same rows.
+    ``batch_size`` of a step; on the way up to ``global_batch_size`` it is part of that.
+    ``n_readers``: how many ranks read the same rows.
     """
 
     def __init__(
@@ -42,33 +43,35 @@ class Feed:
         control: RunControl,
         *,
         batch_size: Callable[[int], int],
-        n_rows: int,
+        global_batch_size: int,
         n_readers: int,
         max_bad_records: int,
     ) -> None:
         self._loader, self._control = loader, control
-        self._batch_size, self._n_rows, self._n_readers = batch_size, n_rows, n_readers
-        self._max_bad_records = max_bad_records
+        self._batch_size, self._global_batch_size = batch_size, global_batch_size
+        self._n_readers, self._max_bad_records = n_readers, max_bad_records
         self._n_empty = 0
 
-    def take(self, step: int, **counts: int) -> StepData:
-        """What ``step`` trains on; nothing is committed. Ranks' ``counts`` are summed on the way.
+    def take(self, step: int, *, is_writing: bool) -> StepData:
+        """What ``step`` trains on; nothing is committed. ``is_writing``: a checkpoint, this rank.
 
         All that ranks must agree on, requests to stop among it, is in one reduction. Raises as
         ``take_together`` does, and ``ConfigError`` after too many bad records. A collective.
         """
         n_rows = self._batch_size(step)
-        count = self._loader.microbatches * n_rows // self._n_rows
-        microbatches, waited, agreed = take_together(self._loader, count, self._control, **counts)
+        count = self._loader.microbatches * n_rows // self._global_batch_size
+        microbatches, waited, agreed = take_together(
+            self._loader, count, self._control, writing=int(is_writing)
+        )
         n_bad = agreed["bad"] // self._n_readers
         if n_bad > self._max_bad_records:
             raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
         n_tokens = agreed["tokens"] // self._n_readers
         # Beside the rows of a small batch there are others, which may go on.
         self._n_empty = self._n_empty + n_rows if n_tokens == 0 else 0
-        has_ended = self._n_empty >= self._n_rows
-        summed = {name: agreed[name] for name in counts}
-        return StepData(microbatches, waited, n_rows, n_tokens, n_bad, has_ended, summed)
+        has_ended = self._n_empty >= self._global_batch_size
+        writing = agreed["writing"]
+        return StepData(microbatches, waited, n_rows, n_tokens, n_bad, has_ended, writing)
 
 
 def take_together(
@@ -96,8 +99,3 @@ def take_together(
     if agreed["unread"]:
         raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
     return microbatches, waited, agreed
-
-
-def count_valid(microbatches: list[Batch]) -> int:
-    """Labels of this rank's rows that count."""
-    return sum(int((batch.labels != IGNORED).sum()) for batch in microbatches)

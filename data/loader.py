@@ -14,6 +14,7 @@ from config.job_config import Packing
 from data.mixture import MixedRow, Mixture, RowState
 from data.packing import BestFit, Concatenated, RowReader, Sequence, Span
 from data.tokenizer import Tokenizer
+from runtime.labels import IGNORED
 
 
 class Batch(NamedTuple):
@@ -33,6 +34,11 @@ class Batch(NamedTuple):
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What the model takes."""
         return self.tokens, self.positions, self.document_ids
+
+
+def count_valid(microbatches: list[Batch]) -> int:
+    """Labels of this rank's rows that count."""
+    return sum(int((batch.labels != IGNORED).sum()) for batch in microbatches)
 
 
 class BatchLoader:

@@ -182,8 +182,8 @@ def delta_rule(
         ids = document_ids[:, part]
         # (b, h, c, ...)
         qc, kc, vc, gc, bc = (t[:, part].transpose(1, 2) for t in (q, k, v, decay, beta))
-        # As a product: a cumulative sum has no deterministic kernel on a GPU.
-        total = gc @ gc.new_ones(gc.shape[-1], gc.shape[-1]).triu()
+        # GPUs have no deterministic kernel for a cumulative sum.
+        total = gc[..., None, :].expand(*gc.shape, gc.shape[-1]).tril().sum(-1)
         is_same = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
         between = total[..., :, None] - total[..., None, :]
         weights = between.masked_fill(~is_same, -math.inf).exp()

@@ -23,8 +23,9 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, divisor: int =
     """
     group, first = None, 0
     if isinstance(logits, DTensor):
-        mesh, logits = logits.device_mesh, logits.to_local()
-        # The vocabulary divides.
+        mesh = logits.device_mesh
+        assert logits.shape[-1] % mesh.size() == 0, "ranks have unequal parts of the vocabulary"
+        logits = logits.to_local()
         group, first = mesh.get_group(), mesh.get_local_rank() * logits.shape[-1]
     return _CrossEntropySum.apply(logits, labels, divisor, group, first)
 

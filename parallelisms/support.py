@@ -1,5 +1,6 @@
-"""What cannot be run on a mesh, and why: checked before any process group or device is touched.
+"""What of ``[parallelism]``, ranks and hardware cannot be run, and why.
 
+Checked before any process group or device is touched.
 ``docs/support.md`` is generated from this table and the one of ``config/refusals.py``.
 """
 
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 
 from config import ConfigError, refusals
 from config.job_config import Experts, JobConfig
-from config.refusals import Refusal, is_set
+from config.refusals import Refusal, has_budget, is_elastic, is_float8, is_set
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
 from runtime.compat import has_float8
@@ -134,23 +135,11 @@ def _is_not_fsdp2(run: Run) -> bool:
     return run.config.parallelism.data_parallel != "fsdp2"
 
 
-def _is_elastic(run: Run) -> bool:
-    return run.config.debug.determinism == "elastic"
-
-
-def _is_float8(run: Run) -> bool:
-    return run.config.float8.recipe != "none"
-
-
 def _tokens_of_product(run: Run) -> int:
     rows = run.config.training.local_batch_size
     if run.degrees.pp > 1:
         rows = run.config.parallelism.pipeline_parallel_microbatch_size
     return rows * run.config.training.seq_len // run.degrees.cp
-
-
-def _has_budget(run: Run) -> bool:
-    return run.config.activation_checkpoint.mode == "memory_budget"
 
 
 def _is_power_of_two(count: float) -> bool:
@@ -229,7 +218,7 @@ REFUSALS: tuple[Refusal[Run], ...] = (
     Refusal("experts.balance_loss", "the model has no experts: nor does balance_bias_rate matter",
             lambda run: not _has_experts(run) and run.config.experts != Experts()),
     Refusal("debug.determinism", "elastic is proved for models without experts only",
-            lambda run: _has_experts(run) and _is_elastic(run)),
+            lambda run: _has_experts(run) and is_elastic(run.config)),
     Refusal("parallelism.expert_parallel_degree", "the model has no experts",
             lambda run: _ep(run) > 1 and not _has_experts(run)),
     Refusal("parallelism.expert_parallel_degree", "must divide the model's n_experts",
@@ -342,40 +331,41 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             lambda run: any(a >= b for a, b in pairwise([*_ramp(run), _batch_size(run)]))),
     Refusal("parallelism.data_parallel",
             "debug.determinism elastic needs fsdp2, whose reduction it replaces",
-            lambda run: _is_elastic(run) and _is_not_fsdp2(run)),
+            lambda run: is_elastic(run.config) and _is_not_fsdp2(run)),
     Refusal("parallelism.data_parallel_replicate_degree",
             "debug.determinism elastic does not order the sum over copies",
-            lambda run: _is_elastic(run) and not _is_ddp(run) and run.degrees.dp_replicate > 1),
+            lambda run: is_elastic(run.config) and not _is_ddp(run)
+            and run.degrees.dp_replicate > 1),
     Refusal("parallelism.data_parallel_shard_degree",
             "debug.determinism elastic adds pairwise: it needs a power of two",
-            lambda run: _is_elastic(run) and not _is_power_of_two(run.degrees.dp_shard)),
+            lambda run: is_elastic(run.config) and not _is_power_of_two(run.degrees.dp_shard)),
     Refusal("training.global_batch_size",
             "debug.determinism elastic adds pairwise: it needs a power of two of microbatches",
-            lambda run: _is_elastic(run) and _microbatches(run).is_integer()
+            lambda run: is_elastic(run.config) and _microbatches(run).is_integer()
             and not _is_power_of_two(_microbatches(run))),
     Refusal("parallelism.fsdp_reduce_gradients",
             "debug.determinism elastic adds pairwise, last_microbatch one after the other",
-            lambda run: _is_elastic(run)
+            lambda run: is_elastic(run.config)
             and is_set(run.config.parallelism, "fsdp_reduce_gradients")),
     Refusal("parallelism.context_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
-            lambda run: _is_elastic(run) and run.degrees.cp > 1),
+            lambda run: is_elastic(run.config) and run.degrees.cp > 1),
     Refusal("parallelism.pipeline_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
-            lambda run: _is_elastic(run) and run.degrees.pp > 1),
+            lambda run: is_elastic(run.config) and run.degrees.pp > 1),
     Refusal("parallelism.expert_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
-            lambda run: _is_elastic(run) and run.config.parallelism.expert_parallel_degree > 1),
+            lambda run: is_elastic(run.config) and _ep(run) > 1),
     Refusal("parallelism.fsdp_cpu_offload",
             "optimizer.name muon would multiply its matrices on the host",
             lambda run: run.config.optimizer.name == "muon"
             and run.config.parallelism.fsdp_cpu_offload),
     Refusal("activation_checkpoint.mode",
             "memory_budget cannot free the weights that simple_fsdp gathers",
-            lambda run: _has_budget(run) and _is_simple_fsdp(run)),
+            lambda run: has_budget(run.config) and _is_simple_fsdp(run)),
     Refusal("parallelism.tensor_parallel_degree",
             "with memory_budget PyTorch 2.13 wants to know how large a mesh is, and cannot",
-            lambda run: _has_budget(run) and run.degrees.tp > 1),
+            lambda run: has_budget(run.config) and run.degrees.tp > 1),
     # It saves attention's random state and the mesh for backward, and then takes one for the other.
     Refusal("activation_checkpoint.mode",
             "without a GPU, PyTorch 2.13 cannot compile blocks that are recomputed as a whole with"
@@ -385,17 +375,17 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             lambda run: run.config.profiling.enable_memory_snapshot and not run.has_gpu),
     Refusal("float8.recipe",
             "needs a GPU of CUDA capability 8.9 or more; float8.emulate is for tests elsewhere",
-            lambda run: _is_float8(run) and not run.config.float8.emulate
+            lambda run: is_float8(run.config) and not run.config.float8.emulate
             and not (run.has_gpu and has_float8())),
     Refusal("parallelism.tensor_parallel_degree",
             "float8 makes its scales of whole matrices, which tensor parallel ranks do not have",
-            lambda run: _is_float8(run) and run.degrees.tp > 1),
+            lambda run: is_float8(run.config) and run.degrees.tp > 1),
     Refusal("parallelism.pipeline_parallel_schedule",
             "zero bubble splits backward in two, and float8 would do all of it in both",
-            lambda run: _is_float8(run) and _has_zero_bubble(run)),
+            lambda run: is_float8(run.config) and _has_zero_bubble(run)),
     Refusal("training.seq_len",
             "float8 multiplies by 16 tokens: a rank's part of a microbatch must be a multiple",
-            lambda run: _is_float8(run) and _tokens_of_product(run) % 16 != 0),
+            lambda run: is_float8(run.config) and _tokens_of_product(run) % 16 != 0),
     Refusal("metrics.straggler_window",
             "simple_fsdp gathers weights inside the blocks: their times say nothing",
             lambda run: _is_simple_fsdp(run) and run.config.metrics.straggler_window > 0),

@@ -26,6 +26,7 @@ ORDER = [
 ]
 # Newer FlashAttentions: the package of each, and the GPUs (compute capability) that it is for.
 FLASHES = {"FA4": ("flash_attn.cute", (10, 0)), "FA3": ("flash_attn_interface", (9, 0))}
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q (b, h, s, k), k and v (b, h_kv, s, k) to (b, h, s, k)."""
 
@@ -76,7 +77,8 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 def check_attention(
     fast: Attend, exact: Attend, *, heads: tuple[int, int], head_dim: int, device: str
 ) -> None:
-    """``check_kernel`` for ``heads`` of queries and of keys."""
+    """Raise ``ArithmeticError`` unless ``fast`` in bfloat16 is ``exact`` in float64, gradients too,
+    as ``check_kernel`` says, for ``heads`` of queries and of keys."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(2, h, 384, head_dim) for h in (heads[0], heads[1], heads[1])]
     drawn = [torch.randn(shape, generator=generator, device=device) for shape in shapes]

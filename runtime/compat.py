@@ -50,7 +50,7 @@ def usable_cpus() -> int:
 
 def set_default_timeout(timeout: timedelta) -> None:
     """Give every process group made from now on, as those of meshes, this timeout: they would have
-    half an hour, whatever the first group has."""
+    half an hour, whatever the first group has. Those of NCCL alone have a default of their own."""
     dist.distributed_c10d.default_pg_timeout = timeout
 
 

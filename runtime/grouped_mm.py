@@ -1,4 +1,4 @@
-"""All experts' products as one kernel, where it is right: not on every GPU it is."""
+"""Experts' products by one kernel for all of them, on GPUs where that kernel is right."""
 
 from typing import Any, cast
 
@@ -9,24 +9,29 @@ import torch.nn.functional as F
 from runtime.kernels import Kernel, check_kernel
 from runtime.log import logger
 
-# Groups of nothing among them: on Blackwell their gradients are whatever was in memory, as of
-# PyTorch 2.13 (pytorch/pytorch#172439).
+# Tokens of experts. Gradients of those without any are whatever was in memory on Blackwell, as of
+# PyTorch 2.13 (pytorch/pytorch#172439, whose sizes are like these).
 COUNTS = (162, 0, 1283, 446, 0, 83)
 
 
 def avoid_wrong_grouped_mm(moes: list[nn.Module], *, dtype: torch.dtype | None) -> None:
     """Have ``experts`` of each module multiply one by one if this GPU's kernel for all of them
-    fails, or differs from that, with weights of their size in bfloat16. Mutates the modules."""
-    if dtype != torch.bfloat16:
+    fails, or differs from that, with weights of their size in bfloat16. Mutates the modules.
+
+    A family's own experts are left alone, unless they can: those have ``is_grouped``.
+    """
+    experts = [cast(Any, moe.experts) for moe in moes if hasattr(moe.experts, "is_grouped")]
+    if dtype != torch.bfloat16 or not experts:
         return
-    experts = [cast(nn.Module, moe.experts) for moe in moes]
     try:
-        check_grouped_mm(next(experts[0].parameters()).shape[1:], device="cuda")
+        check_grouped_mm(experts[0].w1.shape[1:], device="cuda")
     # A kernel that cannot be had tells so in its own way; what computes the same is slower.
     except Exception as error:
         logger.warning("experts: multiplied one by one, for grouped_mm failed here: %s", error)
         for module in experts:
-            cast(Any, module).is_grouped = False
+            module.is_grouped = False
+    else:
+        logger.info("experts: multiplied by grouped_mm in %d layers", len(experts))
 
 
 def check_grouped_mm(shape: torch.Size, *, device: str, grouped_mm: Kernel = F.grouped_mm) -> None:

@@ -166,6 +166,7 @@ def test_log_line_says_what_users_look_for(uninterrupted: Path) -> None:
     keys = {"loss", "grad_norm", "lr", "tokens_per_second", "mfu", "mfu_causal", "memory_gib"}
     steps = [record for record in records(uninterrupted) if "loss" in record]
     assert all(keys | {"step", "data_wait"} <= record.keys() for record in steps)
+    assert {(record["skipped_steps"], record["bad_records"]) for record in steps} == {(0, 0)}
     validated = [record for record in records(uninterrupted) if "validation_loss" in record]
     assert [record["step"] for record in validated] == [0, 6]
 

@@ -68,12 +68,12 @@ def take(
             cast(BatchLoader, rows),
             control,
             batch_size=lambda step: sizes[step - 1],
-            n_rows=GLOBAL_BATCH,
+            global_batch_size=GLOBAL_BATCH,
             n_readers=n_readers,
             max_bad_records=max_bad_records,
         )
         try:
-            return [feed.take(step, ranks=rank + 1) for step in range(1, len(sizes) + 1)]
+            return [feed.take(step, is_writing=rank == 1) for step in range(1, len(sizes) + 1)]
         except ConfigError as error:
             return str(error)
 
@@ -87,7 +87,7 @@ def test_ranks_with_rows_of_their_own_add_them_up(ranks: RankPool, tmp_path: Pat
         assert [step.n_rows for step in own] == [2, 4]
         assert (small.n_tokens, whole.n_tokens) == (8 + 1, 3 + 0 + 5 + 2)
         assert small.n_bad_records == whole.n_bad_records == 2 + 1
-        assert small.counts == whole.counts == {"ranks": 1 + 2}
+        assert small.n_writing == whole.n_writing == 1
 
 
 def test_ranks_that_read_the_same_rows_count_them_once(ranks: RankPool, tmp_path: Path) -> None:

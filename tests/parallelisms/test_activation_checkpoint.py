@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from config.job_config import ActivationCheckpoint, Compile
-from data.feed import count_valid
+from data.loader import count_valid
 from parallelisms.materialize import materialize
 from runtime.distributed import local_part
 from tests.layouts import CPU, Layout, spread

@@ -21,8 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Parallelism
-from data.feed import count_valid
-from data.loader import Batch
+from data.loader import Batch, count_valid
 from forward_backward import Runner, WholeModel, _Spread
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
-from data.feed import count_valid
+from data.loader import count_valid
 from forward_backward import WholeModel
 from models import find_model
 from models.meta import build_on_meta

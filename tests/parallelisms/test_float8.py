@@ -11,8 +11,7 @@ import torch
 import torch.nn as nn
 
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
-from data.feed import count_valid
-from data.loader import Batch
+from data.loader import Batch, count_valid
 from forward_backward import WholeModel
 from models import find_model
 from models.meta import build_on_meta

@@ -15,8 +15,7 @@ import torch.nn as nn
 
 from benchmarks.counting import count_collectives, profiled
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
-from data.feed import count_valid
-from data.loader import Batch
+from data.loader import Batch, count_valid
 from forward_backward import WholeModel
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer

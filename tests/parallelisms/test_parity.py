@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
-from data.feed import count_valid
-from data.loader import Batch
+from data.loader import Batch, count_valid
 from forward_backward import WholeModel
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta

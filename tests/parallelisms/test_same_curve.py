@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
-from data.feed import count_valid
-from data.loader import Batch
+from data.loader import Batch, count_valid
 from forward_backward import WholeModel
 from models import find_model
 from optim.grad_norm import clip_grad_norm_

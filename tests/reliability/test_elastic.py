@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint.states import OptimizerState
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism, Training
-from data.feed import count_valid
-from data.loader import Batch
+from data.loader import Batch, count_valid
 from forward_backward import WholeModel
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
