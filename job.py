@@ -43,11 +43,11 @@ class Job:
 
     def steps_left(self, step: int) -> float:
         """What is to be done after ``step``, in steps of its size."""
-        done, all_ = (
+        done, total = (
             sequences_in(steps, self.ramp, self.global_batch_size)
             for steps in (step, self.config.training.steps)
         )
-        return (all_ - done) / self.batch_size(step)
+        return (total - done) / self.batch_size(step)
 
     @property
     def wants_flex_attention(self) -> bool:

@@ -158,7 +158,7 @@ def main(job: Job, witness: Witness) -> int:
             heads=heads,
             head_dim=args.head_dim,
         )
-    if device.type == "cuda" and has_experts:
+    if device.type == "cuda":
         avoid_wrong_grouped_mm(job.spec.moes(model), dtype=mp_policy.param_dtype)
     stages = parallelize(
         model,

@@ -18,7 +18,7 @@ class StepData:
     microbatches: list[Batch]
     """Of this rank."""
     waited: float
-    """Seconds that this rank did, for them."""
+    """Seconds, of this rank, for them."""
     n_rows: int
     n_tokens: int
     """Labels that count, by which the loss is divided."""
@@ -61,7 +61,7 @@ class Feed:
         n_rows = self._batch_size(step)
         count = self._loader.microbatches * n_rows // self._global_batch_size
         microbatches, waited, agreed = take_together(
-            self._loader, count, self._control, writing=int(is_writing)
+            self._loader, count, self._control, is_writing=is_writing
         )
         n_bad = agreed["bad"] // self._n_readers
         if n_bad > self._max_bad_records:
@@ -69,19 +69,25 @@ class Feed:
         n_tokens = agreed["tokens"] // self._n_readers
         # Beside the rows of a small batch there are others, which may go on.
         self._n_empty = self._n_empty + n_rows if n_tokens == 0 else 0
-        has_ended = self._n_empty >= self._global_batch_size
-        writing = agreed["writing"]
-        return StepData(microbatches, waited, n_rows, n_tokens, n_bad, has_ended, writing)
+        return StepData(
+            microbatches,
+            waited,
+            n_rows,
+            n_tokens,
+            n_bad_records=n_bad,
+            has_ended=self._n_empty >= self._global_batch_size,
+            n_writing=agreed["writing"],
+        )
 
 
 def take_together(
-    loader: BatchLoader, count: int, control: RunControl, **counts: int
+    loader: BatchLoader, count: int, control: RunControl, *, is_writing: bool = False
 ) -> tuple[list[Batch], float, dict[str, int]]:
     """The next microbatches, the seconds this rank waited for them, and what ranks tell each other.
 
-    That is the sums over all ranks of ``counts``, of ``tokens``, the labels that count, and of
-    ``bad`` records so far. What is wrong on one rank, with the data (``ConfigError``) or with
-    reading, is raised on all. A collective.
+    That is the sums over all ranks of ``tokens``, the labels that count, of ``bad`` records so far,
+    and of those ``writing`` a checkpoint. What is wrong on one rank, with the data
+    (``ConfigError``) or with reading, is raised on all. A collective.
     """
     begin, microbatches, problem = time.perf_counter(), [], None
     try:
@@ -94,7 +100,7 @@ def take_together(
         unread=int(problem is not None),
         mistakes=int(isinstance(problem, ValueError)),
         bad=loader.n_bad,
-        **counts,
+        writing=int(is_writing),
     )
     if agreed["unread"]:
         raise_everywhere(problem, is_mistake=agreed["mistakes"] > 0)
