@@ -106,39 +106,47 @@ class _Float8Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, is_emulated: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        rows = x.flatten(0, -2)
+        scales = _of_each(rows, E4M3, recipe), _of_each(weight, E4M3, recipe)
+        ctx.save_for_backward(x, weight, *scales)
         ctx.recipe, ctx.is_emulated = recipe, is_emulated
-        out = multiply(
-            x.flatten(0, -2), weight.t(), E4M3, is_rowwise=recipe.is_rowwise,
-            is_fast=True, is_emulated=is_emulated,
-        )  # fmt: skip
+        out = multiply(rows, weight.t(), E4M3, *scales, is_fast=True, is_emulated=is_emulated)
         return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        recipe, is_emulated = ctx.recipe, ctx.is_emulated
-        g, x_rows = gradients[0].flatten(0, -2), x.flatten(0, -2)
+        x, weight, x_scale, weight_scale = ctx.saved_tensors
+        g, dtype = gradients[0].flatten(0, -2), ctx.recipe.gradient_dtype
+        g_scale = _of_each(g, dtype, ctx.recipe)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = multiply(
-                g, weight, recipe.gradient_dtype, is_rowwise=recipe.is_rowwise,
-                is_fast=False, is_emulated=is_emulated,
+                g, weight, dtype, g_scale, weight_scale,
+                is_fast=False, is_emulated=ctx.is_emulated,
             ).view_as(x)  # fmt: skip
         if ctx.needs_input_grad[1]:
             of_weight = multiply(
-                g.t(), x_rows, recipe.gradient_dtype, is_rowwise=recipe.is_rowwise,
-                is_fast=False, is_emulated=is_emulated,
+                g.t(), x.flatten(0, -2), dtype, g_scale, x_scale,
+                is_fast=False, is_emulated=ctx.is_emulated,
             )  # fmt: skip
         return of_x, of_weight, None, None
+
+
+def _of_each(matrix: torch.Tensor, dtype: torch.dtype, recipe: Recipe) -> torch.Tensor | None:
+    """The scale of both products that a matrix is in; None: its rows and its columns have others.
+
+    Found once, it is a pass over memory less, and under tensor parallel a reduction.
+    """
+    return None if recipe.is_rowwise else find_scale(matrix, dtype)
 
 
 def multiply(
     a: torch.Tensor,
     b: torch.Tensor,
     a_dtype: torch.dtype,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
     *,
-    is_rowwise: bool,
     is_fast: bool,
     is_emulated: bool,
 ) -> torch.Tensor:
@@ -146,12 +154,14 @@ def multiply(
 
     Error of an operand: half of its last bit, 2^-4 of an element in E4M3, 2^-3 in E5M2, until it
     is so small beside its scale's greatest (2^-15 in E4M3, 2^-30 in E5M2) that bits are missing.
-    ``is_fast``: sums of less precision, as is usual forward. k and n must be multiples of 16.
+    Without its scale each row of a, or column of b, gets one. ``is_fast``: sums of less precision,
+    as is usual forward. k and n must be multiples of 16.
     """
-    a8, a_scale = quantize(a, a_dtype, dim=1 if is_rowwise else None)
-    b8, b_scale = quantize(b, E4M3, dim=0 if is_rowwise else None)
+    a_scale = find_scale(a, a_dtype, dim=1) if a_scale is None else a_scale
+    b_scale = find_scale(b, E4M3, dim=0) if b_scale is None else b_scale
     # The hardware reads both along k.
-    a8, b8 = a8.contiguous(), b8.t().contiguous().t()
+    a8 = round_to(a, a_scale, a_dtype).contiguous()
+    b8 = round_to(b, b_scale, E4M3).t().contiguous().t()
     out_dtype = a.dtype if a.dtype == torch.bfloat16 else torch.float32
     if is_emulated:
         out = (a8.to(torch.float32) * a_scale) @ (b8.to(torch.float32) * b_scale)
@@ -162,23 +172,20 @@ def multiply(
     return out.to(a.dtype)
 
 
-def quantize(
-    x: torch.Tensor, dtype: torch.dtype, dim: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (m, n) in float8, and the float32 scales it is to be multiplied with.
+def find_scale(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torch.Tensor:
+    """What to divide x (m, n) by so that its greatest is that of ``dtype``, float32.
 
     Without ``dim`` one scale, (); else one for each index of the other dim, (m, 1) or (1, n), and
-    powers of two, so that only ``dtype`` rounds. What is not finite stays so. A ``Float8Weight``
-    was rounded before.
+    powers of two, so that only ``dtype`` rounds. A ``Float8Weight`` has its scale.
     """
     if isinstance(x, Float8Weight):
-        return x.rounded, x.scale
-    x = x.to(torch.float32)
-    scale = scale_of(x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True), dtype)
+        return x.scale
+    x = x.to(torch.float32).abs()
+    scale = scale_of(x.amax() if dim is None else x.amax(dim, keepdim=True), dtype)
     if dim is not None:
         # Up to the next power of two: float32 has its exponent above 23 bits.
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
-    return round_to(x, scale, dtype), scale
+    return scale
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -187,9 +194,14 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x, float32, divided by ``scale``, in ``dtype``."""
+    """x divided by ``scale``, in ``dtype``; what is not finite stays so.
+
+    A ``Float8Weight`` was rounded before.
+    """
+    if isinstance(x, Float8Weight):
+        return x.rounded
     greatest = torch.finfo(dtype).max
-    return (x / scale).clamp_(-greatest, greatest).to(dtype)
+    return (x.to(torch.float32) / scale).clamp_(-greatest, greatest).to(dtype)
 
 
 _aten = torch.ops.aten

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn as nn
+from torch.profiler import profile
 
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
 from data.loader import Batch, count_valid
@@ -17,7 +18,15 @@ from models import find_model
 from models.meta import build_on_meta
 from optim.optimizer import build_optimizer
 from parallelisms import float8
-from parallelisms.float8 import E4M3, E5M2, RECIPES, Float8Linear, apply_float8, quantize
+from parallelisms.float8 import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    Float8Linear,
+    apply_float8,
+    find_scale,
+    round_to,
+)
 from parallelisms.materialize import canonical_fqn, materialize
 from tests.layouts import CPU, MODE, PP, Layout, spread
 from tests.parallelisms.test_parity import args_of, global_batch, rows_of, whole
@@ -54,7 +63,8 @@ def quantization_bound(x: torch.Tensor, dtype: torch.dtype, dim: int | None) -> 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_rounding_is_that_of_the_format(dtype: torch.dtype, dim: int | None) -> None:
     x = matrix(32, 48, seed=0)
-    rounded, scale = quantize(x, dtype, dim)
+    scale = find_scale(x, dtype, dim)
+    rounded = round_to(x, scale, dtype)
     error = (rounded.double() * scale.double() - x).abs()
     assert (error <= quantization_bound(x, dtype, dim)).all()
     assert (rounded.float().abs() <= torch.finfo(dtype).max).all()
@@ -70,8 +80,8 @@ def test_rounding_is_that_of_the_format(dtype: torch.dtype, dim: int | None) -> 
 def test_extremes_survive(value: float, dim: int | None) -> None:
     x = torch.full((16, 16), 1e-3)
     x[2] = value
-    rounded, scale = quantize(x, E4M3, dim)
-    row = (rounded.float() * scale)[2]
+    scale = find_scale(x, E4M3, dim)
+    row = (round_to(x, scale, E4M3).float() * scale)[2]
     if math.isfinite(value):
         assert torch.allclose(row, x[2], rtol=PRECISION[E4M3])
     else:
@@ -118,13 +128,12 @@ def test_a_wrong_scale_is_caught(recipe: str) -> None:
     def too_large(a: Any, b: Any, scale_a: torch.Tensor, **keys: Any) -> torch.Tensor:
         return original(a, b, scale_a=scale_a * 1.3, **keys)
 
-    def swapped(x: torch.Tensor, dtype: torch.dtype, dim: int | None) -> Any:
-        rounded, scale = quantize(x, dtype, dim)
-        return rounded, scale.flip(0, 1) if scale.ndim else scale * 2
+    def swapped(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return round_to(x, scale.flip(0, 1) if scale.ndim else scale * 2, dtype)
 
     with patch.object(torch, "_scaled_mm", too_large), pytest.raises(AssertionError):
         check_products(CONFIGS[recipe])
-    with patch.object(float8, "quantize", swapped), pytest.raises(AssertionError):
+    with patch.object(float8, "round_to", swapped), pytest.raises(AssertionError):
         check_products(CONFIGS[recipe])
 
 
@@ -150,6 +159,16 @@ def test_operands_are_laid_out_as_the_hardware_wants(recipe: str) -> None:
     with patch.object(torch, "_scaled_mm", checked):
         Float8Linear(linear, RECIPES[recipe], is_emulated=False)(x).sum().backward()
     assert calls == [True, False, False]
+
+
+@pytest.mark.parametrize(("recipe", "count"), [("tensorwise", 3), ("rowwise", 6)])
+def test_a_scale_is_found_once(recipe: str, count: int) -> None:
+    """For both products of a matrix, of which there are three; rows and columns have theirs."""
+    linear = nn.Linear(64, 48, bias=False)
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    with profile() as profiler:
+        Float8Linear(linear, RECIPES[recipe], is_emulated=True)(x).sum().backward()
+    assert sum(event.name == "aten::amax" for event in profiler.events() or []) == count
 
 
 def blocks_of(name: str, flavor: str) -> nn.ModuleDict:

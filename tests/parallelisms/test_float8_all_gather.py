@@ -20,7 +20,7 @@ from forward_backward import WholeModel
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
 from parallelisms import float8_all_gather, parallelize
-from parallelisms.float8 import E4M3, RECIPES, Float8Linear, Float8Weight, quantize
+from parallelisms.float8 import E4M3, RECIPES, Float8Linear, Float8Weight, find_scale, round_to
 from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.traffic import step_traffic
@@ -153,7 +153,8 @@ def test_products_are_those_of_a_weight_that_is_rounded_later(config: Float8) ->
     weight, x, g = (matrix.bfloat16() for matrix in matrices)
     linear = nn.Linear(64, 48, bias=False)
     found = []
-    for parameter in (weight, Float8Weight(*quantize(weight, E4M3, None), weight.dtype)):
+    scale = find_scale(weight, E4M3)
+    for parameter in (weight, Float8Weight(round_to(weight, scale, E4M3), scale, weight.dtype)):
         linear.weight = nn.Parameter(parameter)
         leaf = x.clone().requires_grad_()
         out = Float8Linear(linear, RECIPES["tensorwise"], is_emulated=config.emulate)(leaf)
