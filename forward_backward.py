@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from config.job_config import Parallelism
+from config.job_config import Compile, Parallelism
 from data.loader import Batch, count_valid
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import sequence_part, whole_sequence
@@ -65,6 +65,7 @@ def build_runner(
     dims: ParallelDims,
     *,
     parallelism: Parallelism,
+    compile: Compile,
     mp_policy: MixedPrecisionPolicy,
     device: torch.device,
     tied: list[str],
@@ -76,12 +77,15 @@ def build_runner(
     gradients of microbatches in its own order.
     """
     if dims.degrees.pp == 1:
-        return WholeModel(model, dims.cp_mesh, parallelism=parallelism, device=device, tree=tree)
+        return WholeModel(
+            model, dims.cp_mesh, parallelism=parallelism, compile=compile, device=device, tree=tree
+        )
     return Pipeline(
         model,
         stages,
         dims,
         parallelism=parallelism,
+        compile=compile,
         mp_policy=mp_policy,
         device=device,
         tied=tied,
@@ -98,9 +102,11 @@ class WholeModel:
         *,
         parallelism: Parallelism,
         device: torch.device,
+        compile: Compile | None = None,
         tree: GradientTree | None = None,
     ) -> None:
         self._model, self._parallelism, self._tree = model, parallelism, tree
+        self._compile = compile
         self._spread = _Spread(cp_mesh, parallelism, device)
         self.copies: list[nn.Parameter] = []
 
@@ -129,7 +135,7 @@ class WholeModel:
     def _loss(self, batch: Batch, n_tokens: int) -> torch.Tensor:
         x, options = self._spread.inputs(*batch.inputs)
         labels = self._spread.part(batch.labels)
-        return cross_entropy_sum(self._model(x, **options), labels, n_tokens)
+        return cross_entropy_sum(self._model(x, **options), labels, n_tokens, self._compile)
 
 
 class Pipeline:
@@ -142,13 +148,14 @@ class Pipeline:
         dims: ParallelDims,
         *,
         parallelism: Parallelism,
+        compile: Compile,
         mp_policy: MixedPrecisionPolicy,
         device: torch.device,
         tied: list[str],
     ) -> None:
         """``tied``: FQNs of what the first and the last stage share."""
         self._stages, self._dims, self._parallelism = stages, dims, parallelism
-        self._args, self._device = cast(Any, model).args, device
+        self._args, self._compile, self._device = cast(Any, model).args, compile, device
         assert mp_policy.param_dtype is not None
         self._dtype = mp_policy.param_dtype
         self._logits_dtype = mp_policy.output_dtype or self._dtype
@@ -220,7 +227,7 @@ class Pipeline:
         return torch.cat([part.to(self._device, non_blocking=True) for part in parts])
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits, labels, self._n_tokens)
+        return cross_entropy_sum(logits, labels, self._n_tokens, self._compile)
 
     def _build(
         self,

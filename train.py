@@ -182,6 +182,7 @@ def main(job: Job, witness: Witness) -> int:
         stages,
         dims,
         parallelism=config.parallelism,
+        compile=config.compile,
         mp_policy=mp_policy,
         device=device,
         tied=tied,

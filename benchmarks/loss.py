@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.rows import Row
 from benchmarks.turns import Loop, Turns
-from config.job_config import Count, Section
+from config.job_config import Compile, Count, Section
 from metrics.logger import peak_memory_gib
 from optim.loss import cross_entropy_sum
 from runtime.labels import IGNORED
@@ -23,7 +24,9 @@ class Case(Section):
 
 def run(case: Case) -> Iterator[Row]:
     deadline = time.monotonic() + case.limit_seconds
-    for what, loss in (("PyTorch's", of_pytorch), ("ours", cross_entropy_sum)):
+    compiled = partial(cross_entropy_sum, compile=Compile(enable=True))
+    losses = {"PyTorch's": of_pytorch, "ours": cross_entropy_sum, "ours, compiled": compiled}
+    for what, loss in losses.items():
         with Loop(loss_loop, case, loss, deadline=deadline) as loop:
             turns = [loop.turn() for _ in range(case.turns)]
         yield {

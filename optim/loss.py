@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -5,21 +7,24 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from config.job_config import Compile
 from runtime.labels import IGNORED
 
-# Logits that are worked on at once: in float32, 64 MiB.
-CHUNK = 1 << 24
+# Logits that are worked on at once: as many as keep a GPU busy, or fit into the cache of a core.
+CHUNK, CPU_CHUNK = 1 << 24, 1 << 18
 
 
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, divisor: int = 1) -> torch.Tensor:
+def cross_entropy_sum(
+    logits: torch.Tensor, labels: torch.Tensor, divisor: int = 1, compile: Compile | None = None
+) -> torch.Tensor:
     """Cross entropy in nats, summed over the labels that are not ``IGNORED``, over ``divisor``.
 
     logits (b, s, vocab_size), labels (b, s) int64. At least float32. The caller divides by the
     step's global count of valid labels, so that no degree of parallelism enters the scale. Logits
     that are sharded over the vocabulary stay so (Megatron-LM, arXiv 1909.08053, section 3).
 
-    Overwrites logits that need a gradient with it, so that there is nothing else of their size: of
-    bfloat16 logits, neither float32 copies nor probabilities.
+    Backward overwrites the logits with their gradient, so that there is nothing else of their size:
+    of bfloat16 logits, neither float32 copies nor probabilities.
     """
     group, first = None, 0
     if isinstance(logits, DTensor):
@@ -27,7 +32,8 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, divisor: int =
         assert logits.shape[-1] % mesh.size() == 0, "ranks have unequal parts of the vocabulary"
         logits = logits.to_local()
         group, first = mesh.get_group(), mesh.get_local_rank() * logits.shape[-1]
-    return _CrossEntropySum.apply(logits, labels, divisor, group, first)
+    backend = compile.backend if compile is not None and compile.enable else None
+    return _CrossEntropySum.apply(logits, labels, divisor, group, first, backend)
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -39,39 +45,75 @@ class _CrossEntropySum(torch.autograd.Function):
         divisor: int,
         group: dist.ProcessGroup | None,
         first: int,
+        backend: str | None,
     ) -> torch.Tensor:
         """``logits`` are those of the ids from ``first`` on; the other ranks of ``group`` have the
         others."""
-        rows, n_ids = logits.detach().flatten(0, -2), logits.shape[-1]
-        n = max(1, CHUNK // n_ids)
-        losses = []
-        for part, label in zip(rows.split(n), labels.flatten().split(n), strict=True):
-            peak = part.amax(-1).to(torch.promote_types(part.dtype, torch.float32))
-            if group is not None:
-                dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-            # In the precision of the peak, without a copy of the part in it.
-            shifted = part - peak[:, None]
-            is_own = (label >= first) & (label < first + n_ids)
-            index = torch.where(is_own, label - first, 0)[:, None]
-            target = shifted.gather(1, index)[:, 0] * is_own
-            total = shifted.exp_().sum(-1)
-            if group is not None:
-                sums = torch.stack([total, target])
-                dist.all_reduce(sums, group=group)
-                total, target = sums
-            is_valid = label != IGNORED
-            losses.append(torch.where(is_valid, total.log() - target, 0.0).sum())
-            if ctx.needs_input_grad[0]:
-                # Scaled before it is rounded.
-                shifted.mul_((is_valid / (total * divisor))[:, None])
-                shifted.scatter_add_(1, index, -(is_own / divisor).to(shifted.dtype)[:, None])
-                part.copy_(shifted)
-        # Not a saved tensor: as the local part of a DTensor it would count as changed unseen.
-        ctx.gradient = rows.view_as(logits)
-        return torch.stack(losses).sum() / divisor
+        rows, labels = logits.detach().flatten(0, -2), labels.flatten()
+        peak = rows.amax(-1).to(torch.promote_types(rows.dtype, torch.float32))
+        if group is not None:
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group)
+        is_own = (labels >= first) & (labels < first + rows.shape[1])
+        at = torch.arange(len(rows), device=rows.device), torch.where(is_own, labels - first, 0)
+        target = torch.where(is_own, rows[at] - peak, 0.0)
+        total = torch.empty_like(peak)
+        _each_row(_sum_exp, rows, peak, total, backend)
+        if group is not None:
+            sums = torch.stack([total, target])
+            dist.all_reduce(sums, group=group)
+            total, target = sums
+        is_valid = labels != IGNORED
+        # Rows not as a saved tensor: as the local part of a DTensor it would count as changed
+        # unseen.
+        ctx.rows, ctx.shape, ctx.backend = rows, logits.shape, backend
+        scale = is_valid / (total * divisor)
+        of_target = target.exp() * scale - is_own / divisor
+        ctx.save_for_backward(peak, scale, is_own, of_target, *at)
+        return torch.where(is_valid, total.log() - target, 0.0).sum() / divisor
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        own, ctx.gradient = ctx.gradient, None
-        return own.mul_(gradient), None, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, ctx.rows = ctx.rows, None
+        peak, scale, is_own, of_target, *at = ctx.saved_tensors
+        _each_row(_write_gradient, rows, peak, scale * gradient, ctx.backend)
+        of_target = (of_target * gradient).to(rows.dtype)
+        rows[tuple(at)] = torch.where(is_own, of_target, rows[tuple(at)])
+        return rows.view(ctx.shape), None, None, None, None, None
+
+
+def _sum_exp(
+    rows: torch.Tensor, peak: torch.Tensor, total: torch.Tensor, scratch: torch.Tensor | None
+) -> None:
+    """Into ``total``. In the precision of the peak, without a copy of the rows in it."""
+    total.copy_(torch.sub(rows, peak[:, None], out=scratch).exp_().sum(-1))
+
+
+def _write_gradient(
+    rows: torch.Tensor, peak: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor | None
+) -> None:
+    """Into the rows, but for the target's. Scaled before it is rounded."""
+    shifted = torch.sub(rows, peak[:, None], out=scratch)
+    torch.mul(shifted.exp_(), scale[:, None], out=rows)
+
+
+def _each_row(
+    function: Callable[..., None],
+    rows: torch.Tensor,
+    peak: torch.Tensor,
+    other: torch.Tensor,
+    backend: str | None,
+) -> None:
+    """Call with all rows at once if compiled, which is one pass over them; else with a few."""
+    if backend is not None:
+        return _compiled(function, backend)(rows, peak, other, None)
+    n = max(1, (CPU_CHUNK if rows.is_cpu else CHUNK) // rows.shape[1])
+    # The same for all, and nothing that stays is made between: else memory would be full of holes.
+    scratch = peak.new_empty(min(n, len(rows)), rows.shape[1])
+    for parts in zip(rows.split(n), peak.split(n), other.split(n), strict=True):
+        function(*parts, scratch[: len(parts[0])])
+
+
+@cache
+def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)

@@ -51,6 +51,7 @@ class Spread:
     stages: list[nn.Module]
     dims: ParallelDims
     parallelism: Parallelism
+    compile: Compile
     mp_policy: MixedPrecisionPolicy
     device: torch.device
     fqns: list[str]
@@ -62,6 +63,7 @@ class Spread:
             self.stages,
             self.dims,
             parallelism=self.parallelism,
+            compile=self.compile,
             device=self.device,
             mp_policy=self.mp_policy,
             tied=self.tied,
@@ -95,7 +97,7 @@ def spread(
         float8=layout.float8,
         mp_policy=mp_policy,
     )
-    return Spread(model, stages, dims, parallelism, mp_policy, device, fqns, tied)
+    return Spread(model, stages, dims, parallelism, layout.compile, mp_policy, device, fqns, tied)
 
 
 def build_sharded(

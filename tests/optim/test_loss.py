@@ -1,16 +1,29 @@
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from config.job_config import Compile
 from optim import loss
 from optim.loss import IGNORED, cross_entropy_sum
 
+INDUCTOR = Compile(enable=True)
+Batch = tuple[torch.Tensor, torch.Tensor]
+LossFn = Callable[..., torch.Tensor]
 
-@pytest.fixture(params=[1 << 24, 50, 1], ids=["whole", "chunks", "rows"])
-def batch(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    monkeypatch.setattr(loss, "CHUNK", request.param)
+
+@pytest.fixture(params=[1 << 24, 50, 1, INDUCTOR], ids=["whole", "chunks", "rows", "compiled"])
+def loss_fn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LossFn:
+    if request.param is INDUCTOR:
+        return partial(cross_entropy_sum, compile=INDUCTOR)
+    monkeypatch.setattr(loss, "CPU_CHUNK", request.param)
+    return cross_entropy_sum
+
+
+@pytest.fixture
+def batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, 11, generator=generator, dtype=torch.float64)
     labels = torch.randint(11, (3, 7), generator=generator)
@@ -29,11 +42,11 @@ def reference(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
     return want.detach(), leaf.grad
 
 
-def test_loss_and_gradient_are_pytorchs(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_loss_and_gradient_are_pytorchs(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch
     want, gradient = reference(logits, labels)
     own = logits.clone().requires_grad_()
-    found = cross_entropy_sum(own * 1, labels)
+    found = loss_fn(own * 1, labels)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, want, rtol=1e-14, atol=0)
     (found * 3).backward()
@@ -42,28 +55,28 @@ def test_loss_and_gradient_are_pytorchs(batch: tuple[torch.Tensor, torch.Tensor]
     assert torch.equal(own.grad.abs().sum(-1) > 0, labels != IGNORED)
 
 
-def test_logits_far_apart_do_not_overflow(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_logits_far_apart_do_not_overflow(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch[0] * 1e3, batch[1]
     want, gradient = reference(logits, labels)
     own = logits.clone().requires_grad_()
-    found = cross_entropy_sum(own * 1, labels)
+    found = loss_fn(own * 1, labels)
     found.backward()
     torch.testing.assert_close(found, want, rtol=1e-14, atol=0)
     torch.testing.assert_close(own.grad, gradient, rtol=1e-13, atol=1e-15)
 
 
-def test_microbatches_add_up(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_microbatches_add_up(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch
-    parts = [cross_entropy_sum(logits[row : row + 1], labels[row : row + 1]) for row in range(3)]
-    torch.testing.assert_close(sum(parts), cross_entropy_sum(logits, labels), rtol=1e-14, atol=0)
+    parts = [loss_fn(logits[row : row + 1], labels[row : row + 1]) for row in range(3)]
+    torch.testing.assert_close(sum(parts), loss_fn(logits, labels), rtol=1e-14, atol=0)
     assert parts[2] == 0, "no valid label is no loss, not 0 / 0"
 
 
-def test_bfloat16_is_rounded_once(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_bfloat16_is_rounded_once(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch[0].bfloat16(), batch[1]
     want, gradient = reference(logits, labels)
     own = logits.clone().requires_grad_()
-    found = cross_entropy_sum(own * 1, labels, 4)
+    found = loss_fn(own * 1, labels, 4)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, want / 4, rtol=1e-6, atol=0)
     found.backward()
@@ -74,15 +87,15 @@ def test_bfloat16_is_rounded_once(batch: tuple[torch.Tensor, torch.Tensor]) -> N
     assert (own.grad == (gradient / 4).bfloat16()).float().mean() > 0.99
 
 
-def test_gradients_are_where_logits_were(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_gradients_are_where_logits_were(loss_fn: LossFn, batch: Batch) -> None:
     """So that nothing of the size of logits is kept beside them."""
     logits, labels = batch
     own = logits.clone().requires_grad_()
     scores = own * 1
-    cross_entropy_sum(scores, labels).backward()
+    loss_fn(scores, labels).backward()
     assert own.grad is not None
     assert torch.equal(scores.detach(), own.grad)
     with torch.no_grad():
         scores = logits.clone()
-        cross_entropy_sum(scores, labels)
+        loss_fn(scores, labels)
     assert torch.equal(scores, logits), "nobody asked for a gradient"
