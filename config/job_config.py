@@ -239,7 +239,7 @@ class ActivationCheckpoint(Section):
 
 class Compile(Section):
     enable: bool = False
-    """torch.compile each block."""
+    """torch.compile each block, and the loss."""
     backend: Annotated[str, Field(min_length=1)] = "inductor"
     """Backend of torch.compile."""
 

@@ -30,7 +30,18 @@ class Experts(nn.Module):
         """Whether all experts multiply in one kernel, in bfloat16 on a GPU."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """x (n, d), sorted by expert; counts (e,) int64 of each expert's tokens. To (n, d)."""
+        """x (n, d), in runs that are sorted by expert; counts (runs, e) int64 of each one's tokens.
+        To (n, d)."""
+        if len(counts) == 1:
+            return self._multiply(x, counts[0])
+        owners = torch.arange(counts.shape[1], device=x.device).repeat(len(counts))
+        order = owners.repeat_interleave(counts.flatten(), output_size=len(x)).argsort(stable=True)
+        inverse = order.argsort()
+        out = self._multiply(_Take.apply(x, order, inverse, 1), counts.sum(dim=0))
+        return _Take.apply(out, inverse, order, 1)
+
+    def _multiply(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """x (n, d), sorted by expert; counts (e,)"""
         w1, w2, w3 = own_part(self.w1), own_part(self.w2), own_part(self.w3)
         # Of no token at all that kernel makes no gradient (pytorch/pytorch#192497).
         if self.is_grouped and x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0:
@@ -62,7 +73,7 @@ class InnerExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
         """x (n, d), sorted by expert; counts (e,) of all experts. To (n, d)."""
-        return experts(x, counts)
+        return experts(x, counts[None])
 
 
 class Tally(nn.Module):
@@ -128,9 +139,10 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Of what ``route`` takes and returns, to (b, s, d). No graph: sizes depend on counts."""
         order = chosen.flatten().argsort(stable=True)
-        rows = x.flatten(0, 1)[order // self.n_chosen]
+        inverse = order.argsort()
+        rows = _Take.apply(x.flatten(0, 1), order, inverse, self.n_chosen)
         sorted_out = self.inner(rows, counts.sum(dim=0), self.experts)
-        out = sorted_out[order.argsort()].unflatten(0, chosen.shape)
+        out = _Take.apply(sorted_out, inverse, order, 1).unflatten(0, chosen.shape)
         return (out * weights[..., None].type_as(x)).sum(dim=-2)
 
     def _balance_loss(self, scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -149,6 +161,30 @@ class MoE(nn.Module):
         self.experts.init_weights(trunc_normal_, residual_std)
         self.bias.zero_()
         self.load.zero_()
+
+
+class _Take(torch.autograd.Function):
+    """Rows (n, d) in another order, each ``copies`` times, to (n copies, d).
+
+    Backward takes them back and adds up copies; that of an index adds row by row, which is slow.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int
+    ) -> torch.Tensor:
+        """``order`` (n copies,): of the copies, if those of a row were beside each other."""
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return rows[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        rows = gradients[0][inverse]
+        if ctx.copies > 1:
+            rows = rows.unflatten(0, (-1, ctx.copies)).sum(dim=1)
+        return rows, None, None, None
 
 
 class _Balance(torch.autograd.Function):

@@ -52,12 +52,7 @@ class AllToAll(nn.Module):
         dist.all_to_all_single(received, sent, group=self.group)
         to, from_ = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
         arrived = all_to_all_single_autograd(x, from_, to, self.group)
-        # It comes rank by rank, and goes into the experts expert by expert.
-        own = torch.arange(sent.shape[1], device=x.device).repeat(self.degree)
-        owners = own.repeat_interleave(received.flatten(), output_size=sum(from_))
-        order = owners.argsort(stable=True)
-        out = experts(arrived[order], received.sum(dim=0))[order.argsort()]
-        return all_to_all_single_autograd(out, to, from_, self.group)
+        return all_to_all_single_autograd(experts(arrived, received), to, from_, self.group)
 
 
 class Summed(nn.Module):

@@ -79,7 +79,7 @@ def test_other_dtypes_need_no_kernel() -> None:
 def test_no_token_at_all_makes_gradients_of_0() -> None:
     experts = Experts(4, 2, 32, 64)
     x = torch.empty(0, 32, requires_grad=True)
-    experts(x, torch.zeros(4, dtype=torch.int64)).sum().backward()
+    experts(x, torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in experts.parameters())
 
 
@@ -98,7 +98,7 @@ def test_together_is_one_by_one(counts: tuple[int, ...]) -> None:
     found = []
     for each in (moe, exact):
         given = x.to(each.experts.w1.dtype).requires_grad_()
-        out = each.experts(given, torch.tensor(counts, device="cuda"))
+        out = each.experts(given, torch.tensor([counts], device="cuda"))
         found.append(torch.autograd.grad(out.square().sum(), [given, *each.experts.parameters()]))
     for got, want in zip(*found, strict=True):
         if want.numel() > 0:
