@@ -6,10 +6,12 @@ belongs to a key head is together in every weight, so that heads can be dealt ou
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from models.own_part import own_part
 
@@ -175,26 +177,123 @@ def delta_rule(
     q = q * q.shape[-1] ** -0.5
     if state is None:
         state = q.new_zeros(b, h, k.shape[-1], v.shape[-1])
+    chunk = min(CHUNK, s)
+    missing = -s % chunk
+    # (b, h, chunks, c, ...). What is missing at the end is as if it were not there.
+    q, k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, missing)) for t in (q, k, v))
+    decay, beta = (F.pad(t.transpose(1, 2), (0, missing)) for t in (decay, beta))
+    q, k, v, decay, beta = (t.unflatten(2, (-1, chunk)) for t in (q, k, v, decay, beta))
     document_ids = document_ids[:, -(s + 1) :]
-    before, document_ids, outs = document_ids[:, :1], document_ids[:, -s:], []
-    for start in range(0, s, CHUNK):
-        part = slice(start, start + CHUNK)
-        ids = document_ids[:, part]
-        # (b, h, c, ...)
-        qc, kc, vc, gc, bc = (t[:, part].transpose(1, 2) for t in (q, k, v, decay, beta))
-        # GPUs have no deterministic kernel for a cumulative sum.
-        total = gc[..., None, :].expand(*gc.shape, gc.shape[-1]).tril().sum(-1)
-        is_same = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
-        between = total[..., :, None] - total[..., None, :]
-        weights = between.masked_fill(~is_same, -math.inf).exp()
-        # What of the state before the chunk a position still sees.
-        into = total.exp() * (ids == before)[:, None]
-        kb = kc * bc[..., None]
-        system = (kb @ kc.mT) * weights
-        wanted = vc * bc[..., None] - (kb * into[..., None]) @ state
-        update = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-        outs.append((qc * into[..., None]) @ state + ((qc @ kc.mT) * weights) @ update)
-        kept = weights[..., -1, :, None] * kc
-        state = into[..., -1:, None] * state + kept.mT @ update
-        before = ids[:, -1:]
-    return torch.cat(outs, dim=2).transpose(1, 2), state
+    ids = torch.cat([document_ids[:, -s:], document_ids[:, -1:].expand(-1, missing)], dim=1)
+    ids = ids.unflatten(1, (-1, chunk))
+    before = torch.cat([document_ids[:, :1], ids[:, :-1, -1]], dim=1)
+    # GPUs have no deterministic kernel for a cumulative sum.
+    total = decay[..., None, :].expand(*decay.shape, chunk).tril().sum(-1)
+    is_same = (ids[..., :, None] == ids[..., None, :]).tril()[:, None]
+    between = total[..., :, None] - total[..., None, :]
+    weights = between.masked_fill(~is_same, -math.inf).exp()
+    # What of the state before the chunk a position still sees.
+    into = (total.exp() * (ids == before[..., None])[:, None])[..., None]
+    kb = k * beta[..., None]
+    system, wanted = (kb @ k.mT) * weights, torch.cat([kb * into, v * beta[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    seen, own = solved.split([k.shape[-1], v.shape[-1]], dim=-1)
+    kept, decayed = (weights[..., -1, :, None] * k).mT, into[..., -1:, :]
+    parts = (t.flatten(0, 1) for t in (seen, own, kept, decayed, state))
+    states, updates = _go_through(*parts)
+    # (chunks, b h, ...) to (b, h, chunks, ...)
+    states, updates = (t.unflatten(1, (b, h)).movedim(0, 2) for t in (states, updates))
+    out = (q * into) @ states[:, :, :-1] + ((q @ k.mT) * weights) @ updates
+    # A view of the last would keep all of them.
+    return out.flatten(2, 3)[:, :, :s].transpose(1, 2), states[:, :, -1].clone()
+
+
+# All that is done one after the other. One operation, or compilers would unroll it.
+@torch.library.custom_op("shardloom::go_through_chunks", mutates_args=())
+def _go_through(
+    seen: torch.Tensor,
+    own: torch.Tensor,
+    kept: torch.Tensor,
+    decay: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states S before each of n chunks and after the last, (n + 1, b, k, v), and the updates
+    U = own - seen S of each, (n, b, c, v); the next S is decay S + kept U.
+
+    seen (b, n, c, k), own (b, n, c, v), kept (b, n, k, c), decay (b, n, 1, 1), state (b, k, v)
+    """
+    states, updates = _empty(own, state)
+    states[0] = state
+    for i, update in enumerate(updates):
+        torch.baddbmm(own[:, i], seen[:, i], states[i], alpha=-1, out=update)
+        torch.mul(states[i], decay[:, i], out=states[i + 1]).baddbmm_(kept[:, i], update)
+    return states, updates
+
+
+@_go_through.register_fake
+def _(
+    seen: torch.Tensor,
+    own: torch.Tensor,
+    kept: torch.Tensor,
+    decay: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty(own, state)
+
+
+def _empty(own: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    b, n, c, v = own.shape
+    return state.new_empty(n + 1, *state.shape), own.new_empty(n, b, c, v)
+
+
+@torch.library.custom_op("shardloom::go_back_through_chunks", mutates_args=())
+def _go_back(
+    of_states: torch.Tensor,
+    of_updates: torch.Tensor,
+    seen: torch.Tensor,
+    kept: torch.Tensor,
+    decay: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of states and updates, with what came of them by what followed."""
+    of_states, of_updates = (
+        t.clone(memory_format=torch.contiguous_format) for t in (of_states, of_updates)
+    )
+    for i in reversed(range(len(of_updates))):
+        of_updates[i].baddbmm_(kept[:, i].mT, of_states[i + 1])
+        of_states[i].addcmul_(of_states[i + 1], decay[:, i])
+        of_states[i].baddbmm_(seen[:, i].mT, of_updates[i], alpha=-1)
+    return of_states, of_updates
+
+
+@_go_back.register_fake
+def _(
+    of_states: torch.Tensor,
+    of_updates: torch.Tensor,
+    seen: torch.Tensor,
+    kept: torch.Tensor,
+    decay: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return of_states.new_empty(of_states.shape), of_updates.new_empty(of_updates.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    seen, _, kept, decay, _ = inputs
+    ctx.save_for_backward(seen, kept, decay, *output)
+
+
+@once_differentiable
+def _backward(
+    ctx: Any, of_states: torch.Tensor, of_updates: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    seen, kept, decay, states, updates = ctx.saved_tensors
+    of_states, of_updates = _go_back(of_states, of_updates, seen, kept, decay)
+    # (n, b, ...) to (b, n, ...)
+    of_own, of_next = of_updates.transpose(0, 1), of_states[1:].transpose(0, 1)
+    before = states[:-1].transpose(0, 1)
+    of_seen = -of_own @ before.mT
+    of_kept = of_next @ updates.transpose(0, 1).mT
+    of_decay = (of_next * before).sum((-2, -1), keepdim=True)
+    return of_seen, of_own, of_kept, of_decay, of_states[0]
+
+
+_go_through.register_autograd(_backward, setup_context=_keep)

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.gated_delta_net import delta_rule
+from models.gated_delta_net import CHUNK, _go_through, delta_rule
 
 
 def token_by_token(
@@ -37,13 +39,34 @@ def test_chunks_are_token_by_token(sizes: tuple[int, ...]) -> None:
     )
     decay, beta = torch.rand(2, 2, 150, 3, generator=generator, dtype=torch.float64)
     inputs = [t.requires_grad_() for t in (q, k, v, -3 * decay, beta)]
+    first = torch.randn(2, 3, 8, 12, generator=generator, dtype=torch.float64, requires_grad=True)
     ids = torch.cat([torch.full((2, size), number) for number, size in enumerate(sizes)], dim=1)
     found = []
     for rule in (delta_rule, token_by_token):
-        out, _ = rule(*inputs, ids)
-        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        out, state = rule(*inputs, ids, first)
+        total = out.square().sum() + state.square().sum()
+        found.append([out, state, *torch.autograd.grad(total, [*inputs, first])])
     for got, want in zip(*found, strict=True):
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_chunks_are_one_operation_as_pytorch_wants_them(n: int) -> None:
+    b, c, k, v = 2, 4, 5, 6
+    shapes = ((b, n, c, k), (b, n, c, v), (b, n, k, c), (b, n, 1, 1), (b, k, v))
+    inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    opcheck(_go_through, inputs)
+    assert torch.autograd.gradcheck(_go_through, inputs)
+
+
+def test_a_graph_of_it_does_not_grow_with_the_sequence() -> None:
+    """Each chunk of its own would be kernels of its own."""
+    sizes = []
+    for s in (2 * CHUNK, 8 * CHUNK):
+        q, k, v = (torch.randn(1, s, 2, 8) for _ in range(3))
+        decay, beta = -torch.rand(2, 1, s, 2)
+        sizes.append(len(make_fx(delta_rule)(q, k, v, decay, -beta, None, None).graph.nodes))
+    assert sizes[0] == sizes[1]
 
 
 class _Seen(TorchDispatchMode):
