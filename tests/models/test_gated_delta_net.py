@@ -48,6 +48,8 @@ def test_chunks_are_token_by_token(sizes: tuple[int, ...]) -> None:
         found.append([out, state, *torch.autograd.grad(total, [*inputs, first])])
     for got, want in zip(*found, strict=True):
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
+    state = delta_rule(*inputs, ids)[1]
+    assert state.untyped_storage().nbytes() == state.nbytes, "it keeps those of all chunks"
 
 
 @pytest.mark.parametrize("n", [1, 3])

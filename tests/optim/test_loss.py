@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, 11, generator=generator, dtype=torch.float64)
     labels = torch.randint(11, (3, 7), generator=generator)
+    labels[0, :2], labels[1, 0] = torch.tensor([0, 10]), 0
     labels[0, 2:] = IGNORED
     labels[2] = IGNORED
     return logits, labels
@@ -99,3 +101,22 @@ def test_gradients_are_where_logits_were(loss_fn: LossFn, batch: Batch) -> None:
         scores = logits.clone()
         loss_fn(scores, labels)
     assert torch.equal(scores, logits), "nobody asked for a gradient"
+
+
+def test_it_is_compiled_if_asked_to(batch: Batch) -> None:
+    logits, labels = batch
+    with patch.object(loss, "_compiled", wraps=loss._compiled) as compiled:
+        cross_entropy_sum(logits.clone().requires_grad_() * 1, labels).backward()
+        cross_entropy_sum(logits * 1, labels, compile=Compile())
+        assert compiled.call_count == 0
+        cross_entropy_sum(logits.clone().requires_grad_() * 1, labels, compile=INDUCTOR).backward()
+        assert compiled.call_count == 2
+
+
+def test_a_second_backward_is_refused(batch: Batch) -> None:
+    """It would take the gradient for logits."""
+    logits, labels = batch
+    found = cross_entropy_sum(logits.requires_grad_() * 1, labels)
+    found.backward(retain_graph=True)
+    with pytest.raises(AttributeError):
+        found.backward()
