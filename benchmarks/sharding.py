@@ -172,7 +172,7 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device, *, microbatch
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
     model = build_on_meta(SPEC, args, torch.float32)
     mp_policy = precision(device)
-    parallelism = mode.settings
+    parallelism, compile = mode.settings, Compile(enable=mode.compile)
     if mode.kind == "ours":
         parallelize(
             model,
@@ -180,7 +180,7 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device, *, microbatch
             facts=SPEC,
             parallelism=parallelism,
             activation_checkpoint=ActivationCheckpoint(mode="none"),
-            compile=Compile(enable=mode.compile),
+            compile=compile,
             mp_policy=mp_policy,
         )
     materialize(model, device, seed=0)
@@ -198,7 +198,7 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device, *, microbatch
     n_tokens = microbatches * n_ranks * args.max_seq_len
     model.register_forward_pre_hook(lambda *_: mark("forward begins"))
     model.register_forward_hook(lambda *_: mark("forward ends"))
-    runner = WholeModel(model, parallelism=parallelism, device=device)
+    runner = WholeModel(model, parallelism=parallelism, compile=compile, device=device)
     needs_autocast = is_alone and device.type == "cuda"
 
     def step() -> torch.Tensor:

@@ -179,9 +179,12 @@ def delta_rule(
         state = q.new_zeros(b, h, k.shape[-1], v.shape[-1])
     chunk = min(CHUNK, s)
     missing = -s % chunk
-    # (b, h, chunks, c, ...). What is missing at the end is as if it were not there.
-    q, k, v = (F.pad(t.transpose(1, 2), (0, 0, 0, missing)) for t in (q, k, v))
-    decay, beta = (F.pad(t.transpose(1, 2), (0, missing)) for t in (decay, beta))
+    q, k, v, decay, beta = (t.transpose(1, 2) for t in (q, k, v, decay, beta))
+    if missing:
+        # Positions after the end that neither add nor forget anything.
+        q, k, v = (F.pad(t, (0, 0, 0, missing)) for t in (q, k, v))
+        decay, beta = (F.pad(t, (0, missing)) for t in (decay, beta))
+    # (b, h, chunks, c, ...)
     q, k, v, decay, beta = (t.unflatten(2, (-1, chunk)) for t in (q, k, v, decay, beta))
     document_ids = document_ids[:, -(s + 1) :]
     ids = torch.cat([document_ids[:, -s:], document_ids[:, -1:].expand(-1, missing)], dim=1)
@@ -200,12 +203,9 @@ def delta_rule(
     seen, own = solved.split([k.shape[-1], v.shape[-1]], dim=-1)
     kept, decayed = (weights[..., -1, :, None] * k).mT, into[..., -1:, :]
     parts = (t.flatten(0, 1) for t in (seen, own, kept, decayed, state))
-    states, updates = _go_through(*parts)
-    # (chunks, b h, ...) to (b, h, chunks, ...)
-    states, updates = (t.unflatten(1, (b, h)).movedim(0, 2) for t in (states, updates))
-    out = (q * into) @ states[:, :, :-1] + ((q @ k.mT) * weights) @ updates
-    # A view of the last would keep all of them.
-    return out.flatten(2, 3)[:, :, :s].transpose(1, 2), states[:, :, -1].clone()
+    states, updates, state = (t.unflatten(0, (b, h)) for t in _go_through(*parts))
+    out = (q * into) @ states + ((q @ k.mT) * weights) @ updates
+    return out.flatten(2, 3)[:, :, :s].transpose(1, 2), state
 
 
 # All that is done one after the other. One operation, or compilers would unroll it.
@@ -216,18 +216,19 @@ def _go_through(
     kept: torch.Tensor,
     decay: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The states S before each of n chunks and after the last, (n + 1, b, k, v), and the updates
-    U = own - seen S of each, (n, b, c, v); the next S is decay S + kept U.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The states S before each of n chunks (b, n, k, v), the update U = own - seen S of each
+    (b, n, c, v), and the last state (b, k, v); the next S is decay S + kept U.
 
     seen (b, n, c, k), own (b, n, c, v), kept (b, n, k, c), decay (b, n, 1, 1), state (b, k, v)
     """
-    states, updates = _empty(own, state)
-    states[0] = state
-    for i, update in enumerate(updates):
-        torch.baddbmm(own[:, i], seen[:, i], states[i], alpha=-1, out=update)
-        torch.mul(states[i], decay[:, i], out=states[i + 1]).baddbmm_(kept[:, i], update)
-    return states, updates
+    states, updates, last = _empty(own, state)
+    follow = [*states.unbind(1), last]
+    follow[0].copy_(state)
+    for i, update in enumerate(updates.unbind(1)):
+        torch.baddbmm(own[:, i], seen[:, i], follow[i], alpha=-1, out=update)
+        torch.mul(follow[i], decay[:, i], out=follow[i + 1]).baddbmm_(kept[:, i], update)
+    return states, updates, last
 
 
 @_go_through.register_fake
@@ -237,63 +238,62 @@ def _(
     kept: torch.Tensor,
     decay: torch.Tensor,
     state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _empty(own, state)
 
 
-def _empty(own: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    b, n, c, v = own.shape
-    return state.new_empty(n + 1, *state.shape), own.new_empty(n, b, c, v)
+def _empty(
+    own: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    states = own.new_empty(*own.shape[:2], *state.shape[1:])
+    return states, own.new_empty(own.shape), state.new_empty(state.shape)
 
 
 @torch.library.custom_op("shardloom::go_back_through_chunks", mutates_args=())
 def _go_back(
     of_states: torch.Tensor,
     of_updates: torch.Tensor,
+    of_last: torch.Tensor,
     seen: torch.Tensor,
     kept: torch.Tensor,
     decay: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of states and updates, with what came of them by what followed."""
-    of_states, of_updates = (
-        t.clone(memory_format=torch.contiguous_format) for t in (of_states, of_updates)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of what ``_go_through`` returned, with what came of them by what followed."""
+    of_states, of_updates, of_last = (
+        t.clone(memory_format=torch.contiguous_format) for t in (of_states, of_updates, of_last)
     )
-    for i in reversed(range(len(of_updates))):
-        of_updates[i].baddbmm_(kept[:, i].mT, of_states[i + 1])
-        of_states[i].addcmul_(of_states[i + 1], decay[:, i])
-        of_states[i].baddbmm_(seen[:, i].mT, of_updates[i], alpha=-1)
-    return of_states, of_updates
+    follow = [*of_states.unbind(1), of_last]
+    for i, update in reversed(list(enumerate(of_updates.unbind(1)))):
+        update.baddbmm_(kept[:, i].mT, follow[i + 1])
+        follow[i].addcmul_(follow[i + 1], decay[:, i])
+        follow[i].baddbmm_(seen[:, i].mT, update, alpha=-1)
+    return of_states, of_updates, of_last
 
 
 @_go_back.register_fake
 def _(
     of_states: torch.Tensor,
     of_updates: torch.Tensor,
+    of_last: torch.Tensor,
     seen: torch.Tensor,
     kept: torch.Tensor,
     decay: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return of_states.new_empty(of_states.shape), of_updates.new_empty(of_updates.shape)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _empty(of_updates, of_last)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     seen, _, kept, decay, _ = inputs
-    ctx.save_for_backward(seen, kept, decay, *output)
+    ctx.save_for_backward(seen, kept, decay, *output[:2])
 
 
 @once_differentiable
-def _backward(
-    ctx: Any, of_states: torch.Tensor, of_updates: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
     seen, kept, decay, states, updates = ctx.saved_tensors
-    of_states, of_updates = _go_back(of_states, of_updates, seen, kept, decay)
-    # (n, b, ...) to (b, n, ...)
-    of_own, of_next = of_updates.transpose(0, 1), of_states[1:].transpose(0, 1)
-    before = states[:-1].transpose(0, 1)
-    of_seen = -of_own @ before.mT
-    of_kept = of_next @ updates.transpose(0, 1).mT
-    of_decay = (of_next * before).sum((-2, -1), keepdim=True)
-    return of_seen, of_own, of_kept, of_decay, of_states[0]
+    of_states, of_own, of_last = _go_back(*gradients, seen, kept, decay)
+    of_next = torch.cat([of_states[:, 1:], of_last[:, None]], dim=1)
+    of_decay = (of_next * states).sum((-2, -1), keepdim=True)
+    return -of_own @ states.mT, of_own, of_next @ updates.mT, of_decay, of_states[:, 0]
 
 
 _go_through.register_autograd(_backward, setup_context=_keep)

@@ -32,8 +32,9 @@ def cross_entropy_sum(
         assert logits.shape[-1] % mesh.size() == 0, "ranks have unequal parts of the vocabulary"
         logits = logits.to_local()
         group, first = mesh.get_group(), mesh.get_local_rank() * logits.shape[-1]
-    backend = compile.backend if compile is not None and compile.enable else None
-    return _CrossEntropySum.apply(logits, labels, divisor, group, first, backend)
+    # What does not fuse would make all that the passes go through, for all rows.
+    is_fused = compile is not None and compile.enable and compile.backend == "inductor"
+    return _CrossEntropySum.apply(logits, labels, divisor, group, first, is_fused)
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -45,7 +46,7 @@ class _CrossEntropySum(torch.autograd.Function):
         divisor: int,
         group: dist.ProcessGroup | None,
         first: int,
-        backend: str | None,
+        is_fused: bool,
     ) -> torch.Tensor:
         """``logits`` are those of the ids from ``first`` on; the other ranks of ``group`` have the
         others."""
@@ -57,7 +58,7 @@ class _CrossEntropySum(torch.autograd.Function):
         at = torch.arange(len(rows), device=rows.device), torch.where(is_own, labels - first, 0)
         target = torch.where(is_own, rows[at] - peak, 0.0)
         total = torch.empty_like(peak)
-        _each_row(_sum_exp, rows, peak, total, backend)
+        _each_row(_sum_exp, rows, peak, total, is_fused)
         if group is not None:
             sums = torch.stack([total, target])
             dist.all_reduce(sums, group=group)
@@ -65,9 +66,9 @@ class _CrossEntropySum(torch.autograd.Function):
         is_valid = labels != IGNORED
         # Rows not as a saved tensor: as the local part of a DTensor it would count as changed
         # unseen.
-        ctx.rows, ctx.shape, ctx.backend = rows, logits.shape, backend
+        ctx.rows, ctx.shape, ctx.is_fused = rows, logits.shape, is_fused
         scale = is_valid / (total * divisor)
-        of_target = target.exp() * scale - is_own / divisor
+        of_target = target.exp() * scale - is_own.to(total.dtype) / divisor
         ctx.save_for_backward(peak, scale, is_own, of_target, *at)
         return torch.where(is_valid, total.log() - target, 0.0).sum() / divisor
 
@@ -76,7 +77,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, ctx.rows = ctx.rows, None
         peak, scale, is_own, of_target, *at = ctx.saved_tensors
-        _each_row(_write_gradient, rows, peak, scale * gradient, ctx.backend)
+        _each_row(_write_gradient, rows, peak, scale * gradient, ctx.is_fused)
         of_target = (of_target * gradient).to(rows.dtype)
         rows[tuple(at)] = torch.where(is_own, of_target, rows[tuple(at)])
         return rows.view(ctx.shape), None, None, None, None, None
@@ -102,11 +103,11 @@ def _each_row(
     rows: torch.Tensor,
     peak: torch.Tensor,
     other: torch.Tensor,
-    backend: str | None,
+    is_fused: bool,
 ) -> None:
-    """Call with all rows at once if compiled, which is one pass over them; else with a few."""
-    if backend is not None:
-        return _compiled(function, backend)(rows, peak, other, None)
+    """Call with all rows at once if it is fused to one pass over them; else with a few."""
+    if is_fused:
+        return _compiled(function)(rows, peak, other, None)
     n = max(1, (CPU_CHUNK if rows.is_cpu else CHUNK) // rows.shape[1])
     # The same for all, and nothing that stays is made between: else memory would be full of holes.
     scratch = peak.new_empty(min(n, len(rows)), rows.shape[1])
@@ -115,5 +116,5 @@ def _each_row(
 
 
 @cache
-def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)

@@ -108,8 +108,7 @@ def _policy(
         is_saved = matmuls[ctx.is_recompute] % every == 0
         matmuls[ctx.is_recompute] += 1
     else:
-        # Our own operations are worth keeping.
-        is_saved = op in _SAVED_OPS or op.namespace == "shardloom"
+        is_saved = op in _SAVED_OPS or op.name() == "shardloom::block_attention"
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -1,4 +1,4 @@
-"""Matrix products in float8 (arXiv 2209.05433), with scales found anew for each of them.
+"""Matrix products in float8 (arXiv 2209.05433), with scales found anew in each step.
 
 A linear layer has three: x W' forward, g W and g' x backward. Parameters, gradients and all else
 keep their dtypes; products are added up in float32 by the hardware.
@@ -133,10 +133,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _of_each(matrix: torch.Tensor, dtype: torch.dtype, recipe: Recipe) -> torch.Tensor | None:
-    """The scale of both products that a matrix is in; None: its rows and its columns have others.
-
-    Found once, it is a pass over memory less, and under tensor parallel a reduction.
-    """
+    """The scale of both products that a matrix is in; None: rows and columns have others."""
     return None if recipe.is_rowwise else find_scale(matrix, dtype)
 
 

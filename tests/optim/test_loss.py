@@ -48,12 +48,12 @@ def test_loss_and_gradient_are_pytorchs(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch
     want, gradient = reference(logits, labels)
     own = logits.clone().requires_grad_()
-    found = loss_fn(own * 1, labels)
+    found = loss_fn(own * 1, labels, 7)
     assert found.dtype == torch.float64
-    torch.testing.assert_close(found, want, rtol=1e-14, atol=0)
+    torch.testing.assert_close(found, want / 7, rtol=1e-14, atol=0)
     (found * 3).backward()
     assert own.grad is not None
-    torch.testing.assert_close(own.grad, 3 * gradient, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(own.grad, gradient * 3 / 7, rtol=1e-13, atol=1e-15)
     assert torch.equal(own.grad.abs().sum(-1) > 0, labels != IGNORED)
 
 
@@ -81,12 +81,12 @@ def test_bfloat16_is_rounded_once(loss_fn: LossFn, batch: Batch) -> None:
     found = loss_fn(own * 1, labels, 4)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, want / 4, rtol=1e-6, atol=0)
-    found.backward()
+    (found * 3).backward()
     assert own.grad is not None
     # A float32 apart, it may be rounded to the other side.
-    close = own.grad.float(), gradient / 4
+    close = own.grad.float(), gradient * 3 / 4
     torch.testing.assert_close(*close, rtol=2**-8, atol=1e-6)
-    assert (own.grad == (gradient / 4).bfloat16()).float().mean() > 0.99
+    assert (own.grad == (gradient * 3 / 4).bfloat16()).float().mean() > 0.99
 
 
 def test_gradients_are_where_logits_were(loss_fn: LossFn, batch: Batch) -> None:
@@ -107,7 +107,8 @@ def test_it_is_compiled_if_asked_to(batch: Batch) -> None:
     logits, labels = batch
     with patch.object(loss, "_compiled", wraps=loss._compiled) as compiled:
         cross_entropy_sum(logits.clone().requires_grad_() * 1, labels).backward()
-        cross_entropy_sum(logits * 1, labels, compile=Compile())
+        for config in (Compile(), Compile(enable=True, backend="aot_eager")):
+            cross_entropy_sum(logits * 1, labels, compile=config)
         assert compiled.call_count == 0
         cross_entropy_sum(logits.clone().requires_grad_() * 1, labels, compile=INDUCTOR).backward()
         assert compiled.call_count == 2
@@ -120,3 +121,11 @@ def test_a_second_backward_is_refused(batch: Batch) -> None:
     found.backward(retain_graph=True)
     with pytest.raises(AttributeError):
         found.backward()
+
+
+def test_another_ranks_label_takes_no_logit() -> None:
+    """Nor makes a loss of nothing of one that is -inf."""
+    logits = torch.zeros(1, 1, 4, dtype=torch.float64)
+    logits[..., 0] = -torch.inf
+    found = loss._CrossEntropySum.apply(logits, torch.tensor([[1]]), 1, None, 4, False)
+    assert found == torch.tensor(3.0, dtype=torch.float64).log()

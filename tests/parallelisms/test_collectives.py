@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from benchmarks.counting import operand_bytes, profiled
 from config.job_config import ActivationCheckpoint
 from data.loader import Batch
 from models import TransformerArgs, find_model
+from optim import loss
 from parallelisms.materialize import materialize
 from tests.layouts import CP, CPU, METHOD, PP, SCHEDULE, TP, Layout, spread
 from tests.ranks import RankPool
@@ -42,7 +44,9 @@ def count(layout: Layout, n_layers: int) -> Calls:
     microbatches = [Batch(tokens, tokens, None, None)] * MICROBATCHES
 
     def step() -> None:
-        runner.train(microbatches, ROWS * SEQ_LEN * MICROBATCHES)
+        # A row of logits at a time.
+        with patch.object(loss, "CPU_CHUNK", 1):
+            runner.train(microbatches, ROWS * SEQ_LEN * MICROBATCHES)
 
     step()
     calls: Calls = Counter()

@@ -582,8 +582,10 @@ def without_cutting() -> Iterator[None]:
     def whole(self: _Spread, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
-    def loss(logits: torch.Tensor, labels: torch.Tensor, n_tokens: int) -> torch.Tensor:
-        return cross_entropy_sum(logits, labels, n_tokens * dist.get_world_size())
+    def loss(
+        logits: torch.Tensor, labels: torch.Tensor, n_tokens: int, compile: Compile | None
+    ) -> torch.Tensor:
+        return cross_entropy_sum(logits, labels, n_tokens * dist.get_world_size(), compile)
 
     with (
         patch("parallelisms.parallelize.apply_context_parallel"),
