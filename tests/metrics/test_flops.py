@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
 from models import find_model, gated_delta_net
 from models.meta import build_on_meta
-from tests.models.test_gated_delta_net import token_by_token
+from tests.models.test_delta_rule import token_by_token
 
 
 def measured(flavor: str, seq_len: int, name: str = "llama3") -> tuple[float, float]:

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.gated_delta_net import CHUNK, _go_back, _go_through, delta_rule
+from models.delta_rule import CHUNK, _go_back, _go_through, delta_rule
 
 
 def token_by_token(
