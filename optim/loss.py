@@ -64,8 +64,7 @@ class _CrossEntropySum(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             total, target = sums
         is_valid = labels != IGNORED
-        # Rows not as a saved tensor: as the local part of a DTensor it would count as changed
-        # unseen.
+        # Not saved tensors: rows, as the local part of a DTensor, would count as changed unseen.
         ctx.rows, ctx.shape, ctx.is_fused = rows, logits.shape, is_fused
         scale = is_valid / (total * divisor)
         of_target = target.exp() * scale - is_own.to(total.dtype) / divisor
