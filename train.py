@@ -64,6 +64,7 @@ from runtime.control import STOP_FILE, RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending
 from runtime.flex_attention import use_flex_attention
+from runtime.fused_delta_rule import use_fused_delta_rule
 from runtime.grouped_mm import avoid_wrong_grouped_mm
 from runtime.log import init_logging, logger
 from runtime.matmul import choose_float32_matmul
@@ -160,6 +161,7 @@ def main(job: Job, witness: Witness) -> int:
         )
     if device.type == "cuda":
         avoid_wrong_grouped_mm(job.spec.moes(model), dtype=mp_policy.param_dtype)
+        use_fused_delta_rule(job.spec.delta_nets(model), dtype=mp_policy.param_dtype)
     stages = parallelize(
         model,
         dims,

@@ -27,9 +27,12 @@ def delta_rule(
 
     State S (k, v) of each head: S = e^decay S; S += k (beta (v - S'k))'; out = S'q, from zero in
     each document. A ``state`` (b, h, k, v) to go on from is that of the position before, which
-    ``document_ids`` (b, s or more) has too.
+    ``document_ids`` (b, s or more) has too. All is done in float32 at least, as the state is.
     """
     b, s, h, _ = q.shape
+    dtype = q.dtype
+    precise = torch.promote_types(dtype, torch.float32)
+    q, k, v, decay, beta = (t.to(precise) for t in (q, k, v, decay, beta))
     if document_ids is None:
         document_ids = torch.zeros(b, s, dtype=torch.int64, device=q.device)
     q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
@@ -64,7 +67,7 @@ def delta_rule(
     parts = (t.flatten(0, 1) for t in (seen, own, kept, decayed, state))
     states, updates, state = (t.unflatten(0, (b, h)) for t in _go_through(*parts))
     out = (q * into) @ states + ((q @ k.mT) * weights) @ updates
-    return out.flatten(2, 3)[:, :, :s].transpose(1, 2), state
+    return out.flatten(2, 3)[:, :, :s].transpose(1, 2).to(dtype), state
 
 
 # All that is done one after the other. One operation, or compilers would unroll it.

@@ -76,7 +76,7 @@ class InnerDeltaNet(nn.Module):
 
     def __init__(self, key_dim: int, value_dim: int) -> None:
         super().__init__()
-        self.key_dim, self.value_dim = key_dim, value_dim
+        self.key_dim, self.value_dim, self.rule = key_dim, value_dim, delta_rule
 
     def forward(
         self,
@@ -114,9 +114,7 @@ class InnerDeltaNet(nn.Module):
         v = v.reshape(*q.shape[:3], self.value_dim)
         beta, a = gates.flatten(2, 3).unbind(-1)
         decay = -a_log.to(precise).exp() * F.softplus(a.to(precise) + dt_bias.to(precise))
-        q, k, v, beta = (t.to(precise) for t in (q, k, v, beta.sigmoid()))
-        out, state = delta_rule(q, k, v, decay, beta, document_ids, state)
-        return out.type_as(qkv), state
+        return self.rule(q, k, v, decay, beta.sigmoid(), document_ids, state)
 
 
 class GatedNorm(nn.Module):

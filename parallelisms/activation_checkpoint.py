@@ -33,6 +33,7 @@ _SAVED_OPS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
 }
+_SAVED_OF_OURS = {"shardloom::block_attention", "shardloom::fused_delta_rule"}
 # FSDP tells profilers of gathers inside a block, of experts, more often in backward.
 _profiler = torch.ops.profiler
 SAC_IGNORED_OPS |= {
@@ -108,7 +109,7 @@ def _policy(
         is_saved = matmuls[ctx.is_recompute] % every == 0
         matmuls[ctx.is_recompute] += 1
     else:
-        is_saved = op in _SAVED_OPS or op.name() == "shardloom::block_attention"
+        is_saved = op in _SAVED_OPS or op.name() in _SAVED_OF_OURS
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

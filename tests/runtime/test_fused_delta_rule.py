@@ -1,0 +1,245 @@
+"""flash-linear-attention computes delta nets where it is installed and computes what it should.
+
+Its kernels need a GPU: one that computes the same stands for them here.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.library import opcheck
+
+from config.job_config import ActivationCheckpoint
+from models.delta_rule import delta_rule
+from models.gated_delta_net import GatedDeltaNet
+from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from runtime import fused_delta_rule as module
+from runtime.compat import is_installed
+from runtime.fused_delta_rule import (
+    FusedDeltaRule,
+    _rule,
+    check_fused_delta_rule,
+    use_fused_delta_rule,
+)
+
+DIMS = {"n_key_heads": 2, "n_value_heads": 4, "key_dim": 16, "value_dim": 24, "conv_size": 4}
+CALLS: list[bool] = []
+
+
+class Chunks(torch.autograd.Function):
+    """As the package has it: all that it does is inside of one."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Callable, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        CALLS.append(True)
+        ctx.rule = rule
+        ctx.save_for_backward(*inputs)
+        return rule(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *of_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def compute() -> tuple[torch.Tensor, ...]:
+            inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            with torch.enable_grad():
+                results = ctx.rule(*inputs)
+            return torch.autograd.grad(results, inputs, of_results)
+
+        # Inside of an operation, autograd sees none of its own thread.
+        with ThreadPoolExecutor(1) as pool:
+            return None, *pool.submit(compute).result()
+
+
+def kernel_of(rule: Callable) -> Callable:
+    def chunk_gated_delta_rule(
+        *inputs: torch.Tensor, output_final_state: bool, use_qk_l2norm_in_kernel: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert output_final_state
+        assert use_qk_l2norm_in_kernel
+        return cast(Any, Chunks.apply(rule, *inputs))
+
+    return chunk_gated_delta_rule
+
+
+RIGHT = kernel_of(partial(delta_rule, document_ids=None))
+
+
+@contextmanager
+def installed(kernel: Callable = RIGHT) -> Iterator[None]:
+    names = ["fla", "fla.ops", "fla.ops.gated_delta_rule"]
+    modules = {name: ModuleType(name) for name in names}
+    cast(Any, modules[names[-1]]).chunk_gated_delta_rule = kernel
+    on_cpu = lambda *args, **kwargs: check_fused_delta_rule(*args, **kwargs | {"device": "cpu"})  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        for name, fake in modules.items():
+            patch.setitem(sys.modules, name, fake)
+        patch.setattr(module, "is_installed", lambda package: package == "fla")
+        patch.setattr(module, "check_fused_delta_rule", on_cpu)
+        yield
+
+
+def delta_net() -> GatedDeltaNet:
+    torch.manual_seed(0)
+    net = GatedDeltaNet(dim=32, norm_eps=1e-6, **DIMS)
+    with torch.no_grad():
+        net.init_weights(nn.init.trunc_normal_, residual_std=0.02)
+    return net.bfloat16()
+
+
+def drawn(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 100, 3, *last) for last in ((8,), (8,), (12,), (), ())]
+    q, k, v, decay, beta = (torch.randn(shape, generator=generator) for shape in shapes)
+    inputs = [q.to(dtype), k.to(dtype), v.to(dtype), -F.softplus(decay), beta.sigmoid().to(dtype)]
+    return [t.requires_grad_() for t in inputs]
+
+
+def test_what_is_installed_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    nets, sizes = [delta_net(), delta_net()], set()
+
+    def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: torch.Tensor) -> Any:
+        sizes.add((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return delta_rule(q, k, v, *gates, None)
+
+    with installed(kernel_of(rule)), caplog.at_level("INFO", "shardloom"):
+        use_fused_delta_rule([*nets], dtype=torch.bfloat16)
+    assert sizes == {(16, 16, 24)}, "it is tried with heads of another size"
+    assert all(isinstance(net.inner.rule, FusedDeltaRule) for net in nets)
+    assert "by flash-linear-attention in 2 layers" in caplog.text
+
+
+def left_to(rule: Callable, **settings: Any) -> bool:
+    net = delta_net()
+    use_fused_delta_rule([net], **{"dtype": torch.bfloat16} | settings)
+    return net.inner.rule is rule
+
+
+def test_it_is_for_bfloat16_where_it_is_installed_and_runs_need_not_be_repeated() -> None:
+    assert left_to(delta_rule)
+    with installed():
+        assert not left_to(delta_rule)
+        assert left_to(delta_rule, dtype=torch.float32)
+        assert left_to(delta_rule, dtype=None)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert left_to(delta_rule)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        # Others' delta nets need not have a rule.
+        other = nn.Module()
+        other.inner = nn.Identity()
+        use_fused_delta_rule([other], dtype=torch.bfloat16)
+
+
+def another(index: int, change: Callable) -> Callable:
+    def rule(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return delta_rule(*[change(t) if i == index else t for i, t in enumerate(inputs)], None)
+
+    return kernel_of(rule)
+
+
+def none_back(*inputs: torch.Tensor, **options: bool) -> Any:
+    return delta_rule(*inputs, None)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "told"),
+    [
+        (another(0, lambda q: q.roll(1, dims=1)), "off by"),
+        (another(3, lambda decay: decay * 1.2), "off by"),
+        (another(3, lambda decay: decay.clamp(min=-2)), "off by"),
+        (another(4, lambda beta: beta * torch.nan), "off by nan"),
+        (none_back, "does not require grad"),
+        (lambda *inputs: None, "unexpected keyword"),
+    ],
+    ids=["positions", "decay", "documents", "nan", "no gradients", "another release"],
+)
+def test_what_does_not_work_is_told_and_left(
+    kernel: Callable, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with installed(kernel):
+        assert left_to(delta_rule)
+    assert "not by flash-linear-attention" in caplog.text
+    assert told in caplog.text
+
+
+def test_states_and_other_dtypes_are_left_to_the_plain_one() -> None:
+    rule, ids = FusedDeltaRule(delta_rule), torch.arange(100).expand(2, -1) // 40
+    CALLS.clear()
+    with installed():
+        for inputs, state in ((drawn(torch.float32), None), (drawn(), torch.randn(2, 3, 8, 12))):
+            for got, want in zip(
+                rule(*inputs, ids, state), delta_rule(*inputs, ids, state), strict=True
+            ):
+                assert torch.equal(got, want)
+        assert not CALLS
+
+
+def results(rule: Callable, ids: torch.Tensor | None) -> list[torch.Tensor]:
+    out, state = rule(*(inputs := drawn()), ids)
+    total = out.float().square().sum() + state.square().sum()
+    return [out, state, *torch.autograd.grad(total, inputs)]
+
+
+def test_results_are_the_plain_ones() -> None:
+    ids = torch.arange(100).expand(2, -1) // 40
+    CALLS.clear()
+    for known in (ids, None):
+        with installed():
+            found = results(FusedDeltaRule(delta_rule), known)
+        assert CALLS.pop()
+        for got, want in zip(found, results(delta_rule, known), strict=True):
+            assert got.dtype == want.dtype
+            assert (got - want).abs().max() <= 2**-8 * want.abs().max()
+
+
+def test_it_is_one_operation_as_pytorch_wants_them() -> None:
+    with installed():
+        opcheck(_rule, drawn())
+
+
+def gradients(net: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 70, 32, generator=generator).bfloat16().requires_grad_()
+    ids = torch.arange(70).expand(2, -1) // 30
+    out = net(x, torch.empty(0), ids)
+    return [out, *torch.autograd.grad(out.float().square().sum(), x)]
+
+
+def test_a_compiled_block_takes_it_in() -> None:
+    net = delta_net()
+    with installed():
+        use_fused_delta_rule([net], dtype=torch.bfloat16)
+        eager = gradients(net)
+        CALLS.clear()
+        compiled = gradients(torch.compile(net, fullgraph=True, backend="aot_eager"))
+    assert CALLS
+    for got, want in zip(compiled, eager, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("mode", "n_calls"), [("full", 3), ("selective", 2)])
+def test_it_is_not_computed_a_third_time_where_attention_is_kept(mode: str, n_calls: int) -> None:
+    blocks = nn.ModuleDict({"0": delta_net()})
+    config = ActivationCheckpoint(mode=mode, selective="op")
+    apply_activation_checkpoint(blocks, config=config, pieces=(), frees_weights=False)
+    with installed():
+        cast(Any, blocks["0"]).inner.rule = FusedDeltaRule(delta_rule)
+        CALLS.clear()
+        gradients(blocks["0"])
+    assert len(CALLS) == n_calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not is_installed("fla"), reason="needs flash-linear-attention")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128)])
+def test_its_kernels_are_the_rule(dims: tuple[int, int]) -> None:
+    check_fused_delta_rule(FusedDeltaRule(delta_rule), *dims, device="cuda")
