@@ -161,7 +161,11 @@ def main(job: Job, witness: Witness) -> int:
         )
     if device.type == "cuda":
         avoid_wrong_grouped_mm(job.spec.moes(model), dtype=mp_policy.param_dtype)
-        use_fused_delta_rule(job.spec.delta_nets(model), dtype=mp_policy.param_dtype)
+        use_fused_delta_rule(
+            job.spec.delta_nets(model),
+            dtype=mp_policy.param_dtype,
+            n_ranks=dims.degrees.tp * dims.degrees.cp,
+        )
     stages = parallelize(
         model,
         dims,

@@ -20,21 +20,28 @@ Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """As ``models/delta_rule.py``'s."""
 
 
-def use_fused_delta_rule(delta_nets: list[nn.Module], *, dtype: torch.dtype | None) -> None:
+def use_fused_delta_rule(
+    delta_nets: list[nn.Module], *, dtype: torch.dtype | None, n_ranks: int
+) -> None:
     """Have the ``inner`` of each module compute its rule by one kernel for a pass over all chunks.
 
     Mutates the modules, unless they compute in another ``dtype`` than bfloat16, the package is not
-    there, or its results differ from what they compute now with heads of their size. Its kernels
-    are chosen by their speed at each start, so it is left where runs must be the same twice.
+    there, or its results differ from what they compute now with the heads of one of ``n_ranks``
+    that share them. Its kernels are chosen by their speed at each start, so it is left where runs
+    must be the same twice.
     """
-    inners = [cast(Any, net.inner) for net in delta_nets if hasattr(net.inner, "rule")]
+    nets = [cast(Any, net) for net in delta_nets if hasattr(net.inner, "rule")]
     is_repeated = torch.are_deterministic_algorithms_enabled()
-    if dtype != torch.bfloat16 or not inners or is_repeated or not is_installed("fla"):
+    if dtype != torch.bfloat16 or not nets or is_repeated or not is_installed("fla"):
         return
+    inners = [net.inner for net in nets]
     rule = FusedDeltaRule(inners[0].rule)
+    key_dim, value_dim = inners[0].key_dim, inners[0].value_dim
+    # By their number too, kernels are chosen.
+    n_heads = max(1, nets[0].state_size // (key_dim * value_dim) // n_ranks)
     try:
-        check_fused_delta_rule(rule, inners[0].key_dim, inners[0].value_dim, device="cuda")
-    # Others built it, for some release of Triton: whatever it raises, training goes without.
+        check_fused_delta_rule(rule, n_heads, key_dim, value_dim, device="cuda")
+    # Others built it, for some GPUs and releases of Triton: training goes without it elsewhere.
     except Exception as error:
         logger.warning("gated delta nets: not by flash-linear-attention: %s", error)
         return
@@ -63,10 +70,11 @@ class FusedDeltaRule:
             return self.plain(q, k, v, decay, beta, document_ids, state)
         if document_ids is not None:
             # The package wants to be told of documents on the host, which would wait for them.
+            document_ids = document_ids[:, -q.shape[1] :]
             is_start = document_ids[:, 1:] != document_ids[:, :-1]
             decay = decay + FORGET * F.pad(is_start, (1, 0))[..., None]
-        out, state = _rule(q, k, v, decay, beta)
-        return out, state
+        out, last = _rule(q, k, v, decay, beta)
+        return out, last
 
 
 # One operation, or compilers would look into it.
@@ -131,20 +139,26 @@ _rule.register_autograd(_backward, setup_context=_keep)
 
 
 def check_fused_delta_rule(
-    rule: FusedDeltaRule, key_dim: int, value_dim: int, *, device: str
+    rule: FusedDeltaRule, n_heads: int, key_dim: int, value_dim: int, *, device: str
 ) -> None:
-    """Raise ``ArithmeticError`` unless it computes what its ``plain`` does, for these dims."""
+    """Raise ``ArithmeticError`` unless it computes what its ``plain`` does, for these heads."""
     generator = torch.Generator(device).manual_seed(0)
-    shapes = [(2, 384, 2, *last) for last in ((key_dim,), (key_dim,), (value_dim,), (), ())]
+    lasts = ((key_dim,), (key_dim,), (value_dim,), (), ())
+    shapes = [(4, 400, n_heads, *last) for last in lasts]
     drawn = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
-    ids = torch.tensor([[0] * 200 + [1] * 150 + [2] * 34, [0] * 384], device=device)
+    # Documents, and one of all chunks, the last of which is not full. Of each, one that forgets
+    # within a chunk, and one whose state is that of all that was.
+    ids = torch.zeros(2, 400, dtype=torch.int64, device=device)
+    for start in (200, 350, 384, 392):
+        ids[0, start:] += 1
+    ids, less = ids.repeat(2, 1), torch.tensor([0, 0, 6, 6], device=device)[:, None, None]
 
-    def out(
+    def compute(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         precise = torch.promote_types(q.dtype, torch.float32)
-        decay = -F.softplus(decay.to(precise))
-        # In float64 it is plain.
-        return rule(q, k, v, decay, beta.sigmoid(), ids)[0]
+        decay = -F.softplus(decay.to(precise) - less)
+        return rule(q, k, v, decay, beta.sigmoid(), ids)
 
-    check_kernel(out, out, drawn)
+    # In float64 it is the plain one.
+    check_kernel(compute, compute, drawn)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 from config.job_config import ActivationCheckpoint
-from models.delta_rule import delta_rule
+from models.delta_rule import CHUNK, delta_rule
 from models.gated_delta_net import GatedDeltaNet
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from runtime import fused_delta_rule as module
@@ -77,11 +78,11 @@ def installed(kernel: Callable = RIGHT) -> Iterator[None]:
     modules = {name: ModuleType(name) for name in names}
     cast(Any, modules[names[-1]]).chunk_gated_delta_rule = kernel
     on_cpu = lambda *args, **kwargs: check_fused_delta_rule(*args, **kwargs | {"device": "cpu"})  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         for name, fake in modules.items():
-            patch.setitem(sys.modules, name, fake)
-        patch.setattr(module, "is_installed", lambda package: package == "fla")
-        patch.setattr(module, "check_fused_delta_rule", on_cpu)
+            monkeypatch.setitem(sys.modules, name, fake)
+        monkeypatch.setattr(module, "is_installed", lambda package: package == "fla")
+        monkeypatch.setattr(module, "check_fused_delta_rule", on_cpu)
         yield
 
 
@@ -105,37 +106,37 @@ def test_what_is_installed_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     nets, sizes = [delta_net(), delta_net()], set()
 
     def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: torch.Tensor) -> Any:
-        sizes.add((q.shape[-1], k.shape[-1], v.shape[-1]))
+        sizes.add((*q.shape[2:], *k.shape[2:], *v.shape[2:]))
         return delta_rule(q, k, v, *gates, None)
 
     with installed(kernel_of(rule)), caplog.at_level("INFO", "shardloom"):
-        use_fused_delta_rule([*nets], dtype=torch.bfloat16)
-    assert sizes == {(16, 16, 24)}, "it is tried with heads of another size"
+        use_fused_delta_rule([*nets], dtype=torch.bfloat16, n_ranks=2)
+    assert sizes == {(2, 16, 2, 16, 2, 24)}, "it is tried with other heads"
     assert all(isinstance(net.inner.rule, FusedDeltaRule) for net in nets)
     assert "by flash-linear-attention in 2 layers" in caplog.text
 
 
 def left_to(rule: Callable, **settings: Any) -> bool:
     net = delta_net()
-    use_fused_delta_rule([net], **{"dtype": torch.bfloat16} | settings)
+    use_fused_delta_rule([net], **{"dtype": torch.bfloat16, "n_ranks": 1} | settings)
     return net.inner.rule is rule
 
 
-def test_it_is_for_bfloat16_where_it_is_installed_and_runs_need_not_be_repeated() -> None:
+def test_it_is_for_bfloat16_where_it_is_installed_and_runs_need_not_be_repeated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert left_to(delta_rule)
+    assert not caplog.text
     with installed():
         assert not left_to(delta_rule)
         assert left_to(delta_rule, dtype=torch.float32)
         assert left_to(delta_rule, dtype=None)
-        torch.use_deterministic_algorithms(True)
-        try:
+        with patch.object(torch, "are_deterministic_algorithms_enabled", return_value=True):
             assert left_to(delta_rule)
-        finally:
-            torch.use_deterministic_algorithms(False)
         # Others' delta nets need not have a rule.
         other = nn.Module()
         other.inner = nn.Identity()
-        use_fused_delta_rule([other], dtype=torch.bfloat16)
+        use_fused_delta_rule([other], dtype=torch.bfloat16, n_ranks=1)
 
 
 def another(index: int, change: Callable) -> Callable:
@@ -143,6 +144,30 @@ def another(index: int, change: Callable) -> Callable:
         return delta_rule(*[change(t) if i == index else t for i, t in enumerate(inputs)], None)
 
     return kernel_of(rule)
+
+
+Results = tuple[torch.Tensor, torch.Tensor]
+
+
+def of_two_chunks(*inputs: torch.Tensor) -> Results:
+    """What was longer ago is forgotten."""
+    outs = []
+    for start in range(0, inputs[0].shape[1], CHUNK):
+        part = [t[:, max(0, start - CHUNK) : start + CHUNK] for t in inputs]
+        own = min(start, CHUNK)
+        outs.append(delta_rule(*part, None)[0][:, own:])
+    return torch.cat(outs, dim=1), delta_rule(*inputs, None)[1]
+
+
+def of_full_chunks(*inputs: torch.Tensor) -> Results:
+    out, state = delta_rule(*inputs, None)
+    size = out.shape[1] // CHUNK * CHUNK
+    return F.pad(out[:, :size], (0, 0, 0, 0, 0, out.shape[1] - size)), state
+
+
+def no_last_state(*inputs: torch.Tensor) -> Results:
+    out, state = delta_rule(*inputs, None)
+    return out, state * 0
 
 
 def none_back(*inputs: torch.Tensor, **options: bool) -> Any:
@@ -154,12 +179,25 @@ def none_back(*inputs: torch.Tensor, **options: bool) -> Any:
     [
         (another(0, lambda q: q.roll(1, dims=1)), "off by"),
         (another(3, lambda decay: decay * 1.2), "off by"),
-        (another(3, lambda decay: decay.clamp(min=-2)), "off by"),
+        (another(3, lambda decay: decay.where(decay > -20, -2)), "off by"),
         (another(4, lambda beta: beta * torch.nan), "off by nan"),
+        (kernel_of(of_two_chunks), "off by"),
+        (kernel_of(of_full_chunks), "off by"),
+        (kernel_of(no_last_state), "off by"),
         (none_back, "does not require grad"),
         (lambda *inputs: None, "unexpected keyword"),
     ],
-    ids=["positions", "decay", "documents", "nan", "no gradients", "another release"],
+    ids=[
+        "positions",
+        "decay",
+        "documents",
+        "nan",
+        "long memory",
+        "last chunk",
+        "last state",
+        "no gradients",
+        "another release",
+    ],
 )
 def test_what_does_not_work_is_told_and_left(
     kernel: Callable, told: str, caplog: pytest.LogCaptureFixture
@@ -200,6 +238,25 @@ def test_results_are_the_plain_ones() -> None:
             assert (got - want).abs().max() <= 2**-8 * want.abs().max()
 
 
+def test_loud_and_short_documents_are_apart() -> None:
+    """Nothing of one is heard in the next, and many in a chunk cost no digits."""
+    q, k, v, decay, beta = (t.detach() for t in drawn())
+    v[:, :50] *= 1e4
+    apart = torch.tensor([0] * 50 + [1 + i // 2 for i in range(50)]).expand(2, -1)
+    with installed():
+        got, _ = FusedDeltaRule(delta_rule)(q, k, v, decay, beta, apart)
+    want, _ = delta_rule(q, k, v, decay, beta, apart)
+    quiet = slice(50, None)
+    assert (got - want)[:, quiet].abs().max() <= 2**-7 * want[:, quiet].abs().max()
+
+
+def test_documents_may_be_told_of_positions_before() -> None:
+    ids = torch.tensor([0] * 70 + [1] * 70).expand(2, -1)
+    with installed():
+        got = FusedDeltaRule(delta_rule)(*drawn(), ids)[0]
+    assert torch.allclose(got, delta_rule(*drawn(), ids)[0], atol=2**-8)
+
+
 def test_it_is_one_operation_as_pytorch_wants_them() -> None:
     with installed():
         opcheck(_rule, drawn())
@@ -216,7 +273,7 @@ def gradients(net: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
 def test_a_compiled_block_takes_it_in() -> None:
     net = delta_net()
     with installed():
-        use_fused_delta_rule([net], dtype=torch.bfloat16)
+        use_fused_delta_rule([net], dtype=torch.bfloat16, n_ranks=1)
         eager = gradients(net)
         CALLS.clear()
         compiled = gradients(torch.compile(net, fullgraph=True, backend="aot_eager"))
@@ -240,6 +297,6 @@ def test_it_is_not_computed_a_third_time_where_attention_is_kept(mode: str, n_ca
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(not is_installed("fla"), reason="needs flash-linear-attention")
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 128)])
-def test_its_kernels_are_the_rule(dims: tuple[int, int]) -> None:
-    check_fused_delta_rule(FusedDeltaRule(delta_rule), *dims, device="cuda")
+@pytest.mark.parametrize("heads", [(4, 64, 64), (32, 128, 128), (2, 64, 128)])
+def test_its_kernels_are_the_rule(heads: tuple[int, int, int]) -> None:
+    check_fused_delta_rule(FusedDeltaRule(delta_rule), *heads, device="cuda")
