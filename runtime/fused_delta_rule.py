@@ -73,8 +73,8 @@ class FusedDeltaRule:
             document_ids = document_ids[:, -q.shape[1] :]
             is_start = document_ids[:, 1:] != document_ids[:, :-1]
             decay = decay + FORGET * F.pad(is_start, (1, 0))[..., None]
-        out, last = _rule(q, k, v, decay, beta)
-        return out, last
+        results: tuple[torch.Tensor, torch.Tensor] = _rule(q, k, v, decay, beta)
+        return results
 
 
 # One operation, or compilers would look into it.

@@ -62,6 +62,12 @@ def list_as(name: Any, path: Path) -> None:
     rewrite(path.parent, manifest)
 
 
+def describe_as(description: Any, path: Path) -> None:
+    manifest = read_manifest(path.parent)
+    manifest["files"][STATE_FILE] = description
+    rewrite(path.parent, manifest)
+
+
 def unlist(name: str, path: Path) -> None:
     manifest = read_manifest(path.parent)
     del manifest["files"][name]
@@ -155,6 +161,10 @@ ATTACKS: dict[str, tuple[str, Callable[[Path], object]]] = {
     **{
         f"listed {name!r}": (NAME, partial(list_as, name))
         for name in (f"../{OLDER}/{STATE_FILE}", f"/{STATE_FILE}", "..", ".", "", "a/b", "a\0")
+    },
+    **{
+        f"described as {description}": (NAME, partial(describe_as, description))
+        for description in ({"size": 1}, {"xxh3_128": ""}, {"size": "", "xxh3_128": ""}, None)
     },
     **{
         f"{name} {text}": (name, partial(forge, partial(Path.write_bytes, data=data)))

@@ -20,7 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from checkpoint import hugging_face as subject
-from checkpoint.hugging_face import Folder, load_weights, open_as, split, write_folder
+from checkpoint.hugging_face import (
+    Folder,
+    is_hugging_face,
+    load_weights,
+    open_as,
+    split,
+    write_folder,
+)
 from checkpoint.states import ModelState
 from config import ConfigError
 from models import MODEL_SPECS, TransformerArgs
@@ -513,3 +520,37 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     assert index["metadata"] == {"total_size": 80}
     with pytest.raises(ValueError, match="nothing is overwritten"):
         write_folder(tmp_path / "folder", {}, iter(()), files={})
+
+
+def test_a_tensor_larger_than_a_file_may_be_has_one_of_its_own(tmp_path: Path) -> None:
+    tensors = {"first": torch.ones(10), "second": torch.zeros(10)}
+    write_folder(tmp_path / "folder", {}, iter(tensors.items()), files={}, shard_bytes=39)
+    assert len(list((tmp_path / "folder").glob("*.safetensors"))) == 2
+
+
+def test_a_link_to_nowhere_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="there already"):
+        write_folder(tmp_path / "folder", {}, iter([]), files={})
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_stack_of_several_dtypes_has_one_that_holds_all(tmp_path: Path) -> None:
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+    tensors = {name: torch.ones(1, dtype=d) for name, d in zip(STACKED, dtypes, strict=True)}
+    write_folder(tmp_path / "folder", {}, iter(tensors.items()), files={})
+    folder = Folder(tmp_path / "folder")
+    assert folder.dtype(PAIRS["stacked"]) == torch.float32
+    assert folder.dtype(PAIRS["zero"]) == torch.float32
+
+
+def test_a_checkpoint_with_a_config_of_theirs_is_ours(tmp_path: Path) -> None:
+    (tmp_path / subject.CONFIG_FILE).write_text("{}")
+    assert is_hugging_face(tmp_path)
+    (tmp_path / subject.NAME).write_text("{}")
+    assert not is_hugging_face(tmp_path)
+
+
+def test_a_model_without_a_form_there_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no Hugging Face form of this model\.name"):
+        load_weights(tmp_path, ModelState(torch.nn.Linear(1, 1)), None, None)

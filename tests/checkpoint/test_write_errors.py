@@ -1,6 +1,7 @@
 """A save that cannot be written is known at once, harms no older one, and ends no training."""
 
 import errno
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,9 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from checkpoint.storage import HashedFile
+from checkpoint.storage import ALIGNMENT, HashedFile, write_parts
 from checkpoint.store import problems_of
 from runtime.log import logger
 from tests.checkpoint.small_run import Run
@@ -114,3 +117,25 @@ def test_an_error_that_is_swallowed_is_found(ranks: RankPool, tmp_path: Path) ->
     faults = [(rank, swallowing_write) for rank in (0, 1)]
     for found in ranks.run(save_badly, 2, tmp_path, "disabled", faults):
         assert all("was not saved" in alarm for _, alarm in found)
+
+
+def test_what_is_closed_survives_a_power_cut(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    with patch("checkpoint.storage.os.fsync", lambda fd: sizes.append(os.fstat(fd).st_size)):
+        file = HashedFile(tmp_path / "file")
+        file.write(b"all of it")
+        file.close()
+    assert sizes == [9]
+
+
+def test_no_file_is_written_twice(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        HashedFile(tmp_path / "file")
+
+
+def test_parts_begin_where_any_dtype_can(tmp_path: Path) -> None:
+    tensors = {"odd": torch.ones(3, dtype=torch.bfloat16), "wide": torch.ones(2)}
+    items = [item for name, t in tensors.items() for item in _create_write_items(name, t)]
+    _, entries = write_parts(tmp_path / "file", items, lambda item: tensors[item.index.fqn])
+    assert [part.start % ALIGNMENT for e in entries.values() for part in e.parts] == [0, 0]
