@@ -43,9 +43,9 @@ class Mixture:
         means = [n / max(count, 1) for n, count in zip(tokens, taken, strict=True)]
         longest = max(means) or 1.0
 
-        def progress(i: int) -> tuple[float, int]:
+        def progress(i: int) -> float:
             ahead = self._head_start(row, i) * (means[i] or longest)
-            return (tokens[i] + ahead) / self.weights[i], i
+            return (tokens[i] + ahead) / self.weights[i]
 
         return min(live, key=progress)
 

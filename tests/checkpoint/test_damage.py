@@ -352,6 +352,7 @@ def test_what_is_not_read_does_not_matter(
     assert {path.name for path in folder.iterdir()} == {OLDER, NEWER, *FOREIGN}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_file_that_shrank_since_it_was_verified_is_told(tmp_path: Path) -> None:
     tensor = torch.ones(5)
     _, entries = write_parts(tmp_path / "file", _create_write_items("x", tensor), lambda _: tensor)
