@@ -4,9 +4,11 @@ import gzip
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from functools import reduce
 from itertools import count, islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -203,6 +205,36 @@ def test_a_state_is_integers() -> None:
     state = RowState((1, 2), (30, 40), 6, 1, 5)
     assert RowState.of_json(json.loads(json.dumps(state.as_json()))) == state
     assert state.place == (3, 5)
+
+
+class Ids:
+    """A source of token ids, the same three documents for each row."""
+
+    description = fingerprint = "ids"
+
+    def __init__(self, *last: int, dtype: str) -> None:
+        self._documents = [np.array(ids, dtype=dtype) for ids in ([5], [5, 6], last)]
+
+    def documents(self, row: int, n_rows: int, start: int) -> Iterator[np.ndarray]:
+        return iter(self._documents[start:])
+
+
+@pytest.mark.parametrize(
+    ("bad", "dtype"), [(20, "uint16"), (20, "int32"), (2**31, "uint32"), (-1, "int32"), (-1, "i8")]
+)
+def test_an_id_outside_of_the_vocabulary_ends_the_run(bad: int, dtype: str) -> None:
+    def read_all(last: int) -> list[int]:
+        mixture = cast(Any, Mixture([cast(Any, Ids(1, last, 2, dtype=dtype))]))
+        loader = BatchLoader(
+            mixture, UNIQUE, vocab_size=20, seq_len=5, local_batch_size=1, global_batch_size=1,
+            rank=0, degree=1, document_mask=False, prefetch=1,
+        )  # fmt: skip
+        batch = next(loader)
+        return [*batch.tokens[0].tolist(), int(batch.labels[0, -1])]
+
+    assert read_all(19) == [5, 5, 6, 1, 19, 2]
+    with pytest.raises(ValueError, match=f"ids: document 2 of row 0 has the id {bad}; .* is 20"):
+        read_all(bad)
 
 
 BAD_LINES = {
