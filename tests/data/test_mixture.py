@@ -9,6 +9,7 @@ from functools import reduce
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -155,6 +156,13 @@ def test_rows_begin_with_all_sources_by_weight() -> None:
     nothing = (0, 0, 0)
     begins = Counter(mixture.choose(row, nothing, nothing, (0, 1, 2)) for row in range(1000))
     assert [begins[i] for i in range(3)] == pytest.approx([500, 300, 200], abs=60)
+
+
+def test_a_head_start_is_of_documents_as_long_as_the_sources_own() -> None:
+    mixture = Mixture([source(["1"]), source(["2"])], [1.0, 1.0])
+    with patch.object(Mixture, "_head_start", return_value=1.0):
+        # 31 documents of a token and one of 30: 31 + 1 is less than 30 + 30.
+        assert mixture.choose(0, [31, 1], [31, 30], [0, 1]) == 0
 
 
 def test_every_token_of_sources_that_end_is_predicted_once() -> None:
