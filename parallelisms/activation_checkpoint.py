@@ -33,6 +33,7 @@ _SAVED_OPS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
 }
+# Ours, by name: what defines them need not be imported.
 _SAVED_OF_OURS = {"shardloom::block_attention", "shardloom::fused_delta_rule"}
 # FSDP tells profilers of gathers inside a block, of experts, more often in backward.
 _profiler = torch.ops.profiler

@@ -1,12 +1,13 @@
 """Experts' products by one kernel for all of them, on GPUs where that kernel is right."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from runtime.kernels import Kernel, check_kernel
+from runtime.kernels import check_kernel
 from runtime.log import logger
 
 # Tokens of experts. Gradients of those without any are whatever was in memory on Blackwell, as of
@@ -34,7 +35,9 @@ def avoid_wrong_grouped_mm(moes: list[nn.Module], *, dtype: torch.dtype | None) 
         logger.info("experts: multiplied by grouped_mm in %d layers", len(experts))
 
 
-def check_grouped_mm(shape: torch.Size, *, device: str, grouped_mm: Kernel = F.grouped_mm) -> None:
+def check_grouped_mm(
+    shape: torch.Size, *, device: str, grouped_mm: Callable[..., torch.Tensor] = F.grouped_mm
+) -> None:
     """Raise ``ArithmeticError`` unless it is a product for each group, weights (h, d) ``shape``."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(COUNTS), shape[1]), (len(COUNTS), *shape)]

@@ -8,11 +8,10 @@ import torch
 # bits, each 2^-8. One position too many or too few is worth far more.
 MOST_ERROR = 2**-5
 
-Kernel = Callable[..., torch.Tensor]
-Kernels = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
-def check_kernel(fast: Kernels, exact: Kernels, drawn: list[torch.Tensor]) -> None:
+def check_kernel(fast: Kernel, exact: Kernel, drawn: list[torch.Tensor]) -> None:
     """Raise ``ArithmeticError`` unless ``fast`` in bfloat16 has the outputs and gradients of
     ``exact`` in float64, for the inputs ``drawn``, to ``MOST_ERROR``."""
     results = []
