@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from config.job_config import Float8
+from runtime.distributed import local_part
 from runtime.log import logger
 
 
@@ -66,7 +68,7 @@ def apply_float8(blocks: nn.ModuleDict, *, config: Float8) -> None:
 
 def _why_not(linear: nn.Linear, fqn: str, recipe: Recipe, config: Float8) -> str:
     """Why this one stays as it is; "" if it need not."""
-    k, n = linear.in_features, linear.out_features
+    n, k = local_part(linear.weight).shape
     for part in config.skip:
         if part in fqn:
             return f"float8.skip {part!r}"
@@ -88,17 +90,30 @@ def _is_small(k: int, n: int, recipe: Recipe) -> bool:
 
 
 class Float8Linear(nn.Linear):
-    """In place of ``linear``, with its weight."""
+    """In place of ``linear``, with its weight, and the hooks that tensor parallel gave it."""
 
     def __init__(self, linear: nn.Linear, recipe: Recipe, *, is_emulated: bool) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight = linear.weight
+        nn.Module.__init__(self)
+        vars(self).update(vars(linear))
         self.recipe, self.is_emulated = recipe, is_emulated
         self.is_gathered_in_float8 = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., k) to (..., n)"""
-        return _Float8Linear.apply(input, self.weight, self.recipe, self.is_emulated)
+        """(..., k) to (..., n). Under tensor parallel both are DTensors, and each rank finds the
+        scales of its own part: they are finer than those of the whole, and nothing is exchanged."""
+        if not isinstance(self.weight, DTensor):
+            return self._multiply(input, self.weight)
+        assert isinstance(input, DTensor)
+        features = Shard(input.ndim - 1)
+        # All of x makes part of the outputs, or part of x a part of all outputs' sums.
+        is_whole = input.placements == (Replicate(),)
+        of_x, of_out = (Partial(), features) if is_whole else (features, Partial())
+        x, weight = input.to_local(grad_placements=[of_x]), self.weight.to_local()
+        out = self._multiply(x, weight)
+        return DTensor.from_local(out, self.weight.device_mesh, [of_out], run_check=False)
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _Float8Linear.apply(x, weight, self.recipe, self.is_emulated)
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -203,7 +218,7 @@ def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
 
 _aten = torch.ops.aten
 # What FSDP2 and autograd make of a parameter, and the transpose.
-_VIEWS = {_aten.as_strided.default, _aten.detach.default, _aten.t.default}
+_VIEWS = {getattr(_aten, name).default for name in ("as_strided", "detach", "t", "view")}
 
 
 class Float8Weight(torch.Tensor):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from config.job_config import Parallelism
 from parallelisms.float8 import E4M3, Float8Linear, Float8Weight, round_to, scale_of
 from parallelisms.pipeline_parallel import stages_per_rank
+from runtime.distributed import local_part
 from runtime.log import logger
 
 
@@ -44,7 +45,9 @@ def apply_float8_all_gather(
 
     @torch.no_grad()
     def find_scales(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        sharded = [linear for linear in linears if isinstance(linear.weight, DTensor)]
+        sharded = [
+            linear for linear in linears if not isinstance(local_part(linear.weight), Float8Weight)
+        ]
         if not sharded:
             return
         shards = [cast(DTensor, linear.weight)._local_tensor for linear in sharded]
@@ -81,12 +84,14 @@ def _post_all_gather(
     scale: torch.Tensor,
     dtype: torch.dtype,
     *,
-    out: Float8Weight | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[Float8Weight, tuple[()]] | None:
     """The weight; ``out`` is that of an earlier gather, whose memory was filled again."""
     if out is None:
         return Float8Weight(outputs[0].view(E4M3), scale, dtype), ()
-    out.scale = scale
+    # Under tensor parallel a part of the weight. What ``to_local`` gives would be another tensor.
+    weight = out._local_tensor if isinstance(out, DTensor) else out
+    cast(Float8Weight, weight).scale = scale
     return None
 
 

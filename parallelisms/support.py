@@ -377,9 +377,6 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             "needs a GPU of CUDA capability 8.9 or more; float8.emulate is for tests elsewhere",
             lambda run: is_float8(run.config) and not run.config.float8.emulate
             and not (run.has_gpu and has_float8())),
-    Refusal("parallelism.tensor_parallel_degree",
-            "float8 makes its scales of whole matrices, which tensor parallel ranks do not have",
-            lambda run: is_float8(run.config) and run.degrees.tp > 1),
     Refusal("parallelism.pipeline_parallel_schedule",
             "zero bubble splits backward in two, and float8 would do all of it in both",
             lambda run: is_float8(run.config) and _has_zero_bubble(run)),

@@ -270,7 +270,6 @@ BAD = [
     Bad("float8.recipe", "--float8.emulate true", says="nothing"),
     Bad("float8.recipe", FLOAT8, says="8.9"),
     Bad("float8.recipe", f"{FLOAT8} --training.dtype float64", says="float8"),
-    Bad(TP, f"{EMULATED} --{TP} 2", says="whole matrices"),
     Bad("parallelism.pipeline_parallel_schedule", f"{EMULATED} --{PP} 2 {SCHEDULE}"
         " InterleavedZeroBubble --activation_checkpoint.mode none", says="float8"),
     Bad("debug.determinism", f"{EMULATED} {ELASTIC}", says="float8"),

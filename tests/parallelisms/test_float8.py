@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ from parallelisms.float8 import (
     round_to,
 )
 from parallelisms.materialize import canonical_fqn, materialize
-from tests.layouts import CPU, MODE, PP, Layout, spread
+from tests.layouts import CPU, MODE, PP, TP, Layout, spread
 from tests.parallelisms.test_parity import args_of, global_batch, rows_of, whole
 from tests.ranks import RankPool
 
@@ -235,12 +236,15 @@ LAYOUTS = [
 ]
 
 
-def gradients(name: str, layout: Layout) -> Gradients:
-    """Of a batch of ``N_SLOTS`` microbatches, which are the same on any number of ranks."""
+def gradients(name: str, layout: Layout, parts: int = 1) -> Gradients:
+    """Of a batch of ``N_SLOTS`` microbatches, which are the same on any number of ranks; products
+    are those of so many tensor parallel ranks."""
     torch.compiler.reset()
     args = args_of(name, False, False, n_layers=2)
     found = spread(name, args, layout, dtype="float64")
     materialize(found.model, CPU, seed=7)
+    if parts > 1:
+        cut_products(found.model, parts)
     batch = global_batch(args.vocab_size, False)
     mesh = found.dims.batch_mesh
     slots = [rows_of(batch, slice(slot, slot + 1)) for slot in range(N_SLOTS)]
@@ -248,6 +252,23 @@ def gradients(name: str, layout: Layout) -> Gradients:
     found.runner().train(own, count_valid(slots))
     grads = {canonical_fqn(fqn): p.grad for fqn, p in found.model.named_parameters()}
     return {fqn: whole(grad) for fqn, grad in grads.items() if grad is not None}
+
+
+def cut_products(model: nn.Module, parts: int) -> None:
+    """Have one rank multiply what the ranks of tensor parallel do, one after the other."""
+    for fqn, linear in model.named_modules():
+        if isinstance(linear, Float8Linear):
+            adds_up = fqn.endswith(("wo", "w2"))
+            linear._multiply = partial(cut_product, linear._multiply, parts, adds_up)  # type: ignore[method-assign]
+
+
+def cut_product(
+    multiply: Any, parts: int, adds_up: bool, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    if adds_up:
+        pairs = zip(x.chunk(parts, dim=-1), weight.chunk(parts, dim=1), strict=True)
+        return sum(multiply(*pair) for pair in pairs)
+    return torch.cat([multiply(x, part) for part in weight.chunk(parts)], dim=-1)
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +294,40 @@ def test_sharded_equals_unsharded(
     for got in ranks.run(gradients, layout.world_size, "qwen3", layout):
         assert distance(got, want) < 1e-9
     assert distance(want, unsharded["none"]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "recipe"),
+    [
+        ("qwen3", Layout(2, {TP: 2}), "tensorwise"),
+        ("qwen3", Layout(2, {TP: 2}), "rowwise"),
+        ("qwen3", Layout(4, {TP: 4}), "tensorwise"),
+        ("qwen3_next", Layout(2, {TP: 2}), "tensorwise"),
+        ("qwen3", Layout(4, {TP: 2}), "tensorwise"),
+        ("qwen3", Layout(4, {TP: 2, MODE: "simple_fsdp"}), "tensorwise"),
+        ("qwen3", Layout(4, {TP: 2, MODE: "ddp"}), "tensorwise"),
+        ("qwen3", Layout(4, {TP: 2, PP: 2}), "tensorwise"),
+        ("qwen3", Layout(2, {TP: 2}, recompute=ActivationCheckpoint(mode="selective")), "rowwise"),
+        ("qwen3", Layout(4, {TP: 2}, compile=AOT), "tensorwise"),
+    ],
+    ids=str,
+)
+def test_tensor_parallel_ranks_multiply_parts(
+    ranks: RankPool, name: str, layout: Layout, recipe: str
+) -> None:
+    """Each with its own scales, as if one rank had multiplied part by part."""
+    degree = layout.parallelism[TP]
+    # Of fewer heads than ranks each has half of one, which is no multiple of 16.
+    config = EMULATED[recipe].model_copy(update={"skip": ["wk", "wv"] * (degree == 4)})
+    layout, alone = replace(layout, float8=config), Layout(1, float8=config)
+    (want,), (in_whole,) = (ranks.run(gradients, 1, name, alone, parts) for parts in (degree, 1))
+    for got in ranks.run(gradients, layout.world_size, name, layout):
+        assert distance(got, want) < 1e-9
+    if recipe == "rowwise":
+        # Scales are powers of two: they change no element but those too small for their scale.
+        assert distance(want, in_whole) < 1e-5
+    else:
+        assert distance(want, in_whole) > 1e-3
 
 
 def distance(got: Gradients, want: Gradients) -> float:

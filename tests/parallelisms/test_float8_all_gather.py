@@ -26,7 +26,7 @@ from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.traffic import step_traffic
 from runtime.distributed import sum_over
 from tests.checkpoint.small_run import Run
-from tests.layouts import CP, CPU, EP, PP, REPLICATE, RESHARD, SCHEDULE, Layout, spread
+from tests.layouts import CP, CPU, EP, PP, REPLICATE, RESHARD, SCHEDULE, TP, Layout, spread
 from tests.parallelisms.test_materialize import digest
 from tests.parallelisms.test_parity import args_of, whole
 from tests.ranks import RankPool
@@ -136,6 +136,10 @@ def check_equal(ranks: RankPool, name: str, layout: Layout, *rest: Any) -> None:
         slow("qwen3", Layout(2, recompute=OP, compile=AOT), "bfloat16"),
         slow("llama3", Layout(4, {CP: 2}), "bfloat16"),
         ("llama3", Layout(4, {PP: 2}), "bfloat16"),
+        ("qwen3", Layout(4, {TP: 2}), "bfloat16"),
+        ("llama3", Layout(4, {TP: 2, PP: 2}), "bfloat16"),
+        slow("qwen3", Layout(4, {TP: 2}, recompute=OP, compile=AOT), "bfloat16"),
+        slow("llama3", Layout(4, {TP: 2, CP: 2}), "bfloat16"),
         ("qwen3_moe", Layout(4, {EP: 2}), "bfloat16"),
     ],
     ids=str,
