@@ -217,7 +217,8 @@ class Parallelism(Section):
     """When gradients are reduced to shards. last_microbatch: less traffic, but until then every
     rank holds whole gradients. A pipeline of fsdp2 does that in any case."""
     fsdp_forward_prefetch: NonNegative = 0
-    """Units gathered ahead in forward, at the price of their memory; 0: PyTorch's own order."""
+    """Units gathered ahead in forward, at the price of their memory; 0: PyTorch's own order. A
+    block's experts are part of it."""
     fsdp_backward_prefetch: NonNegative = 0
     """Units gathered ahead in backward, more than one at the price of their memory; 0: PyTorch's
     own order, one ahead."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from itertools import chain
+from typing import Any, cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,9 +35,9 @@ def apply_fsdp(
 ) -> None:
     """``fully_shard`` each unit, then the root. Mutates ``model``: its parameters become DTensors.
 
-    ``experts`` are units of their own, on ``expert_mesh`` (None: part of other units). Gradients
-    are summed over ranks, never averaged. On one rank FSDP2 would copy weights and gradients all
-    the same: there they stay plain tensors, and modules read them cast.
+    ``experts`` are units of their own, on ``expert_mesh``. Gradients are summed over ranks, never
+    averaged. On one rank FSDP2 would copy weights and gradients all the same: there they stay plain
+    tensors, and modules read them cast.
     """
     if fsdp_mesh.size() == 1 and _is_only_cast(model, parallelism, mp_policy):
         cast_weights(model, mp_policy)
@@ -76,11 +77,11 @@ def apply_fsdp(
         if all(isinstance(module, nn.Embedding) for module in unit):
             cast(FSDPModule, unit[0]).set_unshard_in_backward(False)
     sum_gradients(model, fsdp_mesh, *([] if expert_mesh is None else [expert_mesh]))
-    _prefetch([cast(FSDPModule, unit[0]) for unit in units], parallelism)
+    _prefetch([unit[0] for unit in units], experts, parallelism)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
         "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s, reshard after forward %s",
-        len(units) + len(experts if expert_mesh else ()), sizes,
+        len(units) + len(experts), sizes,
         mp_policy.param_dtype, mp_policy.reduce_dtype, reshard,
     )  # fmt: skip
 
@@ -109,11 +110,23 @@ def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:
     return Shard(max(even, key=lambda dim: shape[dim]))
 
 
-def _prefetch(units: list[FSDPModule], parallelism: Parallelism) -> None:
-    """Start the gathers of that many units ahead of their use."""
+def _prefetch(
+    units: list[nn.Module], experts: Sequence[nn.Module], parallelism: Parallelism
+) -> None:
+    """Gather that many units ahead of their use, and experts with the block that they are in.
+
+    They would be gathered when the host knows how many tokens come from other ranks, and that it
+    knows when the device has nothing left to do.
+    """
     ahead, behind = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
-    for index, unit in enumerate(units):
-        if ahead:
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
+    groups: list[list[Any]] = []
+    for unit in units:
+        inside = set(unit.modules())
+        groups.append([unit, *(module for module in experts if module in inside)])
+    for index, (unit, *own) in enumerate(groups):
+        if ahead or own:
+            after = chain(*groups[index + 1 : index + 1 + ahead])
+            unit.set_modules_to_forward_prefetch([*own, *after])
         if behind:
-            unit.set_modules_to_backward_prefetch(units[max(0, index - behind) : index][::-1])
+            before = chain(*groups[max(0, index - behind) : index][::-1])
+            unit.set_modules_to_backward_prefetch([*own, *before])

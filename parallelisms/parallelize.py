@@ -106,7 +106,7 @@ def parallelize(
                 units=units,
                 parallelism=parallelism,
                 mp_policy=policy,
-                experts=[cast(nn.Module, moe.experts) for moe in moes],
+                experts=[cast(nn.Module, moe.experts) for moe in moes if expert_mesh],
                 expert_mesh=expert_mesh and fsdp_dims(expert_mesh, "dp_shard_ep"),
             )
             apply_float8_all_gather(stage, mesh, parallelism=parallelism, mp_policy=policy)

@@ -234,10 +234,6 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             "an integer does not go with expert parallel",
             lambda run: _has_expert_mesh(run)
             and isinstance(run.config.parallelism.fsdp_reshard_after_forward, int)),
-    Refusal("parallelism.fsdp_forward_prefetch",
-            "like fsdp_backward_prefetch, knows nothing of experts on a mesh of their own",
-            lambda run: _has_expert_mesh(run)
-            and is_set(run.config.parallelism, "fsdp_forward_prefetch", "fsdp_backward_prefetch")),
     Refusal("metrics.straggler_window",
             "experts get unequal numbers of tokens, and ranks wait for them in every layer",
             lambda run: _ep(run) > 1 and run.config.metrics.straggler_window > 0),

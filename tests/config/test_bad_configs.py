@@ -213,8 +213,6 @@ BAD = [
     Bad("parallelism.data_parallel", f"{MOE} --{EP} 2 {SIMPLE}", says="fsdp2"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{MOE} --{EP} 2 {RESHARD} 2",
         says="expert parallel", ranks=4),
-    Bad("parallelism.fsdp_forward_prefetch",
-        f"{MOE} --{EP} 2 --parallelism.fsdp_forward_prefetch 1", says="experts"),
     Bad("metrics.straggler_window", f"{MOE} --{EP} 2 --metrics.straggler_window 9", says="tokens"),
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble", says="recompute twice"),

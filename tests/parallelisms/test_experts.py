@@ -1,9 +1,11 @@
 """Experts on any mesh compute what one device computes: routing, balance loss, every gradient."""
 
+import re
 from typing import cast
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
 from data.loader import count_valid
@@ -46,6 +48,7 @@ SELECTIVE, FULL = ActivationCheckpoint(mode="selective"), ActivationCheckpoint(m
 AOT = Compile(enable=True, backend="aot_eager")
 
 EP, GATHER = "expert_parallel_degree", {METHOD: "allgather"}
+AHEAD = {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 1}
 LAYOUTS = [
     Layout(2),
     Layout(2, {MODE: "ddp"}),
@@ -68,6 +71,7 @@ LAYOUTS = [
     Layout(4, {EP: 2, TP: 2}, recompute=SELECTIVE),
     Layout(4, {EP: 2, CP: 2}, recompute=SELECTIVE),
     Layout(2, {EP: 2, REDUCE: "last_microbatch"}),
+    Layout(4, {EP: 2} | AHEAD, recompute=FULL),
     Layout(2, {EP: 2}, compile=AOT, recompute=SELECTIVE),
     Layout(2, {TP: 2, EP: 2}, compile=AOT, recompute=SELECTIVE),
     Layout(2, {MODE: "simple_fsdp"}, compile=AOT, recompute=SELECTIVE),
@@ -102,6 +106,52 @@ ROUTED = [
 @pytest.mark.parametrize("layout", [*LAYOUTS, *map(slow, SLOW_LAYOUTS)], ids=str)
 def test_layout_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(check_layout, layout.world_size, "qwen3_moe", False, layout)
+
+
+def gathers(layout: Layout) -> str:
+    """What FSDP2 gathers in a step, attention, and, in brackets, whose backward begins, in order;
+    "1e" are the experts of block 1."""
+    args = args_of("qwen3_moe", False, False, n_layers=3)
+    found = spread("qwen3_moe", args, layout)
+    materialize(found.model, CPU, seed=7)
+    runner, batch = found.runner(), global_batch(args.vocab_size, False)
+    batches, n_tokens = [rows_of(batch, slice(2))], count_valid([batch])
+    runner.train(batches, n_tokens)
+    with profile() as profiler:
+        runner.train(batches, n_tokens)
+    seen = []
+    for event in sorted(profiler.events() or [], key=lambda event: event.time_range.start):
+        what = re.fullmatch(r"FSDP::(all_gather|pre_backward) \((.*)\)", event.name)
+        if event.name == "aten::scaled_dot_product_attention":
+            seen.append("attend")
+        elif what is not None:
+            unit = what[2].removeprefix("layers.").replace(".feed_forward.experts", "e")
+            seen.append(unit if what[1] == "all_gather" else f"({unit})")
+    return " ".join(seen)
+
+
+@pytest.mark.parametrize(
+    ("keys", "forward", "backward"),
+    [
+        (
+            {},
+            "tok_embeddings 0 0e attend 1 1e attend 2 2e attend norm, output",
+            "(norm, output) 2 (2) 2e (2e) 1 (1) 1e (1e) 0 (0) 0e (0e) (tok_embeddings)",
+        ),
+        (
+            AHEAD,
+            "tok_embeddings 0 0e 1 1e attend 2 2e attend norm, output attend",
+            "(norm, output) 2 2e (2) 1 1e (2e) (1) 0 0e (1e) (0) (0e) (tok_embeddings)",
+        ),
+    ],
+    ids=["default", "ahead"],
+)
+def test_experts_are_gathered_with_their_block(
+    ranks: RankPool, keys: dict[str, int], forward: str, backward: str
+) -> None:
+    """And not when the host has waited for the counts of their tokens, with nothing left to do."""
+    for seen in ranks.run(gathers, 4, Layout(4, {EP: 2} | keys)):
+        assert seen == f"{forward} {backward}"
 
 
 def check_routing(layout: Layout) -> None:
