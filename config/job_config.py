@@ -218,10 +218,10 @@ class Parallelism(Section):
     rank holds whole gradients. A pipeline of fsdp2 does that in any case."""
     fsdp_forward_prefetch: NonNegative = 0
     """Units gathered ahead in forward, at the price of their memory; 0: PyTorch's own order. A
-    block's experts are part of it."""
+    unit is a block with its experts."""
     fsdp_backward_prefetch: NonNegative = 0
     """Units gathered ahead in backward, more than one at the price of their memory; 0: PyTorch's
-    own order, one ahead."""
+    own order, one ahead. A unit is a block with its experts."""
     fsdp_cpu_offload: bool = False
     """Keep shards, gradients and optimizer state in host memory, and update them there."""
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from config.job_config import Float8
 from runtime.distributed import local_part
@@ -74,10 +74,12 @@ def _why_not(linear: nn.Linear, fqn: str, recipe: Recipe, config: Float8) -> str
             return f"float8.skip {part!r}"
     if type(linear) is not nn.Linear or linear.bias is not None:
         return "not a plain linear"
+    if isinstance(linear.weight, DTensor) and not linear.weight.placements[0].is_shard():
+        return "not cut by tensor parallel"
     if k % 16 or n % 16:
-        return f"{k} to {n}: not multiples of 16"
+        return f"{k} to {n} on a rank: not multiples of 16"
     if config.skip_small and _is_small(k, n, recipe):
-        return f"{k} to {n}: too small to pay"
+        return f"{k} to {n} on a rank: too small to pay"
     return ""
 
 
@@ -103,13 +105,16 @@ class Float8Linear(nn.Linear):
         scales of its own part: they are finer than those of the whole, and nothing is exchanged."""
         if not isinstance(self.weight, DTensor):
             return self._multiply(input, self.weight)
-        assert isinstance(input, DTensor)
-        features = Shard(input.ndim - 1)
-        # All of x makes part of the outputs, or part of x a part of all outputs' sums.
-        is_whole = input.placements == (Replicate(),)
-        of_x, of_out = (Partial(), features) if is_whole else (features, Partial())
-        x, weight = input.to_local(grad_placements=[of_x]), self.weight.to_local()
-        out = self._multiply(x, weight)
+        assert isinstance(input, DTensor), "tensor parallel gives DTensors to what it cuts"
+        features: Placement = Shard(input.ndim - 1)
+        # All of x makes part of the outputs, or part of x a part of the sum that each output is.
+        of_x, of_gradient, of_out = (
+            (Replicate(), Partial(), features)
+            if self.weight.placements == (Shard(0),)
+            else (features, features, Partial())
+        )
+        x = input.redistribute(placements=[of_x]).to_local(grad_placements=[of_gradient])
+        out = self._multiply(x, self.weight.to_local())
         return DTensor.from_local(out, self.weight.device_mesh, [of_out], run_check=False)
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def apply_float8_all_gather(
     """Have ranks round their shards of tensorwise weights before they are gathered.
 
     Mutates ``model``, to which FSDP2 was applied. Shards are cast to the dtype of compute first,
-    and their scale is that of the whole weight, so the bits are those of a weight that is gathered
+    and their scale is that of what is gathered, so the bits are those of a weight that is gathered
     and then rounded. Scales are found before each forward, in one reduction for all weights that
     are not gathered yet. Parameters stay what FSDP2 made of them. Rows with scales of their own are
     left out: backward needs those of columns. Where FSDP2 cannot do it, weights travel as before.
@@ -76,7 +76,7 @@ def apply_float8_all_gather(
 
     # Ahead of FSDP2's own, after which its streams see what was done before.
     model.register_forward_pre_hook(find_scales, prepend=True)
-    logger.info("float8: %d weights are gathered in float8", len(linears))
+    logger.info("float8: %d weights are rounded before they are gathered", len(linears))
 
 
 def _post_all_gather(

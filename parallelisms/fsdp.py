@@ -115,10 +115,13 @@ def _prefetch(
 ) -> None:
     """Gather that many units ahead of their use, and experts with the block that they are in.
 
-    They would be gathered when the host knows how many tokens come from other ranks, and that it
-    knows when the device has nothing left to do.
+    By themselves they would be gathered when the host knows how many tokens come from other ranks,
+    and that it knows when the device has nothing left to do; in backward, when they are needed.
     """
     ahead, behind = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
+    if experts:
+        # PyTorch is one unit ahead in backward, and takes experts for a unit.
+        behind = max(behind, 1)
     groups: list[list[Any]] = []
     for unit in units:
         inside = set(unit.modules())
@@ -129,4 +132,4 @@ def _prefetch(
             unit.set_modules_to_forward_prefetch([*own, *after])
         if behind:
             before = chain(*groups[max(0, index - behind) : index][::-1])
-            unit.set_modules_to_backward_prefetch([*own, *before])
+            unit.set_modules_to_backward_prefetch([*before])

@@ -48,7 +48,7 @@ SELECTIVE, FULL = ActivationCheckpoint(mode="selective"), ActivationCheckpoint(m
 AOT = Compile(enable=True, backend="aot_eager")
 
 EP, GATHER = "expert_parallel_degree", {METHOD: "allgather"}
-AHEAD = {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 1}
+AHEAD = {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2}
 LAYOUTS = [
     Layout(2),
     Layout(2, {MODE: "ddp"}),
@@ -136,12 +136,12 @@ def gathers(layout: Layout) -> str:
         (
             {},
             "tok_embeddings 0 0e attend 1 1e attend 2 2e attend norm, output",
-            "(norm, output) 2 (2) 2e (2e) 1 (1) 1e (1e) 0 (0) 0e (0e) (tok_embeddings)",
+            "(norm, output) 2 2e (2) 1 1e (2e) (1) 0 0e (1e) (0) (0e) (tok_embeddings)",
         ),
         (
             AHEAD,
             "tok_embeddings 0 0e 1 1e attend 2 2e attend norm, output attend",
-            "(norm, output) 2 2e (2) 1 1e (2e) (1) 0 0e (1e) (0) (0e) (tok_embeddings)",
+            "(norm, output) 2 2e 1 1e (2) 0 0e (2e) (1) (1e) (0) (0e) (tok_embeddings)",
         ),
     ],
     ids=["default", "ahead"],

@@ -4,12 +4,14 @@ import logging
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import profile
 
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
@@ -179,6 +181,31 @@ def test_a_scale_is_found_once(recipe: str, count: int) -> None:
     assert sum(event.name == "aten::amax" for event in profiler.events() or []) == count
 
 
+def check_what_is_cut() -> None:
+    """A weight that all ranks have is left out; x is made what the weight asks for."""
+    mesh = init_device_mesh("cpu", (2,))
+    block = nn.ModuleDict(
+        {"cut": nn.Linear(64, 32, bias=False), "copied": nn.Linear(64, 32, bias=False)}
+    )
+    for name, placement in (("cut", Shard(0)), ("copied", Replicate())):
+        linear = cast(nn.Linear, block[name])
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [placement]))
+    apply_float8(nn.ModuleDict({"0": block}), config=EMULATED["tensorwise"])
+    assert not isinstance(block["copied"], Float8Linear)
+    found = []
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+    for sharding in (Replicate(), Shard(1)):
+        leaf = distribute_tensor(x, mesh, [sharding]).requires_grad_()
+        block["cut"](leaf).full_tensor().square().sum().backward()
+        assert isinstance(leaf.grad, DTensor)
+        found.append(leaf.grad.full_tensor())
+    assert torch.equal(*found)
+
+
+def test_what_is_not_cut_is_left_out(ranks: RankPool) -> None:
+    ranks.run(check_what_is_cut, 2)
+
+
 def blocks_of(name: str, flavor: str) -> nn.ModuleDict:
     spec, args = find_model(name, flavor)
     args = replace(args, n_layers=2)
@@ -198,7 +225,10 @@ def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     of_each = ("attention.wq", "attention.wo", *(f"feed_forward.w{i}" for i in (1, 2, 3)))
     assert converted == {f"{i}.{w}" for i in (0, 1) for w in of_each} - {"1.attention.wo"}
     text = caplog.text
-    assert "attention.wk (4096 to 1024: too small to pay) of 2 blocks not in tensorwise" in text
+    assert (
+        "attention.wk (4096 to 1024 on a rank: too small to pay) of 2 blocks not in tensorwise"
+        in text
+    )
     assert "attention.wo (float8.skip '1.attention.wo') of 1 blocks not in" in text
     assert "feed_forward.w1 of 2 blocks in tensorwise" in text
 
@@ -316,10 +346,10 @@ def test_tensor_parallel_ranks_multiply_parts(
     ranks: RankPool, name: str, layout: Layout, recipe: str
 ) -> None:
     """Each with its own scales, as if one rank had multiplied part by part."""
-    degree = layout.parallelism[TP]
-    # Of fewer heads than ranks each has half of one, which is no multiple of 16.
-    config = EMULATED[recipe].model_copy(update={"skip": ["wk", "wv"] * (degree == 4)})
-    layout, alone = replace(layout, float8=config), Layout(1, float8=config)
+    degree, config = layout.parallelism[TP], EMULATED[recipe]
+    # Of fewer heads than ranks each has half of one: 24 rows are no multiple of 16.
+    left_out = config.model_copy(update={"skip": ["wk", "wv"] * (degree == 4)})
+    layout, alone = replace(layout, float8=config), Layout(1, float8=left_out)
     (want,), (in_whole,) = (ranks.run(gradients, 1, name, alone, parts) for parts in (degree, 1))
     for got in ranks.run(gradients, layout.world_size, name, layout):
         assert distance(got, want) < 1e-9

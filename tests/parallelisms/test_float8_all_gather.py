@@ -170,7 +170,16 @@ def test_products_are_those_of_a_weight_that_is_rounded_later(config: Float8) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", [Layout(2), Layout(4, {REPLICATE: 2}), Layout(2, recompute=OP)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2),
+        Layout(4, {REPLICATE: 2}),
+        Layout(2, recompute=OP),
+        Layout(2, {TP: 2}),
+        Layout(4, {TP: 2}),
+    ],
+)
 def test_gathering_in_float8_changes_no_bit_on_gpus(ranks: RankPool, layout: Layout) -> None:
     if layout.world_size > torch.cuda.device_count():
         pytest.skip(f"needs {layout.world_size} GPUs")
