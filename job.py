@@ -2,10 +2,14 @@
 
 import platform
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from checkpoint.hugging_face import TOKENIZER_FILE, is_hugging_face
+from checkpoint.manifest import read_manifest
 from config import ConfigError, JobConfig
 from config.changes import changed_arguments, compare
 from data.batch_size import Ramp, batch_size_of, sequences_in
@@ -15,6 +19,9 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_model
 from parallelisms.support import check_support
 from runtime.log import logger
+
+# Letters, digits, blanks and what is not ASCII: tokenizers differ in all of them.
+SAMPLE = "The naïve fox: 3.14159\n\n\tif (x != y):  return «世界»"
 
 
 @dataclass(frozen=True)
@@ -76,10 +83,16 @@ def resolve(config: JobConfig, world_size: int) -> Job:
         with_held_out=config.validation.enable,
         tokenizer=tokenizer,
     )
+    total_steps = config.lr_scheduler.total_steps or config.training.steps
+    warmup = config.lr_scheduler.warmup_steps
+    if warmup > total_steps:
+        share, text = total_steps / warmup, "lr_scheduler.warmup_steps: %d of %d steps"
+        logger.warning(
+            f"{text}: lr only grows, to %.0f %% of optimizer.lr", warmup, total_steps, 100 * share
+        )
     weights = [source.weight for source in config.data.mixture]
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
-    total_steps = config.lr_scheduler.total_steps or config.training.steps
     parallelism = config.parallelism
     if degrees.pp > 1 and parallelism.data_parallel == "fsdp2":
         # What PyTorch's schedules do.
@@ -133,3 +146,21 @@ def check_resume(job: Job, manifest: dict[str, Any]) -> None:
         raise ConfigError([f"model.flavor: {text} since the checkpoint" for text in arguments])
     for text in (*changes.recorded, *changes.free, *changes.gone):
         logger.info("changed since the checkpoint: %s", text)
+
+
+def warn_of_tokenizer(job: Job) -> None:
+    """Tell if the weights that a run starts from were trained on other tokens than its data's."""
+    folder = Path(job.config.checkpoint.initial_load_path)
+    if is_hugging_face(folder):
+        try:
+            theirs = load_tokenizer(str(folder / TOKENIZER_FILE)).encode(SAMPLE)
+        except (OSError, ValueError) as error:
+            logger.info("not known whether these weights were trained on such tokens: %s", error)
+            return
+        is_same = np.array_equal(theirs, job.tokenizer.encode(SAMPLE))
+    else:
+        fingerprint = read_manifest(folder)["fingerprints"]["tokenizer"]
+        is_same = fingerprint in (None, job.tokenizer.fingerprint)
+    if not is_same:
+        text = "data.tokenizer: %s is not that of %s: its ids mean something else to these weights"
+        logger.warning(text, job.config.data.tokenizer, folder)

@@ -31,14 +31,14 @@ from config.job_config import Checkpoint
 from data.feed import Feed, take_together
 from data.loader import Batch, BatchLoader
 from forward_backward import Runner, build_runner, validation_losses
-from job import Job, check_resume, facts_of, resolve
+from job import Job, check_resume, facts_of, resolve, warn_of_tokenizer
 from metrics.bits_per_byte import bits_per_nat
 from metrics.data_shares import data_shares
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
 from metrics.ledger import Attempt, Ledger
 from metrics.logger import MetricsLogger
 from metrics.profiling import profiler
-from metrics.sample import sample
+from metrics.sample import printable, sample
 from metrics.stragglers import Stragglers
 from models.meta import build_on_meta
 from optim.expert_balance import ExpertBalance
@@ -255,6 +255,8 @@ def main(job: Job, witness: Witness) -> int:
         else:
             checkpointer.load_initial(model_state)
         logger.info("weights from %s", initial)
+        if rank == 0:
+            warn_of_tokenizer(job)
     control.forget()
     if rank == 0:
         # Only now: a start that is refused changes nothing of the run.
@@ -482,7 +484,7 @@ def written_text(runner: Runner, job: Job, dims: ParallelDims) -> str:
         multiple_of=sequence_multiple(dims.degrees, config.parallelism.context_parallel_method),
         seed=config.debug.seed,
     )
-    return config.validation.sample_prompt + tokenizer.decode(tokens)
+    return printable(config.validation.sample_prompt + tokenizer.decode(tokens))
 
 
 def log_whereabouts(config: JobConfig, run_folder: Path, step: int, ending: Ending | None) -> None:

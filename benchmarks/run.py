@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("name", help=", ".join(sorted(path.stem for path in CONFIGS.glob("*"))))
     parser.add_argument("--out", type=Path, help="rows; default outputs/benchmarks/NAME.jsonl")
-    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--only", default="", help="the case of this name, or all that contain it")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of it")
     parser.add_argument("--commit", help="what rows say where there is no git")
     parser.add_argument("--packages", type=Path, help="folder of what is not installed, or wheels")
@@ -51,7 +51,8 @@ def main(arguments: list[str]) -> int:
             return 2
         out = options.out or ROOT / "outputs" / "benchmarks" / f"{options.name}.jsonl"
         here, is_cut = environment(options.commit), False
-        for case in (c for c in cases if options.only in c["name"]):
+        named = [case for case in cases if case["name"] == options.only]
+        for case in named or [case for case in cases if options.only in case["name"]]:
             if is_measured(read_rows(out), options.name, case, here):
                 print(f"{case['name']}: already in {out}", flush=True)
                 continue

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from checkpoint.manifest import read_manifest, sync_folder, write_manifest
+from checkpoint.manifest import NAME, read_manifest, sync_folder, write_manifest
 from checkpoint.storage import (
     INDEX_FILE,
     Entry,
@@ -236,6 +236,9 @@ class Checkpointer:
     def load_initial(self, model: Stateful) -> None:
         """Take the weights from ``initial_load_path``; ``ConfigError`` if it does not verify."""
         folder = Path(self._config.initial_load_path)
+        if not on_first((folder / NAME).exists):
+            text = f"{folder} has no {NAME}, as checkpoints have, nor Hugging Face's config.json"
+            raise ConfigError([f"checkpoint.initial_load_path: {text}"])
         problems = _verify(folder)
         if problems:
             raise ConfigError([f"checkpoint.initial_load_path: {problem}" for problem in problems])
@@ -317,7 +320,7 @@ class Checkpointer:
         problems = on_first(partial(_merge_differences, answers))
         if problems:
             text = f"{folder} is of another model: {'; '.join(problems)}"
-            raise ConfigError([f"model.name or model.flavor: {text}"])
+            raise ConfigError([f"model.name, flavor or vocab_size: {text}"])
         dcp.load(state, storage_reader=Reader(folder, index))
         for name, stateful in tensors.items():
             stateful.load_state_dict(state[name])

@@ -37,7 +37,7 @@ from config.changes import changed_arguments
 from runtime.log import logger
 from runtime.together import gather, on_first
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
@@ -119,7 +119,9 @@ def open_as(path: Path, family: Family, args: Any, shapes: Mapping[str, torch.Si
     # There and back: what their config cannot say, such as how to train, is not compared.
     different = changed_arguments(asdict(theirs), family.args(family.config(args)))
     if theirs.vocab_size != args.vocab_size:
-        different.append(f"set model.vocab_size = {theirs.vocab_size}, for no rows are made up")
+        different.append(
+            f"set model.vocab_size = {theirs.vocab_size}, if data.tokenizer is this model's"
+        )
     if different:
         raise ValueError(f"{path / CONFIG_FILE} is of another model: {'; '.join(different)}")
     folder.check(family, args, shapes)

@@ -62,11 +62,13 @@ class DataSource(Section):
     them has ended, so has the run."""
 
     name: str = ""
-    """What it is called in messages and metrics. Absent: its path, or type."""
+    """What it is called in messages and metrics. Absent: the last part of its path that is no
+    pattern, or its type."""
 
     @property
     def label(self) -> str:
-        return self.name or self.path or self.type
+        parts = [part for part in self.path.split("/") if part and not set(part) & set("*?[")]
+        return self.name or (parts[-1] if parts else self.path or self.type)
 
 
 class Data(Section):

@@ -29,7 +29,9 @@ class Tables:
     ) -> None:
         others = [str(path) for path, _ in files if not (_is_json(path) or _is_parquet(path))]
         if others:
-            raise ValueError(f"data.path mixes tables with plain text files: {', '.join(others)}")
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            text = f"data.path mixes tables with plain text files: {', '.join(others[:3])}{more}"
+            raise ValueError(f"{text}; two [[data.sources]] can be read beside each other")
         self._files, self._text_key = files, text_key
         # Columns by themselves: a row of a whole table takes several times as long.
         self._columns = [_read_table(path, text_key, skips_bad).data[text_key] for path, _ in files]

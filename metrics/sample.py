@@ -1,12 +1,18 @@
 """Text that the model writes: a look at what it learned."""
 
 import math
+import re
 from collections.abc import Callable
 
 import torch
 
 TEMPERATURE = 0.8
 WINDOW_MULTIPLE = 64
+
+
+def printable(text: str) -> str:
+    """With escapes for the control characters that a terminal would obey, but tabs and newlines."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 def sample(

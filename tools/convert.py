@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from checkpoint.hugging_face import (
     CONFIG_FILE,
     SHARD_BYTES,
+    TOKENIZER_FILE,
     Folder,
     new_folder,
     split,
@@ -42,16 +43,15 @@ from checkpoint.storage import (
     write_index,
     write_parts,
 )
-from checkpoint.store import STATE_FILE, problems_of, sizes_of
+from checkpoint.store import STATE_FILE, sizes_of
 from config.changes import changed_arguments
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from runtime import exit_codes
 from tools.arguments import Parser
-from tools.saved_model import check_shapes, saved_model, saved_tokenizer
+from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 
-TOKENIZER_FILE = "tokenizer.json"
 # Of the names of a checkpoint's weights, beside those of the optimizer's state.
 PREFIX = "model."
 
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("export", help="to a folder that transformers loads").add_argument
-    add("checkpoint", type=Path, help="a checkpoint's folder, such as .../step-00000100")
+    add("checkpoint", type=Path, help="a checkpoint's folder, or of a run the newest that verifies")
     add("folder", type=Path, help="what is written; must not be there yet")
     add("--tokenizer", metavar="NAME", help="the run's own, if its file is elsewhere now")
     add = commands.add_parser("import", help="from a folder with safetensors").add_argument
@@ -89,8 +89,7 @@ def export_checkpoint(
 
     Raises ``ValueError`` for what does not verify, or has no form there.
     """
-    if problems := problems_of(checkpoint):
-        raise ValueError("; ".join(problems))
+    checkpoint = find_checkpoint(checkpoint)
     manifest = read_manifest(checkpoint)
     index = read_index(checkpoint, sizes_of(manifest))
     weights = {k.removeprefix(PREFIX): e for k, e in index.items() if k.startswith(PREFIX)}

@@ -20,12 +20,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
-from checkpoint.manifest import NAME, read_manifest
+from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState
 from checkpoint.storage import Reader, read_index
-from checkpoint.store import problems_of, published, sizes_of
+from checkpoint.store import sizes_of
 from config.job_config import Training
-from metrics.sample import TEMPERATURE, draw
+from metrics.sample import TEMPERATURE, draw, printable
 from models import ModelSpec, TransformerArgs
 from models.cache import cached
 from models.meta import build_on_meta
@@ -33,7 +33,7 @@ from parallelisms.shared_parameters import keep_shared
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
 from tools.arguments import Parser
-from tools.saved_model import check_shapes, saved_model, saved_tokenizer
+from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 
 MOST_TOKENS = 256
 # Bounds the logits of a prompt, of which only the last are needed.
@@ -179,6 +179,8 @@ def write(options: argparse.Namespace) -> None:
 
 
 def _print(text: str) -> None:
+    if sys.stdout.isatty():
+        text = printable(text)
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
 
@@ -192,27 +194,6 @@ def _count(wanted: int | None, prompt: list[int], seq_len: int) -> int:
     if wanted is not None and wanted > room:
         raise ValueError(f"argument --tokens: at most {room}: {text}")
     return wanted or min(MOST_TOKENS, room)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The folder of a checkpoint that verifies: ``path``, or of that run the newest."""
-    if not path.is_dir():
-        raise ValueError(f"{path}: no such folder")
-    checkpoints = [path] if (path / NAME).exists() else published(path / "checkpoints")
-    if not checkpoints:
-        raise ValueError(f"{path}: no checkpoint ({NAME}), and no run that has some (checkpoints/)")
-    problems: list[str] = []
-    for folder in checkpoints:
-        found = problems_of(folder)
-        if not found:
-            print(
-                "".join(f"passed over: {problem}\n" for problem in problems),
-                end="",
-                file=sys.stderr,
-            )
-            return folder
-        problems += found
-    raise ValueError(f"{path}: nothing that verifies: {'; '.join(problems)}")
 
 
 def load_model(

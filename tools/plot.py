@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from runtime import exit_codes
+from tools.arguments import Parser
 
 COLORS = {
     "parameters": "#4c72b0",
@@ -55,11 +56,12 @@ def draw_modes(rows: list[dict[str, Any]], picture: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 2:
-        print(__doc__, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
+    parser = Parser("python -m tools.plot", description=__doc__)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("picture", type=Path)
     try:
-        draw_losses(*map(Path, arguments))
+        options = parser.parse_args(arguments)
+        draw_losses(options.run_folder, options.picture)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG

@@ -32,9 +32,9 @@ FAREWELL_SECONDS = 5.0
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
-    if not arguments:
+    if not arguments or arguments[0] in ("--help", "-h"):
         print(__doc__, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
+        return exit_codes.DONE if arguments else exit_codes.BAD_CONFIG
     try:
         config = load_config(Path(arguments[0]), arguments[1:])
         n_ranks, nodes = ranks_per_node(environment), find_nodes(environment)

@@ -10,14 +10,16 @@ from pathlib import Path
 from checkpoint.store import problems_of, published, set_aside, step_of
 from runtime import exit_codes
 from runtime.control import lock_run
+from tools.arguments import Parser
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 2 or not arguments[1].isdecimal():
-        print(__doc__, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
+    parser = Parser("python -m tools.rollback", description=__doc__)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("step", type=int)
     try:
-        roll_back(Path(arguments[0]), int(arguments[1]))
+        options = parser.parse_args(arguments)
+        roll_back(options.run_folder, options.step)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG

@@ -1,5 +1,6 @@
-"""Which model and tokenizer a checkpoint is of."""
+"""Which checkpoint is meant, and of which model and tokenizer it is."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from checkpoint.manifest import NAME
 from checkpoint.storage import Entry
+from checkpoint.store import problems_of, published
 from config.changes import changed_arguments
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
@@ -75,3 +77,24 @@ def _build(kind: Any, saved: Mapping[str, Any]) -> Any:
         if nested and isinstance(values.get(f.name), dict):
             values[f.name] = _build(nested[0], values[f.name])
     return kind(**values)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder of a checkpoint that verifies: ``path``, or of that run the newest."""
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder")
+    checkpoints = [path] if (path / NAME).exists() else published(path / "checkpoints")
+    if not checkpoints:
+        raise ValueError(f"{path}: no checkpoint ({NAME}), and no run that has some (checkpoints/)")
+    problems: list[str] = []
+    for folder in checkpoints:
+        found = problems_of(folder)
+        if not found:
+            print(
+                "".join(f"passed over: {problem}\n" for problem in problems),
+                end="",
+                file=sys.stderr,
+            )
+            return folder
+        problems += found
+    raise ValueError(f"{path}: nothing that verifies: {'; '.join(problems)}")

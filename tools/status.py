@@ -31,6 +31,7 @@ from runtime.failures import MOST_ATTEMPTS
 from runtime.log import duration
 
 LOCKS = Path("/proc/locks")
+REFUSED = "its configuration was refused"
 # A run is quiet after this long without a line, and after the time of so many lines.
 QUIET_SECONDS, QUIET_LINES = 600.0, 10
 
@@ -166,7 +167,8 @@ def read_status(folder: Path, now: float) -> Status:
         holder=_text(folder / "control" / "lock"),
         # The last steps before an early end may have no line.
         step=max((n for n in (newest.get("step"), checkpoint) if n is not None), default=None),
-        steps=_steps(folder / "config.toml", problems),
+        # What is refused at its first start has none.
+        steps=_steps(folder / "config.toml", [] if why == REFUSED else problems),
         loss=newest.get("loss"),
         validation_loss=validations[-1] if validations else None,
         tokens_per_second=newest.get("tokens_per_second"),
@@ -209,7 +211,9 @@ def state_of(
         number = f"attempt {failure['attempt']} of {MOST_ATTEMPTS}"
         return "failed", f"{failure.get('reason')}; {number}", failed
     if code := _text(control / "exit_code"):
-        return "failed", f"its launcher ended with {code}", _changed(control / "exit_code")
+        is_refused = code == str(exit_codes.BAD_CONFIG)
+        why = REFUSED if is_refused else f"its launcher ended with {code}"
+        return "failed", why, _changed(control / "exit_code")
     host = _text(control / "lock").rpartition(" on ")[2]
     if host == socket.gethostname() and LOCKS.exists():
         return "failed", "its process is gone without a word", max(begun, last_line)

@@ -16,7 +16,16 @@ from pathlib import Path
 from shlex import join, quote
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from config import load_config
 from config.job_config import Data
@@ -142,6 +151,11 @@ def _write(folder: Path, merges: list[tuple[str, str]]) -> None:
     tokenizer = _build(models.BPE(vocabulary, merges))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL_TOKENS])
     special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
+    # In transformers prompts begin as documents do in training.
+    begin = (SPECIAL_TOKENS[0], special[SPECIAL_TOKENS[0]])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin[0]} $A", pair=f"{begin[0]} $A $B", special_tokens=[begin]
+    )
     companion = {"pattern": LLAMA3_PATTERN, "special_tokens": special}
     ranks = [
         base64.b64encode(bytes(BYTE_OF[char] for char in token)).decode() + f" {i}\n"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoint.checkpointer import Checkpointer, merge
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import NAME, read_manifest
 from checkpoint.states import ModelState
 from checkpoint.storage import write_parts
 from checkpoint.store import STATE_FILE
@@ -295,6 +295,9 @@ def test_broken_initial_weights_are_a_mistake_in_the_configuration(
     for error, before, after in ranks.run(load_initial, 2, tmp_path, ARGS):
         assert error.startswith("checkpoint.initial_load_path: ")
         assert after == before
+    (tmp_path / "step-00000002" / NAME).unlink()
+    for error, _, _ in ranks.run(load_initial, 2, tmp_path, ARGS):
+        assert "step-00000002 has no manifest.json, as checkpoints have, nor Hugging" in error
 
 
 def test_weights_of_a_deeper_model_are_refused(ranks: RankPool, tmp_path: Path) -> None:

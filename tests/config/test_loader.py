@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError, JobConfig, dump_toml, load_config
-from config.job_config import LrScheduler, Training
+from config.job_config import DataSource, LrScheduler, Training
 
 DEBUG_MODEL = Path(__file__).parents[2] / "train_configs" / "debug_model.toml"
 
@@ -189,6 +189,22 @@ def test_unknown_keys_and_tables_suggest_a_known_one(toml: Path, override: str, 
 
 def test_nothing_near_suggests_nothing(toml: Path):
     assert all("did you mean" not in m for m in mistakes(toml, "--training.zzz=3", "--zzz.steps=3"))
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("/data/books/**/*.txt", "books"),
+        ("/data/books.jsonl", "books.jsonl"),
+        ("/data/books/tokens/", "tokens"),
+        ("allenai/c4", "c4"),
+        ("*.txt", "*.txt"),
+        ("", "files"),
+    ],
+)
+def test_a_source_is_called_by_the_end_of_its_path(path: str, label: str):
+    assert DataSource(path=path).label == label
+    assert DataSource(path=path, name="mine").label == "mine"
 
 
 def test_sections_are_frozen(toml: Path):

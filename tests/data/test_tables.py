@@ -79,7 +79,11 @@ def test_parquet_is_a_table_and_named_if_it_is_broken(tmp_path: Path) -> None:
 def test_tables_and_plain_text_do_not_mix(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "b.txt").write_text("plain")
-    with pytest.raises(ValueError, match=r"data\.path mixes tables with .*b\.txt"):
+    with pytest.raises(ValueError, match=r"data\.path mixes tables with .*b\.txt;"):
+        build_sources(files(tmp_path), 0)
+    for name in "cdef":
+        (tmp_path / f"{name}.txt").write_text("plain")
+    with pytest.raises(ValueError, match=r"/b\.txt, .*/c\.txt, .*/d\.txt and 2 more;"):
         build_sources(files(tmp_path), 0)
 
 

@@ -110,6 +110,8 @@ def test_glob_without_match_is_an_error(tmp_path: Path) -> None:
     for pattern in (tmp_path / "*.txt", tmp_path / "folder"):
         with pytest.raises(ValueError, match=r"data\.path: no file matches"):
             matching_files(str(pattern))
+    with pytest.raises(ValueError, match=r"it is a folder: try .*/folder/\*\*/\*\.txt"):
+        matching_files(f"{tmp_path}/folder/")
 
 
 def test_one_file_alone_is_held_out_by_pieces(tmp_path: Path) -> None:

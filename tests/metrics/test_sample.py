@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from metrics.sample import TEMPERATURE, draw, sample
+from metrics.sample import TEMPERATURE, draw, printable, sample
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
@@ -53,6 +53,12 @@ def test_seed_decides_and_ids_stay_below_the_vocabulary(model: nn.Module) -> Non
 
     assert draw(0) == draw(0) != draw(1)
     assert max(draw(0, n_ids=3)) < 3
+
+
+def test_a_terminal_is_told_nothing_but_text() -> None:
+    assert printable("a\x1b[2J\x07\x0e\x9b b\r\tc\n\u00e9\ufffd") == (
+        "a\\x1b[2J\\x07\\x0e\\x9b b\\r\tc\n\u00e9\ufffd"
+    )
 
 
 def test_certain_token_is_drawn() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from subprocess import run as run_command
 
 import pytest
+import torch
 
 from models import find_model
+from models.meta import build_on_meta
 from tests.layouts import CP, PP, TP
 from tests.test_train import ROOT, curve, start
 
@@ -21,7 +23,8 @@ FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With the page's files, where Python finds them."""
     files = dict(FILE.findall(PAGE.read_text()))
-    assert list(files) == ["my_models/relu2.py", "my_models/relu2_sharding.py", "relu2_debug.toml"]
+    models = ["my_models/sizes.py", "my_models/relu2.py", "my_models/relu2_sharding.py"]
+    assert list(files) == [*models, "relu2_debug.toml"]
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -29,6 +32,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "relu2_debug.toml"))
     return tmp_path
+
+
+def test_a_family_has_a_size_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    spec, args = find_model("my_models.sizes:QWEN3", "tiny")
+    model = build_on_meta(spec, args, torch.float32)
+    assert len(spec.blocks(model)) == 8
+    # Tied embeddings of 151,936 x 256, blocks, and the last norm.
+    block = 256 * 32 * (8 + 2 * 4 + 8) + 3 * 256 * 768 + 2 * 256 + 2 * 32
+    assert sum(p.numel() for p in model.parameters()) == args.vocab_size * 256 + 8 * block + 256
 
 
 MESHES = [{PP: "2"}, {TP: "2"}, {CP: "2"}]

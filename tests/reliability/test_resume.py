@@ -155,6 +155,7 @@ def test_a_rollback_is_followed(tmp_path: Path, seen: Callable[[str], None]) -> 
     assert len(list(folder.glob("abandoned-step-*"))) == 2
     with pytest.raises(ValueError, match="there are: 2, 4, 5, 6, 8, 9"):
         roll_back(tmp_path / "debug_model", 7)
+    assert rollback.main([str(tmp_path / "debug_model"), "step-00000004"]) == exit_codes.BAD_CONFIG
     # A copy of the checkpoints alone is no run.
     shutil.rmtree(tmp_path / "debug_model" / "control")
     assert rollback.main([str(tmp_path / "debug_model"), "4"]) == exit_codes.BAD_CONFIG

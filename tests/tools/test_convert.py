@@ -174,6 +174,7 @@ def first_steps(folder: Path, name: str, initial: Path) -> Any:
     keys = {"model.name": name, "data.tokenizer": tokenizer} | RUNS[name][1]
     run(folder, 2, **STEPS, **keys, **{"checkpoint.initial_load_path": str(initial)})
     assert f"weights from {initial}" in log(folder)
+    assert "its ids mean something else" not in log(folder)
     return curve(folder)
 
 
@@ -241,7 +242,7 @@ def test_what_cannot_be_exported_is_refused(
     (data,) = sorted(copy.glob("rank-00001.bin"))
     os.truncate(data, data.stat().st_size - 1)
     assert "rank-00001.bin" in fails(capsys, "export", copy, target)
-    assert "manifest.json" in fails(capsys, "export", tmp_path / "none", target)
+    assert "no such folder" in fails(capsys, "export", tmp_path / "none", target)
     gone = fails(capsys, "export", checkpoint, target, "--tokenizer", tmp_path / "gone.json")
     assert gone.startswith(f"argument --tokenizer: {tmp_path / 'gone.json'}")
     assert "is not the tokenizer that" in fails(

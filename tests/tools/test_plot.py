@@ -20,7 +20,7 @@ def test_losses_are_drawn(tmp_path: Path) -> None:
 def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
     for arguments, told in (
-        ([], "python -m tools.plot"),
+        ([], "required: run_folder, picture"),
         ([str(tmp_path / "none"), "x.png"], "none/metrics.jsonl"),
         ([str(tmp_path), "x.png"], "metrics.jsonl: Unterminated string"),
     ):

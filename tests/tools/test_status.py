@@ -80,7 +80,9 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     reason = "rank 1 (node7) was ended by SIGKILL"
     control = tmp_path / "debug_model" / "control"
     exit_codes.report(control, exit_codes.BAD_CONFIG)
-    assert read(tmp_path).why == "its launcher ended with 2"
+    assert read(tmp_path).why == "its configuration was refused"
+    exit_codes.report(control, exit_codes.FAILED)
+    assert read(tmp_path).why == "its launcher ended with 1"
     record_failure(control, lines=[reason], codes={0: 1, 1: -9})
     told = read(tmp_path)
     assert (told.state, told.why) == ("failed", f"{reason}; attempt 1 of 3")
@@ -151,6 +153,16 @@ def test_torn_and_missing_files_are_named(
             path.unlink()
     told = read(tmp_path)
     assert (told.step, told.loss, told.checkpoint, told.goodput) == (None, None, None, None)
+
+
+def test_a_start_that_was_refused_is_no_torn_run(tmp_path: Path) -> None:
+    control = tmp_path / "debug_model" / "control"
+    control.mkdir(parents=True)
+    (control / "lock").write_text("pid 1 on nowhere")
+    exit_codes.report(control, exit_codes.BAD_CONFIG)
+    told = read(tmp_path)
+    assert (told.state, told.why) == ("failed", "its configuration was refused")
+    assert told.problems == []
 
 
 def test_steps_without_a_line_count_once_they_are_saved(finished: Path, tmp_path: Path) -> None:

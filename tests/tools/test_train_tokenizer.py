@@ -56,6 +56,8 @@ def test_both_formats_are_one_tokenizer(trained: Path, monkeypatch: pytest.Monke
         ids = truth.encode(text, add_special_tokens=False).ids
         assert first.encode(text).tolist() == second.encode(text).tolist() == ids
         assert first.decode(ids) == second.decode(ids) == text
+    # Others' prompts begin as documents do in training.
+    assert truth.encode("a").ids == [first.bos_id, *first.encode("a").tolist()]
     assert len(first.encode("import numpy as np\n    return self")) < 20, "nothing was learned"
 
 
