@@ -26,6 +26,12 @@ class Refusal(Generic[T]):
     """What the user has to change."""
     reason: str
     applies: Callable[[T], bool]
+    numbers: Callable[[T], str] | None = None
+    """Those that do not fit."""
+
+    def message(self, run: T) -> str:
+        numbers = f" ({self.numbers(run)})" if self.numbers is not None else ""
+        return f"{self.key}: {self.reason}{numbers}"
 
 
 def is_set(section: BaseModel, *keys: str) -> bool:

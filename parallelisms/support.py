@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 from config import ConfigError, refusals
 from config.job_config import Experts, JobConfig
@@ -50,15 +50,20 @@ def check_support(
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     run = Run(config, shape, degrees, has_gpu)
-    applying: list[Refusal[Any]] = [row for row in refusals.REFUSALS if row.applies(config)]
-    applying += [row for row in REFUSALS if row.applies(run)]
-    if applying:
-        raise ConfigError([f"{row.key}: {row.reason}" for row in applying])
+    found = [row.message(config) for row in refusals.REFUSALS if row.applies(config)]
+    found += [row.message(run) for row in REFUSALS if row.applies(run)]
+    if found:
+        raise ConfigError(found)
     return degrees
 
 
-def _tp_splits(size: Callable[[Run], int]) -> Callable[[Run], bool]:
-    return lambda run: size(run) % run.degrees.tp != 0
+def _tp_divides(what: str, size: Callable[[Run], int]) -> Refusal[Run]:
+    return Refusal(
+        "parallelism.tensor_parallel_degree",
+        f"must divide {what}",
+        lambda run: size(run) % run.degrees.tp != 0,
+        lambda run: f"{run.degrees.tp} does not divide {size(run)}",
+    )
 
 
 def _key_heads(run: Run) -> int:
@@ -76,8 +81,16 @@ def _ep(run: Run) -> int:
     return run.config.parallelism.expert_parallel_degree
 
 
+def _n_experts(run: Run) -> int:
+    return getattr(run.shape, "n_experts", 0)
+
+
 def _has_experts(run: Run) -> bool:
-    return getattr(run.shape, "n_experts", 0) > 0
+    return _n_experts(run) > 0
+
+
+def _expert_ranks(run: Run) -> int:
+    return run.degrees.dp_shard * run.degrees.cp * run.degrees.tp
 
 
 def _has_expert_mesh(run: Run) -> bool:
@@ -222,11 +235,13 @@ REFUSALS: tuple[Refusal[Run], ...] = (
     Refusal("parallelism.expert_parallel_degree", "the model has no experts",
             lambda run: _ep(run) > 1 and not _has_experts(run)),
     Refusal("parallelism.expert_parallel_degree", "must divide the model's n_experts",
-            lambda run: _has_experts(run) and getattr(run.shape, "n_experts", 0) % _ep(run) != 0),
+            lambda run: _n_experts(run) % _ep(run) != 0,
+            lambda run: f"{_ep(run)} does not divide {_n_experts(run)}"),
     Refusal("parallelism.expert_parallel_degree",
-            "must divide data_parallel_shard_degree * context_ * tensor_parallel_degree",
-            lambda run: _has_experts(run) and run.degrees.dp_shard * run.degrees.cp
-            * run.degrees.tp % _ep(run) != 0),
+            "must divide data_parallel_shard_degree times context_parallel_degree times"
+            " tensor_parallel_degree",
+            lambda run: _has_experts(run) and _expert_ranks(run) % _ep(run) != 0,
+            lambda run: f"{_ep(run)} does not divide {_expert_ranks(run)}"),
     Refusal("parallelism.data_parallel",
             "experts with expert or tensor parallel are on a mesh of their own: it needs fsdp2",
             lambda run: _has_expert_mesh(run) and _is_not_fsdp2(run)),
@@ -237,17 +252,15 @@ REFUSALS: tuple[Refusal[Run], ...] = (
     Refusal("metrics.straggler_window",
             "experts get unequal numbers of tokens, and ranks wait for them in every layer",
             lambda run: _ep(run) > 1 and run.config.metrics.straggler_window > 0),
-    Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_heads",
-            _tp_splits(lambda run: run.shape.n_heads)),
+    _tp_divides("the model's n_heads", lambda run: run.shape.n_heads),
     # Fewer heads than ranks are gathered where they are needed.
-    Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_kv_heads * head_dim",
-            _tp_splits(lambda run: run.shape.n_kv_heads * run.shape.head_dim)),
+    _tp_divides("the model's n_kv_heads * head_dim",
+                lambda run: run.shape.n_kv_heads * run.shape.head_dim),
     # Experts are not cut.
-    Refusal("parallelism.tensor_parallel_degree", "must divide the model's hidden_dim",
-            _tp_splits(lambda run: 0 if _has_experts(run) else run.shape.hidden_dim)),
+    _tp_divides("the model's hidden_dim",
+                lambda run: 0 if _has_experts(run) else run.shape.hidden_dim),
     # Absent, the vocabulary is a multiple of 64.
-    Refusal("parallelism.tensor_parallel_degree", "must divide model.vocab_size",
-            _tp_splits(lambda run: run.config.model.vocab_size or 64)),
+    _tp_divides("model.vocab_size", lambda run: run.config.model.vocab_size or 64),
     Refusal("training.seq_len",
             "must be a multiple of tensor_parallel_degree * context_parallel_degree, of twice that"
             " with context_parallel_method allgather",
@@ -270,8 +283,7 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             lambda run: run.config.parallelism.context_parallel_method == "ulysses"
             and run.shape.n_heads % (run.degrees.cp * run.degrees.tp) != 0
             and run.degrees.cp > 1),
-    Refusal("parallelism.tensor_parallel_degree", "must divide the model's n_key_heads",
-            _tp_splits(_key_heads)),
+    _tp_divides("the model's n_key_heads", _key_heads),
     Refusal("parallelism.context_parallel_degree",
             "gated delta nets are dealt out by heads: it must divide the n_key_heads of a tensor"
             " parallel rank, or be a multiple of them that divides its n_value_heads",
@@ -321,7 +333,9 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             and (run.config.activation_checkpoint.mode != "none" or _is_simple_fsdp(run))),
     Refusal("training.global_batch_size",
             "must be a multiple of training.local_batch_size times the data-parallel ranks",
-            lambda run: not _microbatches(run).is_integer()),
+            lambda run: not _microbatches(run).is_integer(),
+            lambda run: f"{_batch_size(run)} is no multiple of"
+            f" {run.config.training.local_batch_size} * {run.degrees.batch}"),
     Refusal("training.batch_size_ramp",
             "sizes must grow from phase to phase, and from the last to training.global_batch_size",
             lambda run: any(a >= b for a, b in pairwise([*_ramp(run), _batch_size(run)]))),

@@ -29,6 +29,8 @@ def refused(bad: Bad, folder: Path) -> list[str]:
 
 def test_every_row_is_met_by_a_bad_configuration(tmp_path: Path):
     met = {message for bad in BAD for message in refused(bad, tmp_path)}
+    # Some end with the numbers that do not fit.
+    met |= {message.rpartition(" (")[0] for message in met}
     assert [message for message in MESSAGES if message not in met] == []
 
 
@@ -60,6 +62,7 @@ def test_tensor_parallel_has_to_divide_each_size_of_the_model(size: str):
         check_support(config, Shape(**{size: 6}), world_size=4, has_gpu=True)
     (message,) = caught.value.messages
     assert f"the model's {size}" in message
+    assert message.endswith("(4 does not divide 6)")
 
 
 def test_the_page_is_current():
