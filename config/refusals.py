@@ -26,12 +26,12 @@ class Refusal(Generic[T]):
     """What the user has to change."""
     reason: str
     applies: Callable[[T], bool]
-    numbers: Callable[[T], str] | None = None
-    """Those that do not fit."""
+    seen: Callable[[T], str] | None = None
+    """What does not fit."""
 
     def message(self, run: T) -> str:
-        numbers = f" ({self.numbers(run)})" if self.numbers is not None else ""
-        return f"{self.key}: {self.reason}{numbers}"
+        seen = f" ({self.seen(run)})" if self.seen is not None else ""
+        return f"{self.key}: {self.reason}{seen}"
 
 
 def is_set(section: BaseModel, *keys: str) -> bool:
@@ -152,7 +152,8 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
             and is_set(config.data, "source", "path", "subset", "text_key")),
     Refusal("data.sources", "two are called the same: give each a name",
             lambda config: len({s.label for s in config.data.mixture})
-            < len(config.data.mixture)),
+            < len(config.data.mixture),
+            lambda config: ", ".join(sorted(s.label for s in config.data.mixture))),
     Refusal("data.path", "must say what to read with files, tokens or huggingface",
             _any_source(lambda source: source.type in ("files", "tokens", "huggingface")
                         and not source.path)),

@@ -29,7 +29,7 @@ def refused(bad: Bad, folder: Path) -> list[str]:
 
 def test_every_row_is_met_by_a_bad_configuration(tmp_path: Path):
     met = {message for bad in BAD for message in refused(bad, tmp_path)}
-    # Some end with the numbers that do not fit.
+    # Some end with what does not fit.
     met |= {message.rpartition(" (")[0] for message in met}
     assert [message for message in MESSAGES if message not in met] == []
 
