@@ -162,5 +162,7 @@ def warn_of_tokenizer(job: Job) -> None:
         fingerprint = read_manifest(folder)["fingerprints"]["tokenizer"]
         is_same = fingerprint in (None, job.tokenizer.fingerprint)
     if not is_same:
-        text = "data.tokenizer: %s is not that of %s: its ids mean something else to these weights"
+        text = (
+            "data.tokenizer: %s is not that of %s: its ids may mean something else to these weights"
+        )
         logger.warning(text, job.config.data.tokenizer, folder)

@@ -115,7 +115,7 @@ class BatchSizePhase(Section):
 
 
 class Training(Section):
-    steps: Count = 100
+    steps: Count = 1000
     """Optimizer updates of the whole run."""
     seq_len: Count = 2048
     """Tokens per sequence."""

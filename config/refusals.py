@@ -3,6 +3,7 @@
 What depends on those is in ``parallelisms/support.py``, which checks both tables.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -41,6 +42,11 @@ def is_set(section: BaseModel, *keys: str) -> bool:
 
 def _any_source(applies: Callable[[DataSource], bool]) -> Callable[[JobConfig], bool]:
     return lambda config: any(applies(source) for source in config.data.mixture)
+
+
+def _shared_labels(config: JobConfig) -> list[str]:
+    counts = Counter(source.label for source in config.data.mixture)
+    return [label for label, count in counts.items() if count > 1]
 
 
 def _is_horizon_passed(config: JobConfig) -> bool:
@@ -151,9 +157,8 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
             lambda config: len(config.data.sources) > 0
             and is_set(config.data, "source", "path", "subset", "text_key")),
     Refusal("data.sources", "two are called the same: give each a name",
-            lambda config: len({s.label for s in config.data.mixture})
-            < len(config.data.mixture),
-            lambda config: ", ".join(sorted(s.label for s in config.data.mixture))),
+            lambda config: len(_shared_labels(config)) > 0,
+            lambda config: ", ".join(_shared_labels(config))),
     Refusal("data.path", "must say what to read with files, tokens or huggingface",
             _any_source(lambda source: source.type in ("files", "tokens", "huggingface")
                         and not source.path)),

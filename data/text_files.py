@@ -42,12 +42,10 @@ def matching_files(pattern: str) -> list[tuple[Path, str]]:
     """(path, name) of what the glob ``data.path`` matches; raise ``ValueError`` if nothing."""
     paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
     if not paths:
-        hint = (
-            f"; it is a folder: try {pattern.rstrip('/')}/**/*.txt"
-            if Path(pattern).is_dir()
-            else ""
-        )
-        raise ValueError(f"data.path: no file matches {pattern!r}{hint}")
+        text = f"data.path: no file matches {pattern!r}"
+        if Path(pattern).is_dir():
+            text += f"; it is a folder: try {pattern.rstrip('/')}/**/*.txt"
+        raise ValueError(text)
     root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
     return [(path, path.relative_to(root).as_posix()) for path in paths]
 

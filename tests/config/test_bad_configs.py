@@ -313,7 +313,7 @@ BAD = [
     Bad("data.subset", "--data.source c4 --data.subset en", says="does nothing"),
     Bad("data.sources", "--data.text_key a", toml=SOURCES, says="beside it"),
     Bad("data.max_bad_records", "--data.max_bad_records 5", says="on_bad_record"),
-    Bad("data.sources", toml=SOURCES + SOURCES, says="same: give each a name (*.txt, *.txt)"),
+    Bad("data.sources", toml=SOURCES + SOURCES, says="same: give each a name (*.txt)"),
     Bad("data.sources[0].weight", toml=SOURCES + "weight = 0.0", says="greater than 0"),
     Bad("data.sources[0].wait", toml=SOURCES + "wait = 1.0", says="weight"),
     Bad("data.sources", toml="[data]\nsources = 3", says="list"),
