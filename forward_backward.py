@@ -1,6 +1,6 @@
 """A step's microbatches through the model, forward and backward: the inside of the loop."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -11,14 +11,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Compile, Parallelism
-from data.loader import Batch, count_valid
+from data.loader import Batch
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import sequence_part, whole_sequence
 from parallelisms.elastic import GradientTree
 from parallelisms.gradient_reduction import begin_microbatch
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.pipeline_parallel import build_schedule, sum_tied
-from runtime.distributed import sum_in_order, sum_over
 
 
 class Runner(Protocol):
@@ -38,25 +37,6 @@ class Runner(Protocol):
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits (b, s, vocab_size), whole on each rank."""
-
-
-def validation_losses(
-    runner: Runner, held_out: Mapping[str, list[Batch]], dims: ParallelDims
-) -> dict[str, float]:
-    """Cross entropy in nats per token, over all ranks: of all held-out batches together under "",
-    and of each source, if there are several, under its label."""
-    parts = [batches for batches in held_out.values() if batches]
-    groups = {"": [batch for batches in parts for batch in batches]}
-    if len(parts) > 1:
-        groups |= held_out
-    losses = runner.evaluate(groups[""])
-    found, begin = {}, 0
-    for label, batches in groups.items():
-        n_tokens = sum_over(torch.tensor(count_valid(batches)), dims.batch_mesh)
-        own = losses if label == "" else losses[begin : begin + len(batches)]
-        begin += 0 if label == "" else len(batches)
-        found[label] = sum_in_order(own, dims.data_mesh).item() / int(n_tokens)
-    return found
 
 
 def build_runner(

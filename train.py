@@ -28,17 +28,15 @@ from checkpoint.hugging_face import is_hugging_face, load_weights
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import Checkpoint
-from data.feed import Feed, take_together
-from data.loader import Batch, BatchLoader
-from forward_backward import Runner, build_runner, validation_losses
+from data.feed import Feed
+from data.loader import BatchLoader
+from forward_backward import build_runner
 from job import Job, check_resume, facts_of, resolve, warn_of_tokenizer
-from metrics.bits_per_byte import bits_per_nat
 from metrics.data_shares import data_shares
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
 from metrics.ledger import Attempt, Ledger
 from metrics.logger import MetricsLogger
 from metrics.profiling import profiler
-from metrics.sample import printable, sample
 from metrics.stragglers import Stragglers
 from models.meta import build_on_meta
 from optim.expert_balance import ExpertBalance
@@ -49,10 +47,9 @@ from optim.optimizer import build_optimizer
 from optim.schedule import lr_factor
 from optim.spikes import SpikeGuard
 from parallelisms.elastic import GradientTree, apply_elastic
-from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.mixed_precision import mixed_precision_policy
-from parallelisms.parallel_dims import ParallelDims, sequence_multiple
+from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
 from parallelisms.shared_parameters import shared_names
@@ -63,13 +60,11 @@ from runtime.compat import keep_freed_memory, set_timeout
 from runtime.control import STOP_FILE, RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending
-from runtime.flex_attention import use_flex_attention
-from runtime.fused_delta_rule import use_fused_delta_rule
-from runtime.grouped_mm import avoid_wrong_grouped_mm
+from runtime.kernels import choose_kernels
 from runtime.log import init_logging, logger
-from runtime.matmul import choose_float32_matmul
 from runtime.post_mortem import Witness
 from runtime.together import on_first
+from validation import HeldOut, written_text
 
 gc.freeze()
 gc.enable()
@@ -100,7 +95,6 @@ def main(job: Job, witness: Witness) -> int:
     dims = ParallelDims.build(config.parallelism, world_size, device.type)
     set_seed(config.debug)
     if device.type == "cpu":
-        choose_float32_matmul()
         keep_freed_memory()
     control.begin(is_writer=rank == 0)
     logger.info("ranks: %d on %s, %s", world_size, device.type, dims.degrees)
@@ -152,20 +146,17 @@ def main(job: Job, witness: Witness) -> int:
     # 4. Shard it, then give it memory and weights
     mp_policy = mixed_precision_policy(training, device)
     heads = args.n_heads, args.n_kv_heads
-    if device.type == "cuda" and job.wants_flex_attention:
-        use_flex_attention(
-            job.spec.attentions(model),
-            dtype=mp_policy.param_dtype,
-            heads=heads,
-            head_dim=args.head_dim,
-        )
-    if device.type == "cuda":
-        avoid_wrong_grouped_mm(job.spec.moes(model), dtype=mp_policy.param_dtype)
-        use_fused_delta_rule(
-            job.spec.delta_nets(model),
-            dtype=mp_policy.param_dtype,
-            n_ranks=dims.degrees.tp * dims.degrees.cp,
-        )
+    choose_kernels(
+        device,
+        attentions=job.spec.attentions(model),
+        moes=job.spec.moes(model),
+        delta_nets=job.spec.delta_nets(model),
+        dtype=mp_policy.param_dtype,
+        heads=heads,
+        head_dim=args.head_dim,
+        is_masked=job.wants_flex_attention,
+        n_ranks=dims.degrees.tp * dims.degrees.cp,
+    )
     stages = parallelize(
         model,
         dims,
@@ -198,11 +189,10 @@ def main(job: Job, witness: Witness) -> int:
     peak = peak_flops(device, config.metrics.peak_tflops)
     if peak is not None and dims.degrees.pp == 1 and not has_experts:
         warn_of_traffic(
+            model,
             dims,
             config.parallelism,
             mp_policy,
-            n_parameters=n_parameters,
-            n_float8=gathered_in_float8(model),
             n_tokens=training.local_batch_size * training.seq_len // dims.degrees.cp,
             microbatches=loader.microbatches,
             flops_per_token=flops[0],
@@ -225,11 +215,8 @@ def main(job: Job, witness: Witness) -> int:
         config=config.numerics,
     )
     spikes = SpikeGuard(config.numerics)
-    experts = None
-    if has_experts:
-        # A pipeline stage may be without one, and still waits for what others tell.
-        moes, rate = job.spec.moes(model), config.experts.balance_bias_rate
-        experts = ExpertBalance(moes, dims.data_mesh, rate=rate, device=device)
+    moes, rate = job.spec.moes(model), config.experts.balance_bias_rate
+    balance = ExpertBalance(moes, dims.data_mesh, rate=rate, device=device)
 
     # 6. Checkpoint: resume from the newest that verifies
     state = TrainState()
@@ -267,15 +254,10 @@ def main(job: Job, witness: Witness) -> int:
 
     # 7. What is seen
     loader.start()
-    n_held_out = config.validation.steps * loader.microbatches
-    held_out = {
-        label: take_together(build_loader(mixture), n_held_out, control)[0]
-        for label, mixture in job.held_out.items()
-    }
-    bits: float | None = None
-    if held_out and job.tokenizer.byte_lengths is not None:
-        labels = (batch.labels for batches in held_out.values() for batch in batches)
-        bits = bits_per_nat(labels, job.tokenizer.byte_lengths, dims.batch_mesh)
+    held_out = None
+    if job.held_out:
+        loaders = {label: build_loader(mixture) for label, mixture in job.held_out.items()}
+        held_out = HeldOut(job, loaders, dims, control)
     metrics = MetricsLogger(
         run_folder,
         config.metrics,
@@ -299,9 +281,10 @@ def main(job: Job, witness: Witness) -> int:
         stragglers = Stragglers(blocks, window=window, device=device)
 
     def validate() -> None:
-        with metrics.paused():
-            losses = validation_losses(runner, held_out, dims)
-            metrics.log_validation(state.step, losses, bits_per_nat=bits)
+        if held_out is not None:
+            with metrics.paused():
+                losses = held_out.losses(runner)
+                metrics.log_validation(state.step, losses, bits_per_nat=held_out.bits_per_nat)
 
     def save(*, wait: bool = False) -> None:
         with metrics.paused():
@@ -332,7 +315,7 @@ def main(job: Job, witness: Witness) -> int:
         attention_order(heads=heads, head_dim=args.head_dim),
         profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step,
     ):
-        if held_out and state.step == 0:
+        if state.step == 0:
             validate()
         while state.step < training.steps:
             data = feed.take(state.step + 1, is_writing=checkpointer.is_writing)
@@ -348,8 +331,7 @@ def main(job: Job, witness: Witness) -> int:
 
             state.step += 1
             witness.step = state.step
-            if experts is not None:
-                experts.begin_step(data.n_rows / job.global_batch_size)
+            balance.begin_step(data.n_rows / job.global_batch_size)
             losses = runner.train(data.microbatches, data.n_tokens)
             norms = local_norms(parameters)
             grad_norm = clip_grad_norm_(
@@ -366,8 +348,7 @@ def main(job: Job, witness: Witness) -> int:
             guard.check(state.step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            if experts is not None:
-                experts.finish_step(guard.found_inf)
+            balance.finish_step(guard.found_inf)
             loader.commit(data.microbatches)
             state.tokens += data.n_tokens
             metrics.count(data.n_tokens, data.waited)
@@ -376,7 +357,7 @@ def main(job: Job, witness: Witness) -> int:
             is_last = state.step == training.steps
             is_saved = checkpointer.is_due(state.step)
             is_logged = is_last or metrics.is_due(state.step)
-            extra = {} if stragglers is None else stragglers.finish_step()
+            slowest = {} if stragglers is None else stragglers.finish_step()
             is_over = (is_logged or is_saved) and guard.look()
             if is_logged or reads_every_step:
                 loss = sum_in_order(losses, dims.data_mesh).item()
@@ -384,12 +365,12 @@ def main(job: Job, witness: Witness) -> int:
             if ledger is not None:
                 ledger.log(state.step, data.microbatches, **values)
             if is_logged:
-                if experts is not None:
-                    extra |= experts.look()
-                extra |= data_shares(loader.consumed(), sources, dims.batch_mesh)
-                extra |= {"skipped_steps": guard.skipped, "bad_records": data.n_bad_records}
-                reached = {"lr": lr, "tokens": state.tokens}
-                metrics.log(state.step, job.steps_left(state.step), values | reached | extra)
+                seen = {"lr": lr, "tokens": state.tokens, **slowest}
+                # A pipeline stage may be without experts, and still waits for what others tell.
+                seen |= balance.look() if has_experts else {}
+                seen |= data_shares(loader.consumed(), sources, dims.batch_mesh)
+                seen |= {"skipped_steps": guard.skipped, "bad_records": data.n_bad_records}
+                metrics.log(state.step, job.steps_left(state.step), values | seen)
             # Ranks must decide alike, to the last bit: rank 0's values are what counts.
             if spikes.is_on and spikes.is_spike(state.step, **on_first(values.copy)):
                 if spikes.is_over:
@@ -410,7 +391,7 @@ def main(job: Job, witness: Witness) -> int:
                 set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
             if canary_freq and state.step % canary_freq == 0:
                 check_replicas(model, dims.weight_mesh, optimizer, tied=tied)
-            if held_out and (is_last or state.step % config.validation.freq == 0):
+            if is_last or state.step % config.validation.freq == 0:
                 validate()
             if is_saved:
                 save()
@@ -420,7 +401,7 @@ def main(job: Job, witness: Witness) -> int:
         if ending == exit_codes.DATA_ENDED:
             if state.tokens == 0:
                 raise ConfigError(["data: no document has text"])
-            if held_out and state.step % config.validation.freq:
+            if state.step % config.validation.freq:
                 validate()
 
     # 9. The end
@@ -437,7 +418,7 @@ def main(job: Job, witness: Witness) -> int:
     if ledger is not None:
         ledger.close()
     if ending in (None, exit_codes.DATA_ENDED) and config.validation.sample_tokens > 0:
-        logger.info("the model writes:\n%s", written_text(runner, job, dims))
+        logger.info("the model writes:\n%s", written_text(job, runner, dims))
     log_whereabouts(config, run_folder, state.step, ending)
     if ending != exit_codes.NOT_SAVED:
         control.end("done" if ending is None else f"stopped {ending.reason}")
@@ -469,22 +450,6 @@ def attempt_of(
         n_rows=job.global_batch_size,
         ramp=job.ramp,
     )
-
-
-def written_text(runner: Runner, job: Job, dims: ParallelDims) -> str:
-    """The prompt and what the model makes of it. A collective under sharding."""
-    config, tokenizer = job.config, job.tokenizer
-    prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
-    tokens = sample(
-        lambda tokens: runner.logits(Batch(tokens, tokens, None, None)),
-        prompt,
-        count=config.validation.sample_tokens,
-        n_ids=tokenizer.n_vocab,
-        seq_len=config.training.seq_len,
-        multiple_of=sequence_multiple(dims.degrees, config.parallelism.context_parallel_method),
-        seed=config.debug.seed,
-    )
-    return printable(config.validation.sample_prompt + tokenizer.decode(tokens))
 
 
 def log_whereabouts(config: JobConfig, run_folder: Path, step: int, ending: Ending | None) -> None:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from config.job_config import Parallelism
+from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.parallel_dims import ParallelDims
 from runtime.log import logger
 
@@ -27,12 +29,11 @@ class Traffic:
 
 
 def warn_of_traffic(
+    model: nn.Module,
     dims: ParallelDims,
     parallelism: Parallelism,
     mp_policy: MixedPrecisionPolicy,
     *,
-    n_parameters: int,
-    n_float8: int,
     n_tokens: int,
     microbatches: int,
     flops_per_token: float,
@@ -48,8 +49,8 @@ def warn_of_traffic(
     traffic = step_traffic(
         parallelism,
         mp_policy,
-        n_parameters=n_parameters // tp,
-        n_float8=n_float8 // tp,
+        n_parameters=sum(p.numel() for p in model.parameters()) // tp,
+        n_float8=gathered_in_float8(model) // tp,
         n_shards=dims.weight_mesh["dp_shard_cp"].size(),
         n_replicas=dims.weight_mesh["dp_replicate"].size(),
         microbatches=microbatches,

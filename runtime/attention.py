@@ -13,7 +13,7 @@ from torch.nn.attention import (
 )
 
 from runtime.compat import is_installed
-from runtime.kernels import check_kernel
+from runtime.kernel_check import check_kernel
 from runtime.log import logger
 
 # On Hopper cuDNN's is nearly twice as fast as FlashAttention 2; PyTorch's own order depends on its

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from runtime.compat import is_installed
-from runtime.kernels import check_kernel
+from runtime.kernel_check import check_kernel
 from runtime.log import logger
 
 # Added to the decay where a document starts: what is left of the state before is e^-50 of it. More

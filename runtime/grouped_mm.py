@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from runtime.kernels import check_kernel
+from runtime.kernel_check import check_kernel
 from runtime.log import logger
 
 # Tokens of experts. Gradients of those without any are whatever was in memory on Blackwell, as of

@@ -1,35 +1,36 @@
-"""Whether a kernel computes what it should: tried on the device where it is to run."""
-
-from collections.abc import Callable
+"""Which kernels compute a model on this device: the fastest that are here, and right."""
 
 import torch
+import torch.nn as nn
 
-# Of a kernel's results in bfloat16 the largest error over the largest element: a few of its last
-# bits, each 2^-8. One position too many or too few is worth far more.
-MOST_ERROR = 2**-5
+from runtime.flex_attention import use_flex_attention
+from runtime.fused_delta_rule import use_fused_delta_rule
+from runtime.grouped_mm import avoid_wrong_grouped_mm
+from runtime.matmul import choose_float32_matmul
 
-Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
+def choose_kernels(
+    device: torch.device,
+    *,
+    attentions: list[nn.Module],
+    moes: list[nn.Module],
+    delta_nets: list[nn.Module],
+    dtype: torch.dtype | None,
+    heads: tuple[int, int],
+    head_dim: int,
+    is_masked: bool,
+    n_ranks: int,
+) -> None:
+    """Try each kernel with the model's sizes; where it computes the same, have the modules use it.
 
-def check_kernel(fast: Kernel, exact: Kernel, drawn: list[torch.Tensor]) -> None:
-    """Raise ``ArithmeticError`` unless ``fast`` in bfloat16 has the outputs and gradients of
-    ``exact`` in float64, for the inputs ``drawn``, to ``MOST_ERROR``."""
-    results = []
-    for compute, dtype in ((fast, torch.bfloat16), (exact, torch.float64)):
-        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in drawn]
-        out = compute(*inputs)
-        outs = (out,) if isinstance(out, torch.Tensor) else out
-        gradients = [each.detach().clone() for each in outs]
-        # Gradients get this memory, if PyTorch's allocator has it: what a kernel leaves unwritten
-        # there is seen, where new memory is 0.
-        for given in inputs:
-            torch.full_like(given, torch.nan)
-        results.append([*outs, *torch.autograd.grad(outs, inputs, gradients)])
-    pairs = zip(*results, strict=True)
-    error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max()
-    if error.is_cuda:
-        # It took more than it gives back by itself.
-        torch.cuda.empty_cache()
-    # What is not a number is no small error.
-    if not error <= MOST_ERROR:
-        raise ArithmeticError(f"its results are off by {error:.0e} of the largest")
+    ``dtype``: of compute. ``heads``: of queries and of keys, which ``n_ranks`` share.
+    ``is_masked``: whether attention has other masks than the causal one. Mutates the modules and
+    PyTorch's settings.
+    """
+    if device.type == "cpu":
+        choose_float32_matmul()
+        return
+    if is_masked:
+        use_flex_attention(attentions, dtype=dtype, heads=heads, head_dim=head_dim)
+    avoid_wrong_grouped_mm(moes, dtype=dtype)
+    use_fused_delta_rule(delta_nets, dtype=dtype, n_ranks=n_ranks)

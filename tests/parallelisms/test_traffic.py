@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from config.job_config import Parallelism
@@ -77,13 +78,13 @@ def warnings(bandwidth: float, n_tokens: int, n_float8: int, tp: int) -> list[st
     with (
         patch.object(subject, "_bus_bandwidth", lambda mesh: bandwidth),
         patch.object(subject, "step_traffic", of_many),
+        patch.object(subject, "gathered_in_float8", lambda model: n_float8),
     ):
         warn_of_traffic(
+            nn.Linear(100_000, 80_000, bias=False, device="meta"),
             dims,
             parallelism,
             MIXED,
-            n_parameters=8_000_000_000,
-            n_float8=n_float8,
             n_tokens=n_tokens,
             microbatches=2,
             flops_per_token=6 * 8e9,

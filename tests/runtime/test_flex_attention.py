@@ -28,7 +28,7 @@ from runtime.flex_attention import (
     check_flex_attention,
     use_flex_attention,
 )
-from runtime.kernels import MOST_ERROR
+from runtime.kernel_check import MOST_ERROR
 
 # Dense products on a CPU are what is wanted here.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

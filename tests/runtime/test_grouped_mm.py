@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from models.moe import Experts, MoE
 from runtime import grouped_mm as module
 from runtime.grouped_mm import avoid_wrong_grouped_mm, check_grouped_mm
-from runtime.kernels import MOST_ERROR
+from runtime.kernel_check import MOST_ERROR
 
 SHAPE = torch.Size((64, 32))
 
