@@ -40,6 +40,15 @@ def is_set(section: BaseModel, *keys: str) -> bool:
     return any(getattr(section, key) != getattr(type(section)(), key) for key in keys)
 
 
+def _only_with(key: str, needs: str, is_met: Callable[[JobConfig], bool]) -> Refusal[JobConfig]:
+    section, name = key.split(".")
+    return Refusal(
+        key,
+        f"does nothing unless {needs}",
+        lambda config: not is_met(config) and is_set(getattr(config, section), name),
+    )
+
+
 def _any_source(applies: Callable[[DataSource], bool]) -> Callable[[JobConfig], bool]:
     return lambda config: any(applies(source) for source in config.data.mixture)
 
@@ -80,39 +89,26 @@ def _is_mixed(config: JobConfig) -> bool:
 
 
 REFUSALS: tuple[Refusal[JobConfig], ...] = (
-    Refusal("optimizer.muon_momentum", "does nothing unless optimizer.name is muon",
-            lambda config: not _has_muon(config)
-            and is_set(config.optimizer, "muon_momentum")),
+    _only_with("optimizer.muon_momentum", "optimizer.name is muon", _has_muon),
     Refusal("optimizer.muon_momentum", f"must be at most 0.99609375{SHORT_MOMENTS}",
             lambda config: _has_short_moments(config)
             and config.optimizer.muon_momentum > MAX_BFLOAT16_DECAY),
     Refusal("optimizer.name", "debug.determinism elastic is proved for adamw only",
             lambda config: _has_muon(config) and is_elastic(config)),
-    Refusal("optimizer.state_dtype", "does nothing unless training.dtype is float32",
-            lambda config: not _is_mixed(config) and _has_short_moments(config)),
+    _only_with("optimizer.state_dtype", "training.dtype is float32", _is_mixed),
     Refusal("optimizer.beta1", f"must be at most 0.99609375{SHORT_MOMENTS}",
             lambda config: _has_short_moments(config)
             and config.optimizer.beta1 > MAX_BFLOAT16_DECAY),
     Refusal("optimizer.beta2", f"must be at most 0.99609375{SHORT_MOMENTS}",
             lambda config: _has_short_moments(config)
             and config.optimizer.beta2 > MAX_BFLOAT16_DECAY),
-    Refusal("training.mixed_precision_param", "does nothing unless training.dtype is float32",
-            lambda config: not _is_mixed(config)
-            and is_set(config.training, "mixed_precision_param")),
-    Refusal("training.mixed_precision_reduce", "does nothing unless training.dtype is float32",
-            lambda config: not _is_mixed(config)
-            and is_set(config.training, "mixed_precision_reduce")),
-    Refusal("training.mixed_precision_output", "does nothing unless training.dtype is float32",
-            lambda config: not _is_mixed(config)
-            and is_set(config.training, "mixed_precision_output")),
-    Refusal("activation_checkpoint.selective",
-            "does nothing unless activation_checkpoint.mode is selective",
-            lambda config: config.activation_checkpoint.mode != "selective"
-            and is_set(config.activation_checkpoint, "selective")),
-    Refusal("activation_checkpoint.memory_budget",
-            "does nothing unless activation_checkpoint.mode is memory_budget",
-            lambda config: not has_budget(config)
-            and is_set(config.activation_checkpoint, "memory_budget")),
+    _only_with("training.mixed_precision_param", "training.dtype is float32", _is_mixed),
+    _only_with("training.mixed_precision_reduce", "training.dtype is float32", _is_mixed),
+    _only_with("training.mixed_precision_output", "training.dtype is float32", _is_mixed),
+    _only_with("activation_checkpoint.selective", "activation_checkpoint.mode is selective",
+               lambda config: config.activation_checkpoint.mode == "selective"),
+    _only_with("activation_checkpoint.memory_budget",
+               "activation_checkpoint.mode is memory_budget", has_budget),
     Refusal("activation_checkpoint.mode",
             "memory_budget is kept by the compiler: it needs compile.enable, and compile.backend"
             " inductor or aot_eager_decomp_partition",
@@ -143,9 +139,8 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
     Refusal("numerics.on_spike", "rollback goes to a checkpoint: it needs checkpoint.enable",
             lambda config: config.numerics.on_spike == "rollback"
             and not config.checkpoint.enable),
-    Refusal("numerics.max_skipped", "does nothing unless numerics.on_nonfinite is skip",
-            lambda config: config.numerics.on_nonfinite != "skip"
-            and is_set(config.numerics, "max_skipped")),
+    _only_with("numerics.max_skipped", "numerics.on_nonfinite is skip",
+               lambda config: config.numerics.on_nonfinite == "skip"),
     Refusal("numerics.spike_sigmas",
             "does nothing, like spike_window and max_rollbacks, unless on_spike is rollback",
             lambda config: config.numerics.on_spike != "rollback"
@@ -169,9 +164,8 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
     Refusal("data.text_key", "does nothing with builtin, tokens or c4",
             _any_source(lambda source: source.type in ("builtin", "tokens", "c4")
                         and source.text_key != DataSource().text_key)),
-    Refusal("data.max_bad_records", "does nothing unless data.on_bad_record is skip",
-            lambda config: config.data.on_bad_record != "skip"
-            and is_set(config.data, "max_bad_records")),
+    _only_with("data.max_bad_records", "data.on_bad_record is skip",
+               lambda config: config.data.on_bad_record == "skip"),
     Refusal("data.validation_percent", "must be more than 0 for validation.enable",
             lambda config: config.validation.enable
             and any(s.type in ("builtin", "files", "tokens") for s in config.data.mixture)
