@@ -1,17 +1,11 @@
 """A configuration becomes a job: what it names is looked up and checked, before any rank."""
 
-import platform
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from checkpoint.hugging_face import TOKENIZER_FILE, is_hugging_face
-from checkpoint.manifest import read_manifest
-from config import ConfigError, JobConfig
-from config.changes import changed_arguments, compare
+from config import JobConfig
 from data.batch_size import Ramp, batch_size_of, sequences_in
 from data.mixture import Mixture
 from data.sources import build_sources
@@ -19,9 +13,6 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_model
 from parallelisms.support import check_support
 from runtime.log import logger
-
-# Letters, digits, blanks and what is not ASCII: tokenizers differ in all of them.
-SAMPLE = "The naïve fox: 3.14159\n\n\tif (x != y):  return «世界»"
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ class Job:
         return (total - done) / self.batch_size(step)
 
     @property
-    def wants_flex_attention(self) -> bool:
+    def has_masks(self) -> bool:
         """Whether attention is masked by more than causality, by documents or where keys are
         gathered. Zero bubble goes through a graph twice, which compiled ones forbid."""
         parallelism = self.config.parallelism
@@ -86,10 +77,10 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     total_steps = config.lr_scheduler.total_steps or config.training.steps
     warmup = config.lr_scheduler.warmup_steps
     if warmup > total_steps:
-        share, text = total_steps / warmup, "lr_scheduler.warmup_steps: %d of %d steps"
         logger.warning(
-            f"{text}: lr only grows, to %.0f %% of optimizer.lr", warmup, total_steps, 100 * share
-        )
+            "lr_scheduler.warmup_steps: %d of %d steps: lr only grows, to %.0f %% of optimizer.lr",
+            warmup, total_steps, 100 * total_steps / warmup,
+        )  # fmt: skip
     weights = [source.weight for source in config.data.mixture]
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
@@ -121,48 +112,3 @@ def resolve(config: JobConfig, world_size: int) -> Job:
         ramp=[(p.steps, p.global_batch_size) for p in config.training.batch_size_ramp],
         total_steps=total_steps,
     )
-
-
-def facts_of(job: Job) -> dict[str, Any]:
-    """What a checkpoint says of the run that it is of, as JSON."""
-    return {
-        "config": job.config.model_dump(),
-        "model_args": asdict(job.args),
-        "fingerprints": {
-            "tokenizer": job.tokenizer.fingerprint,
-            "data": job.train.fingerprint,
-        },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-
-
-def check_resume(job: Job, manifest: dict[str, Any]) -> None:
-    """Tell what changed since the checkpoint; raise ``ConfigError`` if it is of another run."""
-    changes = compare(manifest["config"], job.config)
-    changes.refuse_frozen()
-    # Heads, rotary base, epsilon: they change no shape, so that nothing else would notice.
-    arguments = changed_arguments(manifest["model_args"], job.args)
-    if arguments:
-        raise ConfigError([f"model.flavor: {text} since the checkpoint" for text in arguments])
-    for text in (*changes.recorded, *changes.free, *changes.gone):
-        logger.info("changed since the checkpoint: %s", text)
-
-
-def warn_of_tokenizer(job: Job) -> None:
-    """Tell if the weights that a run starts from were trained on other tokens than its data's."""
-    folder = Path(job.config.checkpoint.initial_load_path)
-    if is_hugging_face(folder):
-        try:
-            theirs = load_tokenizer(str(folder / TOKENIZER_FILE)).encode(SAMPLE)
-        except (OSError, ValueError) as error:
-            logger.info("not known whether these weights were trained on such tokens: %s", error)
-            return
-        is_same = np.array_equal(theirs, job.tokenizer.encode(SAMPLE))
-    else:
-        fingerprint = read_manifest(folder)["fingerprints"]["tokenizer"]
-        is_same = fingerprint in (None, job.tokenizer.fingerprint)
-    if not is_same:
-        text = (
-            "data.tokenizer: %s is not that of %s: its ids may mean something else to these weights"
-        )
-        logger.warning(text, job.config.data.tokenizer, folder)

@@ -13,25 +13,21 @@ gc.disable()
 import json
 import os
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from checkpoint.checkpointer import Checkpointer
-from checkpoint.hugging_face import is_hugging_face, load_weights
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
-from config.job_config import Checkpoint
 from data.feed import Feed
 from data.loader import BatchLoader
 from forward_backward import build_runner
-from job import Job, check_resume, facts_of, resolve, warn_of_tokenizer
+from job import Job, resolve
 from metrics.data_shares import data_shares
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
 from metrics.ledger import Attempt, Ledger
@@ -54,12 +50,13 @@ from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
 from parallelisms.shared_parameters import shared_names
 from parallelisms.traffic import warn_of_traffic
+from resume import TrainState, check_resume, facts_of, restore
 from runtime import exit_codes
 from runtime.attention import attention_order
 from runtime.compat import keep_freed_memory, set_timeout
-from runtime.control import STOP_FILE, RunControl
+from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
-from runtime.exit_codes import Ending
+from runtime.exit_codes import Ending, stopped_by
 from runtime.kernels import choose_kernels
 from runtime.log import init_logging, logger
 from runtime.post_mortem import Witness
@@ -70,33 +67,19 @@ gc.freeze()
 gc.enable()
 
 
-@dataclass
-class TrainState:
-    step: int = 0
-    tokens: int = 0
-    """Tokens trained on, over all ranks."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens": self.tokens}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self.tokens = state_dict["step"], state_dict["tokens"]
-
-
 @record
 def main(job: Job, witness: Witness) -> int:
     """Train as ``job`` says; return the exit code. ``witness`` is told the step."""
     # 1. Ranks: signals first, for they may come at any time
     config, training = job.config, job.config.training
-    run_folder = Path(config.job.output_dir) / config.job.name
-    control = RunControl(run_folder / "control")
+    run_folder = config.job.folder
+    control = RunControl(run_folder / "control", is_writer=os.environ.get("RANK", "0") == "0")
     device = init_distributed(config.comm)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dims = ParallelDims.build(config.parallelism, world_size, device.type)
     set_seed(config.debug)
     if device.type == "cpu":
         keep_freed_memory()
-    control.begin(is_writer=rank == 0)
     logger.info("ranks: %d on %s, %s", world_size, device.type, dims.degrees)
 
     # 2. Data: this rank's rows of every global batch
@@ -154,7 +137,7 @@ def main(job: Job, witness: Witness) -> int:
         dtype=mp_policy.param_dtype,
         heads=heads,
         head_dim=args.head_dim,
-        is_masked=job.wants_flex_attention,
+        is_masked=job.has_masks,
         n_ranks=dims.degrees.tp * dims.degrees.cp,
     )
     stages = parallelize(
@@ -230,20 +213,7 @@ def main(job: Job, witness: Witness) -> int:
         check=partial(check_resume, job),
         tell=lambda step: control.report("progress", str(step)),
     )
-    resumed = checkpointer.load_latest()
-    if resumed is not None:
-        logger.info("resumed from step %d of %s", resumed, run_folder)
-        if resumed >= training.steps:
-            logger.info("nothing to do: training.steps is %d", training.steps)
-    elif config.checkpoint.initial_load_path:
-        initial = Path(config.checkpoint.initial_load_path)
-        if on_first(partial(is_hugging_face, initial)):
-            load_weights(initial, model_state, job.spec.hugging_face, args)
-        else:
-            checkpointer.load_initial(model_state)
-        logger.info("weights from %s", initial)
-        if rank == 0:
-            warn_of_tokenizer(job)
+    resumed = restore(job, checkpointer, model_state)
     control.forget()
     if rank == 0:
         # Only now: a start that is refused changes nothing of the run.
@@ -308,7 +278,7 @@ def main(job: Job, witness: Witness) -> int:
 
     # 8. The loop
     gc.disable()  # Ranks that collect at different times wait for each other.
-    ending: Ending | None = None
+    ending = exit_codes.FINISHED
     reads_every_step = spikes.is_on or ledger is not None
     canary_freq = config.numerics.replica_check_freq
     with (
@@ -319,11 +289,11 @@ def main(job: Job, witness: Witness) -> int:
             validate()
         while state.step < training.steps:
             data = feed.take(state.step + 1, is_writing=checkpointer.is_writing)
-            if checkpointer.is_begun and data.n_writing == 0:
+            if data.n_writing == 0:
                 checkpointer.finish()
             if control.stop is not None:
                 # What was taken is not committed: the run that resumes takes it again.
-                ending = asked_to_end(control.stop, config.checkpoint)
+                ending = stopped_by(control.stop, has_checkpoints=config.checkpoint.enable)
                 break
             if data.has_ended:
                 ending = exit_codes.DATA_ENDED
@@ -409,7 +379,7 @@ def main(job: Job, witness: Witness) -> int:
         ending = exit_codes.NOT_FINITE
     # What was begun is good in any case.
     checkpointer.finish()
-    if config.checkpoint.enable and (ending is None or ending.is_worth_saving):
+    if config.checkpoint.enable and ending.is_worth_saving:
         if checkpointer.newest != state.step:
             save(wait=True)
         if checkpointer.newest != state.step:
@@ -417,22 +387,16 @@ def main(job: Job, witness: Witness) -> int:
     metrics.close()
     if ledger is not None:
         ledger.close()
-    if ending in (None, exit_codes.DATA_ENDED) and config.validation.sample_tokens > 0:
+    is_whole = ending in (exit_codes.FINISHED, exit_codes.DATA_ENDED)
+    if is_whole and config.validation.sample_tokens > 0:
         logger.info("the model writes:\n%s", written_text(job, runner, dims))
-    log_whereabouts(config, run_folder, state.step, ending)
+    log_whereabouts(config, state.step, ending)
     if ending != exit_codes.NOT_SAVED:
-        control.end("done" if ending is None else f"stopped {ending.reason}")
+        control.end(ending.outcome)
     dist.barrier()
     dist.destroy_process_group()
     checkpointer.close()
-    return exit_codes.DONE if ending is None else ending.code
-
-
-def asked_to_end(reason: str, config: Checkpoint) -> Ending:
-    """By a signal, whose sender wants the run to go on elsewhere, or by the stop file."""
-    if reason == STOP_FILE:
-        return Ending(reason, exit_codes.DONE)
-    return Ending(reason, exit_codes.PREEMPTED if config.enable else exit_codes.FAILED)
+    return ending.code
 
 
 def attempt_of(
@@ -452,10 +416,10 @@ def attempt_of(
     )
 
 
-def log_whereabouts(config: JobConfig, run_folder: Path, step: int, ending: Ending | None) -> None:
-    what = f"done: {step} steps" if ending is None else f"stopped by {ending.reason} after {step}"
-    hint = "more --training.steps extend the run" if ending is None else ending.hint
-    logger.info(f"{what}; {hint}" if config.checkpoint.enable else f"{what}; nothing was saved")
+def log_whereabouts(config: JobConfig, step: int, ending: Ending) -> None:
+    what = f"stopped by {ending.reason} after {step}" if ending.reason else f"done: {step} steps"
+    logger.info(f"{what}; {ending.hint if config.checkpoint.enable else 'nothing was saved'}")
+    run_folder = config.job.folder
     logger.info("log of all steps: %s", run_folder / "metrics.jsonl")
     if config.checkpoint.enable:
         logger.info("checkpoints: %s", run_folder / "checkpoints")

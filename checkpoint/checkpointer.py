@@ -106,11 +106,6 @@ class Checkpointer:
         """Whether this rank still writes what was begun."""
         return self._save is not None and not self._save.written.done()
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether a save waits for ``finish``; equal on all ranks."""
-        return self._save is not None
-
     def is_due(self, step: int) -> bool:
         """Whether ``step`` is one to save."""
         return self._config.enable and step % self._config.interval == 0

@@ -4,6 +4,7 @@ Sections are frozen and strict: nothing is coerced, an unknown key is an error. 
 field is its help (``./run_train.sh --help``) and its description in ``config/schema.json``.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,6 +31,10 @@ class Job(Section):
     """Name of the run; a run of the same output_dir and name resumes."""
     output_dir: Annotated[str, Field(min_length=1)] = "outputs"
     """Folder of all runs; this one writes to <output_dir>/<name>/."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir) / self.name
 
 
 class Model(Section):

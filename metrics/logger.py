@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 
 from config.job_config import Metrics
 from runtime.log import duration, logger
+from runtime.run_folder import write_whole
 
 
 class MetricsLogger:
@@ -153,9 +153,7 @@ def _open_log(path: Path, resumed: int | None) -> TextIO:
     if path.exists():
         steps = ((line + "\n", _step_of(line)) for line in path.read_text().splitlines())
         last = math.inf if resumed is None else resumed
-        scratch = path.with_name(f".{path.name}")
-        scratch.write_text("".join(line for line, step in steps if step <= last))
-        os.replace(scratch, path)
+        write_whole(path, "".join(line for line, step in steps if step <= last))
     return path.open("a")
 
 

@@ -18,29 +18,29 @@ import torch
 import torch.distributed as dist
 
 from config import ConfigError
-from runtime.run_folder import make_folder
+from runtime.exit_codes import STOP_FILE
+from runtime.run_folder import make_folder, write_whole
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-STOP_FILE = "stop file"
 # A terminal's Ctrl-C reaches a rank twice, once by way of torchrun. Later ones mean it.
 INSIST_SECONDS = 3.0
 
 
 class RunControl:
-    """Collects requests to stop. Install it before the process group: signals may come early."""
+    """Collects requests to stop. Make it before the process group: signals may come early."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, is_writer: bool) -> None:
+        """One rank is the writer, which holds the folder until it ends.
+
+        Raises ``ConfigError`` if another run has it, or it cannot be made.
+        """
+        self._folder, self._is_writer = folder, is_writer
         self._signal: signal.Signals | None = None
         self._received = 0.0
         self.stop: str | None = None
         """Why to end after this step, if so: a signal's name or the stop file."""
         for number in SIGNALS:
             signal.signal(number, self._receive)
-
-    def begin(self, is_writer: bool) -> None:
-        """Take the folder; raise ``ConfigError`` if another run has it, until that one ends."""
-        self._is_writer = is_writer
         if is_writer:
             try:
                 make_folder(self._folder)
@@ -68,20 +68,18 @@ class RunControl:
         """
         requests = {number.name: int(number == self._signal) for number in SIGNALS}
         has_file = self._is_writer and (self._folder / "stop").exists()
-        mine = {**counts, **requests, STOP_FILE: int(has_file)}
+        mine = {**counts, **requests, STOP_FILE.reason: int(has_file)}
         sums = torch.tensor(list(mine.values()))
         dist.all_reduce(sums)
         agreed = dict(zip(mine, sums.tolist(), strict=True))
-        reasons = [name for name in (*requests, STOP_FILE) if agreed[name]]
+        reasons = [name for name in (*requests, STOP_FILE.reason) if agreed[name]]
         self.stop = self.stop or next(iter(reasons), None)
         return {name: agreed[name] for name in counts}
 
     def report(self, name: str, text: str) -> None:
-        """Write ``control/<name>`` as a whole: readers see the old text or the new."""
+        """Write ``control/<name>``."""
         if self._is_writer:
-            scratch = self._folder / f".{name}"
-            scratch.write_text(text + "\n")
-            os.replace(scratch, self._folder / name)
+            write_whole(self._folder / name, text + "\n")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -1,8 +1,9 @@
 """Exit codes are an interface: launchers and schedulers decide from them."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from runtime.run_folder import write_whole
 
 DONE = 0
 FAILED = 1  # retry
@@ -13,19 +14,34 @@ DO_NOT_REQUEUE = 93
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a run ends before its last step."""
+    """How a run ends."""
 
     reason: str
+    """Of a run that is stopped before its last step."""
     code: int
     hint: str = "the same command resumes"
     is_worth_saving: bool = True
 
+    @property
+    def outcome(self) -> str:
+        """What ``control/outcome`` says."""
+        return f"stopped {self.reason}" if self.reason else "done"
 
+
+FINISHED = Ending("", DONE, "more --training.steps extend the run")
+STOP_FILE = Ending("stop file", DONE)
 _AGAIN = "not saved, and the same command would come here again"
 NOT_FINITE = Ending("a loss or gradient that is not finite", DO_NOT_REQUEUE, _AGAIN, False)
 SPIKES = Ending("too many spikes", DO_NOT_REQUEUE, _AGAIN, False)
 DATA_ENDED = Ending("the end of the data", DONE, "[[data.sources]] with repeat = true begin again")
 NOT_SAVED = Ending("checkpoints that could not be saved", FAILED, is_worth_saving=False)
+
+
+def stopped_by(reason: str, *, has_checkpoints: bool) -> Ending:
+    """The stop file, or a signal, whose sender wants the run to go on elsewhere."""
+    if reason == STOP_FILE.reason:
+        return STOP_FILE
+    return Ending(reason, PREEMPTED if has_checkpoints else FAILED)
 
 
 def report(control: Path, code: int) -> None:
@@ -35,9 +51,7 @@ def report(control: Path, code: int) -> None:
     """
     if not control.exists():
         return
-    scratch = control / ".exit_code"
-    scratch.write_text(f"{code}\n")
-    os.replace(scratch, control / "exit_code")
+    write_whole(control / "exit_code", f"{code}\n")
 
 
 def reported(control: Path) -> int | None:

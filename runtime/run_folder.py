@@ -1,5 +1,6 @@
 """The folders of a run."""
 
+import os
 from pathlib import Path
 
 
@@ -8,3 +9,10 @@ def make_folder(folder: Path) -> None:
     what a run writes is its owner's alone."""
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once: readers see the old text or the new."""
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(text)
+    os.replace(scratch, path)

@@ -1,8 +1,10 @@
+import logging
 import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from runtime.log import logger
 from tests.ranks import RankPool
 
 # Shells have what runs behind them ignore Ctrl-C, and so would all that tests start.
@@ -31,3 +33,12 @@ def trials(request: pytest.FixtureRequest) -> Callable[[int], int]:
 def seen(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Say what was seen, for the scorecard in docs/reliability.md."""
     return lambda text: request.node.user_properties.append(("seen", text))
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What is logged meanwhile, by the run's own logger too."""
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        yield caplog
+    logger.removeHandler(caplog.handler)

@@ -34,11 +34,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parallelisms": {"config", "runtime"},
     "job": LIBRARIES,
     "forward_backward": LIBRARIES,
+    "resume": LIBRARIES | {"job"},
     "validation": LIBRARIES | {"forward_backward", "job"},
-    "train": LIBRARIES | {"forward_backward", "job", "validation"},
+    "train": LIBRARIES | {"forward_backward", "job", "resume", "validation"},
     "tools": LIBRARIES | {"job"},
     "benchmarks": LIBRARIES | {"forward_backward", "job", "tools", "train"},
-    "tests": LIBRARIES | {"benchmarks", "forward_backward", "job", "tools", "train"},
+    "tests": LIBRARIES
+    | {"benchmarks", "forward_backward", "job", "resume", "tools", "train", "validation"},
 }
 # Of the models' files, those beside the *_sharding.py that may: a type, and what reads a DTensor.
 KNOW_SHARDS = {"model_spec.py", "own_part.py"}

@@ -1,29 +1,9 @@
 """What a start tells of keys that run, but hardly as they were meant."""
 
-import json
-import logging
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from checkpoint.manifest import write_manifest
 from config.job_config import JobConfig
-from data.tokenizer import load_tokenizer
-from job import resolve, warn_of_tokenizer
-from runtime import exit_codes
-from runtime.log import logger
-from tools import train_tokenizer
-
-
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger=logger.name):
-        yield caplog
-    logger.removeHandler(caplog.handler)
+from job import resolve
 
 
 @pytest.mark.parametrize(("steps", "total", "lr"), [(5, None, "10 %"), (50, None, ""), (5, 60, "")])
@@ -40,36 +20,3 @@ def test_a_warmup_that_outlasts_the_run_is_told(
     resolve(config, 1)
     assert ("lr_scheduler.warmup_steps: 50 of 5 steps" in told.text) == bool(lr)
     assert lr in told.text
-
-
-def started_from(folder: Path, tokenizer: str) -> Any:
-    keys = {"checkpoint": {"initial_load_path": str(folder)}, "data": {"tokenizer": tokenizer}}
-    config = JobConfig.model_validate(keys)
-    return SimpleNamespace(config=config, tokenizer=load_tokenizer(tokenizer))
-
-
-def test_weights_that_know_other_tokens_are_told(
-    told: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    text = f"--data.path={Path(json.__file__).parent}/*.py"
-    arguments = ["--vocab_size=300", "--data.source=files", text]
-    assert train_tokenizer.main([str(theirs), *arguments]) == exit_codes.DONE
-    (theirs / "config.json").write_text("{}")
-    own = str(theirs / "tokenizer.json")
-    ours.mkdir()
-    facts = {"fingerprints": {"tokenizer": load_tokenizer(own).fingerprint}}
-    write_manifest(ours, {}, facts)
-    for folder in (ours, theirs):
-        told.clear()
-        warn_of_tokenizer(started_from(folder, own))
-        assert "data.tokenizer" not in told.text
-        warn_of_tokenizer(started_from(folder, "bytes"))
-        assert f"data.tokenizer: bytes is not that of {folder}" in told.text
-    # The same ids in another file.
-    told.clear()
-    warn_of_tokenizer(started_from(theirs, str(theirs / "tokenizer.tiktoken")))
-    assert "data.tokenizer" not in told.text
-    (theirs / "tokenizer.json").unlink()
-    warn_of_tokenizer(started_from(theirs, "bytes"))
-    assert "not known whether" in told.text

@@ -25,14 +25,13 @@ from models import find_model
 from parallelisms.support import check_support
 from runtime import exit_codes
 from runtime.compat import usable_cpus
-from runtime.control import STOP_FILE
 from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
 from tools.agent import End, Nodes, run_ranks
 
 gc.freeze()
 gc.enable()
 
-DONE_OUTCOMES = ("done", f"stopped {STOP_FILE}", f"stopped {exit_codes.DATA_ENDED.reason}")
+DONE_ENDINGS = (exit_codes.FINISHED, exit_codes.STOP_FILE, exit_codes.DATA_ENDED)
 TRAINER = Path(__file__).parents[1] / "train.py"
 DEFAULT_CPU_RANKS = 2
 
@@ -50,8 +49,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         # All log the same; one copy of it is enough.
         asked = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
         shown = shown_ranks(asked, n_ranks) if asked else set()
-        run_folder = Path(config.job.output_dir) / config.job.name
-        logs, control = run_folder / "logs", run_folder / "control"
+        logs, control = config.job.folder / "logs", config.job.folder / "control"
         if nodes.rank == 0:
             forget_end(control)
     except ValueError as error:
@@ -103,7 +101,8 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
         # Ranks that die of a signal had not yet come to where they handle it, so nothing is lost.
         if has_saved or codes <= {-end.signal}:
             return exit_codes.PREEMPTED
-        is_done = outcome in DONE_OUTCOMES and codes == {exit_codes.DONE}
+        has_ended = outcome in [ending.outcome for ending in DONE_ENDINGS]
+        is_done = has_ended and codes == {exit_codes.DONE}
         return exit_codes.DONE if is_done else exit_codes.FAILED
     # The first rank to end makes torchrun terminate those that are still on their way out.
     if codes - {-signal.SIGTERM} == {exit_codes.PREEMPTED}:

@@ -10,6 +10,7 @@ from pathlib import Path
 from checkpoint.store import problems_of, published, set_aside, step_of
 from runtime import exit_codes
 from runtime.control import lock_run
+from runtime.run_folder import write_whole
 from tools.arguments import Parser
 
 
@@ -42,7 +43,7 @@ def roll_back(run_folder: Path, step: int) -> None:
         # The newest first: half a rollback leaves an older one the newest, not a later one.
         for later in sorted((number for number in checkpoints if number > step), reverse=True):
             print(f"set aside: {set_aside(checkpoints[later], 'abandoned')}")
-        (run_folder / "control" / "progress").write_text(f"{step}\n")
+        write_whole(run_folder / "control" / "progress", f"{step}\n")
     print(f"the next start of {run_folder} resumes from step {step}")
 
 

@@ -46,7 +46,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         check_run(config, n_ranks * n_nodes)
         if asked := environment.get("LOG_RANK"):
             shown_ranks(asked, n_ranks)
-        folder = Path(config.job.output_dir) / config.job.name
+        folder = config.job.folder
         wait_until_free(folder / "control", LOCK_SECONDS if is_restart else 0)
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from runtime import exit_codes
 from runtime.failures import MOST_ATTEMPTS, published_step, record_failure
+from runtime.run_folder import write_whole
 
 # In a row without a newer checkpoint, whatever the reasons.
 MOST_REQUEUES = 10
@@ -64,7 +65,7 @@ def count_requeue(control: Path) -> int:
     path, step = control / "requeues", published_step(control)
     last = json.loads(path.read_text()) if path.exists() else {"count": 0, "progress": -1}
     count = last["count"] + 1 if step <= last["progress"] else 1
-    path.write_text(json.dumps({"count": count, "progress": step}) + "\n")
+    write_whole(path, json.dumps({"count": count, "progress": step}) + "\n")
     return count
 
 

@@ -40,9 +40,7 @@ class Rows:
 def control_of(folder: Path) -> Iterator[RunControl]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        control = RunControl(folder)
-        control.begin(is_writer=dist.get_rank() == 0)
-        yield control
+        yield RunControl(folder, is_writer=dist.get_rank() == 0)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

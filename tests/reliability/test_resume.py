@@ -16,7 +16,8 @@ import pytest
 from checkpoint.manifest import read_manifest
 from checkpoint.store import problems_of, step_of
 from config import ConfigError, load_config
-from job import check_resume, resolve
+from job import resolve
+from resume import check_resume
 from runtime import exit_codes
 from tests.reliability.forked import (
     CONFIG,
