@@ -87,7 +87,7 @@ class WholeModel:
     ) -> None:
         self._model, self._parallelism, self._tree = model, parallelism, tree
         self._compile = compile
-        self._spread = _Spread(cp_mesh, parallelism, device)
+        self._parts = _SequenceParts(cp_mesh, parallelism, device)
         self.copies: list[nn.Parameter] = []
 
     def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
@@ -109,13 +109,13 @@ class WholeModel:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
-        x, options = self._spread.inputs(*batch.inputs)
-        return self._spread.whole(self._model(x, **options))
+        tokens, options = self._parts.inputs(*batch.inputs)
+        return self._parts.whole(self._model(tokens, **options))
 
     def _loss(self, batch: Batch, n_tokens: int) -> torch.Tensor:
-        x, options = self._spread.inputs(*batch.inputs)
-        labels = self._spread.part(batch.labels)
-        return cross_entropy_sum(self._model(x, **options), labels, n_tokens, self._compile)
+        tokens, options = self._parts.inputs(*batch.inputs)
+        labels = self._parts.own(batch.labels)
+        return cross_entropy_sum(self._model(tokens, **options), labels, n_tokens, self._compile)
 
 
 class Pipeline:
@@ -141,7 +141,8 @@ class Pipeline:
         self._logits_dtype = mp_policy.output_dtype or self._dtype
         self._loss_dtype = torch.promote_types(self._logits_dtype, torch.float32)
         self._n_tokens = 1
-        self._spread = _Spread(dims.cp_mesh, parallelism, device)
+        # Later stages see hidden states, which do not tell how long the sequence is.
+        self._parts = _SequenceParts(dims.cp_mesh, parallelism, device, needs_positions=True)
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
         self.copies = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
         self._schedules: dict[tuple[torch.Size, int], Any] = {}
@@ -171,22 +172,22 @@ class Pipeline:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
-        x, options = self._inputs([batch])
-        found = self._build(batch.tokens.shape, 1, None).step(x, **options)
-        shape = (*x.shape, self._args.vocab_size)
+        tokens, options = self._inputs([batch])
+        found = self._build(batch.tokens.shape, 1, None).step(tokens, **options)
+        shape = (*tokens.shape, self._args.vocab_size)
         logits = torch.empty(shape, dtype=self._logits_dtype, device=self._device)
         if found is not None:
             logits.copy_(found.full_tensor() if isinstance(found, DTensor) else found)
         group = self._dims.pp_mesh.get_group()
         dist.broadcast(logits, group=group, group_src=self._dims.pp_mesh.size() - 1)
-        return self._spread.whole(logits)
+        return self._parts.whole(logits)
 
     def _losses(self, run: Callable[..., object], microbatches: list[Batch]) -> torch.Tensor:
         """Of each microbatch (n,); zeros but on the last stage's ranks."""
-        x, options = self._inputs(microbatches)
-        labels = self._spread.part(self._join([batch.labels for batch in microbatches]))
+        tokens, options = self._inputs(microbatches)
+        labels = self._parts.own(self._join([batch.labels for batch in microbatches]))
         losses: list[torch.Tensor] = []
-        run(x, target=labels, losses=losses, return_outputs=False, **options)
+        run(tokens, target=labels, losses=losses, return_outputs=False, **options)
         if losses:
             return torch.stack(losses).detach()
         return torch.zeros(len(microbatches), dtype=self._loss_dtype, device=self._device)
@@ -198,10 +199,7 @@ class Pipeline:
             None if each[0] is None else self._join(each)
             for each in zip(*(batch.inputs[1:] for batch in microbatches), strict=True)
         )
-        if positions is None:
-            # Later stages see hidden states, which do not tell how long the sequence is.
-            positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
-        return self._spread.inputs(tokens, positions, document_ids)
+        return self._parts.inputs(tokens, positions, document_ids)
 
     def _join(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.to(self._device, non_blocking=True) for part in parts])
@@ -239,14 +237,20 @@ class Pipeline:
         )
 
 
-class _Spread:
-    """What of a batch is this rank's, and how ranks' parts become whole again."""
+class _SequenceParts:
+    """What of each sequence is this rank's, and how ranks' parts become whole again."""
 
     def __init__(
-        self, cp_mesh: DeviceMesh | None, parallelism: Parallelism, device: torch.device
+        self,
+        cp_mesh: DeviceMesh | None,
+        parallelism: Parallelism,
+        device: torch.device,
+        *,
+        needs_positions: bool = False,
     ) -> None:
         self._mesh = None if cp_mesh is None or cp_mesh.size() == 1 else cp_mesh
         self._method, self._device = parallelism.context_parallel_method, device
+        self._needs_positions = needs_positions or self._mesh is not None
 
     def inputs(
         self,
@@ -256,15 +260,15 @@ class _Spread:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """What the model takes: (b, s/cp), but document_ids (b, s), which attention sees whole."""
         options = {}
-        if positions is None and self._mesh is not None:
+        if positions is None and self._needs_positions:
             positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
         if positions is not None:
-            options["positions"] = self.part(positions)
+            options["positions"] = self.own(positions)
         if document_ids is not None:
             options["document_ids"] = document_ids.to(self._device, non_blocking=True)
-        return self.part(tokens), options
+        return self.own(tokens), options
 
-    def part(self, sequences: torch.Tensor) -> torch.Tensor:
+    def own(self, sequences: torch.Tensor) -> torch.Tensor:
         """(b, s) to this rank's (b, s/cp), on the device."""
         # First there: what is made here of pinned memory is not pinned, and would be waited for.
         sequences = sequences.to(self._device, non_blocking=True)

@@ -222,7 +222,7 @@ def main(job: Job, witness: Witness) -> int:
         "replicas agree: %s", check_replicas(model, dims.weight_mesh, tied=tied) or "there are none"
     )
 
-    # 7. What is seen
+    # 7. What watches the run: held-out text, metrics, ledger, slow ranks
     loader.start()
     held_out = None
     if job.held_out:
@@ -323,7 +323,7 @@ def main(job: Job, witness: Witness) -> int:
             state.tokens += data.n_tokens
             metrics.count(data.n_tokens, data.waited)
 
-            # What was made of it; only some steps wait for the device
+            # Look at it: only some steps wait for the device
             is_last = state.step == training.steps
             is_saved = checkpointer.is_due(state.step)
             is_logged = is_last or metrics.is_due(state.step)
@@ -352,7 +352,7 @@ def main(job: Job, witness: Witness) -> int:
                 ending = exit_codes.NOT_FINITE
                 break
 
-            # What comes round
+            # What is due every so many steps
             with metrics.paused():
                 finish_step(state.step)
             if state.step % training.gc_freq == 0:

@@ -60,7 +60,7 @@ def written_text(job: Job, runner: Runner, dims: ParallelDims) -> str:
     config, tokenizer = job.config, job.tokenizer
     prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
     tokens = sample(
-        lambda tokens: runner.logits(Batch(tokens, tokens, None, None)),
+        lambda tokens: runner.logits(Batch(tokens, tokens)),
         prompt,
         count=config.validation.sample_tokens,
         n_ids=tokenizer.n_vocab,

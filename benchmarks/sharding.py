@@ -236,7 +236,7 @@ def rows_of_batch(args: TransformerArgs, size: tuple[int, int], rows: slice) -> 
     generator = torch.Generator().manual_seed(0)
     shape = (*size, args.max_seq_len + 1)
     tokens = torch.randint(args.vocab_size, shape, generator=generator)[:, rows]
-    return [Batch(part[:, :-1], part[:, 1:], None, None) for part in tokens]
+    return [Batch(part[:, :-1], part[:, 1:]) for part in tokens]
 
 
 def count_mode(

@@ -210,9 +210,9 @@ class Parallelism(Section):
     pipeline_parallel_stages_per_rank: Annotated[int, Field(ge=2)] = 2
     """Stages on each rank with an interleaved schedule."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
-    """Layers that the embedding weighs when layers are dealt out to stages."""
+    """How many layers the embedding counts as when layers are dealt out to stages."""
     pipeline_parallel_last_stage_less_layers: NonNegative = 1
-    """Layers that the output weighs."""
+    """How many layers the output counts as."""
     expert_parallel_degree: Count = 1
     """Ranks that split the experts."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Count = "default"
@@ -306,7 +306,7 @@ class Experts(Section):
     balance_loss: Annotated[float, Field(ge=0.0)] = 1e-2
     """Weight of the loss that evens out the experts' load in each sequence; 0: none."""
     balance_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
-    """What the bias of an expert's choice moves in a step, against its load; 0: none."""
+    """How far the bias in an expert's choice moves in a step, against its load; 0: not at all."""
 
 
 class Validation(Section):

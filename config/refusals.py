@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from config.job_config import DataSource, Float8, JobConfig
 
 T = TypeVar("T")
-# In bfloat16 a moment that no gradient adds to still decays then, whatever its value: a step of its
-# values is up to 2**-7 of them, and less than half a step is rounded away.
+# The largest decay at which a bfloat16 moment still shrinks when its gradient is 0: neighbouring
+# values differ by up to 2**-7 of them, and a change of less than half of that is rounded away.
 MAX_BFLOAT16_DECAY = 1 - 2**-8
 SHORT_MOMENTS = (
     " with optimizer.state_dtype bfloat16, which rounds away what a moment would lose in a step"

@@ -23,9 +23,9 @@ class Batch(NamedTuple):
     tokens: torch.Tensor
     labels: torch.Tensor
     """The next token of each; IGNORED where none is to be predicted."""
-    positions: torch.Tensor | None
+    positions: torch.Tensor | None = None
     """Place within its document; None: within the sequence."""
-    document_ids: torch.Tensor | None
+    document_ids: torch.Tensor | None = None
     """Documents to attend within; None: attend to the whole past."""
     spans: tuple[Span, ...] = ()
     """Of each row, what was read."""

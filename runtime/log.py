@@ -1,3 +1,5 @@
+"""The run's own log lines, and which warnings of libraries are left out of them."""
+
 import logging
 import sys
 import warnings

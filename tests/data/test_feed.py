@@ -33,7 +33,7 @@ class Rows:
     def __next__(self) -> Batch:
         labels = torch.full((1, 8), IGNORED)
         labels[:, : next(self._left)] = 1
-        return Batch(labels, labels, None, None)
+        return Batch(labels, labels)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def count(layout: Layout, n_layers: int) -> Calls:
     materialize(model.model, CPU, seed=1)
     runner = model.runner()
     tokens = torch.randint(300, (ROWS, SEQ_LEN))
-    microbatches = [Batch(tokens, tokens, None, None)] * MICROBATCHES
+    microbatches = [Batch(tokens, tokens)] * MICROBATCHES
 
     def step() -> None:
         # A row of logits at a time.

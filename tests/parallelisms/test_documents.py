@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Parallelism
 from data.loader import Batch, count_valid
-from forward_backward import Runner, WholeModel, _Spread
+from forward_backward import Runner, WholeModel, _SequenceParts
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from models.transformer import InnerAttention
@@ -558,15 +558,17 @@ def _changed(forward: Callable[..., Any], change: Callable[[Any], Any]) -> Calla
 
 def with_positions_of_the_first_part() -> AbstractContextManager:
     """Each rank counts from where rank 0 does."""
-    original = _Spread.inputs
+    original = _SequenceParts.inputs
 
-    def inputs(self: _Spread, tokens: torch.Tensor, positions: Any = None, ids: Any = None) -> Any:
+    def inputs(
+        self: _SequenceParts, tokens: torch.Tensor, positions: Any = None, ids: Any = None
+    ) -> Any:
         x, options = original(self, tokens, positions, ids)
         if positions is None:
             positions = torch.arange(SEQ_LEN).expand(tokens.shape)
         return x, options | {"positions": positions[:, : x.shape[1]]}
 
-    return patch.object(_Spread, "inputs", inputs)
+    return patch.object(_SequenceParts, "inputs", inputs)
 
 
 def with_a_look_ahead() -> AbstractContextManager:
@@ -579,7 +581,7 @@ def with_a_look_ahead() -> AbstractContextManager:
 def without_cutting() -> Iterator[None]:
     """A degree that is accepted and does nothing: each rank computes the same, and all is right."""
 
-    def whole(self: _Spread, logits: torch.Tensor) -> torch.Tensor:
+    def whole(self: _SequenceParts, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
     def loss(
@@ -589,8 +591,8 @@ def without_cutting() -> Iterator[None]:
 
     with (
         patch("parallelisms.parallelize.apply_context_parallel"),
-        patch.object(_Spread, "part", whole),
-        patch.object(_Spread, "whole", whole),
+        patch.object(_SequenceParts, "own", whole),
+        patch.object(_SequenceParts, "whole", whole),
         patch("forward_backward.cross_entropy_sum", loss),
     ):
         yield

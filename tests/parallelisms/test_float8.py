@@ -379,7 +379,7 @@ def losses_of(config: Float8, compute_dtype: str, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         tokens = words[torch.randint(8, (4, 4), generator=generator)].flatten(1)
-        batch = Batch(tokens[:, :-1][:, :48], tokens[:, 1:][:, :48], None, None)
+        batch = Batch(tokens[:, :-1][:, :48], tokens[:, 1:][:, :48])
         losses.append(runner.train([batch], count_valid([batch])).sum().item())
         optimizer.step()
         optimizer.zero_grad()

@@ -68,7 +68,7 @@ class Trained:
 
 def batches_of(generator: torch.Generator) -> list[Batch]:
     tokens = torch.randint(250, (MICROBATCHES, ROWS, SEQ_LEN + 1), generator=generator)
-    return [Batch(rows[:, :-1], rows[:, 1:], None, None) for rows in tokens]
+    return [Batch(rows[:, :-1], rows[:, 1:]) for rows in tokens]
 
 
 def trained(
@@ -283,7 +283,7 @@ def going_on(
 def train_on(run: Run) -> list[float]:
     runner, losses = WholeModel(run.model, parallelism=Parallelism(), device=CPU), []
     for batch in batches_of(torch.Generator().manual_seed(0)):
-        short = Batch(batch.tokens[:, :8] % 61, batch.labels[:, :8] % 61, None, None)
+        short = Batch(batch.tokens[:, :8] % 61, batch.labels[:, :8] % 61)
         losses.append(runner.train([short], count_valid([short])).sum().item())
         run.optimizer.step()
         run.optimizer.zero_grad()

@@ -43,7 +43,7 @@ def curve(
     found = []
     for _ in range(STEPS):
         tokens = torch.randint(300, (microbatches, ROWS, SEQ_LEN + 1), generator=generator)
-        batches = [Batch(rows[:, :-1], rows[:, 1:], None, None) for rows in tokens]
+        batches = [Batch(rows[:, :-1], rows[:, 1:]) for rows in tokens]
         n_tokens = int(sum_over(torch.tensor(count_valid(batches)), dims.batch_mesh))
         loss = runner.train(batches, n_tokens).sum()
         norm = clip_grad_norm_(parameters, 1.0)

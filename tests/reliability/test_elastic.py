@@ -117,7 +117,7 @@ def global_batch(step: int) -> list[Batch]:
     labels = tokens[..., 1:].clone()
     for slot, count in enumerate(torch.randint(SEQ_LEN, (SLOTS,), generator=generator)):
         labels[slot, :, :count] = IGNORED
-    return [Batch(tokens[slot, :, :-1], labels[slot], None, None) for slot in range(SLOTS)]
+    return [Batch(tokens[slot, :, :-1], labels[slot]) for slot in range(SLOTS)]
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -85,7 +85,7 @@ def take(loader: BatchLoader) -> tuple[Batch, str]:
     try:
         return next(loader), ""
     except ValueError as error:
-        return Batch(*[torch.empty(0)] * 2, None, None), str(error)
+        return Batch(*[torch.empty(0)] * 2), str(error)
 
 
 def everywhere(said: str) -> list[str]:
