@@ -65,16 +65,10 @@ class HubTable:
             table = datasets.load_dataset(name, subset or None, split="train")
         except Exception as error:  # datasets raises its own and the network's errors
             raise ValueError(f"data.path: cannot load {name} (train): {error}") from error
-        columns = ", ".join(table.column_names)
-        if text_key not in table.column_names:
-            raise ValueError(f"data.text_key: {name} has no column {text_key!r}, only {columns}")
-        dtype = getattr(table.features[text_key], "dtype", "nested")
-        if dtype not in ("string", "large_string"):
-            raise ValueError(f"data.text_key: {text_key!r} of {name} is {dtype}, not text")
+        fault = _column_fault(table, text_key, name, skips_bad=skips_bad)
+        if fault:
+            raise ValueError(f"data.text_key: {fault}")
         self._column = table.data[text_key]
-        empty = self._column.is_null().index(True).as_py()
-        if empty >= 0 and not skips_bad:
-            raise ValueError(f"data.text_key: {text_key!r} of {name}, row {empty}, is null")
         self.name = f"{name}/{subset}/{text_key}"
         self.keys = record_keys(name, len(self._column))
 
@@ -175,10 +169,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
-    """The table's column of texts, every one of them seen to be text.
-
-    ``skips_bad``: what is not is null.
-    """
+    """The table, every row's text seen to be text; with ``skips_bad``, what is not is null."""
     if path.stat().st_size == 0:
         raise ValueError(f"data.path: {path} is empty")
     is_own = _is_json(path) and (skips_bad or path.name.endswith(COMPRESSED))
@@ -188,19 +179,25 @@ def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
     except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors
         text = f"{path}: {error.__cause__ or error!r}"
         raise ValueError(_bad_line(path, text_key, skips_bad) or text) from error
+    fault = _column_fault(table, text_key, str(path), skips_bad=skips_bad)
+    if fault:
+        # Without the column every line is bad, and the first says less.
+        line = _bad_line(path, text_key, skips_bad) if text_key in table.column_names else ""
+        raise ValueError(f"data.text_key: {line or fault}")
+    return table
+
+
+def _column_fault(table: datasets.Dataset, text_key: str, name: str, *, skips_bad: bool) -> str:
+    """Why the column is not one of texts, or of nulls where ``skips_bad``; "" if it is."""
     if text_key not in table.column_names:
-        columns = ", ".join(table.column_names)
-        raise ValueError(f"data.text_key: {path} has no column {text_key!r}, only {columns}")
+        return f"{name} has no column {text_key!r}, only {', '.join(table.column_names)}"
     dtype = getattr(table.features[text_key], "dtype", "nested")
     if dtype not in ("string", "large_string"):
-        text = f"{text_key!r} of {path} is {dtype}, not text"
-        raise ValueError(f"data.text_key: {_bad_line(path, text_key, skips_bad) or text}")
-    table = table.select_columns([text_key])
+        return f"{text_key!r} of {name} is {dtype}, not text"
     empty = table.data[text_key].is_null().index(True).as_py()
     if empty >= 0 and not skips_bad:
-        text = f"{text_key!r} of {path}, row {empty}, is null"
-        raise ValueError(f"data.text_key: {_bad_line(path, text_key, skips_bad) or text}")
-    return table
+        return f"{text_key!r} of {name}, row {empty}, is null"
+    return ""
 
 
 def _read_lines(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
@@ -217,13 +214,11 @@ def _texts(
     path: str, text_key: str, skips_bad: bool, **facts: int
 ) -> Iterator[dict[str, str | None]]:
     for line in _lines(Path(path)):
-        fault = _fault(line, text_key)
+        text, fault = _text_of(line, text_key)
         if fault and not skips_bad:
             raise ValueError(fault)
-        if fault:
-            yield {text_key: None}
-        elif line.strip():
-            yield {text_key: json.loads(line.decode("utf-8-sig"))[text_key]}
+        if line.strip():
+            yield {text_key: text}
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -277,7 +272,7 @@ def _bad_line(path: Path, text_key: str, skips_bad: bool) -> str:
     start = 0
     try:
         for number, line in enumerate(_lines(path), start=1):
-            fault = "" if skips_bad else _fault(line, text_key)
+            fault = "" if skips_bad else _text_of(line, text_key)[1]
             if fault:
                 return f"{path}, line {number}, byte {start}: {fault}"
             start += len(line)
@@ -286,18 +281,21 @@ def _bad_line(path: Path, text_key: str, skips_bad: bool) -> str:
     return ""
 
 
-def _fault(line: bytes, text_key: str) -> str:
-    """What is wrong with a line of JSON; "" if nothing is."""
+def _text_of(line: bytes, text_key: str) -> tuple[str | None, str]:
+    """The text of a line of JSON, "" if it is blank; or None, and what is wrong with it."""
+    if not line.strip():
+        return "", ""
     try:
-        record = json.loads(line.decode("utf-8-sig")) if line.strip() else {text_key: ""}
+        record = json.loads(line.decode("utf-8-sig"))
         if not isinstance(record, dict):
-            return f"{reprlib.repr(record)} is not an object"
+            return None, f"{reprlib.repr(record)} is not an object"
         text = record.get(text_key)
         if not isinstance(text, str):
-            return f"{text_key!r} is {reprlib.repr(text)}, not text"
+            return None, f"{text_key!r} is {reprlib.repr(text)}, not text"
+        # JSON can spell half a surrogate pair, which no UTF-8 can.
         text.encode()
     except json.JSONDecodeError as error:
-        return f"{error.msg}, column {error.colno}"
+        return None, f"{error.msg}, column {error.colno}"
     except (ValueError, RecursionError) as error:
-        return str(error)
-    return ""
+        return None, str(error)
+    return text, ""
