@@ -13,13 +13,13 @@ from typing import Protocol
 import numpy as np
 
 from config.job_config import Data, DataSource
+from data.files import FINGERPRINTED, spread
 from data.text_files import TextFiles, builtin_files, matching_files
 from data.token_files import TokenFiles, open_token_files
 from data.tokenizer import Tokenizer
 from runtime.log import logger
 
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-FINGERPRINTED = 64
 
 Document = str | np.ndarray | None
 """Text, or its ids, markers among them, as they are trained on. None: it cannot be read."""
@@ -213,7 +213,7 @@ def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Docu
 def _fingerprint(listing: str, documents: Documents) -> str:
     """Of what is read, by names and sizes, and of a few documents spread over it."""
     digest = hashlib.sha256(listing.encode())
-    for index in range(0, len(documents), len(documents) // FINGERPRINTED + 1):
+    for index in spread(len(documents), FINGERPRINTED):
         document = documents[index]
         if isinstance(document, np.ndarray):
             digest.update(document.tobytes())

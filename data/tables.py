@@ -7,7 +7,7 @@ import reprlib
 import zlib
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import datasets
 import numpy as np
 
 from config.job_config import DataSource
-from data.text_files import record_keys
+from data.files import locate, record_keys
 
 C4 = ("allenai/c4", "en", "text")
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
@@ -36,18 +36,17 @@ class Tables:
         # Columns by themselves: a row of a whole table takes several times as long.
         self._columns = [_read_table(path, text_key, skips_bad).data[text_key] for path, _ in files]
         counts = [len(column) for column in self._columns]
-        self._ends = np.cumsum(counts)
+        self._ends = list(accumulate(counts))
         self.keys = np.concatenate(
             [record_keys(name, count) for (_, name), count in zip(files, counts, strict=True)]
         )
         """Of each row, a uniform uint64 that depends on its file's name and its number alone."""
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, index: int) -> str | None:
-        table = int(np.searchsorted(self._ends, index, side="right"))
-        row = int(index - (self._ends[table - 1] if table else 0))
+        table, row = locate(self._ends, index)
         try:
             return self._columns[table][row].as_py()
         except UnicodeDecodeError as error:

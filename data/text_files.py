@@ -1,16 +1,17 @@
 """Plain text files as documents, among them the corpus that every machine has: Python's source."""
 
 import glob
-import hashlib
 import importlib.util
 import os
-import re
 import sysconfig
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+
+from data.files import locate, name_key, named
 
 # Long files are read in pieces, so that a row does not dwell on one file for many steps.
 PIECE_BYTES = 1 << 14
@@ -46,8 +47,7 @@ def matching_files(pattern: str) -> list[tuple[Path, str]]:
         if Path(pattern).is_dir():
             text += f"; it is a folder: try {pattern.rstrip('/')}/**/*.txt"
         raise ValueError(text)
-    root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
-    return [(path, path.relative_to(root).as_posix()) for path in paths]
+    return named(pattern, paths)
 
 
 class TextFiles:
@@ -56,7 +56,7 @@ class TextFiles:
     def __init__(self, files: list[tuple[Path, str]], *, encoding_errors: str) -> None:
         self._files, self._errors = files, encoding_errors
         counts = [-(-path.stat().st_size // PIECE_BYTES) for path, _ in files]
-        self._ends = np.cumsum(counts)
+        self._ends = list(accumulate(counts))
         keys = [name_key(name) for _, name in files]
         if sum(count > 0 for count in counts) == 1:
             # Nothing could be held out of a file alone if it were taken as a whole.
@@ -68,11 +68,10 @@ class TextFiles:
         number too."""
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, index: int) -> str:
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        piece = int(index - (self._ends[file - 1] if file else 0))
+        file, piece = locate(self._ends, index)
         path, _ = self._files[file]
         start, content = _read_piece(path, piece)
         try:
@@ -80,22 +79,6 @@ class TextFiles:
         except UnicodeDecodeError as error:
             text = f"{path}, byte {start + error.start}: not UTF-8: {error.reason}"
             raise ValueError(text) from None
-
-
-def name_key(name: str) -> int:
-    """A uniform uint64 from a name, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-
-
-def record_keys(name: str, count: int) -> np.ndarray:
-    """A uniform uint64 per record of a file: splitmix64 from the file's key on."""
-    with np.errstate(over="ignore"):
-        z = np.uint64(name_key(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def _python_files(root: Path) -> Iterator[Path]:

@@ -4,7 +4,6 @@ A prepared folder has ``index.json`` and shards: ``shard-00000.bin`` has the ids
 one after the other, each complete (bos, ids, eos), ``shard-00000.ends`` where each of them ends.
 """
 
-import bisect
 import glob
 import hashlib
 import json
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.text_files import record_keys
+from data.files import FINGERPRINTED, locate, named, record_keys, spread
 
 INDEX_FILE = "index.json"
 BEGUN_FILE = "begun.json"
@@ -35,7 +34,6 @@ MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8:
 
 # Each of them takes two file descriptors, of which a process may often have only 1024.
 MAPPED_PARTS = 256
-FINGERPRINTED = 64
 
 # Of a document of a part, its first id and the one after its last.
 Bounds = Callable[[int], tuple[int, int]]
@@ -79,9 +77,9 @@ class TokenFiles:
         """The ids (s,) of a document, a view of the file; ``ValueError`` if it is not there."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        number = bisect.bisect_right(self._ends, index)
+        number, document = locate(self._ends, index)
         ids, bounds = self._mapped(number)
-        start, end = bounds(int(index) - (self._ends[number - 1] if number else 0))
+        start, end = bounds(document)
         return ids[start:end]
 
     @property
@@ -141,11 +139,10 @@ def _matching(path: str) -> list[tuple[Path, str]]:
     if path and os.path.exists(path):
         places = [(Path(path), "" if os.path.isdir(path) else Path(path).name)]
     else:
-        root = os.path.dirname(re.split(r"[*?[]", path)[0])
         found = [Path(place) for place in sorted(glob.glob(path, recursive=True))]
         # What of a glob that does not say .idx is beside one belongs to it.
         found = [p for p in found if p.suffix != ".bin" or not p.with_suffix(".idx").exists()]
-        places = [(place, place.relative_to(root).as_posix()) for place in found]
+        places = named(path, found)
     if not places:
         raise ValueError(f"data.path: no folder and no .idx file matches {path!r}")
     for place, _ in places:
@@ -326,7 +323,7 @@ def _sample(part: Part) -> str:
     """Hash of the beginnings of a few documents spread over the file."""
     digest = hashlib.sha256()
     ids, bounds = _map_file(part.path, part.dtype), part.map_bounds()
-    for document in range(0, part.n_documents, part.n_documents // FINGERPRINTED + 1):
+    for document in spread(part.n_documents, FINGERPRINTED):
         start, end = bounds(document)
         digest.update(b"%d %d " % (start, end) + ids[start : min(end, start + 4096)].tobytes())
     return digest.hexdigest()

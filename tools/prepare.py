@@ -22,6 +22,7 @@ from typing import Any
 
 from config import load_config
 from config.job_config import Data
+from data.files import spread
 from data.sources import open_documents
 from data.token_files import (
     BEGUN_FILE,
@@ -167,7 +168,7 @@ def _facts(data: Data, shard_tokens: int) -> dict[str, Any]:
     tokenizer = load_tokenizer(data.tokenizer)
     if len(documents) == 0:
         raise ValueError("data.path: there is no document")
-    measured = range(0, len(documents), len(documents) // MEASURED + 1)
+    measured = spread(len(documents), MEASURED)
     texts = (documents[index] for index in measured)
     tokens = sum(len(tokenizer.encode_document(text)) for text in texts if isinstance(text, str))
     return {

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from config.job_config import Data, DataSource
-from data.sources import FINGERPRINTED, ShuffledDocuments, Source, build_sources, naming
+from data.files import FINGERPRINTED
+from data.sources import ShuffledDocuments, Source, build_sources, naming
 from data.tokenizer import load_tokenizer
 from tests.data.test_token_files import DOCUMENTS, write_prepared
 
