@@ -5,14 +5,13 @@ manifest, fsynced and renamed to ``step-00000100``: visible means complete. The 
 that verifies. A thread writes; the collectives, and the renaming, are the trainer's own.
 """
 
-import json
 import shutil
 import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,23 +20,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from checkpoint.manifest import NAME, read_manifest, sync_folder, write_manifest
-from checkpoint.storage import (
-    INDEX_FILE,
-    Entry,
-    HashedFile,
-    Reader,
-    read_index,
-    write_index,
-    write_parts,
-)
+from checkpoint.manifest import NAME, read_manifest, sync_folder
+from checkpoint.storage import Entry, Reader, read_index, write_parts
 from checkpoint.store import (
-    STATE_FILE,
     delete,
     problems_of,
     published,
     purge,
     read_state,
+    seal,
     set_aside,
     sizes_of,
 )
@@ -165,7 +156,7 @@ class Checkpointer:
         if save is None:
             return None
         try:
-            parts = gather(lambda: (save.values, *save.written.result()))
+            parts = gather(lambda: (save.values, save.written.result()))
             folder = on_first(partial(self._publish, save, parts))
         except RankFailure as error:
             self._tell_failure(save.step, error)
@@ -269,23 +260,10 @@ class Checkpointer:
         return lambda item: self._host[item.index]
 
     def _publish(self, save: Save, parts: list[Any]) -> Path:
-        state: dict[str, Any] = {}
-        files: dict[str, dict[str, Any]] = {}
-        for rank, (values, description, _) in enumerate(parts):
-            state = merge(state, values)
-            files[f"rank-{rank:05d}.bin"] = description
-        state_file = HashedFile(save.scratch / STATE_FILE)
-        state_file.write(json.dumps(state).encode())
-        files[STATE_FILE] = state_file.close()
-        written = [entries for _, _, entries in parts]
-        files[INDEX_FILE] = write_index(save.scratch / INDEX_FILE, written)
-        sizes = sizes_of({"files": files})
-        # Nothing is published that could not be read: short writes, parts that are missing.
-        read_index(save.scratch, sizes)
-        if any((save.scratch / name).stat().st_size != size for name, size in sizes.items()):
-            raise OSError("a file is shorter than what was written to it")
+        state: dict[str, Any] = reduce(merge, (values for values, _ in parts), {})
+        written = {f"rank-{rank:05d}.bin": part for rank, (_, part) in enumerate(parts)}
         facts = {"step": save.step, "world_size": self._world_size, "attempt": self.attempt}
-        write_manifest(save.scratch, files, {**facts, **self._lineage, **self._facts})
+        seal(save.scratch, written, state=state, facts={**facts, **self._lineage, **self._facts})
         sync_folder(save.scratch)
         folder = self._folder / f"step-{save.step:08d}"
         if folder.exists():

@@ -7,13 +7,13 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from checkpoint.manifest import faults, read_manifest
-from checkpoint.storage import INDEX_FILE, read_file, read_index
+from checkpoint.manifest import faults, read_manifest, write_manifest
+from checkpoint.storage import INDEX_FILE, Entry, HashedFile, read_file, read_index, write_index
 from runtime.log import logger
 
 STATE_FILE = "state.json"
@@ -57,6 +57,29 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"{path}: not a state")
     return state
+
+
+def seal(
+    folder: Path,
+    parts: Mapping[str, tuple[dict[str, Any], dict[str, Entry]]],
+    *,
+    state: dict[str, Any],
+    facts: dict[str, Any],
+) -> None:
+    """Make a checkpoint of a folder of tensors: ``parts`` has by file what ``write_parts`` said.
+
+    Raises ``ValueError`` or ``OSError`` for what could not be read: short writes, missing parts.
+    """
+    files = {name: description for name, (description, _) in parts.items()}
+    state_file = HashedFile(folder / STATE_FILE)
+    state_file.write(json.dumps(state).encode())
+    files[STATE_FILE] = state_file.close()
+    files[INDEX_FILE] = write_index(folder / INDEX_FILE, [entries for _, entries in parts.values()])
+    sizes = sizes_of({"files": files})
+    read_index(folder, sizes)
+    if any((folder / name).stat().st_size != size for name, size in sizes.items()):
+        raise OSError("a file is shorter than what was written to it")
+    write_manifest(folder, files, facts)
 
 
 def set_aside(folder: Path, why: str) -> Path:

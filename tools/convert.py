@@ -7,7 +7,6 @@
 import json
 import sys
 import uuid
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import reduce
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -32,18 +30,9 @@ from checkpoint.hugging_face import (
     split,
     write_folder,
 )
-from checkpoint.manifest import read_manifest, write_manifest
-from checkpoint.storage import (
-    DTYPES,
-    INDEX_FILE,
-    Entry,
-    HashedFile,
-    Reader,
-    read_index,
-    write_index,
-    write_parts,
-)
-from checkpoint.store import STATE_FILE, sizes_of
+from checkpoint.manifest import read_manifest
+from checkpoint.storage import DTYPES, Entry, load_alone, read_index, write_parts
+from checkpoint.store import seal, sizes_of
 from config.changes import changed_arguments
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
@@ -129,9 +118,7 @@ def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
 def _read_weight(checkpoint: Path, fqn: str, entry: Entry) -> torch.Tensor:
     key = PREFIX + fqn
     state = {key: torch.empty(entry.shape, dtype=DTYPES[entry.dtype])}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=Reader(checkpoint, {key: entry}), no_dist=True)
+    load_alone(state, checkpoint, {key: entry})
     return state[key]
 
 
@@ -196,18 +183,12 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
         return source.read_ours(origins[fqn], [0] * len(shapes[fqn]), shapes[fqn])
 
     with new_folder(checkpoint) as scratch:
-        files: dict[str, dict[str, Any]] = {}
-        written: list[Mapping[str, Entry]] = []
+        parts = {}
         # Several, so that as many ranks can verify them.
         for number, group in enumerate(_groups(items, file_bytes)):
             file = f"part-{number:05d}.bin"
-            files[file], entries = write_parts(scratch / file, group, read)
-            written.append(entries)
-        state_file = HashedFile(scratch / STATE_FILE)
-        state_file.write(b"{}")
-        files[STATE_FILE] = state_file.close()
-        files[INDEX_FILE] = write_index(scratch / INDEX_FILE, written)
-        write_manifest(scratch, files, facts)
+            parts[file] = write_parts(scratch / file, group, read)
+        seal(scratch, parts, state={}, facts=facts)
     print(f"{checkpoint}: {name}, for checkpoint.initial_load_path")
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState
-from checkpoint.storage import Reader, read_index
+from checkpoint.storage import load_alone, read_index
 from checkpoint.store import sizes_of
 from config.job_config import Training
 from metrics.sample import TEMPERATURE, draw, printable
@@ -216,9 +214,7 @@ def load_model(
     index = read_index(folder, sizes_of(manifest))
     have = {fqn: entry for fqn, entry in index.items() if fqn.startswith("model.")}
     check_shapes(folder, have, {f"model.{fqn}": t.shape for fqn, t in state["model"].items()})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=Reader(folder, index), no_dist=True)
+    load_alone(state, folder, index)
     weights.load_state_dict(state["model"])
     return model
 

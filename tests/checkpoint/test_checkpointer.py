@@ -251,7 +251,7 @@ def fail_on_one(folder: Path, rank: int, target: str) -> tuple[str, Loaded]:
         (0, "pathlib.Path.mkdir", 1),
         (1, "os.fsync", 1),
         (1, "checkpoint.checkpointer.write_parts", 1),
-        (0, "checkpoint.checkpointer.write_manifest", 1),
+        (0, "checkpoint.store.write_manifest", 1),
         (1, "checkpoint.checkpointer.read_index", 2),
         (0, "checkpoint.checkpointer.read_state", 2),
         (1, "checkpoint.storage.Reader.read_data", 2),

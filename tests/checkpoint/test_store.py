@@ -10,9 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from checkpoint.manifest import write_manifest
-from checkpoint.storage import INDEX_FILE, HashedFile, write_index
-from checkpoint.store import STATE_FILE, delete, problems_of, published, purge, step_of
+from checkpoint.store import STATE_FILE, delete, problems_of, published, purge, seal, step_of
 
 
 class Killed(BaseException):
@@ -23,10 +21,7 @@ def write_checkpoint(folder: Path, step: int) -> Path:
     """The smallest there is."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    state = HashedFile(path / STATE_FILE)
-    state.write(b"{}")
-    files = {STATE_FILE: state.close(), INDEX_FILE: write_index(path / INDEX_FILE, [])}
-    write_manifest(path, files, {"step": step})
+    seal(path, {}, state={}, facts={"step": step})
     return path
 
 
