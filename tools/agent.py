@@ -88,7 +88,7 @@ def run_ranks(
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     # Says less than what the launcher tells of a failure.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    store = _open_store(nodes)
+    store = open_store(nodes, RENDEZVOUS_SECONDS)
     if logs is not None:
         logs = logs / _agreed(store, nodes, time.strftime("%Y%m%d-%H%M%S"))
         _keep_flight_records(logs)
@@ -157,31 +157,22 @@ def _forget_empty(logs: Path, ranks: list[int], new: list[Path]) -> None:
             folder.rmdir()
 
 
-def _open_store(nodes: Nodes) -> dist.TCPStore:
+def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
     """The store of the run's ranks and agents; the head node's launcher has it."""
-    timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
-    if nodes.count > 1:
-        is_head = nodes.rank == 0
-        return dist.TCPStore(
-            nodes.address,
-            nodes.port,
-            is_master=is_head,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    # Left to itself, the store would listen on every interface. The agent's own, on the same port
-    # of the same process, will be this one.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
+    address, port, listener = nodes.address, nodes.port, None
+    if nodes.count == 1:
+        # Left to itself, the store would listen on every interface. The agent's own, on the same
+        # port of the same process, will be this one.
+        server = socket.create_server(("127.0.0.1", 0))
+        (address, port), listener = server.getsockname(), server.detach()
     return dist.TCPStore(
-        "127.0.0.1",
+        address,
         port,
-        is_master=True,
-        timeout=timeout,
+        is_master=nodes.rank == 0,
+        timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener,
     )
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from config import load_config
 from runtime import exit_codes
-from tools.agent import Nodes, run_ranks
+from tools.agent import Nodes, open_store, run_ranks
 from tools.launch import check_run, cpu_threads, find_nodes, ranks_per_node
 from tools.preflight_rank import FOUND
 
@@ -45,7 +45,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     seconds = config.comm.init_timeout_seconds
     if nodes.count > 1:
         try:
-            store = _open_store(nodes, seconds)
+            store = open_store(nodes, seconds)
             findings = meet(store, nodes, n_ranks=n_ranks, seconds=seconds)
         except dist.DistError as error:
             reason = str(error).partition("\n")[0]
@@ -67,18 +67,6 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         told = [f"exit codes by rank: {end.codes}"] if end.verdict is None else end.verdict.lines
         print("the ranks did not come to an end:\n  " + "\n  ".join(told), file=sys.stderr)
     return exit_codes.FAILED
-
-
-def _open_store(nodes: Nodes, seconds: int) -> dist.Store:
-    """The head node's, which its ranks and agents will share."""
-    return dist.TCPStore(
-        nodes.address,
-        nodes.port,
-        is_master=nodes.rank == 0,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
 
 
 def meet(store: dist.Store, nodes: Nodes, *, n_ranks: int, seconds: float) -> list[str]:
