@@ -99,7 +99,8 @@ def check(config: JobConfig, job: Job | None, mistake: str, device: torch.device
             print(mistake, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     is_leader = os.environ["LOCAL_RANK"] == "0"
-    places = everywhere(Place(rank, int(os.environ["GROUP_RANK"]), host_name(), is_leader))
+    node, host = int(os.environ["GROUP_RANK"]), socket.gethostname()
+    places = everywhere(Place(rank, node, host, is_leader))
     findings = [f"{who}: {text}" for who, text in zip(places, mistakes, strict=True) if text]
     seen = Seen(places, {}, findings)
     compare_facts(seen, facts_of(config, job))
@@ -185,10 +186,6 @@ def source_hash() -> str:
     for path in sorted(files):
         total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return total.hexdigest()[:12]
-
-
-def host_name() -> str:
-    return socket.gethostname()
 
 
 def compare_memory(seen: Seen, device: torch.device) -> None:

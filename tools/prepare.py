@@ -174,13 +174,7 @@ def _facts(data: Data, shard_tokens: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "dtype": dtype_of(tokenizer.n_vocab),
-        "tokenizer": {
-            "name": data.tokenizer,
-            "fingerprint": tokenizer.fingerprint,
-            "n_vocab": tokenizer.n_vocab,
-            "bos_id": tokenizer.bos_id,
-            "eos_id": tokenizer.eos_id,
-        },
+        "tokenizer": {"name": data.tokenizer, "fingerprint": tokenizer.fingerprint},
         "source": {
             "name": f"{source.type} {source.path}".strip(),
             "fingerprint": fingerprint,

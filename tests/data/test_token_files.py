@@ -23,7 +23,6 @@ from data.token_files import (
     verify,
 )
 
-TOKENIZER = {"name": "bytes", "fingerprint": "f", "n_vocab": 258, "bos_id": 256, "eos_id": 257}
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 
@@ -47,7 +46,7 @@ def write_prepared(
         limits = {"min_id": min(ids, default=None), "max_id": max(ids, default=None)}
         counts = {"documents": len(documents), "tokens": len(ids), "skipped": 0}
         facts.append({"file": path.name, **counts, **limits, **hashes})
-    tokenizer = TOKENIZER | {"fingerprint": fingerprint}
+    tokenizer = {"name": "bytes", "fingerprint": fingerprint}
     write_index(folder, {"format": 1, "dtype": dtype, "tokenizer": tokenizer, "shards": facts})
     return folder
 
