@@ -1,8 +1,13 @@
-"""The command lines of tools."""
+"""The command lines of tools, and what their ``main`` have in common."""
 
 import argparse
 import re
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NoReturn
+
+from runtime import exit_codes
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,6 +19,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+
+def telling_mistakes(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """``main``, which says what is wrong with what it was given in a line, without a traceback."""
+
+    @wraps(main)
+    def told(arguments: list[str]) -> int:
+        try:
+            return main(arguments)
+        except (OSError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return exit_codes.BAD_CONFIG
+
+    return told
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -17,6 +17,8 @@ import numpy as np
 
 from data.batch_size import batch_size_of
 from metrics.ledger import Attempt
+from runtime import exit_codes
+from tools.arguments import Parser, telling_mistakes
 
 SHOWN_VIOLATIONS = 20
 # What the ranks of an attempt must agree on.
@@ -72,31 +74,25 @@ class Part:
     entries: list[Entry] = field(default_factory=list)
 
 
+@telling_mistakes
 def main(arguments: list[str]) -> int:
-    match arguments:
-        case [run]:
-            others: list[str] = []
-        case [run, "--against", other] | ["--against", other, run]:
-            others = [other]
-        case _:
-            print(__doc__, file=sys.stderr)
-            return 2
-    try:
-        lineages = [replay(Path(folder)) for folder in (run, *others)]
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 2
-    for folder, lineage in zip((run, *others), lineages, strict=True):
+    parser = Parser("python -m tools.check_ledger", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--against", type=Path, metavar="OTHER_RUN_FOLDER")
+    options = parser.parse_args(arguments)
+    folders = [options.run] if options.against is None else [options.run, options.against]
+    lineages = [replay(folder) for folder in folders]
+    for folder, lineage in zip(folders, lineages, strict=True):
         print(f"{folder}: {summary(lineage)}")
     violations = [text for lineage in lineages for text in lineage.violations]
-    if others:
+    if options.against is not None:
         differences, text = compare(*lineages)
         violations += differences
         print(text)
     if len(violations) > SHOWN_VIOLATIONS:
         violations[SHOWN_VIOLATIONS:] = [f"and {len(violations) - SHOWN_VIOLATIONS} more"]
     print("".join(f"{text}\n" for text in violations), end="")
-    return 1 if violations else 0
+    return exit_codes.FAILED if violations else exit_codes.DONE
 
 
 def summary(lineage: Lineage) -> str:

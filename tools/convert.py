@@ -38,13 +38,14 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from runtime import exit_codes
-from tools.arguments import Parser
+from tools.arguments import Parser, telling_mistakes
 from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 
 # Of the names of a checkpoint's weights, beside those of the optimizer's state.
 PREFIX = "model."
 
 
+@telling_mistakes
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -55,15 +56,11 @@ def main(arguments: list[str]) -> int:
     add = commands.add_parser("import", help="from a folder with safetensors").add_argument
     add("folder", type=Path, help="with config.json and safetensors")
     add("checkpoint", type=Path, help="what is written; must not be there yet")
-    try:
-        options = parser.parse_args(arguments)
-        if options.command == "export":
-            export_checkpoint(options.checkpoint, options.folder, tokenizer_name=options.tokenizer)
-        else:
-            import_folder(options.folder, options.checkpoint)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
+    options = parser.parse_args(arguments)
+    if options.command == "export":
+        export_checkpoint(options.checkpoint, options.folder, tokenizer_name=options.tokenizer)
+    else:
+        import_folder(options.folder, options.checkpoint)
     return exit_codes.DONE
 
 

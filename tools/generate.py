@@ -30,7 +30,7 @@ from models.meta import build_on_meta
 from parallelisms.shared_parameters import keep_shared
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
-from tools.arguments import Parser
+from tools.arguments import Parser, telling_mistakes
 from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 
 MOST_TOKENS = 256
@@ -42,15 +42,13 @@ REPLACEMENT, MOST_WAITING = "\ufffd", 3
 CONTEXT = 32
 
 
+@telling_mistakes
 def main(arguments: list[str]) -> int:
     try:
         write(parse(arguments))
     except BrokenPipeError:
         # Who read has seen enough; Python would still flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
     return exit_codes.DONE
 
 

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from runtime import exit_codes
-from tools.arguments import Parser
+from tools.arguments import Parser, telling_mistakes
 
 COLORS = {
     "parameters": "#4c72b0",
@@ -55,16 +55,13 @@ def draw_modes(rows: list[dict[str, Any]], picture: Path) -> None:
     figure.savefig(picture, dpi=150)
 
 
+@telling_mistakes
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.plot", description=__doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("picture", type=Path)
-    try:
-        options = parser.parse_args(arguments)
-        draw_losses(options.run_folder, options.picture)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
+    options = parser.parse_args(arguments)
+    draw_losses(options.run_folder, options.picture)
     return exit_codes.DONE
 
 

@@ -38,7 +38,7 @@ from data.token_files import (
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
 from runtime.compat import usable_cpus
-from tools.arguments import Parser, split_overrides
+from tools.arguments import Parser, split_overrides, telling_mistakes
 from tools.token_shards import (
     Progress,
     WorkerLost,
@@ -55,6 +55,7 @@ SUFFIXES = ("bin", "ends", "json")
 OURS = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
 
 
+@telling_mistakes
 def main(arguments: list[str]) -> int:
     try:
         options, overrides = parse(arguments)
@@ -69,9 +70,6 @@ def main(arguments: list[str]) -> int:
     except WorkerLost as error:
         print(f"{error}; the same command goes on", file=sys.stderr)
         return exit_codes.FAILED
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
     return exit_codes.DONE
 
 

@@ -11,19 +11,16 @@ from checkpoint.store import problems_of, published, set_aside, step_of
 from runtime import exit_codes
 from runtime.control import lock_run
 from runtime.run_folder import write_whole
-from tools.arguments import Parser
+from tools.arguments import Parser, telling_mistakes
 
 
+@telling_mistakes
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.rollback", description=__doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("step", type=int)
-    try:
-        options = parser.parse_args(arguments)
-        roll_back(options.run_folder, options.step)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
+    options = parser.parse_args(arguments)
+    roll_back(options.run_folder, options.step)
     return exit_codes.DONE
 
 

@@ -8,7 +8,6 @@ first line of metrics to now or to the run's end. Steps that were lost or made a
 saves and validation are the rest.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -29,6 +28,7 @@ from metrics.goodput import goodput, history_of
 from runtime import exit_codes
 from runtime.failures import MOST_ATTEMPTS
 from runtime.log import duration
+from tools.arguments import Parser, telling_mistakes
 
 LOCKS = Path("/proc/locks")
 REFUSED = "its configuration was refused"
@@ -71,12 +71,9 @@ class Status:
     """Files that could not be read, and why."""
 
 
+@telling_mistakes
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.status",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m tools.status", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--json", action="store_true", help="an object per run")
     asked = parser.parse_args(arguments)

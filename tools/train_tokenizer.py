@@ -33,7 +33,7 @@ from data.sources import build_sources
 from data.tokenizer import LLAMA3_PATTERN, load_tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime import exit_codes
-from tools.arguments import Parser, split_overrides
+from tools.arguments import Parser, split_overrides, telling_mistakes
 
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
 SMALLEST = 256 + len(SPECIAL_TOKENS)
@@ -44,6 +44,7 @@ MEASURED_BYTES = 1_000_000
 FILES = ("tokenizer.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json")
 
 
+@telling_mistakes
 def main(arguments: list[str]) -> int:
     parser = Parser(
         "python -m tools.train_tokenizer",
@@ -55,20 +56,16 @@ def main(arguments: list[str]) -> int:
     add("--vocab_size", type=int, required=True, metavar="N", help="tokens, the special ones too")
     add("--config", type=Path, default=Path(os.devnull), metavar="FILE", help="a run's TOML file")
     add("--max_bytes", type=int, default=MAX_BYTES, metavar="N", help=f"of text; {MAX_BYTES:,}")
-    try:
-        own, overrides = split_overrides(arguments)
-        options = parser.parse_args(own)
-        config = load_config(options.config, overrides)
-        train(
-            config.data,
-            options.folder,
-            seed=config.debug.seed,
-            vocab_size=options.vocab_size,
-            max_bytes=options.max_bytes,
-        )
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return exit_codes.BAD_CONFIG
+    own, overrides = split_overrides(arguments)
+    options = parser.parse_args(own)
+    config = load_config(options.config, overrides)
+    train(
+        config.data,
+        options.folder,
+        seed=config.debug.seed,
+        vocab_size=options.vocab_size,
+        max_bytes=options.max_bytes,
+    )
     command = ["./run_train.sh", *overrides, "--data.tokenizer", str(options.folder / FILES[0])]
     file = "" if str(options.config) == os.devnull else f"CONFIG_FILE={quote(str(options.config))} "
     print(f"next: {file}{join(command)}")

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from runtime import exit_codes
 from tests.data.test_loader import build
 from tests.metrics import test_ledger
 from tests.metrics.test_ledger import Program, Start, source
@@ -110,10 +111,19 @@ def test_not_finite_losses_are_logged_and_compared(tmp_path: Path) -> None:
     assert "loss differs by inf at most, at step 3" in told
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--against", "a"]])
-def test_usage_is_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_ledger.main(arguments) == 2
-    assert "RUN_FOLDER" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "required: RUN_FOLDER"),
+        (["--against", "a"], "required: RUN_FOLDER"),
+        (["a", "b"], "unrecognized arguments: b"),
+    ],
+)
+def test_a_wrong_command_line_is_told(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_ledger.main(arguments) == exit_codes.BAD_CONFIG
+    assert told in capsys.readouterr().err
 
 
 def test_run_without_a_ledger_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
