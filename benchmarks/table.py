@@ -43,7 +43,7 @@ def main() -> None:
     for file in options.files:
         print(table_of(file), end="\n\n")
     if options.draw:
-        from tools.plot import draw_modes  # Behind it is an optional package.
+        from benchmarks.picture import draw_modes  # Behind it is an optional package.
 
         rows = [row for file in options.files for row in read_rows(file)]
         draw_modes(newest(rows), options.draw)
