@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn as nn
 
 from models.hugging_face import ATTENTION, NORMS, QK_NORM, Table, TensorPair, decoder
@@ -39,19 +38,6 @@ class MoeBlock(TransformerBlock):
             normalizes=True,
             balance_weight=args.balance_weight,
         )
-
-    def forward(
-        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
-    ) -> torch.Tensor:
-        x, normed = self.attend(x, rope, document_ids)
-        return x + self.feed_forward(normed)
-
-    def attend(
-        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is before the feed-forward: the residual, and what goes in."""
-        x = x + self.attention(self.attention_norm(x), rope, document_ids)
-        return x, self.ffn_norm(x)
 
 
 def _published(*, dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> Qwen3MoeArgs:

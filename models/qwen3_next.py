@@ -18,6 +18,7 @@ from models.transformer import (
     InnerAttention,
     Rope,
     Transformer,
+    TransformerBlock,
     apply_rope,
 )
 
@@ -53,32 +54,13 @@ class Qwen3Next(Transformer):
         return Qwen3NextBlock(self.args, has_attention=self.args.has_attention(index))
 
 
-class Qwen3NextBlock(nn.Module):
+class Qwen3NextBlock(TransformerBlock):
     def __init__(self, args: Qwen3NextArgs, *, has_attention: bool) -> None:
-        super().__init__()
+        super().__init__(args)
         self.attention_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
         self.attention = GatedAttention(args) if has_attention else delta_net(args)
         self.ffn_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
         self.feed_forward = SharedMoE(args)
-
-    def forward(
-        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
-    ) -> torch.Tensor:
-        x, normed = self.attend(x, rope, document_ids)
-        return x + self.feed_forward(normed)
-
-    def attend(
-        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is before the feed-forward: the residual, and what goes in."""
-        x = x + self.attention(self.attention_norm(x), rope, document_ids)
-        return x, self.ffn_norm(x)
-
-    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
-        self.attention_norm.reset_parameters()
-        self.ffn_norm.reset_parameters()
-        self.attention.init_weights(trunc_normal_, residual_std)
-        self.feed_forward.init_weights(trunc_normal_, residual_std)
 
 
 class ZeroCenteredNorm(RMSNorm):

@@ -12,9 +12,6 @@ class RMSNorm(nn.RMSNorm):
 
     eps: float
 
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__(dim, eps)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 

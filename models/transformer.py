@@ -175,7 +175,7 @@ class Attention(nn.Module):
         trunc_normal_(self.wo.weight, std=residual_std)
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
-                nn.init.ones_(norm.weight)
+                norm.reset_parameters()
 
 
 class FeedForward(nn.Module):
@@ -198,20 +198,27 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.attention = Attention(args)
+        self.attention: nn.Module = Attention(args)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.feed_forward: nn.Module = FeedForward(args)
 
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
+        x, normed = self.attend(x, rope, document_ids)
+        return x + self.feed_forward(normed)
+
+    def attend(
+        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All before the feed-forward: the residual stream, and the feed-forward's input."""
         x = x + self.attention(self.attention_norm(x), rope, document_ids)
-        return x + self.feed_forward(self.ffn_norm(x))
+        return x, self.ffn_norm(x)
 
     def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
-        nn.init.ones_(self.attention_norm.weight)
-        nn.init.ones_(self.ffn_norm.weight)
-        self.attention.init_weights(trunc_normal_, residual_std)
+        self.attention_norm.reset_parameters()
+        self.ffn_norm.reset_parameters()
+        cast(Attention, self.attention).init_weights(trunc_normal_, residual_std)
         cast(FeedForward, self.feed_forward).init_weights(trunc_normal_, residual_std)
 
 
