@@ -186,7 +186,7 @@ def main(job: Job, witness: Witness) -> int:
     optimizer = build_optimizer(
         model,
         config.optimizer,
-        matrices=hidden_matrices(model, job.spec),
+        matrices=hidden_matrices(job.spec.blocks(model), job.spec.moes(model)),
         weight_mesh=dims.weight_mesh,
         is_elastic=is_elastic,
     )

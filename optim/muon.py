@@ -2,11 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,24 +30,13 @@ RMS = 0.2
 CHUNK = 1 << 24
 
 
-class Blocks(Protocol):
-    """Where a model has its hidden matrices; ``models.ModelSpec`` has it."""
+def hidden_matrices(blocks: nn.Module, moes: Iterable[Any]) -> list[nn.Parameter]:
+    """The matrices (m, n) of ``blocks``, and the stacks (e, m, n) of ``moes``' experts.
 
-    @property
-    def blocks(self) -> Callable[[Any], nn.ModuleDict]: ...
-    @property
-    def moes(self) -> Callable[[Any], list[nn.Module]]: ...
-
-
-def hidden_matrices(model: nn.Module, facts: Blocks) -> list[nn.Parameter]:
-    """The matrices (m, n) of the blocks, and the stacks of them (e, m, n) that experts have.
-
-    Neither embedding nor output, which are outside the blocks; not what has one row or column.
+    Matrices of one row or one column are left out. Embedding and output are outside the blocks.
     """
-    experts = {id(p) for moe in facts.moes(model) for p in cast(Any, moe).experts.parameters()}
-    found = [
-        p for p in facts.blocks(model).parameters() if p.ndim == (3 if id(p) in experts else 2)
-    ]
+    experts = {id(p) for moe in moes for p in moe.experts.parameters()}
+    found = [p for p in blocks.parameters() if p.ndim == (3 if id(p) in experts else 2)]
     return [p for p in found if min(p.shape[-2:]) > 1]
 
 

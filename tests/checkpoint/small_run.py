@@ -7,7 +7,7 @@ from typing import Any
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
 from config.job_config import Checkpoint, Optimizer
-from models import TransformerArgs, find_model
+from models import TransformerArgs
 from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
@@ -45,7 +45,7 @@ class Run:
         self.optimizer = build_optimizer(
             self.model,
             optimizer or Optimizer(),
-            matrices=hidden_matrices(self.model, find_model("qwen3", "debugmodel")[0]),
+            matrices=hidden_matrices(self.model.layers, moes=[]),
             weight_mesh=dims.weight_mesh,
         )
         self.values = Values()

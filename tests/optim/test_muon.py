@@ -199,7 +199,7 @@ def fqns_of_muon(name: str) -> set[str]:
     spec, args = find_model(name, "debugmodel")
     model = build_on_meta(spec, replace(args, n_layers=1), torch.float32)
     names = {id(p): fqn for fqn, p in model.named_parameters()}
-    return {names[id(p)] for p in hidden_matrices(model, spec)}
+    return {names[id(p)] for p in hidden_matrices(spec.blocks(model), spec.moes(model))}
 
 
 def test_matrices_of_blocks_are_muons() -> None:
@@ -228,7 +228,7 @@ def plan_of(layout: Layout) -> list[tuple[tuple[int, ...], int, bool]]:
     spec, args = find_model("qwen3_moe", "debugmodel")
     found = spread("qwen3_moe", replace(args, n_layers=4), layout)
     materialize(found.model, CPU, seed=1)
-    matrices = hidden_matrices(found.model, spec)
+    matrices = hidden_matrices(spec.blocks(found.model), spec.moes(found.model))
     optimizer = build_optimizer(
         found.model, MUON, matrices=matrices, weight_mesh=found.dims.weight_mesh
     )

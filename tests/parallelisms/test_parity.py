@@ -262,7 +262,8 @@ def one_device(
     spec, _ = find_model(name, "debugmodel")
     model = build_on_meta(spec, args, torch.float64)
     materialize(model, CPU, seed=7)
-    optimizer = build_optimizer(model, config, matrices=hidden_matrices(model, spec))
+    matrices = hidden_matrices(spec.blocks(model), spec.moes(model))
+    optimizer = build_optimizer(model, config, matrices=matrices)
     runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
     logits, steps = [runner.logits(batch)], []
     for _ in ACCUMULATION:
@@ -303,7 +304,8 @@ def check_layout(
     materialize(model, device, seed=7)
     # Forward gives the modules whole weights for a while.
     parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
-    matrices = hidden_matrices(model, find_model(name, "debugmodel")[0])
+    spec, _ = find_model(name, "debugmodel")
+    matrices = hidden_matrices(spec.blocks(model), spec.moes(model))
     optimizer = build_optimizer(model, config, matrices=matrices, weight_mesh=dims.weight_mesh)
     runner = sharded.runner()
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
