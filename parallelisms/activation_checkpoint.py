@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,21 +27,45 @@ _SAVED_OPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    # Within documents; the latter where the block around it is not compiled.
+    # Attention within documents; the latter where the block around it is not compiled.
     torch.ops.higher_order.flex_attention,
     torch.ops.higher_order.inductor_compiled_code,
     # Recomputing a collective costs more than its result.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
 }
-# Ours, by name: what defines them need not be imported.
+# Operations of ours, by name, so that the files that define them need not be imported.
 _SAVED_OF_OURS = {"shardloom::block_attention", "shardloom::fused_delta_rule"}
-# FSDP tells profilers of gathers inside a block, of experts, more often in backward.
+# FSDP marks its gathers of experts, inside a block, for profilers: more often in backward.
 _profiler = torch.ops.profiler
 SAC_IGNORED_OPS |= {
     _profiler._record_function_enter_new.default,
     _profiler._record_function_exit._RecordFunction,
 }
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What backward recomputes of a block."""
+
+    what: str
+    """For the log."""
+    save_every: int = 0
+    """Attention and every n-th matmul are saved; 0: nothing is."""
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """For PyTorch's ``checkpoint``."""
+        # Nothing in the models is random, so no RNG state is kept.
+        options: dict[str, Any] = {"preserve_rng_state": False}
+        if self.save_every:
+            options["context_fn"] = partial(_saving_matmuls, self.save_every)
+        return options
+
+
+ALL = Recompute("all")
+ALL_BUT_MATMULS = Recompute("all but attention and matmuls", save_every=1)
+ALL_BUT_HALF = Recompute("all but attention and half of the matmuls", save_every=2)
 
 
 def apply_activation_checkpoint(
@@ -53,11 +78,11 @@ def apply_activation_checkpoint(
     """Wrap the blocks as ``config`` says. Mutates ``blocks``; FQNs gain a wrapper's name.
 
     ``pieces``: methods that a block consists of and that are compiled one by one. What is kept can
-    be chosen only inside a graph, so they are wrapped, unless the whole block is recomputed.
-    ``frees_weights``: blocks that gather their weights themselves let go of them only if they are
-    recomputed. Blocks that ``config`` leaves alone then recompute what is cheap.
+    be chosen only inside a graph, so each is wrapped, unless the whole block is recomputed.
+    ``frees_weights``: blocks that gather their own weights free them only if they are recomputed,
+    so those that ``config`` leaves alone then recompute what is cheap.
     """
-    # The compiler's, of every graph; so a run in a process that had another sets it back.
+    # A global of the compiler: reset even if unused, as an earlier run may have changed it.
     is_budgeted = config.mode == "memory_budget"
     torch._functorch.config.activation_memory_budget = config.memory_budget if is_budgeted else 1.0
     if is_budgeted:
@@ -66,15 +91,15 @@ def apply_activation_checkpoint(
     counts = Counter[str]()
     for name, block in blocks.items():
         # Names are the numbers of layers, of the whole model in a pipeline's stage too.
-        what = _recomputed(config, int(name)) or (ALL_BUT_MATMULS if frees_weights else "")
-        if not what:
+        recompute = _recompute(config, int(name)) or (ALL_BUT_MATMULS if frees_weights else None)
+        if recompute is None:
             continue
-        counts[what] += 1
-        if what == ALL or not pieces:
-            blocks[name] = checkpoint_wrapper(block, **_OPTIONS[what])
+        counts[recompute.what] += 1
+        if recompute == ALL or not pieces:
+            blocks[name] = checkpoint_wrapper(block, **recompute.options)
             continue
         for path in pieces:
-            wrap_piece(block, path, partial(_recomputing, _OPTIONS[what]))
+            wrap_piece(block, path, partial(_recomputing, recompute.options))
     for what, count in counts.items():
         text = "activation checkpoint: %d of %d blocks recompute %s"
         logger.info(text, count, len(blocks), what)
@@ -87,15 +112,15 @@ def _recomputing(options: dict[str, Any], method: Callable[..., Any]) -> Callabl
     return run
 
 
-def _recomputed(config: ActivationCheckpoint, index: int) -> str:
-    """What ``config`` wants of the block of that index; "" is nothing."""
+def _recompute(config: ActivationCheckpoint, index: int) -> Recompute | None:
+    """What the block of that index is to recompute by ``config``."""
     if config.mode in ("none", "memory_budget"):
-        return ""
+        return None
     if config.mode == "full":
         return ALL
     if config.selective == "op":
         return ALL_BUT_HALF
-    return ALL if index % config.selective == 0 else ""
+    return ALL if index % config.selective == 0 else None
 
 
 def _saving_matmuls(every: int) -> tuple[Any, Any]:
@@ -105,21 +130,10 @@ def _saving_matmuls(every: int) -> tuple[Any, Any]:
 def _policy(
     every: int, matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Save attention and every n-th matmul. Every second: half the memory, a sixth of the work."""
+    """Save attention and every n-th matmul. Every second: half the memory, a sixth more work."""
     if op in (_aten.mm.default, _aten._grouped_mm.default, _aten._scaled_mm.default):
         is_saved = matmuls[ctx.is_recompute] % every == 0
         matmuls[ctx.is_recompute] += 1
     else:
         is_saved = op in _SAVED_OPS or op.name() in _SAVED_OF_OURS
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-ALL = "all"
-ALL_BUT_MATMULS = "all but attention and matmuls"
-ALL_BUT_HALF = "all but attention and half of the matmuls"
-# Nothing in the models is random, so no RNG state is kept.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    ALL: {"preserve_rng_state": False},
-    ALL_BUT_MATMULS: {"preserve_rng_state": False, "context_fn": partial(_saving_matmuls, 1)},
-    ALL_BUT_HALF: {"preserve_rng_state": False, "context_fn": partial(_saving_matmuls, 2)},
-}
