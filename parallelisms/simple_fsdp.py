@@ -22,7 +22,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from parallelisms.fsdp import shard_placement
-from parallelisms.weights_in_forward import make_weights_in_forward
+from parallelisms.weights_in_forward import apply_weights_in_forward
 from runtime.distributed import local_part
 from runtime.log import logger
 
@@ -48,7 +48,7 @@ def apply_simple_fsdp(
             makers[shared[parameter]] = _Gather(_dims(fsdp_mesh), shard, parameter, mp_policy)
         path, _, name = fqn.rpartition(".")
         model.get_submodule(path).register_parameter(name, shared[parameter])
-    make_weights_in_forward(model, makers, mp_policy)
+    apply_weights_in_forward(model, makers, mp_policy)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
         "simple_fsdp: %d parameters on a mesh of %s, compute in %s, reduction in %s",
@@ -73,7 +73,7 @@ class _Gather:
         part = local_part(self.template)
         *replicate_meshes, shard_mesh = self.meshes
         local = parameter.to_local()
-        # First in forward, where nothing travels, is last in backward: replicas exchange shards.
+        # Replicas first: in forward nothing travels, and in backward, last, they exchange shards.
         for mesh in replicate_meshes:
             copy = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
             local = self._gathered_over(copy, forward_dtype=None)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make_weights_in_forward(
+def apply_weights_in_forward(
     model: nn.Module, makers: Mapping[nn.Parameter, Make], mp_policy: MixedPrecisionPolicy
 ) -> None:
     """While a module runs, and only then, its parameters read as what ``makers`` make of them.
@@ -50,13 +50,13 @@ def cast_weights(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
         return parameter.to(mp_policy.param_dtype)
 
     makers = dict.fromkeys(model.parameters(), to_compute_dtype)
-    make_weights_in_forward(model, makers, mp_policy)
+    apply_weights_in_forward(model, makers, mp_policy)
 
 
 @dataclass(frozen=True)
 class _Weight:
     places: tuple[tuple[str, str], ...]
-    """Submodules that have it, below the one whose forward it is made for, and its names."""
+    """Submodules that have it, by their paths below the one that makes it, and its names there."""
     make: Make
 
     def show(self, owner: nn.Module) -> None:
@@ -68,7 +68,7 @@ class _Weight:
 
     def hide(self, owner: nn.Module) -> None:
         for path, name in self.places:
-            # A forward that failed, or recomputation that had enough, may not have come this far.
+            # A forward that failed, or recomputation that stopped early, may not have come so far.
             cast(_Making, owner.get_submodule(path))._made.pop(name, None)
 
 
