@@ -1,3 +1,5 @@
+"""The model families that a config can name."""
+
 import difflib
 import pkgutil
 
@@ -14,7 +16,7 @@ MODEL_SPECS: dict[str, ModelSpec] = {
 
 
 def find_model(name: str, flavor: str) -> tuple[ModelSpec, TransformerArgs]:
-    """The family and the published args; raise ``ValueError`` with what there is instead."""
+    """The family and the args of its flavor; raises ``ValueError`` that lists what there is."""
     spec = find_spec(name)
     if flavor not in spec.flavors:
         raise ValueError(_unknown(f"model.flavor of {name}", flavor, list(spec.flavors)))
@@ -22,7 +24,7 @@ def find_model(name: str, flavor: str) -> tuple[ModelSpec, TransformerArgs]:
 
 
 def find_spec(name: str) -> ModelSpec:
-    """The family of that name, or, of ``module:attribute``, what is imported from elsewhere."""
+    """The family of that name; ``module:attribute`` is imported from elsewhere."""
     if ":" in name:
         return _import_spec(name)
     if name not in MODEL_SPECS:

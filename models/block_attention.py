@@ -1,9 +1,9 @@
 """Causal attention of short sequences in bfloat16 on CPUs.
 
-PyTorch's kernel there is far slower than matrix products, most of all in backward. Here it is
-products, and one softmax. A block of queries has scores for the keys up to its last one, so nearly
-half of the work is left out. Its probabilities are kept for backward: b h s s / 2 of them. Of
-longer sequences they would be too many, and PyTorch's kernel is nearly as fast.
+PyTorch's kernel there is far slower than matrix products, most of all in backward. Here attention
+is matrix products and one softmax. A block of queries has scores only for the keys up to its last
+position, which saves nearly half of the work. The probabilities, b h s s / 2 of them, are kept for
+backward: too many for longer sequences, where PyTorch's kernel is nearly as fast anyway.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def suits_blocks(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether ``block_attention`` is the faster one for q (b, s, h, k) and k (b, s, h_kv, k)."""
     s = q.shape[1]
     is_short = s == k.shape[1] and s <= LONGEST and s % BLOCK == 0
-    # What is spread over ranks is not a plain tensor.
+    # A DTensor is not a plain tensor.
     return is_short and q.is_cpu and q.dtype == torch.bfloat16 and type(q) is torch.Tensor
 
 
@@ -37,7 +37,7 @@ def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 @torch.library.custom_op("shardloom::block_attention", mutates_args=())
 @torch.autocast("cpu", enabled=False)
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, and the probabilities of all blocks in a row."""
+    """The output, and the probabilities of all blocks, flat, one after the other."""
     h_kv, scale = k.shape[2], q.shape[-1] ** -0.5
     blocks, keys, values = _in_blocks(q, h_kv), _by_head(k), _by_head(v)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -64,7 +64,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     ctx.save_for_backward(*inputs, output[1])
 
 
-# What it keeps is taken for a constant.
+# The kept probabilities count as constants: a second derivative would be wrong.
 @once_differentiable
 def _backward(ctx: Any, of_out: torch.Tensor, _: None) -> tuple[torch.Tensor, ...]:
     q, k, v, kept = ctx.saved_tensors
@@ -88,7 +88,7 @@ _attend.register_autograd(_backward, setup_context=_keep)
 
 
 def _in_blocks(x: torch.Tensor, h_kv: int) -> torch.Tensor:
-    """x (b, s, h, k) to (n, b h_kv, h / h_kv BLOCK, k): heads of the same keys in one matrix."""
+    """x (b, s, h, k) to (n, b h_kv, h / h_kv BLOCK, k): heads that share keys in one matrix."""
     b, s, h, k = x.shape
     x = x.reshape(b, s // BLOCK, BLOCK, h_kv, h // h_kv, k).permute(1, 0, 3, 4, 2, 5)
     return x.reshape(s // BLOCK, b * h_kv, h // h_kv * BLOCK, k)

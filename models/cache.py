@@ -1,4 +1,4 @@
-"""What layers keep of a sequence, so that it can come piece by piece."""
+"""What layers keep of a sequence, so that a model can be given it piece by piece."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from models.gated_delta_net import InnerDeltaNet
 def cached(
     attentions: list[nn.Module], delta_nets: list[nn.Module], *, max_seq_len: int
 ) -> Iterator[None]:
-    """Within, what the model is given goes on where it ended: ``max_seq_len`` positions in all.
+    """Inside, each call of the model goes on where the last ended, to ``max_seq_len`` positions.
 
-    The caller says the positions, and names in ``document_ids`` the documents of the sequence so
-    far. No gradients. Wraps the ``inner`` of each module, and unwraps it at the end: every sequence
+    The caller passes the positions, and ``document_ids`` of the whole sequence so far. No
+    gradients. Wraps the ``inner`` of each module, and unwraps it at the end, so that every sequence
     has a cache of its own.
     """
     before = [(module, cast(nn.Module, module.inner)) for module in (*attentions, *delta_nets)]
@@ -39,7 +39,7 @@ class CachedAttention(nn.Module):
         super().__init__()
         self.inner, self.max_seq_len = inner, max_seq_len
         self.n_seen = 0
-        # Whole from the start: one that grows is copied for every token.
+        # Of full size from the first call on: one that grows is copied for every token.
         self.caches: list[torch.Tensor] = []
 
     def forward(
@@ -61,7 +61,7 @@ class CachedAttention(nn.Module):
 
 
 class CachedDeltaNet(nn.Module):
-    """Keeps the state, and of the last positions what the convolution still sees."""
+    """Keeps the state, and those last positions that the convolution still sees."""
 
     def __init__(self, inner: InnerDeltaNet) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class CachedDeltaNet(nn.Module):
         dt_bias: torch.Tensor,
         document_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The next positions, as of ``InnerDeltaNet``; document_ids (b, so far)."""
+        """The next positions, as ``InnerDeltaNet`` takes them; document_ids (b, so far)."""
         assert not torch.is_grad_enabled(), "a cache has no gradients"
         if self.seen is not None:
             assert len(self.seen) == len(qkv), "other sequences than before"

@@ -1,7 +1,7 @@
 """The gated delta rule, in chunks (section 3.3 of arXiv 2412.06464).
 
-Within a chunk, positions depend on each other by a triangular system; all chunks' are solved at
-once. Chunks depend on each other by the state alone, which is made one after the other.
+Within a chunk, positions depend on each other through a triangular system; those of all chunks are
+solved at once. Chunks depend on each other through the state alone, computed one after the other.
 """
 
 import math
@@ -26,8 +26,9 @@ def delta_rule(
     """q, k (b, s, h, k), v (b, s, h, v), decay and beta (b, s, h) to (b, s, h, v) and the state.
 
     State S (k, v) of each head: S = e^decay S; S += k (beta (v - S'k))'; out = S'q, from zero in
-    each document. A ``state`` (b, h, k, v) to go on from is that of the position before, which
-    ``document_ids`` (b, s or more) has too. All is done in float32 at least, as the state is.
+    each document. To go on, pass the ``state`` (b, h, k, v) that came last, and ``document_ids``
+    (b, s + 1 or more) from the position before on. All is computed in float32 at least, and the
+    state is returned so.
     """
     b, s, h, _ = q.shape
     dtype = q.dtype
@@ -57,7 +58,7 @@ def delta_rule(
     is_same = (ids[..., :, None] == ids[..., None, :]).tril()[:, None]
     between = total[..., :, None] - total[..., None, :]
     weights = between.masked_fill(~is_same, -math.inf).exp()
-    # What of the state before the chunk a position still sees.
+    # How much of the state before the chunk each position still sees.
     into = (total.exp() * (ids == before[..., None])[:, None])[..., None]
     kb = k * beta[..., None]
     system, wanted = (kb @ k.mT) * weights, torch.cat([kb * into, v * beta[..., None]], dim=-1)
@@ -70,7 +71,7 @@ def delta_rule(
     return out.flatten(2, 3)[:, :, :s].transpose(1, 2).to(dtype), state
 
 
-# All that is done one after the other. One operation, or compilers would unroll it.
+# The loop over chunks: one operation, or compilers would unroll it.
 @torch.library.custom_op("shardloom::go_through_chunks", mutates_args=())
 def _go_through(
     seen: torch.Tensor,
@@ -120,7 +121,7 @@ def _go_back(
     kept: torch.Tensor,
     decay: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of what ``_go_through`` returned, with what came of them by what followed."""
+    """The gradients of what ``_go_through`` returned, with what later chunks add to them."""
     of_states, of_updates, of_last = (
         t.clone(memory_format=torch.contiguous_format) for t in (of_states, of_updates, of_last)
     )

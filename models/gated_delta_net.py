@@ -1,11 +1,10 @@
 """Gated delta net (arXiv 2412.06464): linear attention whose state forgets and corrects itself.
 
-b batch, s sequence, n key heads, r value heads for each, k and v the dims of their heads. What
-belongs to a key head is together in every weight, so that heads can be dealt out to ranks.
+b batch, s sequence, n key heads, r value heads for each, k and v the dims of their heads. Every
+weight keeps what belongs to a key head together, so that heads can be dealt out to ranks.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -13,8 +12,7 @@ import torch.nn.functional as F
 
 from models.delta_rule import delta_rule
 from models.own_part import own_part
-
-InitFn = Callable[..., object]
+from models.transformer import InitFn
 
 
 class GatedDeltaNet(nn.Module):
@@ -33,7 +31,7 @@ class GatedDeltaNet(nn.Module):
         ratio = n_value_heads // n_key_heads
         self.key_dim, self.value_dim, self.ratio = key_dim, value_dim, ratio
         self.group = 2 * key_dim + ratio * value_dim
-        """What a key head has of q, k and v."""
+        """Features of q, k and v that belong to one key head."""
         self.state_size = n_value_heads * key_dim * value_dim
         width = n_key_heads * (self.group + ratio * value_dim)
         self.wqkvz = nn.Linear(dim, width, bias=False)
@@ -48,7 +46,7 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """(b, s, d) to (b, s, d); the state knows positions by itself, without ``rope``."""
+        """(b, s, d) to (b, s, d); ``rope`` is not used, as the state itself depends on order."""
         b, s, _ = x.shape
         qkvz = self.wqkvz(x).view(b, s, -1, self.group + self.ratio * self.value_dim)
         qkv, z = qkvz.split([self.group, self.ratio * self.value_dim], dim=-1)
@@ -63,7 +61,7 @@ class GatedDeltaNet(nn.Module):
         for weight in (self.wqkvz.weight, self.wba.weight):
             trunc_normal_(weight, std=0.02)
         trunc_normal_(self.conv, std=self.conv.shape[-1] ** -0.5)
-        # Decays of 1 to 16, spread evenly: of a normal, what it is in its distribution.
+        # Decays uniform in [1, 16]: a normal sample mapped through its cumulative distribution.
         trunc_normal_(self.a_log, std=1.0)
         self.a_log.copy_((1 + 7.5 * (1 + torch.erf(self.a_log / math.sqrt(2)))).log())
         nn.init.ones_(self.dt_bias)
@@ -72,7 +70,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class InnerDeltaNet(nn.Module):
-    """What needs the whole sequence, but only its own heads."""
+    """The part that needs the whole sequence, but no heads other than its own."""
 
     def __init__(self, key_dim: int, value_dim: int) -> None:
         super().__init__()
@@ -101,10 +99,10 @@ class InnerDeltaNet(nn.Module):
         document_ids: torch.Tensor | None,
         state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From ``state`` (b, n * r, k, v) on, to what it is at the end too.
+        """Go on from ``state`` (b, n * r, k, v); return the state at the end too.
 
-        There are gates of the last positions only: what of qkv is before them was seen before, and
-        the convolution still sees it. ``document_ids`` (b, s or more) ends where they end.
+        Gates are those of new positions only; qkv may begin with earlier ones, which the
+        convolution still sees. ``document_ids`` (b, s or more) ends at the last position.
         """
         precise = torch.promote_types(qkv.dtype, torch.float32)
         mixed = F.silu(causal_conv(qkv, conv, document_ids)[:, -gates.shape[1] :])

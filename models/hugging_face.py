@@ -1,6 +1,6 @@
-"""What our models are at Hugging Face: ``config.json`` and the tensors' names, both ways.
+"""Our models in Hugging Face's format: ``config.json`` and the tensors' names, both ways.
 
-Rotary embeddings are in halves there too, so no weight is permuted.
+Rotary embeddings turn the halves of a head there too, so no weight is permuted.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,58 +17,58 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorPair:
-    """A tensor of ours, and what it is in their files."""
+    """One of our tensors, and where it is in their files."""
 
     ours: str
     """FQN."""
     theirs: tuple[str, ...]
-    """Its name; if it is stacked, one for each index of dim 0. Empty: it is zero there."""
+    """Its name; if it is stacked, one for each index of dim 0. Empty: not there, as it is zero."""
     is_stacked: bool = False
     to_theirs: Convert | None = None
     to_ours: Convert | None = None
-    """The inverse; both pure, and of one index of dim 0 if it is stacked. None: as it is."""
+    """The inverse. Both are pure, and take one index of dim 0 if it is stacked. None: unchanged."""
     shares: str | None = None
-    """Our FQN that this is another name of. Theirs is not written, and need not be there."""
+    """The FQN of ours that this is another name of. Theirs is not written, and may be absent."""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """What a family is there."""
+    """A model family in their format."""
 
     model_type: str
     config: Callable[[Any], dict[str, Any]]
-    """Args to what ``config.json`` says of the model. Raises ``ValueError`` if it cannot."""
+    """Args to what ``config.json`` says of the model. Raises ``ValueError`` if it cannot say it."""
     args: Callable[[Mapping[str, Any]], TransformerArgs]
     """The inverse. Raises ``ValueError`` that names the key of what is not implemented here."""
     tensors: Callable[[Any], list[TensorPair]]
     """Args to all tensors of the model's state dict."""
     left_out: str = ""
-    """What the names of theirs begin with that are no part of the model here."""
+    """Prefix of the names of those tensors of theirs that are no part of the model here."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """What a family has inside the dense decoder's shell."""
+    """How a family differs within the dense decoder's shell."""
 
     model_type: str
     architecture: str
     layer: Mapping[str, str]
-    """Modules of a layer with one weight: ours to theirs."""
+    """Modules of a layer that have one weight: our name to theirs."""
     others: Callable[[Any], list[TensorPair]] = lambda args: []
-    """Args to the tensors that are none of these."""
+    """Args to the pairs of all other tensors of the layers."""
     args_cls: type[TransformerArgs] = TransformerArgs
-    ours: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the args that the family sets."""
+    family_args: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the args that are the same in the whole family."""
     numbers: Mapping[str, str] = field(default_factory=dict)
-    """More keys that are numbers, to fields of the args."""
+    """Further keys that are numbers, to fields of the args."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Keys that newer versions write, to what they are called here."""
+    """Keys that newer versions write, to the older keys that are read and written here."""
     derives_heads: bool = False
     """An absent ``head_dim`` or ``num_key_value_heads`` follows from other keys."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """More keys that have but one value, which is also what an absent one means."""
-    said: Mapping[str, Any] = field(default_factory=dict)
-    """The same, but an absent one means something else."""
+    """Further keys that must have this value, which is also what an absent one means."""
+    required: Mapping[str, Any] = field(default_factory=dict)
+    """The same, but an absent one means something else, and is refused."""
 
 
 NUMBERS = {
@@ -82,10 +82,10 @@ NUMBERS = {
     "max_position_embeddings": "max_seq_len",
     "rms_norm_eps": "norm_eps",
 }
-# Of any of them: more is a mistake, and could not be computed with.
+# All numbers are below this: more is a mistake, and could not be computed with.
 MOST = 1 << 40
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
-# Not written: most families do not know them. What they must be where they are.
+# Not written, as most families lack these keys; where present, they must have these values.
 FOREIGN = {"mlp_bias": False, "partial_rotary_factor": 1.0, "quantization_config": None}
 SCALING = {
     "factor": "factor",
@@ -103,7 +103,7 @@ FEED_FORWARD = {
 }
 
 
-def decoder(table: Table) -> HuggingFace:
+def build_hugging_face(table: Table) -> HuggingFace:
     return HuggingFace(
         model_type=table.model_type,
         config=partial(_config, table),
@@ -123,7 +123,7 @@ def _tensors(table: Table, args: TransformerArgs) -> list[TensorPair]:
 
 
 def _config(table: Table, args: TransformerArgs) -> dict[str, Any]:
-    for name, value in table.ours.items():
+    for name, value in table.family_args.items():
         if getattr(args, name) != value:
             raise ValueError(f"{name}: {getattr(args, name)} is not in {table.architecture}")
     scaling: dict[str, Any] = {}
@@ -136,9 +136,9 @@ def _config(table: Table, args: TransformerArgs) -> dict[str, Any]:
         **{key: getattr(args, name) for key, name in {**NUMBERS, **table.numbers}.items()},
         **FIXED,
         **table.fixed,
-        **table.said,
+        **table.required,
         "tie_word_embeddings": args.tie_embeddings,
-        # Twice, for who reads only the older keys would take defaults for what is in the newer.
+        # In both forms, or readers of the older keys alone would silently take defaults.
         "rope_theta": args.rope_theta,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta, **scaling},
@@ -152,14 +152,14 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
             _refuse(there, new, f"{key}'s {there[key]}")
     if there.get("model_type") != table.model_type:
         _refuse(there, "model_type", table.model_type)
-    required = {"architectures": [table.architecture], **FIXED, **FOREIGN, **table.fixed}
-    for key, value in required.items():
+    expected = {"architectures": [table.architecture], **FIXED, **FOREIGN, **table.fixed}
+    for key, value in expected.items():
         if there.get(key, value) != value:
             _refuse(there, key, value)
-    for key, value in table.said.items():
+    for key, value in table.required.items():
         if there.get(key) != value:
             _refuse(there, key, value)
-    # Some give a window, and say elsewhere that it is off.
+    # Some configs give a window, and turn it off by another key.
     if "sliding_window" in there and there.get("use_sliding_window") is not False:
         _refuse(there, "sliding_window", "none")
     layer_types = there.get("layer_types", [])
@@ -180,12 +180,12 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
         _refuse(there, "num_key_value_heads", "a divisor of num_attention_heads")
     if numbers.get("n_chosen", 0) > numbers.get("n_experts", 0):
         _refuse(there, "num_experts_per_tok", "at most num_experts")
-    fixed = {"tie_embeddings": is_tied, **table.ours}
+    fixed = {"tie_embeddings": is_tied, **table.family_args}
     return table.args_cls(**numbers, **_rope(there), **fixed)
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The newer ``rope_parameters`` or the older two keys; where both are, they must agree."""
+    """The newer ``rope_parameters`` or the two older keys; if both are there, they must agree."""
     rope: dict[str, Any] = {key: config[key] for key in ("rope_theta",) if key in config}
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key, {}), dict):
@@ -208,7 +208,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(config: Mapping[str, Any], key: str, kind: Any) -> Any:
-    """What is above zero, and whole where ``kind`` is int."""
+    """The number of that key: above zero, and whole where ``kind`` is int."""
     value = config.get(key)
     is_number = type(value) is int or (kind is float and type(value) is float)
     if not is_number or not 0 < value < MOST:  # type: ignore[operator]

@@ -1,6 +1,6 @@
 """Llama 3, 3.1 and 3.2: arXiv 2407.21783 and the published model configs."""
 
-from models.hugging_face import ATTENTION, FEED_FORWARD, NORMS, Table, decoder
+from models.hugging_face import ATTENTION, FEED_FORWARD, NORMS, Table, build_hugging_face
 from models.transformer import RopeScaling, TransformerArgs
 from models.transformer_sharding import transformer_spec
 
@@ -38,12 +38,12 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-HUGGING_FACE = decoder(
+HUGGING_FACE = build_hugging_face(
     Table(
         "llama",
         "LlamaForCausalLM",
         layer=NORMS | ATTENTION | FEED_FORWARD,
-        ours={"qk_norm": False},
+        family_args={"qk_norm": False},
         derives_heads=True,
         fixed={"mlp_bias": False},
     )

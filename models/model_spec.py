@@ -1,3 +1,5 @@
+"""Where a model family says how it is built, cut, trained and converted."""
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,18 +23,18 @@ class ModelSpec:
     fsdp_units: Callable[[Any], list[list[nn.Module]]]
     """Groups of modules to ``fully_shard``, in forward order; the root is implied."""
     blocks: Callable[[Any], nn.ModuleDict]
-    """The repeated blocks: what is checkpointed and compiled one by one."""
+    """The repeated blocks, which are recomputed and compiled one by one."""
     attentions: Callable[[Any], list[nn.Module]]
     """Modules whose ``inner(q, k, v, document_ids)`` attends to the whole sequence."""
     delta_nets: Callable[[Any], list[nn.Module]]
-    """Modules whose ``inner(qkv, gates, conv, a_log, dt_bias, document_ids)`` does."""
+    """Modules whose ``inner(qkv, gates, conv, a_log, dt_bias, document_ids)`` needs all of it."""
     moes: Callable[[Any], list[nn.Module]]
     """Mixtures of experts: with ``experts``, ``inner``, ``tally``, and the buffer ``load``."""
     cut_stage: Callable[[Any, range], None]
-    """Leave what the pipeline stage of these layers has."""
+    """Keep of a model only what the pipeline stage of these layers has."""
     join_stages: Callable[[Any, list[Any]], None]
-    """Give the model what some stages of it hold, under its own names."""
+    """Let a model hold, under its own names, what some of its stages hold."""
     pieces: Mapping[str, bool] = field(default_factory=dict)
-    """Of a block that is no single graph, the methods it consists of, and whether each is one."""
+    """For blocks that cannot be one graph: the methods they consist of, and whether each can."""
     hugging_face: HuggingFace | None = None
-    """Its configs and tensors there; None: not known here."""
+    """Its configs and tensors in Hugging Face's format; None: it has none."""

@@ -4,7 +4,6 @@ Dropless: every token reaches all experts that it chose, whatever their load. n 
 k chosen, d model dim, h hidden dim of an expert.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from models.own_part import own_part
-
-InitFn = Callable[..., object]
+from models.transformer import InitFn
 
 
 class Experts(nn.Module):
@@ -25,13 +23,13 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.active_share = n_chosen / n_experts
-        """Of these weights, what multiplies a token."""
+        """The share of these weights that one token is multiplied with."""
         self.is_grouped = True
         """Whether all experts multiply in one kernel, in bfloat16 on a GPU."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """x (n, d), in runs that are sorted by expert; counts (runs, e) int64 of each one's tokens.
-        To (n, d)."""
+        """x (n, d), in runs that are each sorted by expert; counts (runs, e) int64, each expert's
+        tokens in each run. To (n, d)."""
         if len(counts) == 1:
             return self._multiply(x, counts[0])
         owners = torch.arange(counts.shape[1], device=x.device).repeat(len(counts))
@@ -43,7 +41,7 @@ class Experts(nn.Module):
     def _multiply(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x (n, d), sorted by expert; counts (e,)"""
         w1, w2, w3 = own_part(self.w1), own_part(self.w2), own_part(self.w3)
-        # Of no token at all that kernel makes no gradient (pytorch/pytorch#192497).
+        # Given no tokens at all, that kernel makes no gradient (pytorch/pytorch#192497).
         if self.is_grouped and x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0:
             offsets = counts.cumsum(0).to(torch.int32)
             gate = F.grouped_mm(x, w1.transpose(-2, -1), offs=offsets)
@@ -59,7 +57,7 @@ class Experts(nn.Module):
 
 
 class LocalLinear(nn.Linear):
-    """Of tokens that no other rank has."""
+    """A linear layer on tokens that no other rank has."""
 
     def __init__(self, dim: int, out_dim: int) -> None:
         super().__init__(dim, out_dim, bias=False)
@@ -69,7 +67,7 @@ class LocalLinear(nn.Linear):
 
 
 class InnerExperts(nn.Module):
-    """Tokens to experts and back, so that what spreads the experts can wrap it."""
+    """Tokens to experts and back; expert parallel puts its own in place of this."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
         """x (n, d), sorted by expert; counts (e,) of all experts. To (n, d)."""
@@ -77,7 +75,7 @@ class InnerExperts(nn.Module):
 
 
 class Tally(nn.Module):
-    """Counts of a part of each sequence to those of all of it; here they are."""
+    """Token counts of a part of each sequence to those of all of it; here the part is all."""
 
     def forward(self, counts: torch.Tensor) -> torch.Tensor:
         """(b, e)"""
@@ -88,8 +86,8 @@ class MoE(nn.Module):
     """In place of a block's feed-forward.
 
     Two ways to even out the load. A loss per sequence (arXiv 2412.19437, equations 17 to 20, with
-    the softmax's scores), of which ``balance_weight`` is the weight in the step's loss. A bias that
-    only the choice sees, which what trains moves against the load (arXiv 2408.15664).
+    the softmax's scores); ``balance_weight`` is its weight in the step's loss. A bias that only the
+    choice of experts sees, which the training loop moves against the load (arXiv 2408.15664).
     """
 
     bias: torch.Tensor
@@ -105,7 +103,7 @@ class MoE(nn.Module):
         normalizes: bool,
         balance_weight: float,
     ) -> None:
-        """``normalizes``: the weights of the chosen add up to 1."""
+        """``normalizes``: the weights of a token's chosen experts add up to 1."""
         super().__init__()
         self.n_chosen, self.normalizes = n_chosen, normalizes
         self.balance_weight = balance_weight
@@ -116,14 +114,14 @@ class MoE(nn.Module):
         self.register_buffer("load", torch.empty(n_experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(b, s, d) to (b, s, d). Backward adds to ``load`` what each expert got."""
+        """(b, s, d) to (b, s, d). Backward adds each expert's tokens to ``load``."""
         scores, chosen, weights, counts = self.route(x)
         out = self.mix_experts(x, chosen, weights, counts)
         return _Balance.apply(out, self._balance_loss(scores, counts), counts, self.load)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """x (b, s, d) to scores (b, s, e), the chosen experts and their weights (b, s, k), and each
-        expert's tokens (b, e) int64."""
+        expert's number of tokens (b, e) int64."""
         precise = torch.promote_types(x.dtype, torch.float32)
         scores = self.router(x).softmax(dim=-1, dtype=precise)
         chosen = (scores + self.bias).topk(self.n_chosen, dim=-1).indices  # (b, s, k)
@@ -137,7 +135,7 @@ class MoE(nn.Module):
     def mix_experts(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """Of what ``route`` takes and returns, to (b, s, d). No graph: sizes depend on counts."""
+        """What ``route`` takes and returns, to (b, s, d). Not one graph: sizes depend on counts."""
         order = chosen.flatten().argsort(stable=True)
         inverse = order.argsort()
         rows = _Take.apply(x.flatten(0, 1), order, inverse, self.n_chosen)
@@ -146,11 +144,11 @@ class MoE(nn.Module):
         return (out * weights[..., None].type_as(x)).sum(dim=-2)
 
     def _balance_loss(self, scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Of scores (b, s, e), this rank's share where sequences are spread over ranks."""
+        """The loss of scores (b, s, e); this rank's share where sequences are spread over ranks."""
         if self.balance_weight == 0.0:
             return scores.new_zeros(())
         counts = self.tally(counts).type_as(scores)
-        # Of each expert, its part of the sequence's tokens over the mean part.
+        # Each expert's part of the sequence's tokens, over the mean part.
         shares = counts * (counts.shape[-1] / counts.sum(dim=-1, keepdim=True))
         seq_len = counts.sum(dim=-1) / self.n_chosen
         mean_scores = scores.sum(dim=1) / seq_len[:, None]
@@ -166,14 +164,14 @@ class MoE(nn.Module):
 class _Take(torch.autograd.Function):
     """Rows (n, d) in another order, each ``copies`` times, to (n copies, d).
 
-    Backward takes them back and adds up copies; that of an index adds row by row, which is slow.
+    Backward puts them back and adds up copies; PyTorch's own, of an index, adds row by row, slowly.
     """
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int
     ) -> torch.Tensor:
-        """``order`` (n copies,): of the copies, if those of a row were beside each other."""
+        """``order`` (n copies,) indexes the copies as if those of a row were side by side."""
         ctx.save_for_backward(inverse)
         ctx.copies = copies
         return rows[order // copies]
@@ -188,7 +186,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Balance(torch.autograd.Function):
-    """Adds a loss where it arises, and counts in backward, which happens once: forward may not."""
+    """Adds a loss where it arises, and counts in backward: forward may run more than once."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What a module computes with by itself where its weights are spread over ranks."""
+"""The part of a weight that a rank computes with by itself."""
 
 import torch
 from torch.distributed.tensor import DTensor, Partial
@@ -8,6 +8,6 @@ def own_part(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a weight; all of it, if it is on one device."""
     if not isinstance(weight, DTensor):
         return weight
-    # What all ranks have, each uses for other tokens or heads: its gradients are parts of a sum.
+    # Each rank uses a replicated weight for other tokens or heads: gradients are parts of a sum.
     placements = [Partial() if p.is_replicate() else p for p in weight.placements]
     return weight.to_local(grad_placements=placements)

@@ -1,6 +1,6 @@
 """Dense Qwen3: arXiv 2505.09388 and the published model configs."""
 
-from models.hugging_face import ATTENTION, FEED_FORWARD, NORMS, QK_NORM, Table, decoder
+from models.hugging_face import ATTENTION, FEED_FORWARD, NORMS, QK_NORM, Table, build_hugging_face
 from models.transformer import TransformerArgs
 from models.transformer_sharding import transformer_spec
 
@@ -30,12 +30,12 @@ FLAVORS = {
     "32B": _qwen3(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
 }  # fmt: skip
 
-HUGGING_FACE = decoder(
+HUGGING_FACE = build_hugging_face(
     Table(
         "qwen3",
         "Qwen3ForCausalLM",
         layer=NORMS | ATTENTION | QK_NORM | FEED_FORWARD,
-        ours={"qk_norm": True},
+        family_args={"qk_norm": True},
         fixed={"use_sliding_window": False},
     )
 )

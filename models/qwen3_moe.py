@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from models.hugging_face import ATTENTION, NORMS, QK_NORM, Table, TensorPair, decoder
+from models.hugging_face import ATTENTION, NORMS, QK_NORM, Table, TensorPair, build_hugging_face
 from models.moe import MoE
 from models.transformer import Transformer, TransformerArgs, TransformerBlock
 
@@ -15,9 +15,9 @@ class Qwen3MoeArgs(TransformerArgs):
 
     n_experts: int
     n_chosen: int
-    """Experts of each token."""
+    """How many experts each token goes through."""
     balance_weight: float = 0.0
-    """Of each sequence's balance loss, in each layer."""
+    """The weight of each sequence's balance loss, in each layer."""
 
 
 class Qwen3Moe(Transformer):
@@ -60,7 +60,7 @@ FLAVORS = {
 
 
 def expert_pairs(args: Qwen3MoeArgs) -> list[TensorPair]:
-    """Theirs are one tensor for each expert; a bias of the choice they do not have."""
+    """Theirs has a tensor for each matrix of each expert, and no bias of the choice."""
     pairs = []
     for i in range(args.n_layers):
         ours, theirs = f"layers.{i}.feed_forward", f"model.layers.{i}.mlp"
@@ -71,21 +71,21 @@ def expert_pairs(args: Qwen3MoeArgs) -> list[TensorPair]:
     return pairs
 
 
-HUGGING_FACE = decoder(
+HUGGING_FACE = build_hugging_face(
     Table(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         layer=NORMS | ATTENTION | QK_NORM | {"feed_forward.router": "mlp.gate"},
         others=expert_pairs,
         args_cls=Qwen3MoeArgs,
-        ours={"qk_norm": True},
+        family_args={"qk_norm": True},
         numbers={
             "num_experts": "n_experts",
             "num_experts_per_tok": "n_chosen",
             "moe_intermediate_size": "hidden_dim",
         },
         aliases={"num_local_experts": "num_experts"},
-        said={"norm_topk_prob": True},
+        required={"norm_topk_prob": True},
         fixed={
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],

@@ -12,13 +12,13 @@ from models.qwen3_moe import FLAVORS, HUGGING_FACE, Qwen3Moe, Qwen3MoeArgs
 from models.transformer_sharding import LocalParameters, transformer_spec
 from models.transformer_sharding import tensor_parallel_plan as dense_plan
 
-# How many tokens an expert gets is not known to a graph.
+# A graph cannot know how many tokens an expert gets.
 PIECES = {"attend": True, "feed_forward.route": True, "feed_forward.mix_experts": False}
 
 
 def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, ParallelStyle]:
-    """The dense decoder's, but experts take this rank's part of the sequence, whole and as it is:
-    to them tensor parallel ranks are ranks with other tokens. Their weights are dealt out already.
+    """The dense decoder's, but experts take this rank's part of the sequence as it is: to them,
+    tensor parallel ranks are ranks with other tokens. Their weights are spread already.
     """
     plan = {path: style for path, style in dense_plan(args).items() if "feed_forward" not in path}
     plan["layers.*.feed_forward"] = PrepareModuleInput(

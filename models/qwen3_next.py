@@ -26,9 +26,9 @@ from models.transformer import (
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextArgs(Qwen3MoeArgs):
     rotary_dim: int
-    """Of ``head_dim``, what is rotated."""
+    """How much of ``head_dim`` is rotated."""
     shared_hidden_dim: int
-    """Of the expert that every token goes through."""
+    """The hidden dim of the expert that every token goes through."""
     n_key_heads: int
     """Of the gated delta nets, like the next four."""
     n_value_heads: int
@@ -36,7 +36,7 @@ class Qwen3NextArgs(Qwen3MoeArgs):
     value_dim: int
     conv_size: int = 4
     attention_every: int = 4
-    """The last of so many layers has attention, the others have gated delta nets."""
+    """The last of every so many layers has attention, the others have gated delta nets."""
 
     def has_attention(self, layer: int) -> bool:
         return (layer + 1) % self.attention_every == 0
@@ -58,7 +58,7 @@ class Qwen3NextBlock(TransformerBlock):
     def __init__(self, args: Qwen3NextArgs, *, has_attention: bool) -> None:
         super().__init__(args)
         self.attention_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
-        self.attention = GatedAttention(args) if has_attention else delta_net(args)
+        self.attention = GatedAttention(args) if has_attention else build_delta_net(args)
         self.ffn_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
         self.feed_forward = SharedMoE(args)
 
@@ -111,7 +111,7 @@ class GatedAttention(nn.Module):
         self.k_norm.reset_parameters()
 
 
-def delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
+def build_delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
     return GatedDeltaNet(
         dim=args.dim,
         n_key_heads=args.n_key_heads,
@@ -142,7 +142,7 @@ class SharedExpert(nn.Module):
 
 
 class SharedMoE(MoE):
-    """And one more expert that every token goes through, scaled by a gate."""
+    """A mixture of experts, and one more that every token goes through, scaled by a gate."""
 
     def __init__(self, args: Qwen3NextArgs) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What Qwen3-Next is at Hugging Face."""
+"""Qwen3-Next in Hugging Face's format."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from models.hugging_face import NORMS, Table, TensorPair, decoder
+from models.hugging_face import NORMS, Table, TensorPair, build_hugging_face
 from models.qwen3_moe import expert_pairs
 from models.qwen3_next import Qwen3NextArgs
 
@@ -44,7 +44,7 @@ def _pairs(args: Qwen3NextArgs) -> list[TensorPair]:
 
 
 def _conv(args: Qwen3NextArgs, ours: str, theirs: str) -> TensorPair:
-    """Theirs has all queries, all keys, all values; ours what belongs to a key head together."""
+    """Theirs has all queries, then all keys, then all values; ours has them by key head."""
     heads, of_keys = args.n_key_heads, args.n_key_heads * args.key_dim
     sizes = [of_keys, of_keys, args.n_value_heads * args.value_dim]
 
@@ -59,7 +59,7 @@ def _conv(args: Qwen3NextArgs, ours: str, theirs: str) -> TensorPair:
     return TensorPair(ours, (f"{theirs}.conv1d.weight",), to_theirs=to_theirs, to_ours=to_ours)
 
 
-TABLE = decoder(
+FROM_TABLE = build_hugging_face(
     Table(
         "qwen3_next",
         "Qwen3NextForCausalLM",
@@ -76,7 +76,7 @@ TABLE = decoder(
             "linear_key_head_dim": "key_dim",
             "linear_value_head_dim": "value_dim",
             "linear_conv_kernel_dim": "conv_size",
-            # Not theirs: below.
+            # ``_config`` and ``_args`` translate these two from and to other keys of theirs.
             "rotary_dim": "rotary_dim",
             "full_attention_interval": "attention_every",
         },
@@ -86,7 +86,7 @@ TABLE = decoder(
 
 
 def _config(args: Qwen3NextArgs) -> dict[str, Any]:
-    config = TABLE.config(args)
+    config = FROM_TABLE.config(args)
     part = config.pop("rotary_dim") / args.head_dim
     rope = config["rope_parameters"] | {"partial_rotary_factor": part}
     layer_types = _layer_types(args)
@@ -104,7 +104,7 @@ def _args(config: Mapping[str, Any]) -> Qwen3NextArgs:
     there["rotary_dim"] = round(part * there["head_dim"])
     there.setdefault("full_attention_interval", 4)
     layer_types = there.pop("layer_types", None)
-    args = TABLE.args(there)
+    args = FROM_TABLE.args(there)
     assert isinstance(args, Qwen3NextArgs)
     if layer_types is not None and layer_types != _layer_types(args):
         every = layer_types.index("full_attention") + 1 if "full_attention" in layer_types else 0
@@ -120,4 +120,4 @@ def _layer_types(args: Qwen3NextArgs) -> list[str]:
 
 
 # Published folders have weights for predicting several tokens, which transformers leaves out too.
-HUGGING_FACE = replace(TABLE, config=_config, args=_args, left_out="mtp.")
+HUGGING_FACE = replace(FROM_TABLE, config=_config, args=_args, left_out="mtp.")

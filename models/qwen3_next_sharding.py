@@ -24,7 +24,7 @@ from models.transformer_sharding import LocalParameters, transformer_spec
 def tensor_parallel_plan(args: Qwen3NextArgs) -> dict[str, ParallelStyle]:
     """Attention as in the dense decoder, gated delta nets by key heads; the shared expert, like all
     experts, for this rank's part of the sequence."""
-    # Its gate and norms are those of heads.
+    # Its attention always has norms of q and k; its gate is a part of ``wq``.
     plan = moe_plan(replace(args, qk_norm=True))
     head, attention = "layers.*.attention", {}
     for path in [path for path in plan if path == head or path.startswith(f"{head}.")]:
@@ -42,14 +42,14 @@ def delta_net_plan() -> dict[str, ParallelStyle]:
         "": DeltaNetParallel(),
         ".wqkvz": ColwiseParallel(),
         ".wba": ColwiseParallel(),
-        # One for all heads.
+        # One weight for all heads.
         ".norm": LocalParameters(Replicate()),
         ".wo": RowwiseParallel(output_layouts=Shard(1)),
     }
 
 
 class DeltaNetParallel(PrepareModuleInput):
-    """Gather x along the sequence, and deal out what each head has."""
+    """Gather x along the sequence, and shard the module's own parameters by heads."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class DeltaNetParallel(PrepareModuleInput):
 
 
 def mixers(model: Qwen3Next) -> list[nn.Module]:
-    """What is between positions, layer by layer."""
+    """The attention or gated delta net of each layer."""
     return [cast(Qwen3NextBlock, block).attention for block in model.layers.values()]
 
 

@@ -17,9 +17,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As ``F.rms_norm`` over the last dim, forward to the last bit; backward rounds once, where
-    that rounds several times in x's dtype."""
-    # A compiler makes one kernel itself; what is spread over ranks is not a plain tensor.
+    """As ``F.rms_norm`` over the last dim, with the same bits in forward; backward rounds once to
+    x's dtype, where ``F.rms_norm`` rounds several times."""
+    # A compiler makes one kernel by itself; a DTensor is not a plain tensor.
     if x.is_cpu and type(x) is torch.Tensor and not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps)
     precise = torch.promote_types(x.dtype, weight.dtype)

@@ -75,7 +75,7 @@ def apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Backward turns back, in half of the passes over memory that autograd would make of it."""
+    """Backward rotates back, in half of the memory passes that autograd would need."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Rope(nn.Module):
 
 
 class InnerAttention(nn.Module):
-    """Scaled dot products and nothing else, so that what spreads the sequence can wrap it."""
+    """Scaled dot products and nothing else: what context parallel, caches and kernels wrap."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
@@ -242,7 +242,7 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def build_block(self, index: int) -> nn.Module:
-        """The layer of that index; what other families with this shell have others of."""
+        """Build layer ``index``; other families override this."""
         return TransformerBlock(self.args)
 
     def forward(
@@ -251,8 +251,9 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Tokens x (b, s) int64 to logits (b, s, vocab_size); a stage, hidden states (b, s, d).
+        """Tokens x (b, s) int64 to logits (b, s, vocab_size).
 
+        Between pipeline stages, hidden states (b, s, d) take the place of either.
         Without positions (b, s) the sequence starts at 0. ``document_ids`` (b, whole sequence);
         None is one document.
         """

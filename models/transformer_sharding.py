@@ -83,8 +83,8 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, ParallelStyle]:
 
 
 class HeadParallel(ColwiseParallel):
-    """Column-wise, by heads. Each rank gets the heads that its queries attend to, also where ranks
-    are more than heads: the weight is sharded then too, and what it makes is gathered."""
+    """Column-wise, by heads. Each rank gets the heads that its queries attend to. Where ranks
+    do not divide the heads, the weight is sharded all the same, and its output gathered."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__(use_local_output=False)
@@ -98,7 +98,7 @@ class HeadParallel(ColwiseParallel):
             return output.to_local()
 
         def gather(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
-            # A rank's queries take part of the heads: gradients are parts of a sum.
+            # A rank's queries use some of the heads: gradients are parts of a sum.
             whole = output.redistribute(placements=[Replicate()])
             heads = whole.to_local(grad_placements=[Partial()]).unflatten(-1, (self._n_heads, -1))
             copies = math.lcm(self._n_heads, degree) // self._n_heads
@@ -131,7 +131,7 @@ def fsdp_units(model: Transformer) -> list[list[nn.Module]]:
     blocks = [[block] for block in model.layers.values()]
     last: list[nn.Module] = [m for m in (model.norm, model.output) if m is not None]
     if first and last and model.args.tie_embeddings:
-        # One parameter belongs to one unit: what shares it must be gathered together.
+        # A parameter belongs to one unit: modules that share one are gathered together.
         return [*blocks, [*first, *last]]
     return [unit for unit in (first, *blocks, last) if unit]
 
@@ -141,12 +141,11 @@ def blocks(model: Transformer) -> nn.ModuleDict:
 
 
 def attentions(model: Transformer) -> list[nn.Module]:
-    """What has an ``inner`` that takes q, k, v and document_ids of the whole sequence."""
     return [cast(TransformerBlock, block).attention for block in model.layers.values()]
 
 
 def cut_stage(model: Transformer, layers: range) -> None:
-    """Leave what the pipeline stage of these ``layers`` has. Mutates ``model``.
+    """Keep only what the pipeline stage of these ``layers`` has. Mutates ``model``.
 
     The first stage has the embedding, the last one norm and output.
     """
@@ -164,14 +163,14 @@ def join_stages(model: Transformer, stages: list[Transformer]) -> None:
     held = {name: block for stage in stages for name, block in stage.layers.items()}
     model.layers = nn.ModuleDict(held)
     for stage in stages:
-        # Has no parameters, but memory that only ``model`` is given.
+        # Its buffer needs memory, which only ``model`` is given.
         stage.rope = model.rope
     embeddings = model.tok_embeddings
     for name in ("tok_embeddings", "norm", "output"):
         found = [child for stage in stages if (child := getattr(stage, name)) is not None]
         setattr(model, name, found[0] if found else None)
     if model.args.tie_embeddings and model.output is not None and model.tok_embeddings is None:
-        # One parameter has one name, on the last stage too.
+        # A tied weight goes by its name in the embedding, on the last stage too.
         assert embeddings is not None
         embeddings.weight = model.output.weight
         model.tok_embeddings = embeddings
