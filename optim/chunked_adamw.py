@@ -1,4 +1,4 @@
-"""AdamW in pieces of whatever part a rank has of a tensor, and moments in their own dtype."""
+"""AdamW over pieces of a rank's part of each tensor, with moments in a dtype of their own."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -20,12 +20,12 @@ Piece = tuple[torch.Tensor, ...]
 class ChunkedAdamW(torch.optim.AdamW):
     """Fused AdamW whose result does not depend on where shards end.
 
-    On a CPU PyTorch's kernel rounds the last elements, which do not fill a vector, otherwise than
-    the rest. Pieces that have such are updated in padded copies.
+    On a CPU PyTorch's kernel rounds the last elements, which do not fill a vector, differently from
+    the rest. Pieces that have such elements are updated in padded copies.
 
-    ``moment_dtype``: of both moments between steps; None: the weights'. PyTorch's kernel wants one
-    dtype, so each piece's moments are copied to the weights', updated, used as they are, and then
-    rounded to nearest (DeepSeek-V3 keeps bfloat16 moments so: arXiv 2412.19437, section 3.3.2).
+    ``moment_dtype``: that of both moments between steps; None: the weights'. PyTorch's kernel wants
+    one dtype, so each piece's moments are copied to the weights', updated and used in it, and then
+    rounded to nearest (so does DeepSeek-V3, to bfloat16: arXiv 2412.19437, section 3.3.2).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ChunkedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Moments of another dtype are converted."""
-        # PyTorch would give all of them the weights' dtype, for a moment in twice the memory.
+        # PyTorch would first convert all to the weights' dtype: twice the memory for a while.
         super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -79,7 +79,7 @@ class ChunkedAdamW(torch.optim.AdamW):
 
 
 def _update(pieces: list[Piece], group: Mapping[str, Any], found_inf: torch.Tensor | None) -> None:
-    """Each piece: of a parameter, its gradient and both moments, 1-D, and the step."""
+    """Each piece: parts of a parameter, of its gradient and of both moments, 1-D, and the step."""
     *kept, steps = (list(tensors) for tensors in zip(*pieces, strict=True))
     used = [[_pad(t.to(p.dtype)) for t, p in zip(ts, kept[0], strict=True)] for ts in kept]
     beta1, beta2 = group["betas"]
@@ -106,7 +106,7 @@ def _update(pieces: list[Piece], group: Mapping[str, Any], found_inf: torch.Tens
 
 
 def _chunks(entries: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """This rank's parts of all tensors but the steps, flat, at most ``CHUNK`` elements at once."""
+    """This rank's parts of all tensors, flat, with their steps, ``CHUNK`` elements at most."""
     pieces: list[Piece] = []
     count = 0
     for *tensors, step in entries:

@@ -10,10 +10,10 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-# By the process groups over which they are spread: this rank's parts of the gradients.
+# This rank's parts of the gradients, by the process groups over which they are sharded.
 Shards = Mapping[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]
 LEVELS = 3
-# Bounds what is in float64 and int64 at a time.
+# Bounds how many elements are in float64 and int64 at a time.
 CHUNK = 2**18
 
 
@@ -28,7 +28,7 @@ def exact_norm(shards: Shards, n_elements: int) -> torch.Tensor:
     """
     largest = _largest(shards)
     scale = torch.where(largest > 0, largest, 1.0)
-    # A level holds so many bits that n_elements of them stay below 2**62.
+    # Bits of a level: so few that the sum of n_elements of them stays below 2**62.
     bits = 62 - n_elements.bit_length()
     totals = []
     for groups, local in shards.items():

@@ -19,18 +19,18 @@ class ExpertBalance:
     ) -> None:
         self._moes, self._mesh, self._rate = moes, data_mesh, rate
         self._weights = [moe.balance_weight for moe in moes]
-        # The greatest load over the mean, of the last step.
+        # In the last step, the greatest load of an expert over the mean of its layer.
         self._worst = torch.ones((), dtype=torch.float64, device=device)
 
     def begin_step(self, share: float) -> None:
-        """``share``: sequences of the step over those of a global batch, which the weight of each
-        one's loss is for."""
+        """``share``: this step's sequences as a fraction of the global batch; balance weights were
+        set for a whole one."""
         for moe, weight in zip(self._moes, self._weights, strict=True):
             moe.balance_weight = weight / share
 
     @torch.no_grad()
     def finish_step(self, found_inf: torch.Tensor) -> None:
-        """``found_inf``: 0-d, not 0 where the update was masked. A collective; no host waits."""
+        """``found_inf``: 0-d, not 0 if the update was masked. A collective; no host waits."""
         if not self._moes:
             return
         loads = torch.stack([moe.load for moe in self._moes])

@@ -27,10 +27,10 @@ def clip_grad_norm_(
     """Scale all gradients so that their global 2-norm is at most ``max_norm``; return the norm.
 
     Each gradient counts once: its local squares are summed over the mesh dims that shard it and
-    not over those that replicate it. ``norms``: their ``local_norms``, if they are known already.
-    ``is_exact``: to the last bit, the norm does not depend on the mesh, and it is float64.
-    ``pp_mesh``: its ranks have other parameters; ``copies`` are those of them that another rank
-    counts. Mutates the gradients; no host synchronization.
+    not over those that replicate it. ``norms``: the ``local_norms``, if they are known already.
+    ``is_exact``: the norm has the same bits on every mesh, and is float64. ``pp_mesh``: ranks that
+    have other parameters; ``copies``: parameters here that another of these ranks counts.
+    Mutates the gradients; no host synchronization.
     """
     others = set(copies)
     shards: dict[tuple, list[torch.Tensor]] = defaultdict(list)

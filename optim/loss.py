@@ -1,3 +1,6 @@
+"""Cross entropy whose gradient takes the place of the logits, on one rank or over a vocabulary
+that ranks share."""
+
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -32,7 +35,7 @@ def cross_entropy_sum(
         assert logits.shape[-1] % mesh.size() == 0, "ranks have unequal parts of the vocabulary"
         logits = logits.to_local()
         group, first = mesh.get_group(), mesh.get_local_rank() * logits.shape[-1]
-    # What does not fuse would make all that the passes go through, for all rows.
+    # Without fusion, each pass would materialize its result for all rows at once.
     is_fused = compile is not None and compile.enable and compile.backend == "inductor"
     return _CrossEntropySum.apply(logits, labels, divisor, group, first, is_fused)
 
@@ -64,7 +67,7 @@ class _CrossEntropySum(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             total, target = sums
         is_valid = labels != IGNORED
-        # Not saved tensors: rows, as the local part of a DTensor, would count as changed unseen.
+        # Not saved tensors: rows, as a DTensor's local part, would count as modified since.
         ctx.rows, ctx.shape, ctx.is_fused = rows, logits.shape, is_fused
         scale = is_valid / (total * divisor)
         of_target = target.exp() * scale - is_own.to(total.dtype) / divisor
@@ -85,14 +88,14 @@ class _CrossEntropySum(torch.autograd.Function):
 def _sum_exp(
     rows: torch.Tensor, peak: torch.Tensor, total: torch.Tensor, scratch: torch.Tensor | None
 ) -> None:
-    """Into ``total``. In the precision of the peak, without a copy of the rows in it."""
+    """Write ``total``, in the precision of the peak but without a copy of all rows in it."""
     total.copy_(torch.sub(rows, peak[:, None], out=scratch).exp_().sum(-1))
 
 
 def _write_gradient(
     rows: torch.Tensor, peak: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor | None
 ) -> None:
-    """Into the rows, but for the target's. Scaled before it is rounded."""
+    """Overwrite the rows, as if no column were the target's. Scaled before it is rounded."""
     shifted = torch.sub(rows, peak[:, None], out=scratch)
     torch.mul(shifted.exp_(), scale[:, None], out=rows)
 
@@ -104,11 +107,11 @@ def _each_row(
     other: torch.Tensor,
     is_fused: bool,
 ) -> None:
-    """Call with all rows at once if it is fused to one pass over them; else with a few."""
+    """Call ``function`` with all rows if it is fused into one pass over them, else with a few."""
     if is_fused:
         return _compiled(function)(rows, peak, other, None)
     n = max(1, (CPU_CHUNK if rows.is_cpu else CHUNK) // rows.shape[1])
-    # The same for all, and nothing that stays is made between: else memory would be full of holes.
+    # One buffer for all parts: one for each, between tensors that stay, would fragment memory.
     scratch = peak.new_empty(min(n, len(rows)), rows.shape[1])
     for parts in zip(rows.split(n), peak.split(n), other.split(n), strict=True):
         function(*parts, scratch[: len(parts[0])])

@@ -19,14 +19,14 @@ from runtime.distributed import local_part
 from runtime.log import logger
 from runtime.shards import part_of
 
-# Of the polynomial whose iteration takes all singular values near 1, and how often (Keller Jordan,
+# Of the polynomial that, iterated so often, takes all singular values near 1 (Keller Jordan,
 # https://kellerjordan.github.io/posts/muon).
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
-# The least norm that is divided by.
+# Smaller norms are raised to this before anything is divided by them.
 EPS = 1e-7
-# Of the root mean square of an update to AdamW's usual one (arXiv 2502.16982, section 2.2).
+# Root mean square of AdamW's usual updates, to which Muon's are scaled (arXiv 2502.16982, 2.2).
 RMS = 0.2
-# Elements that a rank orthogonalizes at once, if a single matrix is not more.
+# Elements that a rank orthogonalizes at once, unless a single matrix has more.
 CHUNK = 1 << 24
 
 
@@ -48,9 +48,9 @@ class Stack:
     first: int
     stop: int
     parts: Sequence[tuple[slice, slice, slice]]
-    """What of all e matrices each rank holds."""
+    """Each rank's part of all e matrices."""
     copies: Sequence[tuple[int, ...]]
-    """Ranks where these are equal hold, together and without repetition, the whole."""
+    """Each rank's coordinates among replicas; ranks of equal ones hold the whole exactly once."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -59,11 +59,11 @@ class Stack:
 
     @property
     def work(self) -> int:
-        """In proportion to."""
+        """Cost of orthogonalizing it, up to a constant factor."""
         return math.prod(self.shape) * min(self.shape[1:])
 
     def part(self, rank: int) -> tuple[slice, slice, slice]:
-        """What of this stack ``rank`` holds."""
+        """The part of this stack that ``rank`` holds."""
         own, rows, columns = self.parts[rank]
         is_held = own.start <= self.first and self.stop <= own.stop
         return slice(0, self.stop - self.first if is_held else 0), rows, columns
@@ -77,7 +77,7 @@ class Stack:
         return [rank for rank in range(len(self.parts)) if math.prod(self.part_shape(rank)) > 0]
 
     def view(self, local: torch.Tensor, rank: int) -> torch.Tensor:
-        """Of ``rank``'s part of a tensor like the parameter, that of this stack."""
+        """From ``rank``'s part of a tensor like the parameter, that of this stack."""
         local = local if local.ndim == 3 else local[None]
         count, start = self.part_shape(rank)[0], self.first - self.parts[rank][0].start
         return local[start : start + count] if count else local[:0]
@@ -91,7 +91,7 @@ class Task:
 
     @cached_property
     def senders(self) -> list[int]:
-        """Whose parts the owner makes it of: of copies, those beside its own."""
+        """Ranks whose parts the owner assembles: of several replicas, those of its own."""
         copies = self.stack.copies
         return [rank for rank in self.stack.holders if copies[rank] == copies[self.owner]]
 
@@ -105,11 +105,11 @@ class Muon(ChunkedAdamW):
     """Groups with a ``muon_momentum`` are Muon's, with Nesterov's momentum; the others AdamW's.
 
     Scaled by 0.2 sqrt(max(m, n)), so that learning rate and weight decay of AdamW serve both
-    (arXiv 2502.16982). As ``torch.optim.Muon`` with ``match_rms_adamw``, but for bfloat16, which it
-    always computes in: here float32 weights on a GPU do, all others compute in their own dtype.
+    (arXiv 2502.16982). As ``torch.optim.Muon`` with ``match_rms_adamw``, except that it computes in
+    bfloat16 always: here float32 weights on a GPU do, all others compute in their own dtype.
 
-    Each matrix is made whole on one rank, which it then leaves in parts. The work is dealt out over
-    all ranks that hold weights of the same layers; experts that are whole on a rank stay there.
+    Each matrix is gathered on one rank, orthogonalized, and sent back in parts. Work is dealt out
+    to all ranks that hold weights of the same layers; experts that are whole on a rank stay there.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Muon(ChunkedAdamW):
             self._step_together(tasks, groups, is_masked)
 
     def _groups(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Of each matrix its group, which is another one after a state is loaded."""
+        """The group of each matrix, looked up in each step: loading a state replaces the groups."""
         return {p: g for g in self.param_groups if _is_muon(g) for p in g["params"]}
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -159,7 +159,7 @@ class Muon(ChunkedAdamW):
         groups: Mapping[nn.Parameter, dict[str, Any]],
         is_masked: torch.Tensor,
     ) -> None:
-        """Parts of matrices to their owners, what these make of them back, and the update."""
+        """Send parts of matrices to their owners, get back orthogonal ones, and update."""
         rank, n_ranks = self._rank, len(tasks[0].stack.parts)
         to: list[list[torch.Tensor]] = [[] for _ in range(n_ranks)]
         come: list[list[int]] = [[] for _ in range(n_ranks)]
@@ -188,7 +188,7 @@ class Muon(ChunkedAdamW):
     def _advance(
         self, stack: Stack, group: dict[str, Any], is_masked: torch.Tensor
     ) -> torch.Tensor:
-        """This rank's part of the momentum moves; what to orthogonalize of it, (e, rows, columns).
+        """Move this rank's part of the momentum; return what to orthogonalize, (e, rows, columns).
 
         0 where the update is masked, so that nothing that is not finite travels.
         """
@@ -222,7 +222,7 @@ class Muon(ChunkedAdamW):
     def _exchange(
         self, to: list[list[torch.Tensor]], come: list[list[int]], *, travels: bool
     ) -> list[Iterator[torch.Tensor]]:
-        """Flat tensors from each rank, of the sizes that ``come``, in its order.
+        """Send flat tensors ``to`` each rank; return those that ``come``, by sender, in its order.
 
         ``travels``: whether any rank has something for another.
         """
@@ -241,7 +241,7 @@ class Muon(ChunkedAdamW):
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """U f(S) V' of each U S V' in (k, m, n), with f(S) between about 0.7 and 1.2; zeros stay.
 
-    Newton-Schulz iteration of a polynomial of degree 5, of products alone.
+    Newton-Schulz iteration of a polynomial of degree 5: matrix products alone.
     """
     a, b, c = COEFFICIENTS
     x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
@@ -271,7 +271,7 @@ def _orthogonal(
 
 
 def _compute_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """bfloat16 for float32 on a GPU, where it is exact enough: the iteration is not, either."""
+    """bfloat16 for float32 on a GPU: exact enough for an iteration that is not exact either."""
     is_lowered = parameter.is_cuda and parameter.dtype == torch.float32
     return torch.bfloat16 if is_lowered else parameter.dtype
 
@@ -292,7 +292,7 @@ def _stage_group(weight_mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | No
 
 
 def _stacks(parameter: nn.Parameter, ranks: list[int]) -> Iterator[Stack]:
-    """All of a parameter, cut where a rank's part of the experts ends, and to ``CHUNK``."""
+    """Cut a parameter into stacks, where a rank's part of the experts ends, and to ``CHUNK``."""
     parts, copies = [], []
     for rank in ranks:
         coordinate: list[int] = []
@@ -309,10 +309,10 @@ def _stacks(parameter: nn.Parameter, ranks: list[int]) -> Iterator[Stack]:
 
 
 def _deal(stacks: list[Stack], n_ranks: int) -> list[Task]:
-    """Who orthogonalizes what: of those that hold it whole, if any do, who has least to do."""
+    """Give each stack to the rank with least to do, of those that hold it whole if any do."""
     loads = [0] * n_ranks
     tasks = []
-    # What is left over of the small fills up what is left over of the large.
+    # The largest first, so that small ones even out what large ones leave uneven.
     for stack in sorted(stacks, key=lambda stack: -stack.work):
         whole = [rank for rank in range(n_ranks) if stack.part_shape(rank) == stack.shape]
         owner = min(whole or range(n_ranks), key=loads.__getitem__)
@@ -322,7 +322,7 @@ def _deal(stacks: list[Stack], n_ranks: int) -> list[Task]:
 
 
 def _rounds(tasks: list[Task], n_ranks: int) -> Iterator[list[Task]]:
-    """Tasks of equal matrices; each rank has at most ``CHUNK`` elements of them, or one task."""
+    """Rounds of tasks of one shape; in each, a rank has at most ``CHUNK`` elements or one task."""
     by_shape: dict[tuple[int, ...], list[Task]] = defaultdict(list)
     for task in tasks:
         by_shape[task.stack.shape[1:]].append(task)

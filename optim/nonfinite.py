@@ -15,8 +15,9 @@ from runtime.log import logger
 class NonfiniteGuard:
     """Masks updates of a fused optimizer: weights, moments and step counts stay as they are.
 
-    Equal on all ranks. As many bad steps in a row as end the run mask all updates after them too,
-    until the host finds out: it waits for the device in ``look`` and ``state_dict`` only.
+    All ranks decide the same. Once so many bad steps follow each other that the run must end, all
+    updates are masked until the host finds out: it waits for the device only in ``look`` and
+    ``state_dict``.
     """
 
     def __init__(
@@ -35,19 +36,19 @@ class NonfiniteGuard:
         """
         assert all(group["fused"] for group in optimizer.param_groups), "found_inf has no effect"
         self._limit = 1 if config.on_nonfinite == "stop" else config.max_skipped
-        # In the order in which they are named: a bad loss makes its gradients bad.
+        # The first that is bad is named, so causes come first: a bad loss makes gradients bad.
         gradients = [f"the gradient of {fqn}" for fqn in fqns]
         self._whats = ["the loss", *gradients, "the gradient norm, but no gradient,"]
         # Offloaded parameters are updated on the host.
         device = local_part(next(iter(parameters.values()))).device
-        # A pipeline stage has part of the gradients.
+        # A pipeline stage has some of the gradients.
         places = [0, *(1 + fqns.index(fqn) for fqn in parameters), len(fqns) + 1]
         self._places = torch.tensor(places, device=device)
         self._nowhere = torch.tensor(len(self._whats), device=device)
         names = ("skipped", "in_a_row", "longest", "first_step", "first_place")
         self._counts = {name: torch.zeros_like(self._nowhere) for name in names}
         self.found_inf = torch.zeros((), device=device)
-        """Not 0 where the last update was masked."""
+        """Not 0 if the last update was masked."""
         optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
         sizes = enumerate(weight_mesh.shape)
         self._groups = [weight_mesh.get_group(dim) for dim, size in sizes if size > 1]
@@ -61,7 +62,7 @@ class NonfiniteGuard:
         """Mask the next update if something is not finite on any rank. A collective.
 
         ``loss``: this rank's part, 0-d. ``norms``: the ``local_norms`` of all parameters.
-        ``grad_norm``: what ``clip_grad_norm_`` made of them.
+        ``grad_norm``: what ``clip_grad_norm_`` returned.
         """
         values = (loss.to(self._nowhere.device), torch.stack(norms), grad_norm)
         is_finite = torch.cat([value.isfinite().view(-1) for value in values])

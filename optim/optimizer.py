@@ -1,3 +1,5 @@
+"""Which optimizer updates which parameters, and which of them decay."""
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ def build_optimizer(
     """AdamW (arXiv 1711.05101) or Muon, with weight decay on matrices only.
 
     Norms, biases and embeddings do not decay; neither does an output tied to the embedding.
-    ``matrices``: the ``hidden_matrices``, which Muon updates. ``weight_mesh``: every rank; None:
+    ``matrices``: the ``hidden_matrices``, which Muon updates. ``weight_mesh`` has every rank; None:
     there is one. ``is_elastic``: how parameters are sharded changes no bit of the result. Raises
     ``ValueError`` if Muon has nothing to do.
     """
@@ -43,7 +45,7 @@ def build_optimizer(
     if config.name == "muon":
         muon = {"weight_decay": config.weight_decay, "muon_momentum": config.muon_momentum}
         groups.append({"params": list(matrices), **muon})
-        # With a tied output nothing else decays, and a group of nothing cannot be loaded.
+        # With a tied output Muon may have all that decays, and an empty group cannot be loaded.
         groups = [group for group in groups if group["params"]]
         return Muon(groups, weight_mesh=weight_mesh, moment_dtype=moment_dtype, **options)
     if moment_dtype is not None or is_elastic:

@@ -8,7 +8,7 @@ from typing import Any
 from config.job_config import Numerics
 from runtime.log import logger
 
-# Of the mean. A window of equal values has no deviation, and any rise would be a spike.
+# As a share of the mean: without it, any rise after equal values would be a spike.
 MIN_DEVIATION = 1e-3
 
 
@@ -24,7 +24,7 @@ class SpikeGuard:
             name: deque[float](maxlen=config.spike_window) for name in ("loss", "gradient norm")
         }
         self.rollbacks = 0
-        """Of the run so far; who rolls back counts."""
+        """Rollbacks of the run so far; the caller, who rolls back, counts them."""
 
     @property
     def is_on(self) -> bool:
