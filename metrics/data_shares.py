@@ -1,4 +1,4 @@
-"""How much of a mixture is from which source."""
+"""How much of what was read came from each source of a mixture."""
 
 from collections.abc import Collection
 

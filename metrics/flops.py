@@ -6,8 +6,8 @@ from typing import cast
 import torch
 import torch.nn as nn
 
-# Dense bfloat16 TFLOP/s from the vendors' data sheets, by a part of the device's name:
-# the first that is in it.
+# Dense bfloat16 TFLOP/s from the vendors' data sheets, by a part of the device's name; of several
+# that are in it, the first counts.
 PEAK_TFLOPS = {
     "H200 NVL": 835.0,
     "H200": 989.0,
@@ -27,8 +27,8 @@ PEAK_TFLOPS = {
 
 
 def matmul_parameters(model: nn.Module) -> int:
-    """Weights that multiply a token: of all linear layers, the output's too, tied or not, and of
-    those experts that a token goes through."""
+    """Weights that a token is multiplied with: those of all linear layers, also of the output, tied
+    or not, and those of the experts that it goes through."""
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     shares = [
         getattr(m, "active_share", 0.0) * sum(p.numel() for p in m.parameters(recurse=False))
@@ -38,7 +38,7 @@ def matmul_parameters(model: nn.Module) -> int:
 
 
 def state_size(delta_nets: Iterable[nn.Module]) -> int:
-    """Numbers in the states of all of them."""
+    """Numbers in the states of all ``delta_nets``, for one sequence."""
     return sum(cast(int, net.state_size) for net in delta_nets)
 
 
@@ -51,7 +51,7 @@ def flops_per_token(
     seq_len: int,
     state_size: int = 0,
 ) -> tuple[float, float]:
-    """Training FLOPs per token, without recomputation: (PaLM's convention, causal).
+    """Training FLOPs per token, without recomputation: by PaLM's convention, and causal.
 
     6 per matmul weight, and 12 * layers * heads * head_dim * seq_len for the ``n_layers`` with
     attention (appendix B of arXiv 2204.02311), of which a causal mask needs half. 18 per number of

@@ -1,4 +1,4 @@
-"""How much of a run's time is in the history that it has now."""
+"""How much of a run's time went into the steps that still count."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def history_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of the lines of ``metrics.jsonl``, those of training whose steps still count.
+    """The lines of ``metrics.jsonl`` that are about training, and whose steps still count.
 
-    What was made again, after a restart without a checkpoint or a rollback, replaces what was.
+    Steps made again, after a restart without a checkpoint or a rollback, replace the earlier ones.
     """
     kept: list[dict[str, Any]] = []
     for line in lines:

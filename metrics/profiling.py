@@ -1,4 +1,4 @@
-"""Traces and memory snapshots, by key."""
+"""Traces and memory snapshots of the steps that the config names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ TRACED_STEPS = 2
 
 @contextmanager
 def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable[[int], None]]:
-    """Give the function to call with each finished step; it writes what ``config`` asks to
+    """Yield the function to call with each finished step; it writes what ``config`` asks to
     ``folder`` (open a trace in Perfetto)."""
     snapshots = config.enable_memory_snapshot
     if snapshots:

@@ -11,7 +11,7 @@ WINDOW_MULTIPLE = 64
 
 
 def printable(text: str) -> str:
-    """With escapes for the control characters that a terminal would obey, but tabs and newlines."""
+    """With escapes for the control characters that a terminal obeys, except tabs and newlines."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
@@ -27,13 +27,13 @@ def sample(
 ) -> list[int]:
     """``count`` tokens after ``prompt``, drawn at a fixed temperature from ids below ``n_ids``.
 
-    ``logits_of`` tokens (1, s), s at most ``seq_len`` and a multiple of ``multiple_of``, are
-    (1, s, vocab). A collective under sharding: every rank calls it and draws the same tokens.
+    ``logits_of``: tokens (1, s) to logits (1, s, vocab), with s at most ``seq_len`` and a multiple
+    of ``multiple_of``. A collective under sharding: every rank calls it and draws the same tokens.
     Recomputes the whole window for each token, which suits a look at a model and nothing larger.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    # One length for all; what is causal ignores the padding.
+    # One length for all tokens; a causal model ignores the padding.
     needed, multiple = len(prompt) + count, math.lcm(WINDOW_MULTIPLE, multiple_of)
     length = min(seq_len, -(-needed // multiple) * multiple)
     for _ in range(count):
@@ -54,15 +54,15 @@ def draw(
 ) -> int:
     """An id drawn by its logit (ids,), on the CPU; at temperature 0 the likeliest.
 
-    Of the ``top_k`` likeliest, the fewest that have ``top_p`` of their probability: the nucleus of
-    arXiv 1904.09751. Raises ``ValueError`` for logits that are not finite.
+    Drawn from the fewest of the ``top_k`` likeliest that have ``top_p`` of their probability: the
+    nucleus of arXiv 1904.09751. Raises ``ValueError`` for logits that are not finite.
     """
     logits = logits.cpu().double()
     if not logits.isfinite().all():
         raise ValueError("the model's logits are not finite")
     if temperature == 0.0:
         return int(logits.argmax())
-    # The largest is 0, and stays it however low the temperature.
+    # The largest becomes 0, which it stays however low the temperature.
     probabilities = ((logits - logits.max()) / temperature).float().softmax(dim=-1)
     if top_k is not None or top_p < 1.0:
         order = probabilities.argsort(descending=True, stable=True)

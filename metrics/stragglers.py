@@ -25,7 +25,7 @@ class Stragglers:
     """
 
     def __init__(self, blocks: Collection[nn.Module], *, window: int, device: torch.device) -> None:
-        """``blocks``: sharded and, if they are to be, compiled. Adds hooks to them. A collective.
+        """``blocks``: already sharded and, if ever, compiled. Adds hooks to them. A collective.
 
         ``window``: steps after which the ranks' times are compared.
         """
@@ -84,7 +84,7 @@ class Stragglers:
 
 
 def _slow_ranks(windows: Collection[list[float]]) -> list[int]:
-    """Ranks above the limit in each of so many windows."""
+    """Ranks above ``LIMIT`` in each of ``WINDOWS`` windows."""
     if len(windows) < WINDOWS:
         return []
     ratios = zip(*map(_over_median, windows), strict=True)
@@ -118,7 +118,7 @@ class _Clock(Protocol):
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def finish_step(self) -> list[float]:
-        """Seconds of each step that is over and was not given yet."""
+        """Seconds of each step that is over and was not returned before."""
 
 
 class _HostClock:
@@ -137,7 +137,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """By events on the current stream, read when the device is past them."""
+    """By events on the current stream, read once the device has passed them."""
 
     def __init__(self) -> None:
         self._pairs: list[_Pair] = []

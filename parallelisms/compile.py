@@ -12,7 +12,7 @@ from runtime.log import logger
 
 # One gather of a block's weights and one reduction of its gradients, instead of one per weight.
 _BUCKETS = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
-# Of one function: for training, validation and samples, layers of several kinds.
+# Of one function: for training, validation and samples, and for layers of several kinds.
 _COMPILATIONS = 8
 
 
@@ -39,7 +39,7 @@ def apply_compile(
     if buckets_collectives and config.backend == "inductor":
         options["options"] = _BUCKETS
     graphs = [path for path, is_graph in pieces.items() if is_graph]
-    # Pieces that are recomputed are all called by one function.
+    # Recomputed pieces are all called by one function, so their compilations add up.
     torch._dynamo.config.recompile_limit = _COMPILATIONS * max(1, len(graphs))
     for block in blocks.values():
         for path in graphs:

@@ -25,9 +25,9 @@ def apply_context_parallel(
     *,
     method: ContextParallelMethod,
 ) -> None:
-    """Wrap the ``inner`` of each module, that it sees the sequence of all ranks.
+    """Wrap the ``inner`` of each module, so that it sees the sequence of all ranks.
 
-    Gated delta nets have a state instead of keys: theirs are dealt out by heads in any case.
+    Gated delta nets have a state instead of keys: they are dealt out by heads with either method.
 
     Mutates the modules. What enters the model must be ``sequence_part``'s part of the sequence,
     and ``document_ids`` those of the whole.
@@ -50,7 +50,7 @@ def sequence_part(
 ) -> torch.Tensor:
     """The positions (seq_len / degree,) that this rank has of each sequence, in its order.
 
-    A causal mask gives late positions more work. Ulysses shares it by heads; where keys travel,
+    A causal mask gives late positions more work. Ulysses shares it by heads; with allgather,
     rank r of n has chunk r and chunk 2n-1-r of 2n, which together are the same work for all.
     """
     return _parts(seq_len, cp_mesh.size(), method, device)[cp_mesh.get_local_rank()]
@@ -85,7 +85,7 @@ class Ulysses(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
         """Parts of the sequence, all heads (b, s/n, h, k); document_ids (b, s)."""
-        # Ranks must get equal numbers of heads, and with them the queries that attend to them.
+        # Ranks must get equally many key heads, and with them the queries that attend to them.
         copies = math.lcm(k.shape[2], self.degree) // k.shape[2]
         if copies > 1:
             k, v = (t.repeat_interleave(copies, dim=2) for t in (k, v))
@@ -97,7 +97,7 @@ class Ulysses(nn.Module):
 
 
 class UlyssesDeltaNet(nn.Module):
-    """Ranks have some key heads each; where there are fewer, some of their value heads."""
+    """Each rank has some key heads; with more ranks than those, some value heads of one."""
 
     def __init__(
         self, inner: nn.Module, cp_mesh: DeviceMesh, method: ContextParallelMethod
@@ -138,7 +138,7 @@ class UlyssesDeltaNet(nn.Module):
         return _to_sequence(out if order is None else out[:, order], self.degree, self.group)
 
     def _own(self, weight: torch.Tensor) -> torch.Tensor:
-        """Of this rank's heads; the ranks' gradients are added up like all others."""
+        """The weights of this rank's heads; gradients are summed over ranks like all others."""
         return weight.chunk(self.degree)[self.rank]
 
 
@@ -164,7 +164,7 @@ def _to_sequence(t: torch.Tensor, degree: int, group: dist.ProcessGroup) -> torc
 
 
 def _exchange(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Of t (n, ...): t[i] goes to rank i, and what comes from there is in its place."""
+    """t[i] of t (n, ...) goes to rank i, and what comes from there takes its place."""
     return all_to_all_single_autograd(t.contiguous(), None, None, group)
 
 

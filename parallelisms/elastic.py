@@ -19,7 +19,7 @@ from runtime.log import logger
 
 
 def apply_elastic(model: nn.Module) -> None:
-    """Let all that ``fully_shard`` made of ``model`` add ranks pairwise. Mutates ``model``."""
+    """Have all FSDP2 modules of ``model`` add gradients pairwise over ranks. Mutates ``model``."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_custom_reduce_scatter(PairwiseReduceScatter())
@@ -30,8 +30,8 @@ class PairwiseReduceScatter(ReduceScatter):
     """The sum over ranks, this rank's part of it, added as a tree in the order of the ranks.
 
     The order inside a backend's own reduce-scatter depends on the number of ranks and on where a
-    value stands in the buffer. This one sends the same bytes; it holds the whole gradients of a
-    unit once more. Each sum is rounded to the dtype of the buffers.
+    value stands in the buffer. This one sends the same bytes, but holds a unit's whole gradients
+    once more. Each sum is rounded to the dtype of the buffers.
     """
 
     def allocate(

@@ -38,7 +38,7 @@ def apply_expert_parallel(
 
 
 class AllToAll(nn.Module):
-    """In place of ``InnerExperts``."""
+    """In place of ``InnerExperts``: tokens travel to the ranks of their experts, and back."""
 
     def __init__(self, ep_mesh: DeviceMesh) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class AllToAll(nn.Module):
 
 
 class Summed(nn.Module):
-    """In place of ``Tally``."""
+    """In place of ``Tally``: counts are summed over the ranks that share a sequence."""
 
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()

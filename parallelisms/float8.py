@@ -20,7 +20,7 @@ from runtime.log import logger
 @dataclass(frozen=True)
 class Recipe:
     gradient_dtype: torch.dtype
-    """E5M2 has the range of float16, E4M3 a bit more of precision."""
+    """E5M2 has the range of float16, E4M3 one more bit of precision."""
     is_rowwise: bool
     """A scale for each row of the first and column of the second matrix, a power of two; else one
     for each matrix."""
@@ -37,9 +37,9 @@ RECIPES = {
 def apply_float8(blocks: nn.ModuleDict, *, config: Float8) -> None:
     """Let the linear layers of ``blocks`` multiply in float8. Mutates ``blocks``; FQNs stay.
 
-    Left out, and told with the reason: what ``config`` names, what the hardware cannot, and what
-    would not pay. The output layer is in no block; a router is no plain ``nn.Linear``. Raises
-    ``ValueError`` if nothing is left, or if a name of ``config.skip`` is nowhere.
+    Left out, and logged with the reason: what ``config`` names, what the hardware cannot multiply,
+    and what would not pay. The output layer is in no block; a router is no plain ``nn.Linear``.
+    Raises ``ValueError`` if nothing is left, or if a name in ``config.skip`` matches nothing.
     """
     if config.recipe == "none":
         return
@@ -67,7 +67,7 @@ def apply_float8(blocks: nn.ModuleDict, *, config: Float8) -> None:
 
 
 def _why_not(linear: nn.Linear, fqn: str, recipe: Recipe, config: Float8) -> str:
-    """Why this one stays as it is; "" if it need not."""
+    """Why ``linear`` stays as it is; "" if it is converted."""
     n, k = local_part(linear.weight).shape
     for part in config.skip:
         if part in fqn:
@@ -107,7 +107,7 @@ class Float8Linear(nn.Linear):
             return self._multiply(input, self.weight)
         assert isinstance(input, DTensor), "tensor parallel gives DTensors to what it cuts"
         features: Placement = Shard(input.ndim - 1)
-        # All of x makes part of the outputs, or part of x a part of the sum that each output is.
+        # Column-wise, all of x makes some outputs; row-wise, part of x makes a part of each.
         of_x, of_gradient, of_out = (
             (Replicate(), Partial(), features)
             if self.weight.placements == (Shard(0),)
@@ -153,7 +153,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _of_each(matrix: torch.Tensor, dtype: torch.dtype, recipe: Recipe) -> torch.Tensor | None:
-    """The scale of both products that a matrix is in; None: rows and columns have others."""
+    """A matrix's scale in both of its products; None: they have scales of rows or of columns."""
     return None if recipe.is_rowwise else find_scale(matrix, dtype)
 
 
@@ -169,10 +169,10 @@ def multiply(
 ) -> torch.Tensor:
     """a (m, k) times b (k, n), rounded to ``a_dtype`` and E4M3, to (m, n) in a's dtype.
 
-    Error of an operand: half of its last bit, 2^-4 of an element in E4M3, 2^-3 in E5M2, until it
-    is so small beside its scale's greatest (2^-15 in E4M3, 2^-30 in E5M2) that bits are missing.
-    Without its scale each row of a, or column of b, gets one. ``is_fast``: sums of less precision,
-    as is usual forward. k and n must be multiples of 16.
+    Error of an operand: half of its last bit, 2^-4 of an element in E4M3, 2^-3 in E5M2, until an
+    element is so small beside its scale's greatest (2^-15 in E4M3, 2^-30 in E5M2) that it loses
+    bits. If a scale is None, each row of a, or column of b, gets its own. ``is_fast``: sums of less
+    precision, as is usual in forward. k and n must be multiples of 16.
     """
     a_scale = find_scale(a, a_dtype, dim=1) if a_scale is None else a_scale
     b_scale = find_scale(b, E4M3, dim=0) if b_scale is None else b_scale
@@ -190,7 +190,7 @@ def multiply(
 
 
 def find_scale(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torch.Tensor:
-    """What to divide x (m, n) by so that its greatest is that of ``dtype``, float32.
+    """What to divide x (m, n) by, float32, so that its greatest becomes the greatest of ``dtype``.
 
     Without ``dim`` one scale, (); else one for each index of the other dim, (m, 1) or (1, n), and
     powers of two, so that only ``dtype`` rounds. A ``Float8Weight`` has its scale.
@@ -222,14 +222,14 @@ def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 _aten = torch.ops.aten
-# What FSDP2 and autograd make of a parameter, and the transpose.
+# The views that FSDP2 and autograd take of a parameter, and the transpose.
 _VIEWS = {getattr(_aten, name).default for name in ("as_strided", "detach", "t", "view")}
 
 
 class Float8Weight(torch.Tensor):
     """A weight (n, k) that is in float8 already: ``rounded`` times ``scale``.
 
-    Autograd takes it for one of dtype ``dtype``, and so are its gradients. ``Float8Linear`` can
+    To autograd it has dtype ``dtype``, as its gradients do. ``Float8Linear`` can
     multiply with it; whatever would read its elements raises ``NotImplementedError``.
     """
 
@@ -254,7 +254,7 @@ class Float8Weight(torch.Tensor):
         weight, *others = args
         return cls(func(weight.rounded, *others, **kwargs or {}), weight.scale, weight.dtype)
 
-    # The compiler takes it apart and makes another.
+    # The compiler takes it apart and puts it together again.
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["rounded", "scale"], self.dtype
 

@@ -29,8 +29,8 @@ def apply_float8_all_gather(
     Mutates ``model``, to which FSDP2 was applied. Shards are cast to the dtype of compute first,
     and their scale is that of what is gathered, so the bits are those of a weight that is gathered
     and then rounded. Scales are found before each forward, in one reduction for all weights that
-    are not gathered yet. Parameters stay what FSDP2 made of them. Rows with scales of their own are
-    left out: backward needs those of columns. Where FSDP2 cannot do it, weights travel as before.
+    are not gathered yet. Parameters stay what FSDP2 made of them. Rowwise weights are left
+    out: backward needs scales of their columns. Where FSDP2 cannot do it, weights travel as before.
     """
     linears = [m for m in model.modules() if isinstance(m, Float8Linear) and _has_one_scale(m)]
     if not linears:
@@ -67,14 +67,14 @@ def apply_float8_all_gather(
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor]:
-        """What this rank sends, and what ``_post_all_gather`` is told."""
+        """What this rank sends, and what ``_post_all_gather`` is given besides."""
         shard, scale = cast(DTensor, module.weight).to_local(), scales[module]
         rounded = round_to(_compute(shard, mp_policy), scale, E4M3).view(torch.uint8)
-        # All send as many rows as the first. Where columns are sharded nothing is missing.
+        # All ranks send as many rows as the first. If columns are sharded, none are missing.
         missing = -(-outer_size[0] // mesh.size()) - len(rounded)
         return (F.pad(rounded, (0, 0, 0, missing)) if missing > 0 else rounded,), scale
 
-    # Ahead of FSDP2's own, after which its streams see what was done before.
+    # Before FSDP2's own hook, in which its streams wait for what was done until then.
     model.register_forward_pre_hook(find_scales, prepend=True)
     logger.info("float8: %d weights are rounded before they are gathered", len(linears))
 
@@ -96,13 +96,13 @@ def _post_all_gather(
 
 
 def gathered_in_float8(model: nn.Module) -> int:
-    """How many of the model's parameters are, over all ranks."""
+    """How many of the model's parameters are gathered in float8, over all ranks."""
     linears = (module for module in model.modules() if isinstance(module, Float8Linear))
     return sum(linear.weight.numel() for linear in linears if linear.is_gathered_in_float8)
 
 
 def _has_one_scale(linear: Float8Linear) -> bool:
-    # One rank alone may have weights that are not gathered.
+    # On a single rank, weights may be plain tensors, which nothing gathers.
     return not linear.recipe.is_rowwise and isinstance(linear.weight, DTensor)
 
 
@@ -117,7 +117,7 @@ def _why_not(parallelism: Parallelism) -> str:
 
 
 def _compute(x: torch.Tensor, mp_policy: MixedPrecisionPolicy) -> torch.Tensor:
-    """x in the dtype of compute, in float32."""
+    """x rounded to the dtype of compute, as float32."""
     assert mp_policy.param_dtype is not None
     return x.to(mp_policy.param_dtype).to(torch.float32)
 

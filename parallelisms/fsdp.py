@@ -89,14 +89,14 @@ def apply_fsdp(
 def _is_only_cast(
     model: nn.Module, parallelism: Parallelism, mp_policy: MixedPrecisionPolicy
 ) -> bool:
-    """Whether on one rank casts do all that FSDP2 would, and keeping them is not ruled out."""
+    """Whether, on one rank, casts do all that FSDP2 would, and may be kept until backward."""
     parameters = list(model.parameters())
     return (
         parallelism.fsdp_reshard_after_forward != "always"
         and parallelism.pipeline_parallel_degree == 1
         and not parallelism.fsdp_cpu_offload
         and not any(isinstance(parameter, DTensor) for parameter in parameters)
-        # A gradient has the dtype of compute, then that of its weight, and no third one between.
+        # A cast's gradient has the dtype of compute, then the weight's, and never a third one.
         and mp_policy.reduce_dtype in (mp_policy.param_dtype, parameters[0].dtype)
     )
 
@@ -113,14 +113,14 @@ def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:
 def _prefetch(
     units: list[nn.Module], experts: Sequence[nn.Module], parallelism: Parallelism
 ) -> None:
-    """Gather that many units ahead of their use, and experts with the block that they are in.
+    """Gather units as far ahead of their use as configured, and experts with their block.
 
-    By themselves they would be gathered when the host knows how many tokens come from other ranks,
-    and that it knows when the device has nothing left to do; in backward, when they are needed.
+    Left alone, experts are gathered only once the host knows how many tokens come from other ranks,
+    and by then the device has nothing left to do; in backward, only when they are needed.
     """
     ahead, behind = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
     if experts:
-        # PyTorch is one unit ahead in backward, and takes experts for a unit.
+        # By itself PyTorch is one unit ahead in backward, and counts experts as a unit.
         behind = max(behind, 1)
     groups: list[list[Any]] = []
     for unit in units:

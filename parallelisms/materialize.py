@@ -18,8 +18,8 @@ from parallelisms.shared_parameters import keep_shared
 from runtime.distributed import local_part
 from runtime.shards import part_of
 
-# Elements made at once. They bound the float64 and int64 temporaries, about five times as many,
-# which on a CPU should stay in its cache: that is 3.5 times as fast.
+# Elements made at once. Their float64 and int64 temporaries are about five times as many, and on
+# a CPU should stay in its cache: that is 3.5 times as fast.
 BLOCK_ELEMENTS, CPU_BLOCK_ELEMENTS = 1 << 22, 1 << 17
 WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 

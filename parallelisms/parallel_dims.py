@@ -28,7 +28,7 @@ class Degrees:
 
 
 def sequence_multiple(degrees: Degrees, method: ContextParallelMethod) -> int:
-    """What must divide the length of a sequence. Where keys travel, each rank has two chunks."""
+    """What must divide the length of a sequence. With allgather, each rank has two chunks."""
     chunks = 2 if degrees.cp > 1 and method == "allgather" else 1
     return chunks * degrees.cp * degrees.tp
 

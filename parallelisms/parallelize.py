@@ -51,7 +51,7 @@ def parallelize(
     mp_policy: MixedPrecisionPolicy,
     float8: Float8 | None = None,
 ) -> list[nn.Module]:
-    """Shard a model that is still on the meta device; return what of it is called on this rank.
+    """Shard a model that is still on the meta device; return the modules that this rank calls.
 
     That is ``model``, or the stages of a pipeline, in order. Mutates ``model``, which in any case
     holds this rank's parameters.

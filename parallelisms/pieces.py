@@ -1,4 +1,4 @@
-"""Methods of a block that something is done to one by one, where it cannot be to all of it."""
+"""Methods of a block that are wrapped one by one, where the whole block cannot be."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,6 @@ def wrap_piece(
 ) -> None:
     """Put ``wrap(method)`` in place of the method of that dotted ``path``. Mutates ``block``."""
     owner, _, name = path.rpartition(".")
-    # What recomputes a whole block is around it.
+    # A block that is recomputed as a whole is inside a wrapper.
     module = getattr(block, "_checkpoint_wrapped_module", block).get_submodule(owner)
     setattr(module, name, wrap(getattr(module, name)))

@@ -66,7 +66,7 @@ def stages_per_rank(parallelism: Parallelism) -> int:
 def stage_layers(n_layers: int, n_stages: int, *, less_first: int, less_last: int) -> list[range]:
     """The layers of each stage: at least one, and as even as can be.
 
-    Embedding and output weigh ``less_first`` and ``less_last`` layers.
+    Embedding and output count as ``less_first`` and ``less_last`` layers.
     """
     assert n_stages <= n_layers, "a stage without layers"
     counts, weights = [1] * n_stages, [1] * n_stages
@@ -100,7 +100,7 @@ def build_schedule(
     and what the last stage returns for one microbatch. Losses and gradients are summed over
     microbatches, never averaged.
     """
-    # Half a second, for which only pipelines have to wait.
+    # An import of half a second: only pipelines have to wait for it.
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -111,7 +111,7 @@ def build_schedule(
     n_stages = pp_mesh.size() * len(stages)
     own = []
     for stage, index in zip(stages, _stage_indices(pp_mesh, n_stages), strict=True):
-        # Told what travels, no stage has to be run to see it.
+        # PyTorch is told what travels, or it would run each stage to see.
         input_ = tokens if index == 0 else hidden
         output = logits if index == n_stages - 1 else hidden
         own.append(PipelineStage(stage, index, n_stages, device, input_, output, group=group))
@@ -123,7 +123,7 @@ def build_schedule(
 
 @torch.no_grad()
 def sum_tied(parameters: list[nn.Parameter], pp_mesh: DeviceMesh) -> None:
-    """Add up the gradients of what the first and the last stage both have. Mutates them."""
+    """Add up, in place, the gradients of parameters that the first and the last stage both have."""
     peers = (0, pp_mesh.size() - 1)
     if pp_mesh.get_local_rank() not in peers:
         return
@@ -143,5 +143,5 @@ def sum_tied(parameters: list[nn.Parameter], pp_mesh: DeviceMesh) -> None:
 
 
 def _stage_indices(pp_mesh: DeviceMesh, n_stages: int) -> range:
-    """Stages go round the ranks."""
+    """Stages are dealt out to the ranks in turn."""
     return range(pp_mesh.get_local_rank(), n_stages, pp_mesh.size())

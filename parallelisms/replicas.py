@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from parallelisms.materialize import canonical_fqn
 from runtime.distributed import local_part
 
-# What a block makes of int64 stays in a CPU's cache.
+# So few that the int64 temporaries of a block stay in a CPU's cache.
 BLOCK_WORDS = 1 << 16
 BUCKET_BYTES = 250 << 20
 
@@ -30,7 +30,7 @@ def check_replicas(
 
     Parameters, buffers and the state of ``optimizer``. ``tied``: FQNs of parameters that the first
     and the last stage of a pipeline both have. Raises ``RuntimeError`` that names the first
-    that differs, and the ranks that are not like most. A collective.
+    that differs, and the ranks that are unlike the majority. A collective.
     """
     found, agreed = [], []
     named = _named(model, optimizer)
@@ -50,7 +50,7 @@ def check_replicas(
             found.append(f"replicas along {dim} differ, first in {different[0]}: {odd}")
         else:
             agreed.append(f"{len(copies)} tensors on {mesh.size()} ranks of {dim}")
-    # Only now, for other ranks may see nothing and would wait in the next comparison.
+    # Only now: ranks that see no difference would wait for this one in the next comparison.
     if found:
         raise RuntimeError("; ".join(found))
     return ", ".join(agreed)

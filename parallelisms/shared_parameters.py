@@ -9,7 +9,7 @@ import torch.nn as nn
 
 @contextmanager
 def keep_shared(model: nn.Module) -> Iterator[None]:
-    """Share again, afterwards, the parameters that were one before.
+    """Tie again, afterwards, the parameters that were shared before.
 
     ``parallelize_module`` and ``to_empty`` give every module a parameter of its own.
     """

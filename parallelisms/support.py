@@ -1,4 +1,4 @@
-"""What of ``[parallelism]``, ranks and hardware cannot be run, and why.
+"""Which settings cannot run with this model, on these ranks or this hardware, and why.
 
 Checked before any process group or device is touched.
 ``docs/support.md`` is generated from this table and the one of ``config/refusals.py``.
@@ -67,7 +67,7 @@ def _tp_divides(what: str, size: Callable[[Run], int]) -> Refusal[Run]:
 
 
 def _key_heads(run: Run) -> int:
-    """Of gated delta nets; 0 where there are none."""
+    """Key heads of the model's gated delta nets; 0 if it has none."""
     return getattr(run.shape, "n_key_heads", 0)
 
 
@@ -201,7 +201,7 @@ REFUSALS: tuple[Refusal[Run], ...] = (
     Refusal("parallelism.fsdp_reshard_after_forward",
             "an integer must divide the sharding ranks, and be neither 1 nor all of them",
             _is_reshard_group_uneven),
-    # Its groups would be made by some of the ranks, and the others would be waited for.
+    # Only some of the ranks would make its groups, and would wait for the others.
     Refusal("parallelism.fsdp_reshard_after_forward",
             "an integer does not go with tensor or pipeline parallelism",
             lambda run: isinstance(run.config.parallelism.fsdp_reshard_after_forward, int)
@@ -256,7 +256,7 @@ REFUSALS: tuple[Refusal[Run], ...] = (
     # Fewer heads than ranks are gathered where they are needed.
     _tp_divides("the model's n_kv_heads * head_dim",
                 lambda run: run.shape.n_kv_heads * run.shape.head_dim),
-    # Experts are not cut.
+    # Tensor parallel does not cut experts.
     _tp_divides("the model's hidden_dim",
                 lambda run: 0 if _has_experts(run) else run.shape.hidden_dim),
     # Absent, the vocabulary is a multiple of 64.
@@ -402,7 +402,7 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             lambda run: run.config.metrics.straggler_window > 0
             and run.degrees.pp * run.degrees.batch == 1),
 )  # fmt: skip
-# What the batch size must be, each of the ramp must be.
+# What holds for the batch size must hold for each size of the ramp.
 REFUSALS += tuple(
     Refusal("training.batch_size_ramp", f"each size: {row.reason}", _in_ramp(row.applies))
     for row in REFUSALS

@@ -18,7 +18,7 @@ def apply_tensor_parallel(
 ) -> None:
     """Shard ``model`` over the 1-D ``tp_mesh`` as ``plan`` says. Mutates ``model``.
 
-    A pipeline stage has not all that the plan names. ``is_async``: the compiler cuts matrix
+    A pipeline stage may lack modules that the plan names. ``is_async``: the compiler cuts matrix
     products into parts that it overlaps with their collectives. Raises ``ValueError`` if the plan
     leaves a parameter out.
     """

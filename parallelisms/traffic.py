@@ -14,7 +14,7 @@ from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.parallel_dims import ParallelDims
 from runtime.log import logger
 
-# Of the peak that well-tuned training reaches.
+# The share of the peak that well-tuned training reaches.
 ATTAINED = 0.55
 PROBE_BYTES, PROBES = 1 << 26, 3
 
@@ -118,7 +118,7 @@ def _bus_bandwidth(mesh: DeviceMesh) -> float:
         # The host waits for the result, and so for the collective.
         probe[-1].item()
         best = max(best, sent / (time.perf_counter() - begin))
-    # The slowest rank's: all have to come to the same.
+    # The slowest rank's, so that all come to the same result.
     slowest = torch.tensor(best, dtype=torch.float64, device=mesh.device_type)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=mesh.get_group())
     return slowest.item()

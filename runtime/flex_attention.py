@@ -34,7 +34,7 @@ def use_flex_attention(
     """
     if dtype not in HALF:
         return
-    # Blocks that are not compiled have a graph of this alone; those that are take it in. As one
+    # If blocks are not compiled, this alone is; if they are, it is part of their graphs. As one
     # operation it can be kept, where others are recomputed.
     compiled = torch.compile(
         attend_within, dynamic=False, options={"wrap_inductor_compiled_regions": True}
@@ -42,7 +42,7 @@ def use_flex_attention(
     inners = [FlexAttention(cast(nn.Module, a.inner), compiled) for a in attentions]
     try:
         check_flex_attention(inners[0], heads=heads, head_dim=head_dim, device="cuda")
-    # Its compiler may be missing or too old, in more ways than can be told: it is tried, and what
+    # Its compiler may be missing or too old, in more ways than can be listed, so it is tried; what
     # was there before computes the same.
     except Exception as error:
         logger.warning("attention: with masks of s x s, for FlexAttention failed: %s", error)
@@ -63,7 +63,7 @@ class FlexAttention(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """As of ``plain``; the positions of a document are all in a row."""
+        """As ``plain``; each document's positions must be contiguous."""
         is_causal = document_ids is None and q.shape[1] == k.shape[1]
         if is_causal or q.dtype not in HALF:
             return self.plain(q, k, v, document_ids)
@@ -83,16 +83,16 @@ def attend_within(
 
 
 def block_mask(document_ids: torch.Tensor, n_queries: int, block: int = BLOCK) -> BlockMask:
-    """Of the last queries, which blocks of keys they see in part, and which in full.
+    """Which blocks of keys the last ``n_queries`` see in part, and which in full.
 
-    From where documents start, without asking for each of s x s positions.
+    Computed from where documents start, without a look at each of s x s positions.
     """
     s, device = document_ids.shape[1], document_ids.device
     offset, places = s - n_queries, torch.arange(s, device=device)
     is_next = document_ids[:, 1:] == document_ids[:, :-1]
     starts = torch.zeros_like(document_ids)
     starts[:, 1:] = places[1:].masked_fill(is_next, 0)
-    # Of each query, the first key.
+    # The first key that each query sees.
     starts = starts.cummax(dim=1).values[:, offset:]
     first = torch.arange(0, n_queries, block, device=device)
     last = (first + block).clamp(max=n_queries) - 1
@@ -115,7 +115,7 @@ def block_mask(document_ids: torch.Tensor, n_queries: int, block: int = BLOCK) -
 
 
 def _numbers(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of chosen (b, i, j): how many in each row (b, 1, i), and their numbers first (b, 1, i, j)."""
+    """How many are chosen (b, i, j) in each row (b, 1, i), and all j, chosen first (b, 1, i, j)."""
     numbers = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[:, None], numbers.to(torch.int32)[:, None]
 
@@ -132,5 +132,5 @@ def check_flex_attention(
 
     for n_queries in (384, 100):
         last = partial(attend, n_queries)
-        # In float64 it is plain.
+        # In float64 it calls ``plain``: one function is both what is checked and what is right.
         check_attention(last, last, heads=heads, head_dim=head_dim, device=device)

@@ -12,7 +12,7 @@ from runtime.compat import is_installed
 from runtime.kernel_check import check_kernel
 from runtime.log import logger
 
-# Added to the decay where a document starts: what is left of the state before is e^-50 of it. More
+# Added to the decay where a document starts: it leaves e^-50 of the state before. A larger one
 # would cost the sums of decays, which are in float32, digits of what follows.
 FORGET = -50.0
 
@@ -27,8 +27,8 @@ def use_fused_delta_rule(
 
     Mutates the modules, unless they compute in another ``dtype`` than bfloat16, the package is not
     there, or its results differ from what they compute now with the heads of one of ``n_ranks``
-    that share them. Its kernels are chosen by their speed at each start, so it is left where runs
-    must be the same twice.
+    that share them. Its kernels are chosen by their speed at each start, so it is not used where
+    runs must be repeatable.
     """
     nets = [cast(Any, net) for net in delta_nets if hasattr(net.inner, "rule")]
     is_repeated = torch.are_deterministic_algorithms_enabled()
@@ -37,11 +37,11 @@ def use_fused_delta_rule(
     inners = [net.inner for net in nets]
     rule = FusedDeltaRule(inners[0].rule)
     key_dim, value_dim = inners[0].key_dim, inners[0].value_dim
-    # By their number too, kernels are chosen.
+    # Kernels are chosen by the number of heads, too.
     n_heads = max(1, nets[0].state_size // (key_dim * value_dim) // n_ranks)
     try:
         check_fused_delta_rule(rule, n_heads, key_dim, value_dim, device="cuda")
-    # Others built it, for some GPUs and releases of Triton: training goes without it elsewhere.
+    # The package works on some GPUs and releases of Triton: training goes without it elsewhere.
     except Exception as error:
         logger.warning("gated delta nets: not by flash-linear-attention: %s", error)
         return
@@ -51,7 +51,7 @@ def use_fused_delta_rule(
 
 
 class FusedDeltaRule:
-    """``plain`` or, in bfloat16 and from no state on, the same by the package's kernels."""
+    """``plain`` or, in bfloat16 and without a ``state``, the same by the package's kernels."""
 
     def __init__(self, plain: Rule) -> None:
         self.plain = plain
@@ -69,7 +69,7 @@ class FusedDeltaRule:
         if state is not None or q.dtype != torch.bfloat16:
             return self.plain(q, k, v, decay, beta, document_ids, state)
         if document_ids is not None:
-            # The package wants to be told of documents on the host, which would wait for them.
+            # The package wants documents on the host, which would have to wait for the device.
             document_ids = document_ids[:, -q.shape[1] :]
             is_start = document_ids[:, 1:] != document_ids[:, :-1]
             decay = decay + FORGET * F.pad(is_start, (1, 0))[..., None]
@@ -146,8 +146,8 @@ def check_fused_delta_rule(
     lasts = ((key_dim,), (key_dim,), (value_dim,), (), ())
     shapes = [(4, 400, n_heads, *last) for last in lasts]
     drawn = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
-    # Documents, and one of all chunks, the last of which is not full. Of each, one that forgets
-    # within a chunk, and one whose state is that of all that was.
+    # A row of several documents, and a row of one across all chunks, the last of which is not full.
+    # Both come once with strong decay, which forgets within a chunk, and once with weak decay.
     ids = torch.zeros(2, 400, dtype=torch.int64, device=device)
     for start in (200, 350, 384, 392):
         ids[0, start:] += 1
@@ -160,5 +160,5 @@ def check_fused_delta_rule(
         decay = -F.softplus(decay.to(precise) - less)
         return rule(q, k, v, decay, beta.sigmoid(), ids)
 
-    # In float64 it is the plain one.
+    # In float64 the rule calls ``plain``: it is both what is checked and what is right.
     check_kernel(compute, compute, drawn)
