@@ -43,16 +43,16 @@ class Attempt:
     resumed_from: int
     """That checkpoint's step, as the checkpoint says; 0 without one."""
     data_after: int
-    """The step of the run so far that the data go on after: ``resumed_from``, or a later one whose
-    data, and those before it, are left out on purpose."""
+    """The step after which the data go on: ``resumed_from``, or a later one whose data, and those
+    before it, are left out on purpose."""
     world_size: int
     rank: int
     place: int
-    """Among the ranks that read different rows. Ranks of one place read the same."""
+    """Its number among ranks that read different rows; ranks of equal place read the same."""
     n_rows: int
-    """Of the global batch."""
+    """Rows of the global batch."""
     ramp: Sequence[Sequence[int]] = field(default_factory=list)
-    """Before steps have that many: (steps, rows in each of them)."""
+    """Phases before steps have so many: (steps, rows in each of them)."""
 
 
 class Ledger:
@@ -82,7 +82,7 @@ class Ledger:
         self._write({"step": step, "rows": rows, **values})
 
     def sync(self) -> None:
-        """Make what is logged survive a power cut, as the checkpoint that is published next."""
+        """Make what is logged survive a power cut, like the checkpoint that is published next."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Ledger:
 
 
 def _crc32(tokens: np.ndarray, labels: np.ndarray) -> int:
-    """Of a row's ids, the last label among them: (s,) and (s,) int64."""
+    """Of a row's ``tokens`` and the last of its ``labels``, each (s,) int64."""
     return zlib.crc32(labels[-1:].data, zlib.crc32(tokens.data))
 
 

@@ -57,7 +57,7 @@ class Stragglers:
             # Pipeline stages may have unequal numbers of equal blocks.
             times = _gather(median(self._seconds) / self._n_blocks if self._seconds else 0.0)
             self._seconds = []
-            # A device that is many steps behind has nothing to say yet.
+            # A rank whose device is many steps behind has no times yet.
             if min(times) > 0.0:
                 self._compare(times)
         return dict(self._values)

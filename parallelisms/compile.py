@@ -31,7 +31,7 @@ def apply_compile(
     """
     if not config.enable:
         return
-    # Weights may appear and disappear as attributes; backward replays a graph and needs neither.
+    # Forward may set weights as attributes of modules; recomputation in backward need not.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # Shapes do not change in training; what else runs (validation, a sample) is worth a compilation
     # of its own, and symbolic shapes are where compilers fail.

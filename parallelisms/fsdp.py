@@ -102,7 +102,7 @@ def _is_only_cast(
 
 
 def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:
-    """Rows, unless there are fewer than ranks while another dim, the longest, splits evenly."""
+    """Rows or, if ranks are more, the longest other dim that splits evenly, if there is one."""
     shape = local_part(parameter).shape
     even = [dim for dim in range(1, len(shape)) if shape[dim] % n_shards == 0]
     if shape[0] >= n_shards or not even:

@@ -8,7 +8,7 @@ from runtime.distributed import compute_dtype
 
 
 def mixed_precision_policy(training: Training, device: torch.device) -> MixedPrecisionPolicy:
-    """Dtypes of compute, reduction and logits; weights that are not float32 set them all."""
+    """Dtypes of compute, reduction and logits; the first two are the weights', if not float32."""
     is_mixed = training.dtype == "float32"
     reduce_dtype = training.mixed_precision_reduce if is_mixed else training.dtype
     output_dtype = training.mixed_precision_output

@@ -118,7 +118,7 @@ class ParallelDims:
 
 
 def fsdp_dims(mesh: DeviceMesh, shard_dim: str) -> DeviceMesh:
-    """1-D, of ranks that shard; 2-D if there are copies, of dp_replicate and those."""
+    """1-D, the ranks that shard; with replicas 2-D, ``dp_replicate`` before these."""
     if mesh["dp_replicate"].size() == 1:
         return mesh[shard_dim]
     return mesh["dp_replicate", shard_dim]

@@ -97,7 +97,7 @@ def parallelize(
             facts.blocks(stage), config=compile, pieces=pieces, buckets_collectives=is_simple
         )
         units = facts.fsdp_units(stage)
-        # The logits' dtype is not for what travels between stages.
+        # The logits' dtype does not apply to what travels between stages.
         policy = mp_policy if is_last else replace(mp_policy, output_dtype=None)
         if parallelism.data_parallel == "fsdp2":
             apply_fsdp(

@@ -100,7 +100,7 @@ def _replicated(
 
 
 def _is_same_on_both_ends(fqn: str, named: Mapping[str, torch.Tensor], pp_mesh: DeviceMesh) -> bool:
-    """Whether a parameter, and what the optimizer keeps for it, agree. Stages between have none."""
+    """Whether a parameter and its optimizer state agree there. Stages between have neither."""
     own = [_digest(local_part(tensor)) for name, tensor in named.items() if name.startswith(fqn)]
     digest = torch.stack(own) if own else torch.zeros(1, dtype=torch.int64)
     total = _digest(digest).to(pp_mesh.device_type).view(1)

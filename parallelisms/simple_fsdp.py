@@ -68,7 +68,7 @@ class _Gather:
     mp_policy: MixedPrecisionPolicy
 
     def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The whole weight in the compute dtype; its gradient is summed in the reduction's."""
+        """The whole weight in the compute dtype; its gradient is summed in the reduction dtype."""
         assert isinstance(parameter, DTensor)
         part = local_part(self.template)
         *replicate_meshes, shard_mesh = self.meshes
