@@ -12,7 +12,10 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once: readers see the old text or the new."""
+    """Replace a file at once: readers see the old text or the new, after a power cut too."""
     scratch = path.with_name(f".{path.name}")
-    scratch.write_text(text)
+    with scratch.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(scratch, path)

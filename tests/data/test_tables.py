@@ -1,4 +1,6 @@
+import gzip
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -8,10 +10,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from config.job_config import Data, DataSource
 from data.sources import build_sources, open_documents
-from data.tables import HubStream, Tables
+from data.tables import HubStream, Tables, hub_streams
 from tests.data.test_sources import both
 
 TEXTS = ["plain", "", "two\nlines", "\N{WAVING HAND SIGN} caf\u00e9", "\0", "<|end_of_text|>"]
@@ -56,6 +59,7 @@ def test_rows_of_all_files_are_documents(tmp_path: Path, key: str) -> None:
         (b'{"text": "a"}\n{"text": "b\n', r"bad\.jsonl, line 2, byte 14: .*column 12"),
         (b'{"text": "a", "text": "b"}\n', r"bad\.jsonl: .*specified twice in row 0"),
         (b'{"text": "caf\xe9"}\n', r"bad\.jsonl, line 1, byte 0: 'utf-8' codec"),
+        (b"[" * 100_000, r"bad\.jsonl, line 1, byte 0: maximum recursion depth"),
         (b"", r"data\.path: .*bad\.jsonl is empty"),
     ],
 )
@@ -66,10 +70,62 @@ def test_bad_table_is_named_at_the_start(tmp_path: Path, content: bytes, message
         build_sources(files(tmp_path), 0)
 
 
+# As the programs of these names do it.
+PACK = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_compressed_table_may_have_several_parts(tmp_path: Path, suffix: str) -> None:
+    """As of ``cat``: each begins anew, a line may be cut, and the last may have no end."""
+    content = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode("utf-8-sig")
+    parts = [content[:20], content[20:50], content[50:-1]]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(b"".join(map(PACK[suffix], parts)))
+    tables = Tables([(path, path.name)], "text")
+    assert [tables[i] for i in range(len(tables))] == TEXTS
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_damage_amid_a_compressed_table_is_named(tmp_path: Path, suffix: str) -> None:
+    """Also by who skips bad records: what comes after it is lost."""
+    texts = [str(i) * (i % 50) for i in range(300)]
+    write(tmp_path / "plain.jsonl", [None, *texts])
+    path = tmp_path / f"a.jsonl{suffix}"
+    whole = PACK[suffix]((tmp_path / "plain.jsonl").read_bytes())
+    for place in range(20, len(whole) - 20, len(whole) // 10):
+        path.write_bytes(whole[:place] + b"\xff" * 10 + whole[place + 10 :])
+        with pytest.raises(ValueError, match=rf"a\.jsonl{suffix}, after byte \d+ of its text: "):
+            Tables([(path, path.name)], "text", skips_bad=True)
+
+
+def test_without_its_package_a_compressed_table_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(b'{"text": "a"}'))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.zst, after byte 0 of its text: .*zstandard"):
+        Tables([(path, path.name)], "text")
+
+
+@pytest.mark.parametrize("suffix", ["", *PACK])
+def test_a_table_that_was_changed_is_read_anew(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    # Of the same length.
+    for texts in (["first"], ["other"]):
+        content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        path.write_bytes(PACK.get(suffix, bytes)(content))
+        tables = Tables([(path, path.name)], "text")
+        assert [tables[i] for i in range(len(tables))] == texts
+
+
 def test_parquet_is_a_table_and_named_if_it_is_broken(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", TEXTS)
     (whole,), _ = build_sources(files(tmp_path), 0)
     assert sorted(islice(whole.documents(0, 1, 0), len(TEXTS))) == sorted(TEXTS)
+    write(tmp_path / "a.parquet", [None, "text"])
+    with pytest.raises(ValueError, match=r"'text' of .*a\.parquet, row 0, is null"):
+        build_sources(files(tmp_path), 0)
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"a\.parquet"):
@@ -144,6 +200,33 @@ def test_rows_without_documents_are_an_error(tmp_path: Path) -> None:
         next(stream.documents(3, 4, 0))
 
 
+def test_a_stream_is_read_once_if_asked(tmp_path: Path) -> None:
+    """What is held out is not; a row without a document ends at once."""
+    texts = hub(tmp_path / "data", [3], ".jsonl")
+    repeating = DataSource(type="huggingface", path=str(tmp_path / "data"))
+    once = repeating.model_copy(update={"repeat": False})
+    train, held_out = hub_streams(once, True, skips_bad=False)
+    for row, text in enumerate(texts):
+        assert list(islice(train.documents(row, 4, 0), 2)) == [text]
+    assert list(train.documents(3, 4, 0)) == []
+    assert list(train.documents(0, 1, 2)) == texts[2:]
+    assert held_out is not None
+    assert [*islice(held_out.documents(0, 1, 0), 2)] == ["held out"] * 2
+    assert train.fingerprint != hub_streams(repeating, False, skips_bad=False)[0].fingerprint
+
+
+def test_bad_documents_of_a_stream_are_left_out_if_asked(tmp_path: Path) -> None:
+    hub(tmp_path / "data", [1], ".jsonl")
+    write(tmp_path / "data" / "train-00000-of-00001.jsonl", ["a", None, "b"])
+    once = DataSource(type="huggingface", path=str(tmp_path / "data"), repeat=False)
+    stream, _ = hub_streams(once, False, skips_bad=True)
+    strict, _ = hub_streams(once, False, skips_bad=False)
+    assert list(stream.documents(0, 1, 0)) == ["a", None, "b"]
+    assert list(stream.documents(0, 1, 1)) == [None, "b"]
+    with pytest.raises(ValueError, match="'text' of document 1 of row 0 is None, not text"):
+        list(strict.documents(0, 1, 0))
+
+
 @pytest.mark.parametrize(
     ("error", "kind"), [(ValueError("bad bytes"), ValueError), (RuntimeError("no answer"), OSError)]
 )
@@ -180,6 +263,7 @@ def test_hub_dataset_needs_both_splits_and_the_column(tmp_path: Path) -> None:
     (path / "validation-00000-of-00001.jsonl").unlink()
     with pytest.raises(ValueError, match=r"data\.path: cannot open .*\(validation\)"):
         build_sources(config, 0)
+    assert build_sources(config, 0, with_held_out=False)[1] == {}
 
 
 def test_a_hub_dataset_as_a_whole(tmp_path: Path) -> None:

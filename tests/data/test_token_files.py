@@ -61,6 +61,7 @@ def write_megatron(path: Path, documents: list[list[list[int]]], dtype: str = "i
     lengths = [len(sequence) for sequence in sequences]
     item = np.dtype(dtype).itemsize
     firsts = np.cumsum([0, *(len(document) for document in documents)])
+    path.parent.mkdir(exist_ok=True)
     with path.with_suffix(".bin").open("wb") as file:
         for sequence in sequences:
             file.write(np.array(sequence, dtype).tobytes())
@@ -110,8 +111,9 @@ def test_documents_are_what_was_written(tmp_path: Path) -> None:
         assert files.max_id == high - 1
         assert files.tokenizer_fingerprint == "f"
         assert not any(problem for _, problem in verify(folder))
-        with pytest.raises(IndexError):
-            files[len(files)]
+        for index in (-1, len(files)):
+            with pytest.raises(IndexError):
+                files[index]
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -205,6 +207,15 @@ def test_other_documents_have_another_fingerprint(tmp_path: Path) -> None:
     assert len(found) == 6
 
 
+def test_another_name_or_dtype_is_another_fingerprint(tmp_path: Path) -> None:
+    """Names decide what is held out; of one dtype and the other, all bytes are the same."""
+    for dtype in ("int16", "uint16"):
+        write_megatron(tmp_path / dtype / "m.idx", [DOCUMENTS], dtype)
+        write_megatron(tmp_path / dtype / "n.idx", [DOCUMENTS], dtype)
+    paths = [tmp_path / dtype / f"{name}.idx" for dtype in ("int16", "uint16") for name in "mn"]
+    assert len({open_token_files(str(path)).fingerprint for path in paths}) == 4
+
+
 def shrink(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
@@ -284,6 +295,11 @@ def test_verify_names_what_changed(tmp_path: Path) -> None:
     }
 
 
+def without_documents(path: Path) -> None:
+    overwrite(path, 26, struct.pack("<Q", 0))
+    os.truncate(path, 70)
+
+
 # A header of 34 bytes; 3 lengths of 4 bytes, 3 pointers and 3 document indices of 8.
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
@@ -297,6 +313,8 @@ def test_verify_names_what_changed(tmp_path: Path) -> None:
         ("m.bin", shrink, r"m\.bin has 23 bytes, not 24"),
         ("m.bin", Path.unlink, r"m\.bin: No such file"),
         ("m.idx", lambda p: overwrite(p, 86, b"\x02"), r"m\.idx: its documents are not all 3"),
+        ("m.idx", lambda p: overwrite(p, 70, b"\x01"), r"m\.idx: its documents are not all 3"),
+        ("m.idx", without_documents, r"m\.idx: its documents are not all 3"),
         ("m.idx", lambda p: overwrite(p, 78, b"\x04"), r"m\.idx: document 0 has sequences 0 to 4"),
         ("m.idx", lambda p: overwrite(p, 34, b"\x02"), r"m\.idx: document 0 is from byte 0"),
         ("m.idx", lambda p: overwrite(p, 46, b"\x01"), r"m\.idx: document 0 is from byte 1"),
@@ -316,6 +334,10 @@ def test_what_is_no_token_file_is_named(tmp_path: Path) -> None:
     for path in ("", "nowhere", str(tmp_path / "*.idx")):
         with pytest.raises(ValueError, match=r"^data\.path: no folder and no \.idx file matches"):
             open_token_files(path)
+    (tmp_path / "lone.bin").write_bytes(b"ids")
+    with pytest.raises(ValueError, match=r"^data\.path: .*lone\.bin is neither"):
+        open_token_files(str(tmp_path / "*"))
+    (tmp_path / "lone.bin").unlink()
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match=r"^data\.path: .*a\.txt is neither"):
         open_token_files(str(tmp_path / "*"))

@@ -33,6 +33,9 @@ def assert_says_what_it_read(tokenizer: Tokenizer) -> None:
         assert ids.max(initial=0) < tokenizer.n_vocab
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist()), "markers are text"
         assert tokenizer.decode(ids.tolist()) == text
+        assert tokenizer.byte_lengths is not None
+        assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+    assert tokenizer.byte_lengths[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
     assert tokenizer.bos_id != tokenizer.eos_id
     assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.n_vocab
 
@@ -278,3 +281,18 @@ def test_fingerprints_tell_a_merge(tmp_path: Path, trained: dict[str, Any]) -> N
         assert first == again
         assert first != other
     assert len({*ranks, *jsons, load_tokenizer("bytes").fingerprint}) == 5
+
+
+def test_fingerprints_tell_what_is_beside_the_ranks(tmp_path: Path) -> None:
+    changes = [{}, {"pattern": r"\S+|\s+"}, {"special_tokens": {"<s>": 271, "</s>": 263}}]
+    contents = [json.dumps(COMPANION | change) for change in changes]
+    found = {load_tokenizer(write_companion(tmp_path, content)).fingerprint for content in contents}
+    assert len(found) == 3
+
+
+def test_of_several_markers_the_first_known_one_counts(tmp_path: Path) -> None:
+    names = ["<|endoftext|>", "<s>", "</s>", "<|begin_of_text|>", "<|end_of_text|>"]
+    special = {name: 270 + i for i, name in enumerate(names)}
+    content = json.dumps(COMPANION | {"special_tokens": special})
+    tokenizer = load_tokenizer(write_companion(tmp_path, content))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (273, 274)

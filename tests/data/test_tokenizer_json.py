@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiktoken
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 
 from data import tokenizer_json
 from data.tokenizer import LLAMA3_PATTERN, Tokenizer
@@ -74,7 +74,9 @@ def llama3_form(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def qwen_form(content: dict[str, Any]) -> dict[str, Any]:
-    markers = [*content["added_tokens"], added(700, "of the", special=False)]
+    # The second is found in text once that is normalized.
+    plain = added(700, "of the", special=False), added(710, "ạb", special=False, normalized=True)
+    markers = [*content["added_tokens"], *plain]
     content = with_split(content, QWEN_PATTERN) | {"normalizer": {"type": "NFC"}}
     return content | {"added_tokens": markers}
 
@@ -86,8 +88,18 @@ def odd_places(content: dict[str, Any]) -> dict[str, Any]:
     return with_ids(content, new) | {"added_tokens": markers}
 
 
+def marked(content: dict[str, Any]) -> dict[str, Any]:
+    """Its own library begins each text with a marker, as Llama 3's does."""
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    number = tokenizer.token_to_id("<s>")
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
+    tokenizer.post_processor = template
+    return json.loads(tokenizer.to_str())
+
+
 FORMS = {
     "gpt2": lambda content: content,
+    "marked": marked,
     "strings": lambda content: with_model(
         content, merges=[" ".join(pair) for pair in content["model"]["merges"]]
     ),
@@ -113,7 +125,7 @@ def assert_equals_tokenizers(tokenizer: Tokenizer, content: dict[str, Any], seed
     draw = random.Random(seed)
     tokens = [token for token in truth.get_vocab() if len(token) > 1]
     pieces = [*"aé .\n1'\u0301\u00c5\u212b\t", "s ", *TEXTS[1:5], "of the", "zqxj", "<unused é 1>"]
-    texts = [*TEXTS, "Z\u0301 >\u0338", "zqxj", "azqxj zqxj"]
+    texts = [*TEXTS, "Z\u0301 >\u0338", "zqxj", "azqxj zqxj", "a\u0323b"]
     for _ in range(300):
         texts.append("".join(draw.choices(pieces, k=12)))
         chars = "".join(draw.choices(tokens, k=12))
@@ -137,6 +149,10 @@ def test_tokenizer_json_on_tiktoken(
     tokenizer, line = load_logged(tmp_path, content, monkeypatch)
     assert line.endswith("tokenizer.json runs on tiktoken, which gives the same ids")
     assert_equals_tokenizers(tokenizer, content)
+    assert tokenizer.byte_lengths is not None
+    assert len(tokenizer.byte_lengths) == tokenizer.n_vocab
+    ids = tokenizer.encode(TEXTS[1])
+    assert tokenizer.byte_lengths[ids].sum() == len(TEXTS[1].encode()) > len(ids)
 
 
 def test_blanks_that_are_too_many_for_tiktoken(tmp_path: Path, learned: dict[str, Any]) -> None:
@@ -160,6 +176,12 @@ def without_byte(content: dict[str, Any]) -> dict[str, Any]:
     return with_model(content, vocab=vocab)
 
 
+def split_twice(content: dict[str, Any]) -> dict[str, Any]:
+    content = with_split(content, LLAMA3_PATTERN)
+    content["pre_tokenizer"]["pretokenizers"][1]["use_regex"] = True
+    return content
+
+
 def with_prefix_space(content: dict[str, Any]) -> dict[str, Any]:
     return content | {"pre_tokenizer": content["pre_tokenizer"] | {"add_prefix_space": True}}
 
@@ -176,6 +198,9 @@ NOT_SAME = {
     "other than by NFC": lambda c: c | {"normalizer": {"type": "NFKC"}},
     "no Split and ByteLevel": with_prefix_space,
     "may mean something else": lambda c: with_split(c, r"\s+$|" + LLAMA3_PATTERN),
+    "split twice, or not at all": split_twice,
+    "it has end_of_word_suffix": lambda c: with_model(c, end_of_word_suffix="</w>"),
+    "not the words": lambda c: with_split(c, LLAMA3_PATTERN, invert=True),
     "are not the words": lambda c: with_split(c, LLAMA3_PATTERN, behavior="MergedWithNext"),
 }
 

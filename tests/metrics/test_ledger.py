@@ -444,11 +444,13 @@ def test_a_step_is_the_kernels_at_once_and_the_disks_when_asked(tmp_path: Path) 
     )  # fmt: skip
     ledger = Ledger(tmp_path / "ledger", head)
     for step in (1, 2):
-        ledger.log(step, [], loss=1.0, grad_norm=1.0)
+        ledger.log(step, [], loss=0.1, grad_norm=0.3)
         assert len((tmp_path / "ledger" / "rank-00000.jsonl").read_text().splitlines()) == 1 + step
     with patch("metrics.ledger.os.fsync") as fsync:
         ledger.sync()
     fsync.assert_called_once()
+    entry = replay(tmp_path).steps[2]
+    assert (entry.loss, entry.grad_norm) == (0.1, 0.3)
     assert (tmp_path / "ledger").stat().st_mode & 0o777 == 0o700
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from runtime import exit_codes
@@ -12,7 +13,7 @@ from tests.data.test_loader import build
 from tests.metrics import test_ledger
 from tests.metrics.test_ledger import Program, Start, source
 from tools import check_ledger
-from tools.check_ledger import replay
+from tools.check_ledger import Entry, Lineage, replay
 
 
 def edited(program: Program, rank: int, edit: Callable[[list[str]], None]) -> list[str]:
@@ -87,6 +88,8 @@ def test_losses_of_two_runs_are_compared(
         "steps 1..6 of both: the same tokens; loss equal bit for bit; grad_norm equal bit for bit"
     )
     assert told in capsys.readouterr().out
+    assert check_ledger.main([*command[1:], command[0]]) == 0
+    assert told in capsys.readouterr().out
 
     for path in (other / "ledger").iterdir():
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -100,6 +103,13 @@ def test_losses_of_two_runs_are_compared(
     )
     assert check_ledger.main([str(unlike.folder), "--against", str(one)]) == 1
     assert "steps 1..6 of both: other tokens" in capsys.readouterr().out
+
+
+def test_a_row_that_one_of_two_runs_alone_has_is_told() -> None:
+    rows = np.arange(2)[:, None].repeat(6, axis=1)
+    one, both = (Lineage({1: Entry(1, part, 1.0, 1.0)}) for part in (rows[:1], rows))
+    for pair in ((one, both), (both, one)):
+        assert check_ledger.compare(*pair)[0] == ["step 1, row 1: not the tokens of both"]
 
 
 def test_not_finite_losses_are_logged_and_compared(tmp_path: Path) -> None:

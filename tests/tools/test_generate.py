@@ -542,3 +542,13 @@ def test_terminals_that_know_few_characters_get_text(
     assert generate.main([str(run_folder), "--prompt", PROMPT]) == 0
     out.seek(0)
     assert out.read() == PROMPT.replace("é", "?") + "?.\n"
+
+
+def test_a_terminal_gets_no_escapes(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", out)
+    drawn(monkeypatch, *b"\x1b[2J.", BYTES.eos_id)
+    assert generate.main([str(run_folder), "--prompt", "\x1b]0;x\x07"]) == 0
+    assert not {"\x1b", "\x07"} & set(out.getvalue())
+    assert "[2J." in out.getvalue()

@@ -1,10 +1,12 @@
 """The launcher starts the world that was asked for, and ends with the trainer's own exit code."""
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -152,6 +154,14 @@ def test_a_folder_that_cannot_be_made_is_named(
 def test_every_rank_has_a_thread():
     assert launch.cpu_threads(1) == usable_cpus()
     assert launch.cpu_threads(usable_cpus() + 1) == 1
+
+
+def test_what_nccl_is_to_tell_is_the_users_to_say(tmp_path: Path) -> None:
+    with patch.dict(os.environ, {"NCCL_DEBUG": "INFO"}):
+        os.environ.pop("TORCH_FR_DUMP_TEMP_FILE", None)
+        agent._keep_flight_records(tmp_path)
+        assert os.environ["NCCL_DEBUG"] == "INFO"
+        assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(f"{tmp_path}/")
 
 
 def test_ranks_whose_output_is_shown():

@@ -16,6 +16,8 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
+from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -131,6 +133,19 @@ def test_documents_are_those_of_the_source(
     for name, content in whole.items():
         (tmp_path / name).write_bytes(content)
     check_documents(tmp_path, DataSource(path=str(texts[3])), "bytes")
+
+
+def test_a_finished_folder_that_lost_something_is_named(
+    tmp_path: Path,
+    texts: list[object],
+    whole: dict[str, bytes],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, content in whole.items():
+        (tmp_path / name).write_bytes(content)
+    os.truncate(tmp_path / "shard-00001.bin", 5)
+    assert run(tmp_path, *texts, *SHARDS) == exit_codes.BAD_CONFIG
+    assert "shard-00001.bin has 5 bytes, not " in capsys.readouterr().err
 
 
 def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
@@ -265,9 +280,11 @@ def test_a_bad_document_is_named_and_what_is_finished_stays(
     capsys.readouterr()
     assert run(tmp_path / "p", *options) == exit_codes.BAD_CONFIG
     assert f"{bad}, byte 300: not UTF-8" in capsys.readouterr().err
-    first = tmp_path / "p" / "shard-00000.bin"
+    first, *_, last = sorted((tmp_path / "p").glob("shard-*.json"))
+    first = first.with_suffix(".bin")
     made = first.stat().st_mtime_ns
-    assert first.with_suffix(".json").exists()
+    # As a power cut may leave it.
+    os.truncate(last.with_suffix(".ends"), 8)
     bad.write_bytes(content)
     assert run(tmp_path / "p", *options) == exit_codes.DONE
     assert first.stat().st_mtime_ns == made
@@ -302,6 +319,57 @@ def _work_on_a_full_disk(connection: object, folder: Path, source: DataSource) -
     token_shards._work(connection, folder, source, facts)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("what", ["source", "tokenizer"])
+def test_what_changes_before_a_worker_reads_it_is_named(
+    tmp_path: Path, texts: list[object], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    facts = prepare._facts(Data(source="files", path=str(texts[3])), SHARD_TOKENS)
+    facts[what]["fingerprint"] = "another"
+    connection = Mock(**{"recv.side_effect": EOFError})
+    monkeypatch.setattr(signal, "signal", Mock())
+    token_shards._work(connection, tmp_path, DataSource(path=str(texts[3])), facts)
+    ((told,), _) = connection.send.call_args
+    assert told.error.endswith(" changed while it was read")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_is_on_the_disk_before_its_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def note(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append("folder" if path == tmp_path else path.name[: -len(".tmp") - 33])
+
+    monkeypatch.setattr(os, "fsync", note)
+    begun = {"documents_per_shard": 1, "source": {"documents": 1}, "dtype": "uint16"}
+    tokenizer = load_tokenizer("bytes")
+    token_shards.write_shard(tmp_path, 0, cast(Any, ["text"]), tokenizer, begun, lambda told: None)
+    shard = [f"shard-00000.{suffix}" for suffix in ("bin", "ends", "json")]
+    assert synced == [*shard[:2], "folder", shard[2], "folder"]
+
+
+def test_a_shard_of_many_blocks_counts_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_shards, "BLOCK_TOKENS", 4)
+    texts = cast(Any, [None, "ab", None, "", "cde", "f", None])
+    begun = {"documents_per_shard": 10, "source": {"documents": 7}, "dtype": "uint16"}
+    told: list[token_shards.Told] = []
+    token_shards.write_shard(tmp_path, 0, texts, load_tokenizer("bytes"), begun, told.append)
+    facts = json.loads((tmp_path / "shard-00000.json").read_text())
+    counts = {"documents": 3, "skipped": 1, "bad": 3, "tokens": 12, "min_id": 97, "max_id": 257}
+    assert facts.items() >= counts.items()
+    assert np.fromfile(tmp_path / "shard-00000.ends", "<i8").tolist() == [4, 9, 12]
+    assert [(each.documents, each.tokens, each.is_done) for each in told] == [
+        (2, 4, False),
+        (5, 9, False),
+        (7, 12, False),
+        (7, 12, True),
+    ]
+
+
 def test_two_at_once_are_refused(
     tmp_path: Path, texts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,6 +384,8 @@ def test_two_at_once_are_refused(
         ([], "arguments are required: FOLDER"),
         (["p", "--data.source", "tokens", "--data.path", "q"], "data.source: tokens "),
         (["p", "--data.source", "files", "--data.path", "nowhere/*"], "data.path: no file"),
+        (["p", "--data.source", "files", "--data.path", "file"], "data.path: there is no document"),
+        (["p", "--data.sources", "[{path = 'a'}, {path = 'b'}]"], "data.sources: each source of"),
         (["p", "--data.tokenizer", "none.json"], "data.tokenizer: none.json"),
         (["p", "--data.sourse", "files"], "data.sourse: unknown key; did you mean data.source?"),
         (["p", "--training.steps", "3"], "--training.steps does nothing here"),
@@ -429,7 +499,7 @@ def test_bad_records_are_left_out_and_counted(
     arguments += ["--data.on_bad_record", "skip"]
     assert prepare.main([*arguments, "--data.max_bad_records", "3"]) == exit_codes.BAD_CONFIG
     assert "data.max_bad_records: 4 records could not be read" in capsys.readouterr().err
-    assert prepare.main(arguments) == exit_codes.DONE
+    assert prepare.main([*arguments, "--data.max_bad_records", "4"]) == exit_codes.DONE
     assert "16 documents (1 empty and 4 bad ones left out)" in capsys.readouterr().out
     files = open_token_files(str(tmp_path / "ids"))
     bytes_ = load_tokenizer("bytes")
@@ -437,7 +507,28 @@ def test_bad_records_are_left_out_and_counted(
     assert [bytes_.decode(files[i][1:-1].tolist()) for i in range(len(files))] == want
 
 
-def test_a_tokenizer_that_moved_is_taken_from_where_it_is_now(tmp_path: Path) -> None:
+def test_a_source_of_bad_records_alone_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text("{\n" * 3)
+    keys = ["--data.source", "files", "--data.path", tmp_path / "a.jsonl"]
+    policy = ["--data.on_bad_record", "skip", "--workers", 1]
+    assert run(tmp_path / "ids", *keys, *policy) == exit_codes.BAD_CONFIG
+    assert "data.path: none of " in capsys.readouterr().err
+    assert not (tmp_path / "ids" / "index.json").exists()
+
+
+def test_a_folder_that_another_version_began_is_refused(
+    tmp_path: Path, texts: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "begun.json").write_text('{"format": 2}')
+    assert run(tmp_path, *texts) == exit_codes.BAD_CONFIG
+    assert "begun.json: its format is not 1" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_moved_is_taken_from_where_it_is_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And what lies in its place by then is not."""
     folder = tmp_path / "p"
     texts = write_texts(tmp_path / "x", 300)
@@ -454,6 +545,8 @@ def test_a_tokenizer_that_moved_is_taken_from_where_it_is_now(tmp_path: Path) ->
     # What is not finished may be left out from here on.
     policy = ["--data.on_bad_record", "skip"]
     assert run(*begin, *policy, "--data.tokenizer", moved) == exit_codes.DONE
+    assert run(*begin, "--data.tokenizer", moved) == exit_codes.BAD_CONFIG
+    assert "data.on_bad_record: skip, not error" in capsys.readouterr().err
     files, tokenizer = open_token_files(str(folder)), load_tokenizer(str(moved))
     assert files.tokenizer_fingerprint == tokenizer.fingerprint
     source = DataSource(path=f"{tmp_path}/x/*.txt")

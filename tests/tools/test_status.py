@@ -183,11 +183,104 @@ def test_one_run_gets_lines_and_more_get_a_table(
     assert status.main([str(one), str(other)]) == exit_codes.DONE
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows] == ["run", str(one), str(other)]
+    (other / "config.toml").unlink()
+    status.main([str(one), str(other)])
+    assert f"\nproblem: {other / 'config.toml'}: No such file" in capsys.readouterr().out
     assert status.main([str(one), str(tmp_path), "--json"]) == exit_codes.BAD_CONFIG
     captured = capsys.readouterr()
     (told,) = (json.loads(text) for text in captured.out.splitlines())
     assert (told["state"], told["step"], told["checkpoint"]) == ("done", 12, 12)
     assert f"{tmp_path}: not a run's folder" in captured.err
+
+
+def made(folder: Path, *lines: dict[str, float], holder: str = "4711 on elsewhere") -> Path:
+    """A run's folder whose lines are of so many seconds ago; its ``control/``."""
+    control = folder / "debug_model" / "control"
+    control.mkdir(parents=True)
+    (control / "lock").write_text(f"{holder}\n")
+    age(control / "lock", max((line["age"] for line in lines), default=0.0) + 10)
+    facts = [{"seconds_per_step": 1.0, "time": time.time() - line["age"]} | line for line in lines]
+    text = "".join(json.dumps(line) + "\n" for line in facts)
+    (folder / "debug_model" / "metrics.jsonl").write_text(text)
+    return control
+
+
+def age(path: Path, seconds: float) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_numbers_are_the_newest(tmp_path: Path) -> None:
+    made(
+        tmp_path,
+        {"step": 1, "age": 90, "mfu": 0.1, "tokens_per_second": 1.0, "validation_loss": 5.0},
+        {"step": 2, "age": 60, "mfu": 0.2, "tokens_per_second": 2.0, "validation_loss": 4.0},
+    )
+    told = read(tmp_path)
+    assert (told.mfu, told.tokens_per_second, told.validation_loss) == (0.2, 2.0, 4.0)
+    assert told.line_age == pytest.approx(60, abs=30)
+
+
+def test_a_run_is_quiet_by_its_own_measure(tmp_path: Path) -> None:
+    """One whose steps are slow may be quiet for longer, one that has begun anew is not yet."""
+    quick = made(tmp_path / "quick", {"step": 1, "age": 101}, {"step": 2, "age": 100})
+    made(tmp_path / "slow", {"step": 1, "age": 1300}, {"step": 2, "age": 1000})
+    assert [read(tmp_path / name).state for name in ("quick", "slow")] == ["running"] * 2
+    for name, later in (("quick", 501), ("slow", 2001)):
+        assert read(tmp_path / name, later=later - 60).state == "running"
+        assert read(tmp_path / name, later=later).state == "unknown"
+    age(quick / "lock", 0)
+    assert read(tmp_path / "quick", later=501).state == "starting"
+
+
+def test_a_failure_before_the_newest_line_is_past(tmp_path: Path) -> None:
+    control = made(tmp_path, {"step": 3, "age": 20})
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - 3600))
+    told = [{"attempt": 1, "reason": "a rank died"}, {"outcome": "stopped SIGTERM"}]
+    text = "".join(json.dumps({"time": stamp} | record) + "\n" for record in told)
+    (control / "failures").write_text(text)
+    found = read(tmp_path)
+    assert (found.state, found.why, found.failures) == ("running", "", 1)
+    assert found.last_failure == "a rank died"
+    assert found.last_failure_age == pytest.approx(3600, abs=60)
+
+
+@pytest.mark.skipif(not status.LOCKS.exists(), reason="needs Linux")
+def test_an_outcome_is_of_the_start_that_told_it(tmp_path: Path) -> None:
+    control = made(tmp_path, {"step": 3, "age": 200})
+    (control / "outcome").write_text("stopped SIGTERM\n")
+    age(control / "outcome", 100)
+    assert (read(tmp_path).state, read(tmp_path).why) == ("stopped", "SIGTERM")
+    with lock_run(control):
+        assert read(tmp_path).state == "starting"
+        age(control / "outcome", 0)
+        assert read(tmp_path).state == "stopped"
+    age(control / "outcome", 100)
+    record_failure(control, lines=["no room"], codes={0: 1})
+    assert (read(tmp_path).state, read(tmp_path).why) == ("failed", "no room; attempt 1 of 3")
+
+
+@pytest.mark.parametrize(
+    ("device", "process", "inode", "held"),
+    [(0, "1", 0, True), (1, "4711", 0, True), (1, "1", 0, False), (0, "4711", 1, False)],
+)
+def test_a_lock_is_known_by_its_file_and_its_device_or_holder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: int,
+    process: str,
+    inode: int,
+    held: bool,
+) -> None:
+    """Some file systems have another device in the list than for those who ask for a file's."""
+    lock = made(tmp_path) / "lock"
+    facts = lock.stat()
+    where = f"{os.major(facts.st_dev) + device:02x}:{os.minor(facts.st_dev):02x}"
+    line = f"1: FLOCK  ADVISORY  WRITE {process} {where}:{facts.st_ino + inode} 0 EOF\n"
+    (tmp_path / "locks").write_text(line)
+    monkeypatch.setattr(status, "LOCKS", tmp_path / "locks")
+    assert is_locked(lock) == held
+    (tmp_path / "locks").write_text(line.replace("1: ", "1: -> "))
+    assert not is_locked(lock), "it only waits"
 
 
 @pytest.mark.skipif(not status.LOCKS.exists(), reason="needs Linux")
