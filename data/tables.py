@@ -32,15 +32,10 @@ class Tables:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             text = f"data.path mixes tables with plain text files: {', '.join(others[:3])}{more}"
             raise ValueError(f"{text}; two [[data.sources]] can be read beside each other")
-        self._files, self._text_key = files, text_key
+        self._files = files
         # Columns by themselves: a row of a whole table takes several times as long.
         self._columns = [_read_table(path, text_key, skips_bad).data[text_key] for path, _ in files]
-        counts = [len(column) for column in self._columns]
-        self._ends = list(accumulate(counts))
-        self.keys = np.concatenate(
-            [record_keys(name, count) for (_, name), count in zip(files, counts, strict=True)]
-        )
-        """Of each row, a uniform uint64 that depends on its file's name and its number alone."""
+        self._ends = list(accumulate(map(len, self._columns)))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -51,8 +46,14 @@ class Tables:
             return self._columns[table][row].as_py()
         except UnicodeDecodeError as error:
             path, _ = self._files[table]
-            text = f"{path}: row {row} is not UTF-8: {error}"
-            raise ValueError(_bad_line(path, self._text_key, False) or text) from None
+            raise ValueError(f"{path}: row {row} is not UTF-8: {error}") from None
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Of each row, a uniform uint64 that depends on its file's name and its number alone."""
+        names = (name for _, name in self._files)
+        columns = zip(names, self._columns, strict=True)
+        return np.concatenate([record_keys(name, len(column)) for name, column in columns])
 
 
 class HubTable:
@@ -68,14 +69,17 @@ class HubTable:
         if fault:
             raise ValueError(f"data.text_key: {fault}")
         self._column = table.data[text_key]
-        self.name = f"{name}/{subset}/{text_key}"
-        self.keys = record_keys(name, len(self._column))
+        self.name, self._key = f"{name}/{subset}/{text_key}", name
 
     def __len__(self) -> int:
         return len(self._column)
 
     def __getitem__(self, index: int) -> str | None:
         return self._column[index].as_py()
+
+    @property
+    def keys(self) -> np.ndarray:
+        return record_keys(self._key, len(self))
 
 
 class HubStream:
@@ -171,18 +175,18 @@ def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
     """The table, every row's text seen to be text; with ``skips_bad``, what is not is null."""
     if path.stat().st_size == 0:
         raise ValueError(f"data.path: {path} is empty")
-    is_own = _is_json(path) and (skips_bad or path.name.endswith(COMPRESSED))
-    read = datasets.Dataset.from_json if _is_json(path) else datasets.Dataset.from_parquet
+    is_json = _is_json(path)
     try:
-        table = _read_lines(path, text_key, skips_bad) if is_own else read(str(path))
-    except Exception as error:  # datasets raises its own, pyarrow's and pandas' errors
-        text = f"{path}: {error.__cause__ or error!r}"
-        raise ValueError(_bad_line(path, text_key, skips_bad) or text) from error
+        if is_json:
+            table = _read_lines(path, text_key, skips_bad)
+        else:
+            table = datasets.Dataset.from_parquet(str(path))
+    except Exception as error:  # datasets raises its own and pyarrow's errors
+        line = _bad_line(path, text_key, skips_bad) if is_json else ""
+        raise ValueError(line or f"{path}: {error.__cause__ or error!r}") from error
     fault = _column_fault(table, text_key, str(path), skips_bad=skips_bad)
     if fault:
-        # Without the column every line is bad, and the first says less.
-        line = _bad_line(path, text_key, skips_bad) if text_key in table.column_names else ""
-        raise ValueError(f"data.text_key: {line or fault}")
+        raise ValueError(f"data.text_key: {fault}")
     return table
 
 
@@ -200,7 +204,10 @@ def _column_fault(table: datasets.Dataset, text_key: str, name: str, *, skips_ba
 
 
 def _read_lines(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
-    """A row for each line that is not blank; null where it is not what it should be."""
+    """A row for each line that is not blank; null where it is not what it should be.
+
+    pyarrow's own reader of JSON would guess types: of a text that looks like a date it makes one.
+    """
     status = path.stat()
     # What is converted once is found again by these.
     facts = {"path": str(path), "text_key": text_key, "skips_bad": skips_bad}
@@ -263,21 +270,19 @@ def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _bad_line(path: Path, text_key: str, skips_bad: bool) -> str:
-    """The first bad line of JSON and what is wrong with it: pyarrow tells only a row, and counts
-    from the start of the chunk that it reads. "" for other files, and if no line is bad; with
-    ``skips_bad``, if the file is not torn."""
-    if not _is_json(path):
-        return ""
-    start = 0
+    """The first bad line of JSON and what is wrong with it, "" if there is none. With ``skips_bad``
+    only a torn file is bad, or one without any line."""
+    start, is_blank = 0, True
     try:
         for number, line in enumerate(_lines(path), start=1):
             fault = "" if skips_bad else _text_of(line, text_key)[1]
             if fault:
                 return f"{path}, line {number}, byte {start}: {fault}"
             start += len(line)
+            is_blank = is_blank and not line.strip()
     except (OSError, ImportError) as error:
         return f"{path}, after byte {start} of its text: {error}"
-    return ""
+    return f"{path} has blank lines alone" if is_blank else ""
 
 
 def _text_of(line: bytes, text_key: str) -> tuple[str | None, str]:
@@ -288,9 +293,11 @@ def _text_of(line: bytes, text_key: str) -> tuple[str | None, str]:
         record = json.loads(line.decode("utf-8-sig"))
         if not isinstance(record, dict):
             return None, f"{reprlib.repr(record)} is not an object"
-        text = record.get(text_key)
+        if text_key not in record:
+            return None, f"data.text_key: no {text_key!r}, only {reprlib.repr(list(record))}"
+        text = record[text_key]
         if not isinstance(text, str):
-            return None, f"{text_key!r} is {reprlib.repr(text)}, not text"
+            return None, f"data.text_key: {text_key!r} is {reprlib.repr(text)}, not text"
         # JSON can spell half a surrogate pair, which no UTF-8 can.
         text.encode()
     except json.JSONDecodeError as error:

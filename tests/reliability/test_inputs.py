@@ -168,9 +168,13 @@ CORRUPTIONS = {
     "cut off": Corruption("x.jsonl", lines(3)[:-4], "line 3, byte 38: "),
     "not an object": Corruption("x.jsonl", lines(2) + b"[1]\n", "line 3, byte 38: "),
     "zeros": Corruption("x.jsonl", lines(1) + bytes(100) + b"\n", "line 2, byte 19: "),
-    "no text": Corruption("x.jsonl", lines(1) + b'{"a": 1}\n', "line 2, byte 19: 'text' is None"),
-    "null": Corruption("x.jsonl", lines(1) + b'{"text": null}\n', "line 2, byte 19: 'text' is No"),
-    "number": Corruption("x.jsonl", lines(1) + b'{"text": 1}\n', "line 2, byte 19: 'text' is 1"),
+    "no text": Corruption("x.jsonl", lines(1) + b'{"a": 1}\n', "byte 19: data.text_key: no 'text'"),
+    "null": Corruption(
+        "x.jsonl", lines(1) + b'{"text": null}\n', "byte 19: data.text_key: 'text' is No"
+    ),
+    "number": Corruption(
+        "x.jsonl", lines(1) + b'{"text": 1}\n', "byte 19: data.text_key: 'text' is 1"
+    ),
     "not UTF-8 in JSON": Corruption(
         "x.jsonl", lines(1) + b'{"text": "caf\xe9"}\n', "line 2, byte 19: 'utf-8' codec"
     ),
