@@ -33,8 +33,8 @@ class Experts(nn.Module):
         if len(counts) == 1:
             return self._multiply(x, counts[0])
         owners = torch.arange(counts.shape[1], device=x.device).repeat(len(counts))
-        order = owners.repeat_interleave(counts.flatten(), output_size=len(x)).argsort(stable=True)
-        inverse = order.argsort()
+        owners = owners.repeat_interleave(counts.flatten(), output_size=len(x))
+        order, inverse = _sorted_by(owners, counts.shape[1])
         out = self._multiply(_Take.apply(x, order, inverse, 1), counts.sum(dim=0))
         return _Take.apply(out, inverse, order, 1)
 
@@ -136,8 +136,7 @@ class MoE(nn.Module):
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
         """What ``route`` takes and returns, to (b, s, d). Not one graph: sizes depend on counts."""
-        order = chosen.flatten().argsort(stable=True)
-        inverse = order.argsort()
+        order, inverse = _sorted_by(chosen.flatten(), counts.shape[-1])
         rows = _Take.apply(x.flatten(0, 1), order, inverse, self.n_chosen)
         sorted_out = self.inner(rows, counts.sum(dim=0), self.experts)
         out = _Take.apply(sorted_out, inverse, order, 1).unflatten(0, chosen.shape)
@@ -159,6 +158,15 @@ class MoE(nn.Module):
         self.experts.init_weights(trunc_normal_, residual_std)
         self.bias.zero_()
         self.load.zero_()
+
+
+def _sorted_by(experts: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order (n,) that sorts ``experts`` (n,), and its inverse, which needs no second sort."""
+    # Short keys: a sort makes a pass for each byte of them.
+    assert n_experts <= torch.iinfo(torch.int16).max
+    order = experts.to(torch.int16).argsort(stable=True)
+    places = torch.arange(len(order), device=order.device)
+    return order, torch.empty_like(order).scatter_(0, order, places)
 
 
 class _Take(torch.autograd.Function):

@@ -53,7 +53,9 @@ def sequence_part(
     A causal mask gives late positions more work. Ulysses shares it by heads; with allgather,
     rank r of n has chunk r and chunk 2n-1-r of 2n, which together are the same work for all.
     """
-    return _parts(seq_len, cp_mesh.size(), method, device)[cp_mesh.get_local_rank()]
+    positions = torch.arange(seq_len, device=device)[None]
+    parts = _to_parts(positions, cp_mesh.size(), method).view(cp_mesh.size(), -1)
+    return parts[cp_mesh.get_local_rank()]
 
 
 def whole_sequence(
@@ -61,19 +63,23 @@ def whole_sequence(
 ) -> torch.Tensor:
     """The ranks' parts (b, s/n, ...) in the order of the sequence: (b, s, ...). No gradient."""
     gathered = DTensor.from_local(part, cp_mesh, [Shard(1)], run_check=False).full_tensor()
-    order = _parts(gathered.shape[1], cp_mesh.size(), method, part.device).flatten()
-    return gathered[:, order.argsort()]
+    return _from_parts(gathered, cp_mesh.size(), method)
 
 
-def _parts(
-    seq_len: int, degree: int, method: ContextParallelMethod, device: torch.device | None = None
-) -> torch.Tensor:
-    """Positions (degree, seq_len / degree)."""
-    positions = torch.arange(seq_len, device=device)
+def _to_parts(t: torch.Tensor, degree: int, method: ContextParallelMethod) -> torch.Tensor:
+    """A sequence (b, s, ...) as the ranks' parts of it, one after the other."""
     if method == "ulysses":
-        return positions.view(degree, -1)
-    chunks = positions.view(2 * degree, -1)
-    return torch.cat([chunks[:degree], chunks[degree:].flip(0)], dim=1)
+        return t
+    first, second = t.unflatten(1, (2, degree, -1)).unbind(1)  # each (b, n, s/2n, ...)
+    return torch.stack([first, second.flip(1)], dim=2).flatten(1, 3)
+
+
+def _from_parts(t: torch.Tensor, degree: int, method: ContextParallelMethod) -> torch.Tensor:
+    """The inverse of ``_to_parts``."""
+    if method == "ulysses":
+        return t
+    first, second = t.unflatten(1, (degree, 2, -1)).unbind(2)
+    return torch.cat([first, second.flip(1)], dim=1).flatten(1, 2)
 
 
 class Ulysses(nn.Module):
@@ -126,16 +132,11 @@ class UlyssesDeltaNet(nn.Module):
         gates = gates.unflatten(3, (splits, -1)).flatten(2, 3)
         sent = torch.cat([qkv, gates.flatten(3)], dim=-1).unflatten(2, (self.degree, -1))
         whole = _to_heads(sent, self.group)  # (b, s, heads / n, ...)
-        order = None
-        if self.method == "allgather":
-            # The ranks' parts are not in the order of the sequence.
-            parts = _parts(whole.shape[1], self.degree, self.method, whole.device)
-            order = parts.flatten()
-            whole = whole[:, order.argsort()]
+        whole = _from_parts(whole, self.degree, self.method)
         qkv, gates = whole.split([qkv.shape[-1], 2 * gates.shape[3]], dim=-1)
         gates = gates.unflatten(-1, (-1, 2))
         out = self.inner(qkv, gates, conv, a_log, dt_bias, document_ids)
-        return _to_sequence(out if order is None else out[:, order], self.degree, self.group)
+        return _to_sequence(_to_parts(out, self.degree, self.method), self.degree, self.group)
 
     def _own(self, weight: torch.Tensor) -> torch.Tensor:
         """The weights of this rank's heads; gradients are summed over ranks like all others."""
