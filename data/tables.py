@@ -294,7 +294,7 @@ def _text_of(line: bytes, text_key: str) -> tuple[str | None, str]:
         if not isinstance(record, dict):
             return None, f"{reprlib.repr(record)} is not an object"
         if text_key not in record:
-            return None, f"data.text_key: no {text_key!r}, only {reprlib.repr(list(record))}"
+            return None, f"data.text_key: no {text_key!r}, only {', '.join(record)}"
         text = record[text_key]
         if not isinstance(text, str):
             return None, f"data.text_key: {text_key!r} is {reprlib.repr(text)}, not text"
