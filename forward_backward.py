@@ -51,7 +51,7 @@ def build_runner(
     tied: list[str],
     tree: GradientTree | None = None,
 ) -> Runner:
-    """For what ``parallelize`` made of ``model``.
+    """Build the runner of ``model`` as ``parallelize`` left it.
 
     ``tied``: FQNs of parameters that had several names in the whole model. ``tree``: sums the
     gradients of microbatches in its own order.
@@ -133,7 +133,7 @@ class Pipeline:
         device: torch.device,
         tied: list[str],
     ) -> None:
-        """``tied``: FQNs of what the first and the last stage share."""
+        """``tied``: FQNs of parameters that the first and the last stage share."""
         self._stages, self._dims, self._parallelism = stages, dims, parallelism
         self._args, self._compile, self._device = cast(Any, model).args, compile, device
         assert mp_policy.param_dtype is not None
@@ -146,7 +146,7 @@ class Pipeline:
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
         self.copies = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
         self._schedules: dict[tuple[torch.Size, int], Any] = {}
-        # A group's first operation is undefined if some of its ranks leave it out.
+        # The first operation of a group is undefined unless all of its ranks take part.
         dist.all_reduce(torch.zeros(1, device=device), group=dims.pp_mesh.get_group())
 
     def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Pipeline:
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
         self._n_tokens, n = 1, len(self._stages) * self._dims.pp_mesh.size()
         losses = []
-        # As few at once as fill the pipeline: a schedule keeps what each stage made of all of them.
+        # Just enough at once to fill the pipeline: a schedule keeps each stage's outputs of all.
         for start in range(0, len(batches), n):
             group = batches[start : start + n]
             schedule = self._build(group[0].tokens.shape, len(group), self._loss)
@@ -183,7 +183,7 @@ class Pipeline:
         return self._parts.whole(logits)
 
     def _losses(self, run: Callable[..., object], microbatches: list[Batch]) -> torch.Tensor:
-        """Of each microbatch (n,); zeros but on the last stage's ranks."""
+        """Each microbatch's loss (n,); zeros except on ranks of the last stage."""
         tokens, options = self._inputs(microbatches)
         labels = self._parts.own(self._join([batch.labels for batch in microbatches]))
         losses: list[torch.Tensor] = []
@@ -193,7 +193,7 @@ class Pipeline:
         return torch.zeros(len(microbatches), dtype=self._loss_dtype, device=self._device)
 
     def _inputs(self, microbatches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Of all microbatches, one after the other; the schedule takes them apart again."""
+        """The model's inputs for all microbatches, joined; the schedule splits them again."""
         tokens = self._join([batch.tokens for batch in microbatches])
         positions, document_ids = (
             None if each[0] is None else self._join(each)
@@ -238,7 +238,7 @@ class Pipeline:
 
 
 class _SequenceParts:
-    """What of each sequence is this rank's, and how ranks' parts become whole again."""
+    """Which part of each sequence is this rank's, and how ranks' parts become whole again."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class _SequenceParts:
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What the model takes: (b, s/cp), but document_ids (b, s), which attention sees whole."""
+        """The model's inputs: (b, s/cp), but document_ids (b, s), which attention needs whole."""
         options = {}
         if positions is None and self._needs_positions:
             positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
@@ -270,7 +270,7 @@ class _SequenceParts:
 
     def own(self, sequences: torch.Tensor) -> torch.Tensor:
         """(b, s) to this rank's (b, s/cp), on the device."""
-        # First there: what is made here of pinned memory is not pinned, and would be waited for.
+        # Copied first: a slice made on the host is not in pinned memory, and its copy would block.
         sequences = sequences.to(self._device, non_blocking=True)
         if self._mesh is not None:
             own = sequence_part(sequences.shape[1], self._mesh, self._device, method=self._method)

@@ -1,4 +1,4 @@
-"""A configuration becomes a job: what it names is looked up and checked, before any rank."""
+"""Turn a configuration into a job: look up and check what it names, before ranks connect."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,21 +17,21 @@ from runtime.log import logger
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for, with everything checked that can be wrong with it."""
+    """The run that is asked for, looked up and checked."""
 
     config: JobConfig
-    """Resolved: what was absent and follows from the rest is in it."""
+    """Resolved: values that were absent and follow from the rest are filled in."""
     spec: ModelSpec
     args: TransformerArgs
     tokenizer: Tokenizer
     train: Mixture
     held_out: dict[str, Mixture]
-    """By source."""
+    """By the source's label."""
     microbatch_size: int
     """Sequences that a rank computes at once."""
     global_batch_size: int
     ramp: Ramp
-    """Of the batch size, up to that."""
+    """Phases of the batch size on its way up to ``global_batch_size``."""
     total_steps: int
     """The horizon of the learning rate's schedule."""
 
@@ -40,7 +40,7 @@ class Job:
         return batch_size_of(step, self.ramp, self.global_batch_size)
 
     def steps_left(self, step: int) -> float:
-        """What is to be done after ``step``, in steps of its size."""
+        """The work left after ``step``, counted in steps of that step's batch size."""
         done, total = (
             sequences_in(steps, self.ramp, self.global_batch_size)
             for steps in (step, self.config.training.steps)
@@ -49,8 +49,9 @@ class Job:
 
     @property
     def has_masks(self) -> bool:
-        """Whether attention is masked by more than causality, by documents or where keys are
-        gathered. Zero bubble goes through a graph twice, which compiled ones forbid."""
+        """Whether attention needs the kernel for masks other than the causal one: of documents, or
+        where keys are gathered. Zero bubble cannot use it: it goes through a graph twice, which
+        compiled graphs forbid."""
         parallelism = self.config.parallelism
         has_context = parallelism.context_parallel_degree > 1
         gathers = has_context and parallelism.context_parallel_method == "allgather"
@@ -86,7 +87,7 @@ def resolve(config: JobConfig, world_size: int) -> Job:
     batch_size = config.training.global_batch_size or one_microbatch
     parallelism = config.parallelism
     if degrees.pp > 1 and parallelism.data_parallel == "fsdp2":
-        # What PyTorch's schedules do.
+        # PyTorch's pipeline schedules do so.
         last = {"fsdp_reduce_gradients": "last_microbatch"}
         parallelism = parallelism.model_copy(update=last)
     resolved = {

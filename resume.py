@@ -1,4 +1,4 @@
-"""What a run goes on from: its own newest checkpoint, or weights of another run."""
+"""What a run starts from: its own newest checkpoint, or the weights of another run."""
 
 import platform
 from dataclasses import asdict, dataclass
@@ -39,7 +39,7 @@ class TrainState:
 
 def restore(job: Job, checkpointer: Checkpointer, model: ModelState) -> int | None:
     """Load the newest checkpoint that verifies and return its step; without one, load the weights
-    that the config names, if it does. A collective."""
+    that the config names, if any, and return None. A collective."""
     config = job.config
     resumed = checkpointer.load_latest()
     if resumed is not None:
@@ -58,7 +58,7 @@ def restore(job: Job, checkpointer: Checkpointer, model: ModelState) -> int | No
 
 
 def facts_of(job: Job) -> dict[str, Any]:
-    """What a checkpoint says of the run that it is of, as JSON."""
+    """What a checkpoint records about its run, as JSON."""
     return {
         "config": job.config.model_dump(),
         "model_args": asdict(job.args),
@@ -71,10 +71,10 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 
 def check_resume(job: Job, manifest: dict[str, Any]) -> None:
-    """Tell what changed since the checkpoint; raise ``ConfigError`` if it is of another run."""
+    """Log what changed since the checkpoint; raise ``ConfigError`` if it is another run's."""
     changes = compare(manifest["config"], job.config)
     changes.refuse_frozen()
-    # Heads, rotary base, epsilon: they change no shape, so that nothing else would notice.
+    # Heads, rotary base, epsilon: they change no shape, so nothing else would notice.
     arguments = changed_arguments(manifest["model_args"], job.args)
     if arguments:
         raise ConfigError([f"model.flavor: {text} since the checkpoint" for text in arguments])
@@ -83,7 +83,7 @@ def check_resume(job: Job, manifest: dict[str, Any]) -> None:
 
 
 def warn_of_tokenizer(job: Job) -> None:
-    """Tell if the weights that a run starts from were trained on other tokens than its data's."""
+    """Warn if the weights that a run starts from were trained with a tokenizer not its data's."""
     folder = Path(job.config.checkpoint.initial_load_path)
     if is_hugging_face(folder):
         try:

@@ -7,7 +7,7 @@ weights, optimizer, checkpoint, the loop. ``./run_train.sh`` starts it.
 # ruff: noqa: E402
 import gc
 
-# What imports make stays: collecting among it takes a quarter of their time.
+# What imports allocate lives on: searching it for garbage takes a quarter of their time.
 gc.disable()
 
 import json
@@ -263,7 +263,7 @@ def main(job: Job, witness: Witness) -> int:
             checkpointer.save(state.step, wait=wait)
 
     def roll_back() -> bool:
-        """To the newest checkpoint, if there is one. The data go on: the spike's are left out."""
+        """Go back to the newest checkpoint, if any. Data go on: those of the spike are left out."""
         with metrics.paused():
             checkpointer.finish()
             spiked = state.step
@@ -292,7 +292,7 @@ def main(job: Job, witness: Witness) -> int:
             if data.n_writing == 0:
                 checkpointer.finish()
             if control.stop is not None:
-                # What was taken is not committed: the run that resumes takes it again.
+                # These data were taken, but not committed: a resumed run takes them again.
                 ending = stopped_by(control.stop, has_checkpoints=config.checkpoint.enable)
                 break
             if data.has_ended:
@@ -323,7 +323,7 @@ def main(job: Job, witness: Witness) -> int:
             state.tokens += data.n_tokens
             metrics.count(data.n_tokens, data.waited)
 
-            # Look at it: only some steps wait for the device
+            # Look at the step: only some steps wait for the device
             is_last = state.step == training.steps
             is_saved = checkpointer.is_due(state.step)
             is_logged = is_last or metrics.is_due(state.step)
@@ -336,12 +336,12 @@ def main(job: Job, witness: Witness) -> int:
                 ledger.log(state.step, data.microbatches, **values)
             if is_logged:
                 seen = {"lr": lr, "tokens": state.tokens, **slowest}
-                # A pipeline stage may be without experts, and still waits for what others tell.
+                # A collective, so that a pipeline stage without experts must take part too.
                 seen |= balance.look() if has_experts else {}
                 seen |= data_shares(loader.consumed(), sources, dims.batch_mesh)
                 seen |= {"skipped_steps": guard.skipped, "bad_records": data.n_bad_records}
                 metrics.log(state.step, job.steps_left(state.step), values | seen)
-            # Ranks must decide alike, to the last bit: rank 0's values are what counts.
+            # Ranks must decide alike, though values may differ in the last bit: rank 0's count.
             if spikes.is_on and spikes.is_spike(state.step, **on_first(values.copy)):
                 if spikes.is_over:
                     ending = exit_codes.SPIKES
@@ -352,7 +352,7 @@ def main(job: Job, witness: Witness) -> int:
                 ending = exit_codes.NOT_FINITE
                 break
 
-            # What is due every so many steps
+            # Work that is due only every so many steps
             with metrics.paused():
                 finish_step(state.step)
             if state.step % training.gc_freq == 0:
@@ -377,7 +377,7 @@ def main(job: Job, witness: Witness) -> int:
     # 9. The end
     if guard.look():
         ending = exit_codes.NOT_FINITE
-    # What was begun is good in any case.
+    # A save that was begun is good, however the run ends.
     checkpointer.finish()
     if config.checkpoint.enable and ending.is_worth_saving:
         if checkpointer.newest != state.step:
@@ -402,7 +402,7 @@ def main(job: Job, witness: Witness) -> int:
 def attempt_of(
     checkpointer: Checkpointer, job: Job, dims: ParallelDims, data_after: int | None = None
 ) -> Attempt:
-    """What the ledger says of this start, or of a rollback that leaves out data."""
+    """The ledger's record of this start, or of a rollback that leaves out data."""
     return Attempt(
         attempt=checkpointer.attempt,
         parent=checkpointer.parent,

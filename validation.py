@@ -1,4 +1,4 @@
-"""What the model makes of text that it was not trained on, and what it writes itself."""
+"""The model's loss on text that it was not trained on, and a sample of what it writes."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ class HeldOut:
             for label, batches in self._batches.items()
         }
         self.bits_per_nat: float | None = None
-        """What makes nats per token bits per byte; None if the tokens' lengths are not known."""
+        """Factor from nats per token to bits per byte; None if tokens' lengths are not known."""
         if job.tokenizer.byte_lengths is not None:
             labels = (batch.labels for batch in self._all())
             self.bits_per_nat = bits_per_nat(labels, job.tokenizer.byte_lengths, dims.batch_mesh)
@@ -56,7 +56,7 @@ class HeldOut:
 
 
 def written_text(job: Job, runner: Runner, dims: ParallelDims) -> str:
-    """The prompt and what the model makes of it. A collective."""
+    """The prompt and the model's continuation of it. A collective."""
     config, tokenizer = job.config, job.tokenizer
     prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
     tokens = sample(

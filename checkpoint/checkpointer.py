@@ -45,7 +45,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Save:
-    """One that was begun."""
+    """A save that was begun."""
 
     step: int
     scratch: Path
@@ -57,8 +57,9 @@ class Checkpointer:
     """``tensors`` go through DCP, any mesh to any mesh. ``values`` are JSON: what is saved is the
     union over ranks of their state dicts, and ranks that disagree on a key are an error.
 
-    ``facts`` go into the manifest. ``check`` is called with the manifest of what is to be resumed
-    and raises ``ConfigError`` if that is not this run. ``tell`` is called with each step published.
+    ``facts`` go into the manifest. ``check`` is called with the manifest of the checkpoint to
+    resume from, and raises ``ConfigError`` if it is another run's. ``tell`` is called with each
+    step published.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Checkpointer:
         self._facts, self._check, self._tell = facts, check, tell
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.attempt: str = on_first(lambda: uuid.uuid4().hex)
-        """The name of what is done from here to the end, or to the next ``load_latest``."""
+        """Names this attempt, which lasts until the end, or until the next ``load_latest``."""
         self.newest = 0
         """Step of the newest checkpoint that this attempt loaded or published; 0: none."""
         self.parent: str | None = None
@@ -88,7 +89,7 @@ class Checkpointer:
         self._items: list[WriteItem] | None = None
         self._host: dict[Any, torch.Tensor] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        # Apart: it may read, to see what verifies, for as long as the disk takes.
+        # A thread of its own, for it may have to read, and hash, whole checkpoints to verify them.
         self._purger = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retention")
         self._purged: Future[None] | None = None
 
@@ -102,14 +103,14 @@ class Checkpointer:
         return self._config.enable and step % self._config.interval == 0
 
     def is_overdue(self, step: int) -> bool:
-        """Whether more would be lost now than may be."""
+        """Whether more steps would be lost now than may be lost."""
         most = self._config.max_unsaved_steps or 3 * self._config.interval
         return self._config.enable and step - self.newest > most
 
     def save(self, step: int, *, wait: bool) -> None:
-        """Save the state of ``step``; it is published on return, or failed, which is logged.
+        """Save the state of ``step``: on return it is published, or its failure is logged.
 
-        With ``async_mode``, and not ``wait``, it may take until a later ``finish``. A collective.
+        With ``async_mode`` async, and not ``wait``, a later ``finish`` does that. A collective.
         """
         self.finish()
         self.begin(step)
@@ -119,8 +120,8 @@ class Checkpointer:
     def begin(self, step: int) -> None:
         """Start to save the state of ``step``; it may change as soon as this returns. A collective.
 
-        With ``async_mode`` the state is copied to host memory and written meanwhile. What fails is
-        told by ``finish``, which must come before the next ``begin``.
+        With ``async_mode`` async, the state is copied to host memory and written meanwhile. Errors
+        are logged by ``finish``, which must come before the next ``begin``.
         """
         assert self._save is None, "the last save was not finished"
         try:
@@ -128,7 +129,7 @@ class Checkpointer:
             state = {name: stateful.state_dict() for name, stateful in self._tensors.items()}
             planner = dcp.DefaultSavePlanner()
             planner.set_up_planner(state, is_coordinator=self._rank == 0)
-            # What a rank writes does not change; it may be nothing.
+            # What a rank writes is the same at every save; it may be nothing.
             self._items = _plan(planner) if self._items is None else self._items
             values = {name: deepcopy(s.state_dict()) for name, s in self._values.items()}
         except RankFailure as error:
@@ -141,14 +142,14 @@ class Checkpointer:
             if self._config.async_mode == "async":
                 resolve = self._stage(planner, self._items)
             written = self._writer.submit(write_parts, path, self._items, resolve)
-        except Exception as error:  # Of this rank alone: the others hear of it in ``finish``.
+        except Exception as error:  # On this rank alone: the others hear of it in ``finish``.
             written.set_exception(error)
         self._save = Save(step, scratch, values, written)
         if self._config.async_mode == "disabled":
             written.exception()
 
     def finish(self) -> Path | None:
-        """Wait for what was begun, publish it and return its folder. A collective.
+        """Wait for the save that was begun, publish it and return its folder. A collective.
 
         None: nothing was begun, or it failed, which is logged; older checkpoints are untouched.
         """
@@ -179,7 +180,7 @@ class Checkpointer:
             logger.warning("older checkpoints were not deleted: %s", error)
 
     def close(self) -> None:
-        """Wait for the threads, of which one may be deleting what is not kept."""
+        """Wait for both threads: one may be deleting old checkpoints."""
         self._writer.shutdown()
         self._purger.shutdown()
 
@@ -285,7 +286,7 @@ class Checkpointer:
         def differences() -> tuple[list[str], set[str]]:
             index.update(read_index(folder, sizes_of(manifest)))
             ours = {fqn for fqn in index if fqn.partition(".")[0] in tensors}
-            # Only weights alone may change their dtype: a run that resumes goes on as it was.
+            # Initial weights may come in another dtype; a run that resumes must keep its own.
             has_dtype = tensors is self._tensors
             return _differences(index, wanted, has_dtype=has_dtype), ours - wanted.keys()
 
@@ -316,7 +317,7 @@ def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plan(planner: dcp.DefaultSavePlanner) -> list[WriteItem]:
-    """What this rank is to write: what several hold, one writes. A collective."""
+    """What this rank is to write; what several ranks hold, one of them writes. A collective."""
     plans = gather(lambda: _tensors_only(planner.create_local_plan()))
     shares: list[SavePlan] = []
     on_first(lambda: shares.extend(planner.create_global_plan(plans)[0]))
@@ -354,7 +355,7 @@ def _differences(
 
 
 def _merge_differences(answers: list[tuple[list[str], set[str]]]) -> list[str]:
-    """The first of each kind. Left over is what no rank wants: stages want different tensors."""
+    """The first of each kind. Left over is what no rank wants, for stages want different tensors."""
     left_over = set.intersection(*(unread for _, unread in answers))
     found = sorted({problem for problems, _ in answers for problem in problems})
     return found[:1] + [f"it also has {fqn}" for fqn in sorted(left_over)[:1]]

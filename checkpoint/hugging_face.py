@@ -1,7 +1,7 @@
-"""Folders of Hugging Face's: ``config.json`` and safetensors, read in place and written in shards.
+"""Hugging Face folders: ``config.json`` and safetensors, read in place and written in shards.
 
-A pickle (``pytorch_model.bin``) is a program, and is not read. Links are followed, for the Hub's
-cache is made of them, but only to plain files.
+A pickle (``pytorch_model.bin``) is a program, and is not read. Links are followed, because the
+Hub's cache is made of them, but only to plain files.
 """
 
 import json
@@ -80,9 +80,9 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def load_weights(path: Path, model: Stateful, family: Family | None, args: Any) -> None:
-    """Fill ``model``, of ``args`` and spread over any mesh, with the weights of a folder.
+    """Fill ``model``, which has ``args`` and is spread over any mesh, with a folder's weights.
 
-    Each rank reads its parts. Raises ``ConfigError`` unless they are of just this model. A
+    Each rank reads its own parts. Raises ``ConfigError`` unless the folder is of this very model. A
     collective.
     """
     if family is None:
@@ -107,16 +107,16 @@ def load_weights(path: Path, model: Stateful, family: Family | None, args: Any) 
 
 
 def open_as(path: Path, family: Family, args: Any, shapes: Mapping[str, torch.Size]) -> "Folder":
-    """Open the folder of a model with ``args``; ``shapes`` of what is wanted of ours.
+    """Open the folder of a model with ``args``; ``shapes``: of those tensors of ours to be read.
 
-    ``ValueError`` if it is of another.
+    ``ValueError`` if the folder is of another model.
     """
     folder = Folder(path)
     try:
         theirs = family.args(folder.config)
     except ValueError as error:
         raise ValueError(f"{path / CONFIG_FILE}: {error}") from None
-    # There and back: what their config cannot say, such as how to train, is not compared.
+    # Our args to their config and back: what it cannot say, such as how to train, is not compared.
     different = changed_arguments(asdict(theirs), family.args(family.config(args)))
     if theirs.vocab_size != args.vocab_size:
         different.append(
@@ -129,9 +129,9 @@ def open_as(path: Path, family: Family, args: Any, shapes: Mapping[str, torch.Si
 
 
 class Folder:
-    """What a folder of theirs has: its ``config``, and tensors that are read where they lie.
+    """A folder of theirs: its ``config``, and its tensors, which are read where they lie.
 
-    Raises ``ValueError`` if it is not one, is torn, or has but pickles.
+    Raises ``ValueError`` if it is no such folder, is torn, or has nothing but pickles.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,7 +153,7 @@ class Folder:
 
     def check(self, family: Family, args: Any, shapes: Mapping[str, torch.Size]) -> None:
         """Raise ``ValueError`` unless the tensors are those of the family's model with ``args``,
-        and such as make those of ours that have ``shapes``."""
+        and convert to tensors of ours with these ``shapes``."""
         pairs = family.tensors(args)
         by_name = {pair.ours: pair for pair in pairs}
         assert shapes.keys() <= by_name.keys(), "the table has every tensor of the model"
@@ -196,12 +196,12 @@ class Folder:
             raise ValueError(f"{self._path}: {name}: {error}") from None
 
     def dtype(self, pair: Pair) -> torch.dtype:
-        """Of what a tensor of ours is made."""
+        """The dtype that those of theirs which make up one of ours promote to."""
         dtypes = [self.read(name).dtype for name in pair.theirs]
         return reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32
 
     def read_ours(self, pair: Pair, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor of ours; of what is not converted, only that box is read."""
+        """A box of a tensor of ours; where nothing is converted, only that box is read."""
         if not pair.theirs or math.prod(sizes) == 0:
             return torch.zeros(list(sizes))
         if not pair.is_stacked:
@@ -221,7 +221,7 @@ class FolderReader(Reader):
     def __init__(
         self, folder: Folder, pairs: Mapping[str, Pair], wanted: Mapping[str, torch.Tensor]
     ) -> None:
-        # What shares another's weight is read from there.
+        # A tensor that shares another's weight is read from there.
         self._pairs = {ours: pairs[pairs[ours].shares or ours] for ours in wanted}
         self._source, self._wanted = folder, wanted
 
@@ -243,7 +243,7 @@ class FolderReader(Reader):
 
 
 def split(pair: Pair, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a tensor of ours is in their files, by name.
+    """The tensors that one of ours becomes in their files, each with its name.
 
     Raises ``ValueError`` if it has no place there and is not zero.
     """
@@ -273,9 +273,9 @@ def write_folder(
         for shard in _shards(tensors, shard_bytes):
             save_file(shard, scratch / f"{len(sizes)}.part", metadata={"format": "pt"})
             sizes.append({name: tensor.nbytes for name, tensor in shard.items()})
-            # Before the next is made.
+            # Freed before the next shard is made.
             shard.clear()
-        # How many there are is part of their names.
+        # Shards are named only now: their number is part of each name.
         names = [f"model-{i + 1:05d}-of-{len(sizes):05d}.safetensors" for i in range(len(sizes))]
         if len(sizes) == 1:
             names = [WHOLE_FILE]
@@ -300,7 +300,7 @@ def _shards(
         if shard and size + tensor.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
-        # Of its own, for the format has no tensors that share memory.
+        # In memory of its own: the format does not allow tensors that share it.
         shard[name] = tensor.clone(memory_format=torch.contiguous_format)
         size += tensor.nbytes
     yield shard
@@ -308,7 +308,7 @@ def _shards(
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that is at ``path`` afterwards, as a whole or not at all."""
+    """A folder to fill; afterwards it is at ``path``, as a whole or not at all."""
     if path.exists() or path.is_symlink():
         raise ValueError(f"{path}: it is there already, and nothing is overwritten")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -338,7 +338,7 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 def _files_of(path: Path) -> dict[str, set[str] | None]:
-    """The files of tensors, and which each has; None: all that are in it."""
+    """The files of tensors, and the names that each should have; None: whatever is in it."""
     has_whole, has_index = (path / WHOLE_FILE).exists(), (path / INDEX_FILE).exists()
     if has_whole and has_index:
         raise ValueError(f"{path}: both {WHOLE_FILE} and {INDEX_FILE}; one must go")
@@ -361,7 +361,7 @@ def _files_of(path: Path) -> dict[str, set[str] | None]:
 
 def _open(path: Path) -> Any:
     try:
-        # Not a pipe, which would wait for a writer.
+        # Raises for a pipe, which would wait for a writer.
         open_file(path.resolve()).close()
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -381,6 +381,6 @@ def _box(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> 
 
 
 def _whole(tensor: torch.Tensor) -> TensorStorageMetadata:
-    """A tensor in one chunk; of what dtype its file is does not matter to who plans."""
+    """A tensor as one chunk; planning does not depend on the dtype of its file."""
     chunk = ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)
     return TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, [chunk])

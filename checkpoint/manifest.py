@@ -1,4 +1,4 @@
-"""The list that makes a folder a checkpoint: what it is of, and every file's size and hash."""
+"""The list that makes a folder a checkpoint: facts of its run, and every file's size and hash."""
 
 import json
 import os

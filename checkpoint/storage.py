@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as files: raw bytes, and a JSON index of which part of which is where.
+"""A checkpoint's tensors as files: raw bytes, and a JSON index of where each tensor's parts are.
 
 DCP plans who writes and who reads what. Nothing here is a pickle: reading runs no code.
 """
@@ -59,7 +59,7 @@ class Entry:
 
 
 class HashedFile:
-    """A new file that knows what was written to it: from memory, not as the disk tells it later."""
+    """A new file that hashes what is written to it: from memory, not as the disk returns it."""
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("xb")
@@ -82,7 +82,7 @@ class HashedFile:
 def write_parts(
     path: Path, items: Iterable[WriteItem], resolve: Callable[[WriteItem], torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Write one rank's items; return the file's description, and what of each tensor is in it.
+    """Write one rank's items; return the file's description, and each tensor's parts in it.
 
     ``OSError`` if anything could not be written.
     """
@@ -184,7 +184,7 @@ class Reader(dcp.StorageReader):
         self._folder, self._index = folder, index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What there is, without where."""
+        """Which tensors and chunks there are, but not where."""
         return Metadata({fqn: _metadata(entry) for fqn, entry in self._index.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
@@ -210,7 +210,7 @@ class Reader(dcp.StorageReader):
         return done
 
     def _read(self, file: BinaryIO, item: ReadItem) -> torch.Tensor:
-        """The box that ``item`` asks for, out of a part of which only the rows needed are read."""
+        """The box that ``item`` asks for, cut out of its part; only the rows needed are read."""
         dtype, part = self._parts[item.storage_index]
         # A scalar is read as a row of one.
         sizes = part.sizes or [1]

@@ -1,6 +1,6 @@
 """The folder of a run's checkpoints: which there are, which verify, which go. No ranks, no tensors.
 
-Nothing is ever overwritten: what is not a checkpoint any more is renamed, and says why.
+Nothing is ever overwritten: what no longer is a checkpoint is renamed, and its name says why.
 """
 
 import json
@@ -20,7 +20,7 @@ STATE_FILE = "state.json"
 
 
 def published(folder: Path) -> list[Path]:
-    """Published checkpoints in a run's folder of them, the newest first."""
+    """The checkpoints that a run published, newest first; ``folder`` has them all."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -48,7 +48,7 @@ def problems_of(folder: Path, first: int = 0, stride: int = 1) -> list[str]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What of a checkpoint is not a tensor; ``ValueError`` if it is not that."""
+    """A checkpoint's state other than tensors; ``ValueError`` if it cannot be read."""
     path = folder / STATE_FILE
     try:
         state = json.loads(read_file(path))
@@ -66,9 +66,9 @@ def seal(
     state: dict[str, Any],
     facts: dict[str, Any],
 ) -> None:
-    """Make a checkpoint of a folder of tensors: ``parts`` has by file what ``write_parts`` said.
+    """Make a folder of tensors a checkpoint; ``parts``: by file, what ``write_parts`` returned.
 
-    Raises ``ValueError`` or ``OSError`` for what could not be read: short writes, missing parts.
+    Raises ``ValueError`` or ``OSError`` for what could not be loaded: short writes, missing parts.
     """
     files = {name: description for name, (description, _) in parts.items()}
     state_file = HashedFile(folder / STATE_FILE)
@@ -83,14 +83,14 @@ def seal(
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Rename a checkpoint so that it is none any more; nothing of it is lost."""
+    """Rename a checkpoint so that it no longer counts as one; nothing of it is lost."""
     return folder.rename(folder.with_name(f"{why}-{folder.name}-{uuid.uuid4().hex[:8]}"))
 
 
 def purge(folder: Path, *, keep: int, keep_every: int, verified: set[str]) -> None:
     """Delete checkpoints older than the newest ``keep`` that verify, but for milestones.
 
-    ``verified`` has the names of those that need no second look, and gets the others.
+    ``verified`` has the names of those that need no second look; new ones that verify are added.
     """
     kept = 0
     for path in published(folder):
@@ -110,13 +110,13 @@ def delete(folders: Iterable[Path]) -> None:
     for folder in folders:
         # Renamed first, so that a half-deleted folder is never a candidate.
         trash = folder.with_name(f".trash-{uuid.uuid4().hex}")
-        # What another thread has just deleted is gone as well.
+        # Another thread may have just deleted it.
         with suppress(FileNotFoundError):
             folder.rename(trash)
-        # What stays, as files that are open do on NFS, the next save tries again.
+        # What stays behind, such as files that are open on NFS, the next save deletes.
         shutil.rmtree(trash, ignore_errors=True)
 
 
 def sizes_of(manifest: dict[str, Any]) -> dict[str, int]:
-    """Of each file that the manifest lists, its size in bytes."""
+    """The size in bytes of each file that the manifest lists."""
     return {name: description["size"] for name, description in manifest["files"].items()}

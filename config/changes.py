@@ -1,7 +1,7 @@
-"""What a run that resumes may change of its configuration: three classes, and each key in one.
+"""What a resumed run may change in its configuration: each key is in one of three classes.
 
-frozen: what makes it this run; a change is refused. recorded: what may change the numbers from here
-on; allowed, and told. free: what no number that is trained or validated depends on.
+frozen: it makes the run what it is; a change is refused. recorded: it may change the numbers from
+here on; allowed, and logged. free: no number that is trained or validated depends on it.
 """
 
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -24,7 +24,7 @@ FROZEN = _keys("""
     optimizer: name state_dtype
     debug: seed
 """)
-# Where documents and tokenizer lie may change: what they are is fingerprinted by the data's state.
+# Documents and tokenizer may move: the data's state has fingerprints of what they contain.
 RECORDED = _keys("""
     data: path sources tokenizer on_bad_record
     training: steps seq_len local_batch_size batch_size_ramp max_norm
@@ -63,7 +63,7 @@ INSTEAD = (
     "the checkpoint is of another run: a new job.name, with checkpoint.initial_load_path naming the"
     " checkpoint, takes its weights along"
 )
-# Of keys that nobody need have changed.
+# Hints for keys whose values can change although nobody edited them.
 OF_KEY = {
     "training.global_batch_size": "absent, it follows the number of ranks: this run goes on with"
     " what it was, and a training.local_batch_size that suits these ranks",
@@ -91,9 +91,9 @@ class Changes:
 
 
 def compare(saved: dict[str, Any], now: JobConfig) -> Changes:
-    """What changed since ``saved``, the resolved configuration of a checkpoint as nested dict.
+    """What changed since ``saved``, the resolved configuration of a checkpoint as a nested dict.
 
-    A key that ``saved`` lacks, of a later version or left out as None, had its default.
+    A key that ``saved`` lacks, being newer or left out as None, counts as having its default.
     """
     before, after = _by_key(JobConfig().model_dump()), _by_key(now.model_dump())
     known = _by_key(saved)
@@ -115,7 +115,7 @@ def changed_arguments(saved: dict[str, Any], now: Any) -> list[str]:
     """Where a model's arguments differ: those of a checkpoint, as a dict, and the dataclass now.
 
     Many change no shape (heads, rotary base, epsilon), so nothing else would notice. A field that
-    ``saved`` lacks, of a later version, had its default.
+    ``saved`` lacks, being newer, counts as having its default.
     """
     changed = []
     for field in fields(now):
@@ -130,7 +130,7 @@ def changed_arguments(saved: dict[str, Any], now: Any) -> list[str]:
 
 
 def _by_key(config: dict[str, Any]) -> dict[str, Any]:
-    """Nested tables to ``section.name``; what is no table stays, to be unknown."""
+    """Nested tables to ``section.name``; a value that is no table keeps its key, an unknown one."""
     keys: dict[str, Any] = {}
     for section, table in config.items():
         is_table = isinstance(table, dict)

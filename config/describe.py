@@ -44,7 +44,7 @@ def _key_help(key: str, field: dict[str, Any]) -> list[str]:
 
 
 def _arrays(properties: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of arrays of tables, the keys of a table."""
+    """For each property that is an array of tables, the keys of such a table."""
     items = {name: field.get("items", {}) for name, field in properties.items()}
     found = {name: item["$ref"] for name, item in items.items() if "$ref" in item}
     tables = JobConfig.model_json_schema()["$defs"]

@@ -47,7 +47,7 @@ def load_config(path: Path, overrides: list[str]) -> JobConfig:
 
 
 def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Of ``["--a.b", "1", "--c.d=x"]`` the values, ``{"a.b": 1, "c.d": "x"}``, and the mistakes."""
+    """``["--a.b", "1", "--c.d=x"]`` to the values ``{"a.b": 1, "c.d": "x"}``, and the mistakes."""
     values: dict[str, Any] = {}
     mistakes = []
     rest = list(arguments)
@@ -73,7 +73,7 @@ def dump_toml(config: JobConfig) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Bytes of an argument that are not UTF-8 come as characters that no file can hold."""
+    """False for bytes that are not UTF-8: Python makes them characters that no file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -100,7 +100,7 @@ def _fields(section: str) -> dict[str, Any]:
 
 
 def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -> list[str]:
-    """One line per key; the branches of a union are one mistake."""
+    """One line per key: failures of a union's several branches are one mistake."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors():
         key = _key(item["loc"])
@@ -115,8 +115,8 @@ def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -
 
 
 def _key(place: tuple[int | str, ...]) -> str:
-    """``section.name``, or ``section.name[0].key`` in an array of tables; what may follow are the
-    branches of a union."""
+    """``section.name``, or ``section.name[0].key`` in an array of tables; what may follow, names of
+    a union's branches, is left out."""
     key = ".".join(str(part) for part in place[:2])
     if len(place) > 2 and isinstance(place[2], int):
         key += f"[{place[2]}]" + "".join(f".{part}" for part in place[3:4])

@@ -1,6 +1,6 @@
-"""Keys that contradict each other, or do nothing beside each other, on any ranks and hardware.
+"""Keys that contradict or disable each other, whatever the number of ranks and the hardware.
 
-What depends on those is in ``parallelisms/support.py``, which checks both tables.
+What depends on ranks or hardware is in ``parallelisms/support.py``, which checks both tables.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ class Refusal(Generic[T]):
     reason: str
     applies: Callable[[T], bool]
     seen: Callable[[T], str] | None = None
-    """What does not fit."""
+    """What in this run does not fit; the message shows it."""
 
     def message(self, run: T) -> str:
         seen = f" ({self.seen(run)})" if self.seen is not None else ""
@@ -36,7 +36,7 @@ class Refusal(Generic[T]):
 
 
 def is_set(section: BaseModel, *keys: str) -> bool:
-    """Whether one of these keys is not what it is when absent."""
+    """Whether any of these keys differs from its default."""
     return any(getattr(section, key) != getattr(type(section)(), key) for key in keys)
 
 

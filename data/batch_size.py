@@ -1,14 +1,14 @@
 """The global batch size as a function of the step alone: nothing to save, nothing to restore.
 
 A ramp of the batch size (arXiv 2005.14165, section 2.3), which Megatron-LM calls rampup and
-arXiv 2505.23971 batch size warmup: early in training small batches are enough, for the noise of
-their gradients is little beside the gradients (arXiv 1812.06162).
+arXiv 2505.23971 batch size warmup: early in training small batches are enough, because the noise of
+their gradients is small beside the gradients themselves (arXiv 1812.06162).
 """
 
 from collections.abc import Sequence
 
 Ramp = Sequence[Sequence[int]]
-"""Phases in their order: steps, and sequences in each of them."""
+"""Phases in order, each (steps, sequences per step)."""
 
 
 def batch_size_of(step: int, ramp: Ramp, final: int) -> int:
@@ -17,7 +17,7 @@ def batch_size_of(step: int, ramp: Ramp, final: int) -> int:
 
 
 def sequences_in(steps: int, ramp: Ramp, final: int) -> int:
-    """Of the first ``steps`` steps together."""
+    """Sequences of the first ``steps`` steps together."""
     total = 0
     for length, size in ramp:
         total += min(length, steps) * size

@@ -1,4 +1,4 @@
-"""What each step trains on: this rank's microbatches, and what ranks must agree on before it."""
+"""What each step trains on: this rank's microbatches, and what ranks must first agree on."""
 
 import time
 from collections.abc import Callable
@@ -13,27 +13,27 @@ from runtime.together import raise_everywhere
 
 @dataclass(frozen=True)
 class StepData:
-    """What is counted is of all ranks together, and equal on them."""
+    """Counts are of all ranks together, and equal on all of them."""
 
     microbatches: list[Batch]
-    """Of this rank."""
+    """This rank's."""
     waited: float
-    """Seconds, of this rank, for them."""
+    """Seconds that this rank waited for them."""
     n_rows: int
     n_tokens: int
     """Labels that count, by which the loss is divided."""
     n_bad_records: int
-    """Of the run so far."""
+    """Records of the run so far that could not be read."""
     has_ended: bool
-    """Whether there is nothing in it, nor in the steps before it, for a whole global batch."""
+    """Whether this step and those before it, back to a whole global batch, had no data."""
     n_writing: int
-    """Ranks that still write a checkpoint."""
+    """Ranks that are still writing a checkpoint."""
 
 
 class Feed:
-    """Takes steps' microbatches from ``loader``, as many as their batch size is.
+    """Takes each step's microbatches from ``loader``, as many as the step's batch size needs.
 
-    ``batch_size`` of a step; on the way up to ``global_batch_size`` it is part of that.
+    ``batch_size``: rows of a step, which ramps may make fewer than ``global_batch_size``.
     ``n_readers``: how many ranks read the same rows.
     """
 
@@ -53,9 +53,9 @@ class Feed:
         self._n_empty = 0
 
     def take(self, step: int, *, is_writing: bool) -> StepData:
-        """What ``step`` trains on; nothing is committed. ``is_writing``: a checkpoint, this rank.
+        """What ``step`` trains on, not committed yet. ``is_writing``: this rank, a checkpoint.
 
-        All that ranks must agree on, requests to stop among it, is in one reduction. Raises as
+        One reduction carries all that ranks must agree on, requests to stop included. Raises as
         ``take_together`` does, and ``ConfigError`` after too many bad records. A collective.
         """
         n_rows = self._batch_size(step)
@@ -67,7 +67,7 @@ class Feed:
         if n_bad > self._max_bad_records:
             raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
         n_tokens = agreed["tokens"] // self._n_readers
-        # Beside the rows of a small batch there are others, which may go on.
+        # A small batch takes only some of the rows, and the others may still have data.
         self._n_empty = self._n_empty + n_rows if n_tokens == 0 else 0
         return StepData(
             microbatches,
@@ -83,11 +83,11 @@ class Feed:
 def take_together(
     loader: BatchLoader, count: int, control: RunControl, *, is_writing: bool = False
 ) -> tuple[list[Batch], float, dict[str, int]]:
-    """The next microbatches, the seconds this rank waited for them, and what ranks tell each other.
+    """The next microbatches, the seconds this rank waited for them, and sums over all ranks.
 
-    That is the sums over all ranks of ``tokens``, the labels that count, of ``bad`` records so far,
-    and of those ``writing`` a checkpoint. What is wrong on one rank, with the data
-    (``ConfigError``) or with reading, is raised on all. A collective.
+    The sums: ``tokens``, labels that count; ``bad``, records so far that could not be read;
+    ``writing``, ranks that are writing a checkpoint. What is wrong on one rank, with the data
+    (``ConfigError``) or with reading (``RankFailure``), is raised on all. A collective.
     """
     begin, microbatches, problem = time.perf_counter(), [], None
     try:

@@ -1,4 +1,4 @@
-"""What all documents in files have in common: names, keys, places, and a few that stand for all."""
+"""What all files of documents have in common: names, keys, places, and samples of documents."""
 
 import hashlib
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-# So many of the documents are hashed, so that other contents are seen to be others.
+# How many documents go into a fingerprint, so that it differs where contents do.
 FINGERPRINTED = 64
 
 
 def named(pattern: str, paths: list[Path]) -> list[tuple[Path, str]]:
-    """(path, name) of what a glob found; the name does not depend on where it all lies."""
+    """(path, name) of each path that a glob found; names do not depend on where the tree lies."""
     root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
     return [(path, path.relative_to(root).as_posix()) for path in paths]
 
@@ -24,7 +24,7 @@ def name_key(name: str) -> int:
 
 
 def record_keys(name: str, count: int) -> np.ndarray:
-    """A uniform uint64 per record of a file: splitmix64 from the file's key on."""
+    """A uniform uint64 per record of a file: splitmix64, started at the file's key."""
     with np.errstate(over="ignore"):
         z = np.uint64(name_key(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
             0x9E3779B97F4A7C15
@@ -35,7 +35,7 @@ def record_keys(name: str, count: int) -> np.ndarray:
 
 
 def locate(ends: list[int], index: int) -> tuple[int, int]:
-    """The file of the ``index``-th document, and its place there; ``ends``: after each file."""
+    """The file of document ``index``, and its place there. ``ends``: documents up to each's end."""
     file = bisect_right(ends, index)
     return file, int(index) - (ends[file - 1] if file else 0)
 

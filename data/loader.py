@@ -22,13 +22,13 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    """The next token of each; IGNORED where none is to be predicted."""
+    """The next token at each position; IGNORED where none is to be predicted."""
     positions: torch.Tensor | None = None
     """Place within its document; None: within the sequence."""
     document_ids: torch.Tensor | None = None
     """Documents to attend within; None: attend to the whole past."""
     spans: tuple[Span, ...] = ()
-    """Of each row, what was read."""
+    """What was read of each row."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -42,13 +42,13 @@ def count_valid(microbatches: list[Batch]) -> int:
 
 
 class BatchLoader:
-    """This rank's microbatches, endless; what raises in the thread raises where they are taken.
+    """This rank's microbatches, endless; an error in the thread is raised where they are taken.
 
-    Where the mixture ends, labels are ignored from there on.
+    After the end of the mixture, all labels are IGNORED.
 
-    Microbatch ``a`` has rows (a * degree + rank) * local_batch_size and on, round and round the
-    rows of a global batch. So a step, of a global batch or a part of it, has the rows after those
-    of the step before, the same on any number of ranks.
+    Microbatch ``a`` has rows from (a * degree + rank) * local_batch_size on; they go round and
+    round the rows of a global batch. So a step, be it a global batch or a part of one, has the rows
+    that follow those of the step before, on any number of ranks.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class BatchLoader:
         packing: Packing = "concat",
         pin_memory: bool = False,
     ) -> None:
-        """``pin_memory``: batches are where a GPU can fetch them while the host goes on."""
+        """``pin_memory``: so that a GPU can copy the batches while the host goes on."""
         assert global_batch_size % (local_batch_size * degree) == 0, "rows left over"
         self._mixture, self._tokenizer, self._vocab_size = mixture, tokenizer, vocab_size
         self._seq_len, self._document_mask = seq_len, document_mask
@@ -84,15 +84,15 @@ class BatchLoader:
         self._starts = {row: start for rows in self._own_rows() for row in rows}
         self._microbatches = self._read_from_starts()
         self._ahead: deque[Future[Batch]] = deque()
-        # What it runs refers to no loader, so that a loader that is dropped takes it along.
+        # What it runs does not refer to the loader, so that it ends when the loader is dropped.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def start(self) -> None:
-        """Read ahead. The first thread that tokenizes does so faster than others that come later
-        (regular expressions keep their scratch space for it), so let it be the one with most to do.
+        """Read ahead. The first thread that tokenizes is faster at it than those that come later
+        (regular expressions keep their scratch space for it): start the busiest loader first.
         """
         while len(self._ahead) <= self._prefetch:
             self._ahead.append(self._thread.submit(next, self._microbatches))
@@ -110,7 +110,7 @@ class BatchLoader:
         return sum(state.bad for state in (self._starts | self._taken).values())
 
     def commit(self, microbatches: list[Batch]) -> None:
-        """Count what was taken as trained on: a finished step. The state is what was committed."""
+        """Count a finished step's microbatches as trained on; only such are in the state."""
         n_taken = len(microbatches) * self._rows_at_once
         self._next_row = (self._next_row + n_taken) % self._n_rows
         self._starts |= {span.row: span.end for batch in microbatches for span in batch.spans}
@@ -125,7 +125,7 @@ class BatchLoader:
             "tokenizer": self._tokenizer.fingerprint,
             "global_batch_size": self._n_rows,
             "next_row": self._next_row,
-            # What is packed into sequences of another length is packed otherwise.
+            # best_fit packs differently for another length.
             "packing": f"best_fit {self._seq_len}" if self._packing == "best_fit" else "concat",
             "rows": {str(row): start.as_json() for row, start in self._starts.items()},
         }
@@ -144,14 +144,14 @@ class BatchLoader:
             if state[key] != own[key]:
                 text = f"{name} changed since the checkpoint: {state[key]} to {own[key]}"
                 raise ConfigError([text])
-        # Rows are dealt out from there on.
+        # Microbatches begin at that row.
         self._next_row = state.get("next_row", 0)
         rows = [row for rows in self._own_rows() for row in rows]
         self._starts = {row: RowState.of_json(state["rows"][str(row)]) for row in rows}
         self._microbatches = self._read_from_starts()
 
     def consumed(self) -> list[tuple[int, int]]:
-        """Of each source: documents and tokens that are behind this rank's rows; with best_fit,
+        """For each source, documents and tokens that this rank's rows have finished; with best_fit,
         those before the documents that are packed together now."""
         starts = self._starts.values()
         taken = np.sum([start.taken for start in starts], axis=0)
@@ -162,7 +162,7 @@ class BatchLoader:
         return list(zip(taken.tolist(), tokens.tolist(), strict=True))
 
     def _own_rows(self) -> list[list[int]]:
-        """This rank's of each microbatch, the first of which begins with the next row."""
+        """This rank's rows in each microbatch; the first microbatch begins at the next row."""
         n, first = self._n_rows, self._next_row
         return [[(first + row) % n for row in rows] for rows in self._rows_after_next]
 
@@ -193,7 +193,7 @@ def _read_microbatches(
     microbatches: list[list[int]],
     read: Callable[[list[RowReader]], Batch],
 ) -> Iterator[Batch]:
-    """Each microbatch of rows, again and again."""
+    """Read the rows of each microbatch in turn, again and again."""
     while True:
         for rows in microbatches:
             yield read([readers[row] for row in rows])

@@ -1,8 +1,8 @@
-"""Several sources as one: each row of the global batch draws documents by weights of tokens.
+"""Several sources as one: each row of the global batch draws documents by shares of tokens.
 
 A row takes its next document from the source that is farthest behind its share, so that on every
 row the shares stay within a few documents of the weights. Rows begin at different places of that
-cycle, so that a global batch has the shares too. Nothing else than the row's own past decides.
+cycle, so that a global batch has the shares too. Only the row's own past decides.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ END: Any = object()
 
 
 class Mixture:
-    """Sources and the shares of tokens that they have."""
+    """Sources, and each one's share of the tokens."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] = (1.0,)) -> None:
         assert len(sources) == len(weights), "a weight for each source"
@@ -36,10 +36,10 @@ class Mixture:
     def choose(
         self, row: int, taken: Sequence[int], tokens: Sequence[int], live: Sequence[int]
     ) -> int:
-        """Of the ``live`` sources the next, after so many documents and tokens of each."""
+        """The next of the ``live`` sources, given the documents and tokens taken from each."""
         if len(live) == 1:
             return live[0]
-        # Of a source that was not read yet, a document may be as long as any.
+        # Documents of a source that was not read yet are taken to be as long as any source's.
         means = [n / max(count, 1) for n, count in zip(tokens, taken, strict=True)]
         longest = max(means) or 1.0
 
@@ -50,7 +50,7 @@ class Mixture:
         return min(live, key=progress)
 
     def _head_start(self, row: int, source: int) -> float:
-        """In documents. Exponential, for then each source is the first by its weight."""
+        """In documents. Exponential, so that a source is the first as often as its weight says."""
         key = row, source
         if key not in self._head_starts:
             digest = hashlib.blake2b(b"%d %d" % key, digest_size=7).digest()
@@ -61,22 +61,22 @@ class Mixture:
 
 
 class RowState(NamedTuple):
-    """Where a row is: integers for each source, and a token of the document that comes next."""
+    """Where a row is: counts for each source, and a place in the next document."""
 
     taken: tuple[int, ...]
-    """Documents of each source before this one."""
+    """Documents of each source before the next one."""
     tokens: tuple[int, ...]
-    """And their tokens."""
+    """Their tokens."""
     bad: int
-    """And how many of all could not be read."""
+    """How many of them all could not be read."""
     source: int
-    """That this document is of."""
+    """The next document's."""
     token: int
-    """With best_fit, a sequence of the documents that are packed together from this one on."""
+    """Of the next document; with best_fit, which sequence of those packed from it on."""
 
     @property
     def document(self) -> int:
-        """Its number, counted over all sources."""
+        """The next document's number, counted over all sources."""
         return sum(self.taken)
 
     @property
@@ -114,7 +114,7 @@ class MixedRow:
         self._live = list(range(len(self._streams)))
 
     def read(self) -> tuple[RowState, np.ndarray] | None:
-        """The next document that has tokens, and the state before it; None at the end of all."""
+        """The next document that has tokens, and the state before it; None if all have ended."""
         n_empty = 0
         while self._live:
             chosen = self._mixture.choose(self.row, self._taken, self._tokens, self._live)
@@ -139,12 +139,12 @@ class MixedRow:
 
     @property
     def state(self) -> RowState:
-        """After all that was read."""
+        """The state after everything that was read."""
         return RowState(tuple(self._taken), tuple(self._tokens), self._bad, source=0, token=0)
 
     def _check_ids(self, ids: np.ndarray, before: RowState) -> None:
-        """No other guard is certain: an embedding that is split takes a foreign id for zeros."""
-        # A negative one is a large one without its sign.
+        """Raise ``ValueError`` for a foreign id: a sharded embedding would make zeros of it."""
+        # Seen as unsigned, a negative id is a large one.
         is_signed = ids.dtype.kind == "i"
         if (ids.view(f"u{ids.itemsize}") if is_signed else ids).max() < self._vocab_size:
             return

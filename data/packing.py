@@ -8,7 +8,7 @@ import numpy as np
 from data.mixture import MixedRow, RowState
 from runtime.labels import IGNORED
 
-# Sequences that best_fit packs at once: more waste less, and take longer to find again.
+# Sequences that best_fit packs at once: more waste less room, but take longer to resume from.
 WINDOW = 64
 
 
@@ -25,14 +25,14 @@ class Sequence(NamedTuple):
 
     tokens: np.ndarray
     labels: np.ndarray
-    """The next token of each, or IGNORED."""
+    """The next token at each position, or IGNORED."""
     document_ids: np.ndarray | None
-    """Of each token's document, no other one's of the sequence. None: not asked for."""
+    """Each token's document, unique within the sequence. None: not asked for."""
     positions: np.ndarray | None
-    """In what the sequence has of the document."""
+    """Each token's place within the document's part of the sequence."""
 
     def mark(self, begin: int, end: int, document_id: int) -> None:
-        """Say that these are of one document."""
+        """Mark the tokens from ``begin`` to ``end`` as those of one document."""
         if self.document_ids is not None and self.positions is not None:
             self.document_ids[begin:end] = document_id
             self.positions[begin:end] = np.arange(end - begin)
@@ -48,11 +48,11 @@ class RowReader(Protocol):
 
 class Concatenated:
     """Documents one after the other, cut where a sequence ends, so that every token is predicted
-    once, the first of a document by the last of the one before."""
+    once, the first of a document from the last of the one before."""
 
     def __init__(self, documents: MixedRow, start: RowState, *, filler: int) -> None:
         self._documents, self._filler = documents, filler
-        # The document that the next sequence starts in, and where it does.
+        # The document that the next sequence starts in, and where in it.
         self._state, self._document = start, np.empty(0, np.int64)
         self._is_begun = False
 
@@ -86,7 +86,7 @@ class Concatenated:
     def _begin_document(self, token: int) -> bool:
         found = self._documents.read()
         if found is None:
-            # After all there was.
+            # The state after the last document.
             self._state, self._document = self._documents.state, np.empty(0, np.int64)
             return False
         before, self._document = found
@@ -95,9 +95,10 @@ class Concatenated:
 
 
 class BestFit:
-    """Documents that fit are whole; longer ones are cut into whole sequences and a rest.
+    """Documents that fit stay whole; longer ones are cut into full sequences and a rest.
 
-    Of a window of documents, each piece goes where it leaves the least room (best fit decreasing).
+    Within a window of documents, each piece goes where it leaves the least room (best fit
+    decreasing).
     An input has a label of its own document, or none, so a document's last token is only a label.
     Every token but the first of a document is predicted once.
     """
@@ -106,7 +107,7 @@ class BestFit:
         self._documents, self._filler = documents, filler
         self._state = self._after = start
         self._window: list[list[np.ndarray]] = []
-        # Of the window that comes next.
+        # What was gathered for the next window.
         self._pieces: list[np.ndarray] = []
         self._n_tokens = 0
 
@@ -123,7 +124,7 @@ class BestFit:
             filled = end
         tokens[filled:], labels[filled:] = self._filler, IGNORED
         sequence.mark(filled, len(tokens), len(pieces))
-        # Of the next window a part with each sequence, so that none is waited for much longer.
+        # Each sequence gathers a part of the next window, so that none takes much longer.
         if start.token + 1 < len(self._window):
             self._state = start._replace(token=start.token + 1)
             self._gather(min(start.token + 1, WINDOW), len(tokens))
@@ -132,7 +133,7 @@ class BestFit:
         return Span(self._documents.row, start, self._state)
 
     def _pack(self, seq_len: int) -> None:
-        """The pieces of each sequence of the next window; nothing at the end of all."""
+        """Pack the next window's pieces into sequences; none at the end of all documents."""
         self._gather(WINDOW, seq_len)
         pieces = self._pieces
         packed = best_fit([len(piece) - 1 for piece in pieces], seq_len)
@@ -140,7 +141,7 @@ class BestFit:
         self._pieces, self._n_tokens, self._after = [], 0, self._documents.state
 
     def _gather(self, n_sequences: int, seq_len: int) -> None:
-        # Of documents of one token, nothing is left.
+        # Documents of one token leave no piece, so read on until there is one.
         while self._n_tokens < n_sequences * seq_len or not self._pieces:
             found = self._documents.read()
             if found is None:
@@ -152,9 +153,9 @@ class BestFit:
 
 
 def best_fit(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Indices of ``sizes`` by bin, each in order, by their first; the largest are placed first."""
+    """Bins of indices of ``sizes``, each bin sorted, by first index; largest placed first."""
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of each bin (room, number), sorted
+    rooms: list[tuple[int, int]] = []  # (room left, bin), sorted
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         at = bisect.bisect_left(rooms, (sizes[index], -1))
         if at == len(rooms):

@@ -1,4 +1,4 @@
-"""Where text comes from: the documents of each row, in an order that no number of ranks changes.
+"""Where text comes from: each row's documents, in the same order on any number of ranks.
 
 A global batch has a fixed number of rows. Row ``r`` of ``n`` reads documents r, r + n, r + 2n, ...
 of an endless order, so what a step consumes depends on the seed and the step alone.
@@ -22,7 +22,7 @@ from runtime.log import logger
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 Document = str | np.ndarray | None
-"""Text, or its ids, markers among them, as they are trained on. None: it cannot be read."""
+"""Text, or its ids as they are trained on, markers included. None: it cannot be read."""
 
 
 class Source(Protocol):
@@ -36,16 +36,16 @@ class Source(Protocol):
 
     @property
     def n_documents(self) -> int | None:
-        """Of one epoch, on all rows; None: not known."""
+        """Documents in one epoch, over all rows; None: not known."""
         ...
 
 
 class Documents(Protocol):
-    """What can be read by index, in a natural order."""
+    """Documents that can be read by index, in their natural order."""
 
     @property
     def keys(self) -> np.ndarray:
-        """Of each document, the uniform uint64 that decides whether it is held out."""
+        """For each document, the uniform uint64 that decides whether it is held out."""
         ...
 
     def __len__(self) -> int: ...
@@ -53,7 +53,7 @@ class Documents(Protocol):
 
 
 class Lenient:
-    """Documents of which those that cannot be read are None."""
+    """Documents, with None for each that cannot be read."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
@@ -98,7 +98,7 @@ class ShuffledDocuments:
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         self.description = f"{len(indices):,} documents for {name}"
-        # Rows are in different epochs for a while; two orders serve them all.
+        # Rows may be in two epochs at a time, so two orders serve them all.
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
@@ -109,7 +109,7 @@ class ShuffledDocuments:
             counter += n_rows
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        # NumPy promises the same raw draws in every release, and no such thing of permutations.
+        # NumPy promises the same raw draws in every release, but not the same permutations.
         draws = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._indices))
         return self._indices[np.argsort(draws, kind="stable")]
 
@@ -117,11 +117,11 @@ class ShuffledDocuments:
 def build_sources(
     config: Data, seed: int, *, with_held_out: bool = True, tokenizer: Tokenizer | None = None
 ) -> tuple[list[Source], dict[str, Source]]:
-    """Training documents of each source, and held-out ones by its label.
+    """Each source's training documents, and held-out ones by the source's label.
 
-    What was tokenized before must be so by ``tokenizer``, if one is given. Held out is decided by a
-    hash of a file's relative path (and a table's row), so the split is the same on every machine.
-    Raises ``ValueError`` that names what is missing.
+    If ``tokenizer`` is given, it must be that of sources that are tokenized already. A hash of a
+    file's relative path (and a table's row) decides what is held out, so the split is the same on
+    every machine. Raises ``ValueError`` that names what is missing.
     """
     train, held_out = [], {}
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
@@ -139,7 +139,7 @@ def build_sources(
 
 
 def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer, name: str) -> None:
-    """Raise ``ValueError`` unless ``tokenizer`` has the ids of ``files``, as far as they tell."""
+    """Raise ``ValueError`` unless ``files`` have ids of ``tokenizer``, as far as they tell."""
     theirs = files.tokenizer_fingerprint
     if theirs is not None and theirs != tokenizer.fingerprint:
         raise ValueError(f"data.path: the ids are not those of data.tokenizer, {name}")
@@ -150,7 +150,7 @@ def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer, name: str) -> None:
 
 @contextmanager
 def naming(source: DataSource, config: Data) -> Iterator[None]:
-    """Say of which of several sources an error is."""
+    """Have an error say which of several sources it is about."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -173,7 +173,7 @@ def _build_source(
     keys = documents.keys
     is_held_out = keys < np.uint64(percent / 100 * 2**64)
     if percent > 0 and len(keys) > 1 and not is_held_out.any():
-        # Of few documents, one at least.
+        # However few the documents, at least one is held out.
         is_held_out = keys == keys.min()
     build = partial(ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint)
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
@@ -183,7 +183,7 @@ def _build_source(
 
 
 def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Documents, str]:
-    """What the files have, by index, and its fingerprint; ``ValueError`` names what is missing.
+    """A source's documents, by index, and a fingerprint; ``ValueError`` names what is missing.
 
     ``skips_bad``: those that cannot be read are None.
     """
@@ -211,7 +211,7 @@ def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Docu
 
 
 def _fingerprint(listing: str, documents: Documents) -> str:
-    """Of what is read, by names and sizes, and of a few documents spread over it."""
+    """Hash of ``listing``, which says what is read, and of a few documents spread over it."""
     digest = hashlib.sha256(listing.encode())
     for index in spread(len(documents), FINGERPRINTED):
         document = documents[index]

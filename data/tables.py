@@ -33,7 +33,7 @@ class Tables:
             text = f"data.path mixes tables with plain text files: {', '.join(others[:3])}{more}"
             raise ValueError(f"{text}; two [[data.sources]] can be read beside each other")
         self._files = files
-        # Columns by themselves: a row of a whole table takes several times as long.
+        # The column by itself: reading a row of the whole table takes several times as long.
         self._columns = [_read_table(path, text_key, skips_bad).data[text_key] for path, _ in files]
         self._ends = list(accumulate(map(len, self._columns)))
 
@@ -50,7 +50,7 @@ class Tables:
 
     @property
     def keys(self) -> np.ndarray:
-        """Of each row, a uniform uint64 that depends on its file's name and its number alone."""
+        """For each row, a uniform uint64 that depends only on its file's name and its number."""
         names = (name for _, name in self._files)
         columns = zip(names, self._columns, strict=True)
         return np.concatenate([record_keys(name, len(column)) for name, column in columns])
@@ -86,7 +86,7 @@ class HubStream:
     """One split of a hub dataset, streamed in its own order, the same every epoch.
 
     A row of the batch reads files of its own; where there are fewer files than rows, the rows that
-    share one take turns. To resume, a row passes over what it has read.
+    share one take turns. To resume, a row reads past what it had before.
     """
 
     n_documents = None
@@ -136,7 +136,7 @@ class HubStream:
     def _read(
         self, records: Iterator[dict[str, Any]], row: int, number: int
     ) -> Iterator[dict[str, Any]]:
-        """Names what cannot be read: ``ValueError`` for its contents, ``OSError`` for the rest."""
+        """Have errors name what cannot be read: ``ValueError`` for contents, else ``OSError``."""
         try:
             for record in records:
                 yield record
@@ -172,7 +172,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
-    """The table, every row's text seen to be text; with ``skips_bad``, what is not is null."""
+    """The table, its texts checked to be text; with ``skips_bad``, those that are not are null."""
     if path.stat().st_size == 0:
         raise ValueError(f"data.path: {path} is empty")
     is_json = _is_json(path)
@@ -191,7 +191,7 @@ def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
 
 
 def _column_fault(table: datasets.Dataset, text_key: str, name: str, *, skips_bad: bool) -> str:
-    """Why the column is not one of texts, or of nulls where ``skips_bad``; "" if it is."""
+    """Why the column is not all text (with ``skips_bad``, text or null); "" if it is."""
     if text_key not in table.column_names:
         return f"{name} has no column {text_key!r}, only {', '.join(table.column_names)}"
     dtype = getattr(table.features[text_key], "dtype", "nested")
@@ -204,12 +204,12 @@ def _column_fault(table: datasets.Dataset, text_key: str, name: str, *, skips_ba
 
 
 def _read_lines(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
-    """A row for each line that is not blank; null where it is not what it should be.
+    """A row for each line that is not blank; with ``skips_bad``, a bad line makes a null.
 
-    pyarrow's own reader of JSON would guess types: of a text that looks like a date it makes one.
+    pyarrow's own JSON reader would guess types: it makes a date of a text that looks like one.
     """
     status = path.stat()
-    # What is converted once is found again by these.
+    # A conversion that was made before is found again by these.
     facts = {"path": str(path), "text_key": text_key, "skips_bad": skips_bad}
     facts |= {"size": status.st_size, "time": status.st_mtime_ns}
     features = datasets.Features({text_key: datasets.Value("large_string")})
@@ -228,7 +228,7 @@ def _texts(
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Raises ``OSError`` if the file is compressed and torn."""
+    """The file's lines, decompressed; ``OSError`` if a compressed file is torn."""
     try:
         if path.suffix == ".zst":
             yield from _split(_decompressed(path))
@@ -240,7 +240,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
-    # Only who has such files needs the package.
+    # Only those who have such files need the package.
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor().decompressobj()
@@ -271,7 +271,7 @@ def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _bad_line(path: Path, text_key: str, skips_bad: bool) -> str:
     """The first bad line of JSON and what is wrong with it, "" if there is none. With ``skips_bad``
-    only a torn file is bad, or one without any line."""
+    only a torn file is bad, or one of blank lines alone."""
     start, is_blank = 0, True
     try:
         for number, line in enumerate(_lines(path), start=1):

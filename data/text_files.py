@@ -1,4 +1,4 @@
-"""Plain text files as documents, among them the corpus that every machine has: Python's source."""
+"""Plain text files as documents, and a corpus that every machine has: Python's source."""
 
 import glob
 import importlib.util
@@ -24,7 +24,7 @@ def builtin_files() -> list[tuple[Path, str]]:
     Read in place. Contents vary with the Python and torch versions, so losses on them compare only
     within one machine.
     """
-    # Found without the seconds that importing it takes.
+    # Located without importing it, which takes seconds.
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
@@ -59,13 +59,13 @@ class TextFiles:
         self._ends = list(accumulate(counts))
         keys = [name_key(name) for _, name in files]
         if sum(count > 0 for count in counts) == 1:
-            # Nothing could be held out of a file alone if it were taken as a whole.
+            # Nothing could be held out of a single file if it were taken as a whole.
             (name, count), *_ = ((n, c) for (_, n), c in zip(files, counts, strict=True) if c > 0)
             keys = [name_key(f"{name} {piece}") for piece in range(count)]
             counts = [1] * count
         self.keys = np.repeat(np.array(keys, np.uint64), counts)
-        """Of each piece, a uniform uint64 of its file's name; if the file is alone, of the piece's
-        number too."""
+        """For each piece, a uniform uint64 made of its file's name; where there is a single file,
+        of the piece's number too."""
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -97,9 +97,9 @@ def _read_piece(path: Path, piece: int) -> tuple[int, bytes]:
 
 
 def _cut(file: BinaryIO, piece: int) -> int:
-    """Where a piece starts: after the line, else at the character, that its first byte is in.
+    """Where a piece starts: after the line, or else the character, that crosses its plain start.
 
-    A line that goes on for another PIECE_BYTES is cut, so that no piece is longer than two.
+    A line that goes on for another PIECE_BYTES is cut, so that every piece is shorter than two.
     """
     start = piece * PIECE_BYTES
     if piece == 0:

@@ -32,15 +32,15 @@ MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
-# Each of them takes two file descriptors, of which a process may often have only 1024.
+# Each takes two file descriptors, and a process may often have no more than 1024.
 MAPPED_PARTS = 256
 
-# Of a document of a part, its first id and the one after its last.
+# A document's number in a part, to the place of its first id and that after its last.
 Bounds = Callable[[int], tuple[int, int]]
 
 
 class Part(NamedTuple):
-    """A file of ids, and what knows where in it each document is."""
+    """A file of ids, and how to find where in it each document is."""
 
     name: str
     path: Path
@@ -48,12 +48,12 @@ class Part(NamedTuple):
     n_documents: int
     n_tokens: int
     fingerprint: str
-    """Of the contents, if they were hashed; else of their size and a few documents."""
+    """A hash of the contents, if there is one; else one of their size and a few documents."""
     map_bounds: Callable[[], Bounds]
 
 
 class TokenFiles:
-    """Documents of ids. What is touched is in memory; files are mapped, the latest used ones."""
+    """Documents of ids. The files used last are memory-mapped; only what is read takes memory."""
 
     def __init__(
         self, parts: list[Part], *, tokenizer_fingerprint: str | None, max_id: int | None
@@ -61,7 +61,7 @@ class TokenFiles:
         self._parts = parts
         self._ends = list(accumulate(part.n_documents for part in parts))
         self.tokenizer_fingerprint = tokenizer_fingerprint
-        """As of ``Tokenizer``; None: the files do not say."""
+        """As in ``Tokenizer``; None: the files do not say."""
         self.n_tokens = sum(part.n_tokens for part in parts)
         self.max_id = max_id
         """The largest id there is; None: the files do not say."""
@@ -74,7 +74,7 @@ class TokenFiles:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The ids (s,) of a document, a view of the file; ``ValueError`` if it is not there."""
+        """The ids (s,) of a document, a view of the file; ``ValueError`` if its bounds are bad."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         number, document = locate(self._ends, index)
@@ -84,9 +84,9 @@ class TokenFiles:
 
     @property
     def keys(self) -> np.ndarray:
-        """Of each document, a uniform uint64 that depends on its file's name and its number alone.
+        """For each document, a uniform uint64 that depends only on its file's name and its number.
 
-        Computed at every call: it is as long as there are documents.
+        Computed at every call, not kept: there is one for each document.
         """
         keys = np.empty(len(self), np.uint64)
         for part, end in zip(self._parts, self._ends, strict=True):
@@ -95,7 +95,7 @@ class TokenFiles:
 
     def _map(self, number: int) -> tuple[np.ndarray, Bounds]:
         part = self._parts[number]
-        # Not a mistake of the data: a restart may help.
+        # A file that does not open is no mistake in the data: a restart may help.
         try:
             return _map_file(part.path, part.dtype), part.map_bounds()
         except ValueError as error:
@@ -105,7 +105,7 @@ class TokenFiles:
 
 
 def open_token_files(path: str) -> TokenFiles:
-    """Open a folder of tools.prepare, an .idx file of Megatron-LM, or what a glob finds of those.
+    """Open a folder of tools.prepare, an .idx file of Megatron-LM, or all such that a glob finds.
 
     Raises ``ValueError`` for what is missing or not as long as it should be; contents are not read.
     """
@@ -140,7 +140,7 @@ def _matching(path: str) -> list[tuple[Path, str]]:
         places = [(Path(path), "" if os.path.isdir(path) else Path(path).name)]
     else:
         found = [Path(place) for place in sorted(glob.glob(path, recursive=True))]
-        # What of a glob that does not say .idx is beside one belongs to it.
+        # A glob may find both files of Megatron-LM: a .bin beside an .idx belongs to it.
         found = [p for p in found if p.suffix != ".bin" or not p.with_suffix(".idx").exists()]
         places = named(path, found)
     if not places:
@@ -178,7 +178,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def index_text(index: dict[str, Any]) -> bytes:
-    """What ``read_index`` reads."""
+    """The contents of ``index.json``, which ``read_index`` reads."""
     return json.dumps({**index, "checksum": _checksum(index)}, indent=1).encode()
 
 
@@ -188,7 +188,7 @@ def _checksum(index: dict[str, Any]) -> str:
 
 
 def dtype_of(n_vocab: int) -> str:
-    """The smallest that holds all ids below ``n_vocab``."""
+    """The smallest dtype that holds all ids below ``n_vocab``."""
     return next(name for name, dtype in DTYPES.items() if n_vocab - 1 <= np.iinfo(dtype).max)
 
 
@@ -288,7 +288,7 @@ def _megatron_part(path: Path, name: str) -> Part:
 
 
 def _megatron_arrays(path: Path, n_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the sequences, how many ids and at which byte; of the documents, the first sequence."""
+    """Each sequence's number of ids and first byte; each document's first sequence."""
     raw = _map_file(path, np.dtype(np.uint8))
     lengths = MEGATRON_HEADER.size
     pointers = lengths + 4 * n_sequences
@@ -342,7 +342,7 @@ def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
     """The file's contents, read-only; ``ValueError`` if it is not there any more."""
     try:
         if path.stat().st_size == 0:
-            # Of nothing there is no map.
+            # An empty file cannot be mapped.
             return np.empty(0, dtype)
         # A view, because slices of np.memmap itself are slow.
         return np.memmap(path, dtype, mode="r").view(np.ndarray)

@@ -22,7 +22,7 @@ LLAMA3_PATTERN = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_RESERVED = 256
-# Of a text that cannot be split into words as a whole, what is split at once.
+# A text that cannot be split into words as a whole is split in parts of so many characters.
 MOST_CHARACTERS = 1 << 16
 # The published .tiktoken files by their number of ranks, with pattern and special tokens as in
 # tiktoken_ext/openai_public.py of tiktoken 0.14.
@@ -58,7 +58,7 @@ class Tokenizer:
     encode: Callable[[str], np.ndarray]
     """Text to int64 ids; markers in the text are text."""
     decode: Callable[[list[int]], str]
-    """Ids to text; an id that no token has says nothing."""
+    """Ids to text; an id that no token has is left out."""
     n_vocab: int
     """All ids are below it."""
     bos_id: int
@@ -66,7 +66,7 @@ class Tokenizer:
     fingerprint: str
     """Equal for tokenizers that give equal ids."""
     byte_lengths: np.ndarray | None = None
-    """Of each token's text (n_vocab,), 0 for markers; None: not known of each by itself."""
+    """The length of each token's text (n_vocab,), 0 for markers; None: not known token by token."""
 
     def encode_document(self, text: str) -> np.ndarray:
         """The ids (s,) int64 that are trained on: the text's between two markers."""
@@ -141,9 +141,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _pattern_of(path: Path, n_ranks: int) -> tuple[str, dict[str, int], str]:
-    """What splits text into words, the special tokens, and whose they are.
+    """The pattern that splits text into words, the special tokens, and whose both are.
 
-    A rank file has neither. ``.model`` is Llama 3's. Of ``NAME.tiktoken`` they are in
+    A rank file has neither. ``.model`` is Llama 3's. Those for ``NAME.tiktoken`` are in
     ``NAME.tiktoken.json`` beside it, if it is there: ``{"pattern": ..., "special_tokens": {...}}``,
     as tools/train_tokenizer.py writes it. Else the published files are known by their number of
     ranks, and any other file is taken as Llama 3's.

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from runtime.log import logger
 
-# What a pattern may be made of: of all this, both regex engines have the same idea. Left out are
-# "$" and "^" (lines or the text), "." and {1,3}+ (greedy or possessive), and classes in classes.
+# What a pattern may be made of: both regex engines read all of this alike. They may differ on "$"
+# and "^" (lines or the text), "." and {1,3}+ (greedy or possessive), and classes in classes.
 _PROPERTY = r"\\p\{[A-Z][a-z]?\}|\\[sSrnt/]"
 _PLAIN_PATTERN = re.compile(
     rf"""(?: {_PROPERTY} | [A-Za-z0-9\ '/_]        # a character
@@ -57,17 +57,17 @@ _KINDS = (
     "aszSTLdmrevll AZ'ſ019 \t\n\r\x0b\x85\xa0\u2028\u3000ßéΩǅʰªא漢か가\u0301\u0903\u20dd"
     "٣½Ⅷ²!\"#/_-(){}«»‿—$€+^©👋🏽\u200d\0\x1b\xad\ue000\U000e0001\u0378 \n''"
 )
-_MOST_RANDOM = 0x32400  # beyond are, but for a few, characters that no one has assigned
+_MOST_RANDOM = 0x32400  # beyond it, all but a few code points are unassigned
 
 
 def build_codec(
     tokenizer: Tokenizer, path: Path
 ) -> tuple[Callable[[str], np.ndarray], Callable[[list[int]], str], tiktoken.Encoding | None]:
-    """Encode and decode as ``tokenizer`` does, with tiktoken if that is proved to be the same: the
-    third, else None.
+    """Encode and decode as ``tokenizer`` does, with tiktoken if that is proved to be the same; its
+    encoding is the third value, else None.
 
-    Markers in the text are text. Mutates ``tokenizer``: documents are whole, whatever its file
-    says.
+    Markers in the text are text. Mutates ``tokenizer``, so that documents stay whole whatever its
+    file says.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -93,8 +93,8 @@ def build_codec(
         logger.info("tokenizer: %s runs on tokenizers, not on tiktoken: %s", path, reason)
         return encode, decode, None
     logger.info("tokenizer: %s runs on tiktoken, which gives the same ids", path)
-    # A new one: its regular expressions are faster for the thread that uses them first, and that
-    # shall be the one that reads the data.
+    # A new one: its regular expressions are faster in the thread that uses them first, which should
+    # be the one that reads the data.
     unused = tiktoken.Encoding(
         encoding.name,
         pat_str=encoding._pat_str,
@@ -109,7 +109,7 @@ class _NotSame(Exception):
 
 
 def _as_tiktoken(content: dict[str, Any], tokenizer: Tokenizer) -> tiktoken.Encoding:
-    """The vocabulary with its ids and the pattern; ``_NotSame`` if there may be other ids."""
+    """tiktoken with the same vocabulary and pattern; raise ``_NotSame`` if ids may still differ."""
     model, decoder = content["model"], content["decoder"] or {}
     if model["type"] != "BPE" or decoder.get("type") != "ByteLevel":
         raise _NotSame("no byte-level BPE")
@@ -162,10 +162,10 @@ def _check_merges(ordinary: dict[str, int], model: dict[str, Any], tokenizer: To
 
     tokenizers merges neighbours that are a pair of its list, in the list's order. tiktoken merges
     any neighbours that are a token together, the lowest id first, and takes words that are a token
-    as they are. With the list in the order of ids, they differ only where neighbours are a token
-    and no pair of the list. All merges that made those two were within the bytes of that token, so
-    its bytes alone, merged by the list, come to the same two, and stay so. There must be no such
-    token. One whose bytes stay three or more is never made of two, so it is only ever a word.
+    as they are. With the list in the order of ids, they differ only where two neighbours are a
+    token together, but no pair of the list. All merges that made the two were within that token's
+    bytes, so these bytes alone, merged by the list, end as the same two. There must be no such
+    token. One whose bytes end as three or more is never made of two, so it is only ever a word.
     """
     try:
         results = [ordinary[left + right] for left, right in model["merges"]]
@@ -190,7 +190,7 @@ def _build_fast_encode(
     tokenizer: Tokenizer,
     encode: Callable[[str], np.ndarray],
 ) -> Callable[[str], np.ndarray]:
-    """``encode`` stays for the few texts that are not for tiktoken."""
+    """Encode with tiktoken; ``encode`` serves the few texts that tiktoken cannot take."""
     normalize: Callable[[str], str] = str
     if content["normalizer"] is not None:
         if content["normalizer"]["type"] != "NFC":
@@ -232,7 +232,7 @@ def _samples(encoding: tiktoken.Encoding) -> list[str]:
 
 
 def _decoded(token: str) -> bytes:
-    """As the ByteLevel decoder does: characters of its alphabet are bytes, even of a marker."""
+    """As the ByteLevel decoder does: characters of its alphabet are bytes, even in a marker."""
     if all(char in BYTE_OF for char in token):
         return bytes(BYTE_OF[char] for char in token)
     return token.encode()
@@ -251,4 +251,4 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
-"""Of each character of the alphabet, the byte that it stands for."""
+"""The byte that each character of the alphabet stands for."""

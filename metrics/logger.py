@@ -36,7 +36,7 @@ class MetricsLogger:
         self._flops, self._peak = flops_per_token, peak_flops
         has_board = is_writer and config.enable_tensorboard
         path = folder / "metrics.jsonl"
-        # Before the lines of steps that are made again are gone.
+        # Counted before the lines of steps that are made again are dropped.
         self._restarts = _starts(path) if is_writer else 0
         self._file = _open_log(path, resumed) if is_writer else None
         self._board = _open_board(folder, resumed) if has_board else None
@@ -53,7 +53,7 @@ class MetricsLogger:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what is done inside out of the speed: validation, checkpoints."""
+        """Leave the time spent inside out of the speed: validation, checkpoints."""
         begin = time.perf_counter()
         try:
             yield
@@ -63,7 +63,7 @@ class MetricsLogger:
     def log(self, step: int, steps_left: float, values: dict[str, float]) -> None:
         """Write ``values`` (loss, grad_norm, lr, ...) and the speed since the last call.
 
-        ``steps_left``: as many as those since then would be, of their size.
+        ``steps_left``: the work left, counted in steps of the latest step's size.
         """
         elapsed = time.perf_counter() - self._since
         rate = self._tokens / elapsed
@@ -92,7 +92,7 @@ class MetricsLogger:
     def log_validation(
         self, step: int, losses: Mapping[str, float], *, bits_per_nat: float | None = None
     ) -> None:
-        """Nats per token by source; under "" of all together, also told in bits per byte."""
+        """Log nats per token by source; of all together, under "", in bits per byte too."""
         sources = "".join(f"  {label} {loss:.4f}" for label, loss in losses.items() if label)
         logger.info("step %5d  validation loss %.4f%s", step, losses[""], sources)
         values = {f"validation_loss/{label}": loss for label, loss in losses.items() if label}
@@ -101,7 +101,7 @@ class MetricsLogger:
         self.write({"step": step, "validation_loss": losses[""]} | values)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a line, stamped with the time and with how many starts before this one left lines."""
+        """Add a line, stamped with the time and the number of earlier starts that left lines."""
         with _alarm(f"metrics of step {record['step']}"):
             self._write_files(record)
 
@@ -132,7 +132,7 @@ class MetricsLogger:
 
 @contextmanager
 def _alarm(what: str) -> Iterator[None]:
-    """A disk that is full is no reason to stop: the next save may find room."""
+    """Log an ``OSError``, and go on: a full disk may have room again for the next save."""
     try:
         yield
     except OSError as error:
@@ -140,7 +140,7 @@ def _alarm(what: str) -> Iterator[None]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held so far: of the device's allocator, or of the process on a CPU."""
+    """The most memory held so far: by the GPU's allocator or, on a CPU, by the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     # Linux counts in KiB, macOS in bytes.
@@ -149,7 +149,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def _open_log(path: Path, resumed: int | None) -> TextIO:
-    """Without the lines of steps that a resumed run makes again, and without torn ones."""
+    """Open the log, less torn lines and those of steps that a resumed run makes again."""
     if path.exists():
         steps = ((line + "\n", _step_of(line)) for line in path.read_text().splitlines())
         last = math.inf if resumed is None else resumed
@@ -158,7 +158,7 @@ def _open_log(path: Path, resumed: int | None) -> TextIO:
 
 
 def _step_of(line: str) -> float:
-    """NaN, which is not below anything, for a line that was torn."""
+    """The step of a line; NaN, which is not below anything, if the line is torn."""
     try:
         return float(json.loads(line)["step"])
     except ValueError:
@@ -166,7 +166,7 @@ def _step_of(line: str) -> float:
 
 
 def _starts(path: Path) -> int:
-    """How many starts of the run left lines; a later one counts on."""
+    """How many starts of the run have left lines so far."""
     if not path.exists():
         return 0
     lines = path.read_text().splitlines()

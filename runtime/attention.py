@@ -33,8 +33,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @contextmanager
 def attention_order(*, heads: tuple[int, int], head_dim: int) -> Iterator[None]:
-    """Inside, each attention on a GPU takes the first kernel of ``ORDER`` that can compute it;
-    FlashAttention 3 or 4 before all others, where it is installed and can for a model with
+    """Inside, each attention on a GPU takes the first kernel of ``ORDER`` that can compute it.
+    FlashAttention 3 or 4 comes before all of them where it is installed and computes right with
     ``heads`` of queries and of keys."""
     if not torch.cuda.is_available():
         yield
@@ -56,7 +56,7 @@ def activate_newest_flash(*, heads: tuple[int, int], head_dim: int) -> str:
         try:
             activate_flash_attention_impl(name)
             check_attention(_flash, plain_attention, heads=heads, head_dim=head_dim, device="cuda")
-        # Others built it, for some release of PyTorch: whatever it raises, training goes without.
+        # Others built it, for some release of PyTorch: whatever it raises, train without it.
         except Exception as error:
             restore_flash_attention_impl(_raise_warn=False)
             logger.warning("attention: not with %s: %s", name, error)

@@ -34,7 +34,7 @@ def has_float8() -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether it is there; one inside another is looked for by importing what it is in."""
+    """Whether ``package`` is there; to find one inside another, the outer one is imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:
@@ -49,8 +49,8 @@ def usable_cpus() -> int:
 
 
 def set_default_timeout(timeout: timedelta) -> None:
-    """Give every process group made from now on, as those of meshes, this timeout: they would have
-    half an hour, whatever the first group has. Those of NCCL alone have a default of their own."""
+    """Give this timeout to every process group made from now on, such as those of meshes, which
+    would have half an hour whatever the first group has. NCCL's alone have another default."""
     dist.distributed_c10d.default_pg_timeout = timeout
 
 
@@ -71,8 +71,8 @@ def give_gloo_one_worker() -> None:
     """Have every gloo group made from now on run its collectives in one thread, not in two.
 
     In 2.13 both threads write the name of what they finished last to one string without a lock
-    (ProcessGroupGloo::runLoop). Names of more than 15 letters, as that of the functional
-    all-gather, are on the heap, and are at times freed twice: ranks die of it once in hours.
+    (ProcessGroupGloo::runLoop). Names of more than 15 letters, such as the functional all-gather's,
+    are on the heap, and are at times freed twice: every few hours a rank dies of it.
     """
     gloo = getattr(dist, "ProcessGroupGloo", None)
     if gloo is None or hasattr(gloo, "_two_workers_init"):
@@ -82,7 +82,7 @@ def give_gloo_one_worker() -> None:
     def init(
         self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = GLOO_TIMEOUT
     ) -> None:
-        # What PyTorch chooses itself, which it does only if it is not given options.
+        # What PyTorch itself would choose, which it does only when it is given no options.
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         devices = [gloo.create_device(interface=name) for name in names]
         options = gloo._Options()
@@ -94,7 +94,7 @@ def give_gloo_one_worker() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what tensors give back; else each one's pages are made and zeroed anew.
+    """Have malloc keep what tensors give back; else each new tensor's pages are mapped and zeroed.
 
     Tensors of a step are as large as those of the last one, so little is kept for nothing. C
     libraries without ``mallopt`` go on as they do.
@@ -118,6 +118,6 @@ def die_with_parent(parent: int) -> None:
     PR_SET_PDEATHSIG = 1
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    # It may have ended before it was asked for.
+    # The parent may have ended before this call.
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)

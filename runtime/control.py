@@ -22,7 +22,7 @@ from runtime.exit_codes import STOP_FILE
 from runtime.run_folder import make_folder, write_whole
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-# A terminal's Ctrl-C reaches a rank twice, once by way of torchrun. Later ones mean it.
+# A terminal's Ctrl-C reaches a rank twice, once through torchrun. Later signals insist: end now.
 INSIST_SECONDS = 3.0
 
 
@@ -38,7 +38,7 @@ class RunControl:
         self._signal: signal.Signals | None = None
         self._received = 0.0
         self.stop: str | None = None
-        """Why to end after this step, if so: a signal's name or the stop file."""
+        """Why the run is to end, if it is: a signal's name or the stop file."""
         for number in SIGNALS:
             signal.signal(number, self._receive)
         if is_writer:

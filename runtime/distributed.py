@@ -52,7 +52,7 @@ def set_seed(debug: Debug) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if is_elastic:
-        # Kernels split sums over threads, and with fewer ranks a machine has more for each.
+        # Kernels split sums over threads, and with fewer ranks each of them would have more.
         torch.set_num_threads(1)
 
 
@@ -99,5 +99,5 @@ def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor this rank holds: all of one that is not distributed."""
+    """The part of a tensor that this rank holds: all of one that is not distributed."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -17,7 +17,7 @@ class Ending:
     """How a run ends."""
 
     reason: str
-    """Of a run that is stopped before its last step."""
+    """Why a run stopped before its last step; "" if it did not."""
     code: int
     hint: str = "the same command resumes"
     is_worth_saving: bool = True
@@ -38,16 +38,16 @@ NOT_SAVED = Ending("checkpoints that could not be saved", FAILED, is_worth_savin
 
 
 def stopped_by(reason: str, *, has_checkpoints: bool) -> Ending:
-    """The stop file, or a signal, whose sender wants the run to go on elsewhere."""
+    """The ending by the stop file, or by a signal, whose sender wants the run to go on elsewhere."""
     if reason == STOP_FILE.reason:
         return STOP_FILE
     return Ending(reason, PREEMPTED if has_checkpoints else FAILED)
 
 
 def report(control: Path, code: int) -> None:
-    """Write what the run's launcher ends with to ``control/exit_code``: schedulers flatten it.
+    """Write the launcher's exit code to ``control/exit_code``, because schedulers flatten it.
 
-    Of a start that was refused before there was a run, nothing is left.
+    A start that was refused before there was a run leaves nothing behind.
     """
     if not control.exists():
         return
@@ -55,11 +55,11 @@ def report(control: Path, code: int) -> None:
 
 
 def reported(control: Path) -> int | None:
-    """What the last launcher ended with; None if it has not ended, or was killed."""
+    """The exit code of the last launcher; None if it has not ended, or was killed."""
     path = control / "exit_code"
     return int(path.read_text()) if path.exists() else None
 
 
 def forget(control: Path) -> None:
-    """A launcher begins: until it ends, there is no code."""
+    """Remove the last launcher's code: there is none until the new one ends."""
     (control / "exit_code").unlink(missing_ok=True)

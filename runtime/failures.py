@@ -1,4 +1,4 @@
-"""``control/failures``: one JSON object a line for each attempt that failed, and why.
+"""``control/failures``: a line of JSON for each attempt that failed, and why it did.
 
 It bounds crash loops: attempts that fail one after the other without a newer checkpoint are
 numbered, and a run that ends as asked, or a newer checkpoint, starts the numbers anew.
@@ -15,7 +15,7 @@ MOST_ATTEMPTS = 3
 
 
 def record_failure(control: Path, *, lines: list[str], codes: dict[int, int]) -> int:
-    """Append an attempt that failed; return its number since there was progress.
+    """Append an attempt that failed; return its number, counted since there was progress.
 
     ``lines`` say why, the cause first; ``codes`` are the exit codes of ranks.
     """

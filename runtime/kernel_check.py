@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-# Of a kernel's results in bfloat16 the largest error over the largest element: a few of its last
-# bits, each 2^-8. One position too many or too few is worth far more.
+# The largest error of a kernel's results in bfloat16, over the largest element: a few of its last
+# bits, each 2^-8. A kernel that takes one position too many or too few is off by far more.
 MOST_ERROR = 2**-5
 
 Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
@@ -20,16 +20,16 @@ def check_kernel(fast: Kernel, exact: Kernel, drawn: list[torch.Tensor]) -> None
         out = compute(*inputs)
         outs = (out,) if isinstance(out, torch.Tensor) else out
         gradients = [each.detach().clone() for each in outs]
-        # Gradients get this memory, if PyTorch's allocator has it: what a kernel leaves unwritten
-        # there is seen, where new memory is 0.
+        # PyTorch's allocator may give this memory to the gradients: what a kernel leaves unwritten
+        # then shows as NaN, where new memory would be 0.
         for given in inputs:
             torch.full_like(given, torch.nan)
         results.append([*outs, *torch.autograd.grad(outs, inputs, gradients)])
     pairs = zip(*results, strict=True)
     error = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max()
     if error.is_cuda:
-        # It took more than it gives back by itself.
+        # The check took memory that the allocator does not give back by itself.
         torch.cuda.empty_cache()
-    # What is not a number is no small error.
+    # Not ``>``, so that NaN fails too.
     if not error <= MOST_ERROR:
         raise ArithmeticError(f"its results are off by {error:.0e} of the largest")

@@ -1,4 +1,4 @@
-"""Which kernels compute a model on this device: the fastest that are here, and right."""
+"""Which kernels compute a model on this device: the fastest that are there and compute right."""
 
 import torch
 import torch.nn as nn

@@ -1,4 +1,4 @@
-"""The run's own log lines, and which warnings of libraries are left out of them."""
+"""The run's own log lines, and which warnings of libraries are silenced."""
 
 import logging
 import sys
@@ -15,15 +15,15 @@ def init_logging() -> None:
     logger.propagate = False
     # True under tensor parallel, and harmless: no model writes into its activations.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # Compiled blocks that are recomputed by choice do what it asks for: nothing there is in place.
+    # It asks that nothing in compiled, selectively recomputed blocks is in place, which is so.
     noisy = logging.getLogger("torch._higher_order_ops.wrap")
     noisy.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
-    # Each trace is written at the end of its cycle.
+    # Harmless: each trace is written at the end of its cycle.
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
 
 def duration(seconds: float) -> str:
-    """As 1:02:03; what is below zero, by a clock that was set back, as nothing."""
+    """As 1:02:03; below zero, as after a clock was set back, counts as 0."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

@@ -10,11 +10,11 @@ MOST_ERROR = 1e-5
 
 
 def choose_float32_matmul() -> None:
-    """Take oneDNN's products where MKL's are slow, which is not on Intel, if they are accurate.
+    """Take oneDNN's products, if they are accurate, on CPUs not by Intel, where MKL's are slow.
 
-    On AMD they are 1.8 times as fast. PyTorch has them only under "medium", which permits to round
-    to bfloat16. A CPU without instructions for that computes in float32 all the same, so it is
-    tried, not trusted.
+    On AMD they are 1.8 times as fast. PyTorch has them only under "medium", which permits rounding
+    to bfloat16. A CPU without instructions for that computes in float32 all the same, so the result
+    is tested, not trusted.
     """
     if cpu_is_intel():
         return
@@ -32,7 +32,7 @@ def choose_float32_matmul() -> None:
 
 
 def float32_matmul_error() -> float:
-    """Of a product of random matrices, the largest error over the largest element."""
+    """The largest error in a product of random matrices, over its largest element."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 512, generator=generator) for _ in range(2))
     exact = a.double() @ b.double().T

@@ -1,8 +1,8 @@
 """Which rank failed, which one hangs, and where: told through the store that the launcher keeps.
 
-Every rank says now and then where it is. The first that fails raises an alarm, and all that still
-can say their last words and leave. A rank that does not answer is dead or hangs; the launcher,
-whose store survives the ranks, names it.
+Every rank says now and then where it is. The first that fails raises an alarm, and all ranks that
+still can leave their last words and exit. A rank that does not answer is dead or hangs; the
+launcher, whose store survives the ranks, names it.
 """
 
 import json
@@ -52,7 +52,7 @@ class Words:
     error: str = ""
     traceback: str = ""
     order: int = 0
-    """Of those that failed; 1 failed first."""
+    """Place among those that failed: 1 failed first; 0: it did not fail."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Verdict:
     lines: list[str]
     """For people, the cause first."""
     traceback: str
-    """Of the first rank that raised an error, unless it did so for a peer that was killed."""
+    """The one of the first rank that raised an error; "" if a rank was killed, the likely cause."""
     silent: list[int]
     """Ranks that run, as far as this node can see, but do not answer."""
 
@@ -171,8 +171,8 @@ def judge(
 ) -> Verdict:
     """Raise the alarm, hear the ranks' last words and find the cause; for the launcher.
 
-    ``exit_codes_here`` has those of this node's ranks, None for one that runs. Takes at most
-    ``PATIENCE_SECONDS``.
+    ``exit_codes_here`` returns the exit codes of this node's ranks, None for one that runs. Waits
+    for at most ``PATIENCE_SECONDS``.
     """
     store = dist.PrefixStore(PREFIX, store)
     store.set(ALARM, "")
@@ -187,11 +187,11 @@ def judge(
     known = _read(store, "heard", world_size) | said
     mute = [rank for rank in range(world_size) if rank not in said]
     silent = [rank for rank in mute if rank not in ended]
-    # What waits for the cause may be aborted for waiting: NCCL does that.
+    # A rank that waits for the one at fault may be aborted for waiting: NCCL does that.
     killed = [r for r in mute if r in ended and ended[r] != -signal.SIGABRT]
     aborted = [r for r in mute if r in ended and ended[r] == -signal.SIGABRT]
     errors = sorted((words for words in said.values() if words.error), key=lambda w: w.order)
-    # Ranks that ended without a word on why; what the alarm ended needs no other reason.
+    # Ranks that ended without saying why, told only where no other cause is known.
     quiet = [] if killed or silent or errors else [r for r in ended if ended[r]]
     waiting: dict[str, list[int]] = {}
     for words in said.values():

@@ -8,9 +8,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def part_of(tensor: torch.Tensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
-    """Per dim of ``tensor``, what the rank at ``coordinate`` of its mesh holds of it.
+    """Per dim of ``tensor``, the slice that the rank at ``coordinate`` of its mesh holds.
 
-    All of a tensor that is not distributed.
+    That is all of a tensor that is not distributed.
     """
     held = [slice(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Acts of which every rank must know whether they succeeded: one that fails lets none wait."""
+"""Acts whose success or failure every rank learns, so that none waits for one that failed."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -15,7 +15,7 @@ class RankFailure(RuntimeError):
 
 
 def on_first(act: Callable[[], T]) -> T:
-    """Let rank 0 act; what it returns, on every rank. A collective."""
+    """Let rank 0 act, and return its result on every rank. A collective."""
     result, text, cause = _attempt(act) if dist.get_rank() == 0 else (None, "", None)
     told: list[Any] = [(result, text)]
     dist.broadcast_object_list(told)
@@ -26,7 +26,7 @@ def on_first(act: Callable[[], T]) -> T:
 
 
 def gather(act: Callable[[], T]) -> list[T]:
-    """Let every rank act; what they return, on rank 0, and elsewhere nothing. A collective."""
+    """Let every rank act; return all results on rank 0, and no results elsewhere. A collective."""
     is_first = dist.get_rank() == 0
     result, text, cause = _attempt(act)
     answers: list[Any] = [None] * dist.get_world_size() if is_first else []
@@ -40,7 +40,7 @@ def gather(act: Callable[[], T]) -> list[T]:
 
 
 def raise_everywhere(error: Exception | None, *, is_mistake: bool) -> None:
-    """Raise, on every rank, what is wrong on some; ``error`` is None where nothing is.
+    """Raise on every rank what is wrong on some; ``error`` is None on ranks where nothing is.
 
     ``ConfigError`` if that is the user's mistake, else ``RankFailure``, after which a restart may
     help. A collective.
