@@ -1,6 +1,6 @@
 """What a machine gives at most: matrix products, and copies in memory.
 
-Of random data: a GPU multiplies zeros faster, because they take less power.
+Measured on random data: a GPU multiplies zeros faster, because they take less power.
 """
 
 import time
@@ -20,7 +20,7 @@ class Case(Section):
     """n of an n x n x n product."""
     copy_mib: Count
     seconds: float
-    """Of each thing measured; a call at least."""
+    """For each thing measured; at least one call is made."""
 
 
 def run(case: Case) -> Iterator[Row]:

@@ -1,6 +1,6 @@
-"""What a checkpoint costs: seconds that training stands still, until it is published, to load.
+"""What a checkpoint costs in seconds: training stands still, until it is published, to load.
 
-Beside what the disk gives: as many bytes from memory to a file, and synced.
+Compared with the disk alone: as many bytes written from memory to a file, and synced.
 """
 
 import os
@@ -32,7 +32,7 @@ class Case(Section):
     ranks: Count
     shape: dict[str, int]
     rounds: Count
-    """The medians count, without the first, for which there is no folder yet."""
+    """Medians count; one more round, for which there is no folder yet, comes first and does not."""
     limit_seconds: Count = 180
 
 
@@ -68,7 +68,7 @@ def save_loop(turns: Turns, case: Case, folder: str) -> None:
     sharding = ShardingCase(modes=[], ranks=case.ranks, shape=case.shape, turns=1)
     mode = Mode(name="FSDP2")
     trainee = build(mode, sharding.args(mode), device, microbatches=1)
-    # The optimizer has its state from here on.
+    # One step, so that the optimizer has its state.
     trainee.step()
     model, optimizer = trainee.model, trainee.optimizer
     tensors = [*trainee.model.parameters()]

@@ -1,6 +1,6 @@
 """What one training step allocates and sends, counted from PyTorch's profiler.
 
-Eager and compiled code alike: the allocator and the collectives report below both.
+Works for eager and compiled code: the allocator and the collectives report from below both.
 """
 
 import math
@@ -28,7 +28,7 @@ COLLECTIVES = {
 
 @dataclass
 class Counts:
-    """Of one rank and step; bytes."""
+    """What one rank holds and sends in one step; in bytes, but for ``calls``."""
 
     parameters: int
     gradients: int
@@ -37,9 +37,9 @@ class Counts:
     """Activations, gathered weights and buffers."""
     calls: dict[str, int]
     sent: dict[str, float]
-    """With ring algorithms."""
+    """By collective, with ring algorithms."""
     allocator: int | None
-    """Peak by CUDA's own statistics."""
+    """The peak by CUDA's own statistics."""
 
     @property
     def peak(self) -> int:
@@ -47,7 +47,7 @@ class Counts:
 
 
 def profiled(step: Callable[[], object]) -> list[Any]:
-    """What happened in a step, in order: allocations, operations, and what ``mark`` told."""
+    """What happened in a step, in order: allocations, operations, and the points of ``mark``."""
     activities = [ProfilerActivity.CPU]
     with profile(activities=activities, profile_memory=True, record_shapes=True) as result:
         step()
@@ -62,7 +62,7 @@ def profiled(step: Callable[[], object]) -> list[Any]:
 
 
 def mark(what: str) -> None:
-    """A point in a profile."""
+    """Put a named point into a profile."""
     with record_function(what):
         pass
 
@@ -79,8 +79,8 @@ class Block:
 def count_memory(events: list[Any], device: torch.device) -> tuple[int, int]:
     """The most bytes that a step held beyond what it began with: gradients, and the rest.
 
-    A gradient is what a backward allocates and leaves behind. Needs the marks "forward begins",
-    "forward ends" and "backward ends", and a group whose threads free nothing: gloo's do.
+    A gradient is what backward allocates and leaves behind. Needs the marks "forward begins",
+    "forward ends" and "backward ends", and a group whose threads free nothing, unlike gloo's.
     """
     live: dict[int, Block] = {}
     at_peak: list[Block] = []
@@ -113,7 +113,7 @@ def count_collectives(
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Calls of each collective, and the bytes that a rank sends in them with ring algorithms.
 
-    The scalars of the gradient norm have a name of their own.
+    All-reduces of scalars, for the gradient norm, are counted apart, as "scalar".
     """
     calls = dict.fromkeys(["all_gather", "reduce_scatter", "all_reduce", "scalar"], 0)
     sent = dict.fromkeys(calls, 0.0)
@@ -129,7 +129,7 @@ def count_collectives(
             # The profiler leaves out the list of outputs.
             bytes_sent = (degrees.dp_shard - 1) * second
         else:
-            # One is the whole, the other a part of it.
+            # One operand is the whole, the other this rank's part of it.
             bytes_sent = abs(first - second)
         calls[kind] += 1
         sent[kind] += bytes_sent

@@ -33,15 +33,15 @@ Counts = Iterator[int]
 
 class Case(Section):
     documents: Count
-    """Of the built-in corpus."""
+    """How many of the built-in corpus are read."""
     vocab_size: Count
-    """Of a tokenizer that is trained on it."""
+    """Size of a tokenizer that is trained on them."""
     turns: Count
-    """The fastest counts: the one that the machine disturbed least."""
+    """The fastest counts, because the machine disturbed it least."""
     turn_seconds: float
     waiting_steps: Count
     waiting_tokens_per_second: Count
-    """That a rank takes while its waiting is measured."""
+    """How fast a rank takes tokens while its waiting is measured."""
     limit_seconds: Count = 300
 
 
@@ -64,7 +64,7 @@ def run(case: Case) -> Iterator[Row]:
 
 
 def rates(folder: Path, case: Case, names: list[str], deadline: float) -> dict[str, float]:
-    """Tokens a CPU second in the fastest turn of each."""
+    """Tokens per CPU second of each name, in its fastest turn."""
     best = dict.fromkeys(names, 0.0)
     with ExitStack() as stack:
         loops = {
@@ -79,7 +79,7 @@ def rates(folder: Path, case: Case, names: list[str], deadline: float) -> dict[s
 
 
 def reading(turns: Turns, folder: Path, name: str, case: Case) -> None:
-    """Read for so long in each turn; what is read ahead in a turn's end is the next one's."""
+    """Read for ``turn_seconds`` in each turn; what is read ahead at its end serves the next."""
     torch.set_num_threads(1)
     counts = {**TEXT, **IDS}[name](folder)
     next(counts)
@@ -91,7 +91,7 @@ def reading(turns: Turns, folder: Path, name: str, case: Case) -> None:
 
 
 def waiting(turns: Turns, folder: Path, name: str, case: Case) -> None:
-    """The share of waiting in steps that take a rank's part of all tokens."""
+    """Note the share of time that a rank waits for data, in steps that last as tokens should."""
     torch.set_num_threads(1)
     counts = {**TEXT, **IDS}[name](folder)
     next(counts)
@@ -146,7 +146,7 @@ def id_batches(
 def batches(
     folder: Path, config: Data, packing: Packing, *, mask: bool = False, thread: bool = True
 ) -> Counts:
-    """``thread``: with the loader's hand-over from its thread, which no step here overlaps."""
+    """``thread``: with the hand-over from the loader's thread, which no step here overlaps with."""
     sources, _ = build_sources(config, 0, with_held_out=False)
     loader = BatchLoader(
         Mixture(sources), the_tokenizer(folder), vocab_size=1 << 16, seq_len=SEQ_LEN,
@@ -158,7 +158,7 @@ def batches(
 
 
 def sequences(folder: Path) -> Iterator[torch.Tensor]:
-    """As it is often done: a stream of records, tokenized, concatenated and cut."""
+    """Sequences as they are often made: a stream of records, tokenized, concatenated and cut."""
     import datasets
 
     tokenizer = the_tokenizer(folder)
@@ -180,7 +180,7 @@ def streamed(folder: Path) -> Counts:
 
 
 def streamed_by_torchdata(folder: Path) -> Counts:
-    """The same in batches, by a loader that can be resumed."""
+    """The same sequences in batches, by torchdata's loader, which can be resumed."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -192,7 +192,7 @@ def streamed_by_torchdata(folder: Path) -> Counts:
 
 
 def windows(folder: Path) -> Counts:
-    """Random windows of one map, with no documents, no order and nothing checked."""
+    """Random windows of one memory map: no documents, no order, nothing checked."""
     ids = np.memmap(folder / "ids" / "shard-00000.bin", np.uint16, mode="r")
     generator = np.random.default_rng(0)
     while True:

@@ -1,4 +1,4 @@
-"""``train.py`` and a bare PyTorch loop, of one model, batch, dtype and settings, taking turns."""
+"""``train.py`` and a bare PyTorch loop, with the same model, batch and settings, taking turns."""
 
 import tempfile
 from collections.abc import Callable
@@ -26,12 +26,12 @@ PROBED = 64
 
 
 class Case(Section):
-    """Loops beside each other."""
+    """Loops to compare, and their common settings."""
 
     loops: list[str]
     """Keys of LOOPS; the ratios are to "bare", if it is one of them."""
     flavor: str = "debugmodel"
-    """Of llama3."""
+    """A flavor of llama3."""
     shape: dict[str, int | bool] = Field(default_factory=dict)
     """Fields of TransformerArgs that differ from the flavor's."""
     ranks: Count = 1
@@ -39,16 +39,16 @@ class Case(Section):
     batch_size: Count
     """Sequences on each rank."""
     dtype: Literal["float32", "bfloat16"]
-    """Of compute; weights are float32."""
+    """The dtype of compute; weights are float32."""
     compile: bool = False
     keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """More of train.py's keys, for the loop "train" alone."""
+    """More of train.py's keys, for the loop "train" only."""
     restarts: Count = 1
-    """Times that all loops are started; one process differs from the next by up to a tenth."""
+    """How often all loops are started: processes differ in speed by up to a tenth."""
     warmup: NonNegative = 3
     """Turns before those that count, the first of which is one step in any case."""
     turns: Count
-    """After each start."""
+    """Turns that count, after each start."""
     steps_per_turn: Count = 1
     limit_seconds: Count = 600
 
@@ -59,16 +59,16 @@ class Case(Section):
 
 
 class Ready(NamedTuple):
-    """What a loop tells before its first step."""
+    """What a loop reports before its first step."""
 
     matmul_precision: str
     probe: list[float] | None
-    """Some of the first batch's logits in float32, by which two models are known to be one."""
+    """Some of the first batch's logits in float32, to check that two loops' models are the same."""
 
 
 def train_loop(turns: Turns, case: Case) -> None:
-    """``train.py`` as it is; where it asks for a step's data, a step begins."""
-    import train  # It reads much that other loops do not need.
+    """``train.py`` as it is; a step begins where it asks for a step's data."""
+    import train  # It imports much that other loops do not need.
     from job import resolve
     from runtime.post_mortem import Witness
 
@@ -98,7 +98,7 @@ def train_loop(turns: Turns, case: Case) -> None:
             "validation.sample_tokens": 0,
             **case.keys,
         }
-        # Weights of another dtype than float32 say the dtype of compute themselves.
+        # Weights of another dtype than float32 set the dtype of compute themselves.
         if "training.dtype" not in keys:
             keys["training.mixed_precision_param"] = case.dtype
         texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in keys.items()}
@@ -109,7 +109,7 @@ def train_loop(turns: Turns, case: Case) -> None:
 
 
 def bare_loop(turns: Turns, case: Case, precision: str | None) -> None:
-    """The same model, and nothing around it but PyTorch, set as ``train.py`` sets it."""
+    """The same model with nothing but PyTorch around it, set up as ``train.py`` does."""
     if precision is not None:
         torch.set_float32_matmul_precision(precision)
     model = reference_model(case)
@@ -154,11 +154,11 @@ def plain_steps(
 
 
 def make_ready(turns: Turns, case: Case, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Tell what the model makes of the batch."""
+    """Note the model's logits for the batch, by which models are compared."""
     probe = None
     if case.ranks == 1:
         tokens, _ = batch_of(case, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        # Eager: what is compiled for this would not be the step's.
+        # Eager, because code compiled for this would not be the step's.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             probe = logits_of(tokens[:1])[0, -PROBED:, :PROBED].float().flatten().tolist()
     turns.note = Ready(torch.get_float32_matmul_precision(), probe)
@@ -172,13 +172,13 @@ def batch_of(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """As ``optim/optimizer.py`` makes it of train.py's defaults."""
+    """AdamW as ``optim/optimizer.py`` builds it from train.py's defaults."""
     lr, betas = 3e-5, (0.9, 0.95)
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.1, fused=True)
 
 
 def autocast(case: Case, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What gives compute its dtype, where FSDP does not."""
+    """A context that gives compute its dtype, where FSDP does not."""
     if case.ranks > 1 or case.dtype == "float32":
         return nullcontext
     return partial(torch.autocast, device.type, getattr(torch, case.dtype))

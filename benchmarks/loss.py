@@ -49,7 +49,7 @@ def loss_loop(turns: Turns, case: Case, loss: Callable[..., torch.Tensor]) -> No
     logits = torch.randn(shape, device=device, dtype=torch.bfloat16)
     labels = torch.randint(case.vocab_size, shape[:2], device=device)
     while True:
-        # As what a model makes, which is not a leaf.
+        # Not a leaf, like the logits that a model computes.
         made = logits.requires_grad_() * 1
         turns.note = peak_memory_gib(device)
         turns.next_step()

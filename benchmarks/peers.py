@@ -1,7 +1,7 @@
-"""Loops of other projects, of the model, batch, dtype and settings of the bare loop.
+"""Loops of other projects, with the model, batch, dtype and settings of the bare loop.
 
-Each has its own model with the bare loop's weights, or, where it takes any module, that very model.
-One rank.
+Each has its own model with the bare loop's weights or, where it takes any module, that very model.
+On one rank.
 """
 
 import os
@@ -88,7 +88,7 @@ def lightning_loop(turns: Turns, case: Case) -> None:
             return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-            # Its own refuses fused optimizers in mixed precision.
+            # Lightning's own clipping refuses fused optimizers in mixed precision.
             nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -126,7 +126,7 @@ def torchtitan_loop(turns: Turns, case: Case) -> None:
         norm_eps=args.norm_eps, multiple_of=args.hidden_dim,
         ffn_dim_multiplier=0.99 * args.hidden_dim / (8 * args.dim / 3),
     )  # fmt: skip
-    # By default it stretches low frequencies, as Llama 3.1 does.
+    # By default torchtitan stretches low frequencies, as Llama 3.1 does.
     theirs.rope_scaling_args.scaling_factor = 1.0
     spec = replace(
         llama3.get_train_spec(), model_args={"case": theirs}, build_tokenizer_fn=None,
@@ -144,7 +144,7 @@ def torchtitan_loop(turns: Turns, case: Case) -> None:
     config.job.dump_folder = tempfile.mkdtemp()
     trainer = Trainer(config)
     model = trainer.model_parts[0]
-    # A block that it compiles is within another module.
+    # A compiled block is wrapped in another module.
     weights = {name: ours[name.replace("_orig_mod.", "")] for name, _ in model.named_parameters()}
     weights = {name: in_pairs(weight, name, args.head_dim) for name, weight in weights.items()}
     model.load_state_dict(weights, strict=False)
@@ -164,7 +164,7 @@ def torchtitan_loop(turns: Turns, case: Case) -> None:
 
 
 def in_pairs(weight: torch.Tensor, name: str, head_dim: int) -> torch.Tensor:
-    """Torchtitan rotates neighbours where we rotate halves: other rows of the same heads."""
+    """Reorder the rows of wq and wk: torchtitan rotates neighbours where we rotate halves."""
     if ".wq." not in name and ".wk." not in name:
         return weight
     heads = weight.view(-1, 2, head_dim // 2, weight.shape[-1])
@@ -172,7 +172,7 @@ def in_pairs(weight: torch.Tensor, name: str, head_dim: int) -> torch.Tensor:
 
 
 def let_torchtitan_have_a_cpu() -> None:
-    """It imports triton kernels, asks for a GPU and its memory, and cannot be told otherwise."""
+    """Patch torchtitan, which imports triton kernels and asks for a GPU, and has no switch."""
     from types import ModuleType, SimpleNamespace
 
     kernels = ModuleType("torchtitan.models.moe.kernels")

@@ -1,6 +1,6 @@
 """The rows that benchmarks write: what every row has, the file they are kept in, their table.
 
-Standard library only: it is there before the packages of a bare machine are.
+Standard library only, because on a bare machine it is there before any packages are.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
-# What a row has in any case; None where a benchmark does not measure it.
+# Fields that every row has; None where a benchmark does not measure one.
 MEASURED = (
     "tokens_per_second", "mfu_palm", "mfu_causal", "peak_memory_gib", "compile_seconds",
     "first_step_seconds", "problem",
@@ -24,7 +24,7 @@ MACHINE = ("device", "amx", "cores", "torch", "python")
 
 def environment(commit: str | None) -> Row:
     """Where and when a row was measured."""
-    import torch  # Imports take a second, and tables need none.
+    import torch  # Takes a second, and tables do not need it.
 
     has_gpu = torch.cuda.is_available()
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)
@@ -43,7 +43,7 @@ def environment(commit: str | None) -> Row:
 
 
 def commit_here() -> str | None:
-    """The short hash, with + after it if files differ that a benchmark may depend on."""
+    """The short hash; + after it says that files differ that a benchmark may depend on."""
     found = _git("rev-parse", "--short=10", "HEAD")
     changed = _git("status", "--porcelain", "--", ":!docs", ":!tests", ":!benchmarks/results")
     return f"{found.strip()}{'+' if changed else ''}" if found else None
@@ -67,7 +67,7 @@ def cpu_name() -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file, without a line that was torn; none if there is no file."""
+    """All rows of a file but for torn lines; none if there is no file."""
     if not path.exists():
         return []
     rows = []
@@ -80,7 +80,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """All or, if the process dies, none of them but for one torn line."""
+    """Append ``rows``; a process that dies meanwhile leaves at most one torn line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_torn = path.exists() and path.read_text()[-1:] not in ("\n", "")
     with path.open("a") as file:
@@ -88,7 +88,7 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def is_measured(rows: list[Row], name: str, settings: Row, here: Row) -> bool:
-    """Whether ``rows`` hold this case, of this commit on such a machine."""
+    """Whether ``rows`` have this case, from the same commit and a machine like this one."""
     same = {"config": name, "settings": settings}
     same |= {key: here[key] for key in (*MACHINE, "commit")}
     return any(all(row.get(key) == value for key, value in same.items()) for row in rows)
@@ -105,7 +105,7 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def tables(rows: list[Row], columns: list[str]) -> str:
-    """Markdown, a table for each machine: where its rows are from, then a line for each."""
+    """Markdown, a table for each machine: where its rows are from, then a line for each row."""
     of_machines: dict[tuple[Any, ...], list[Row]] = {}
     for row in newest(rows):
         of_machines.setdefault(tuple(row[k] for k in MACHINE), []).append(row)

@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_case(settings: Row, deadline: float) -> list[Row] | None:
-    """Its rows; one that tells what went wrong; None if there was no time."""
+    """The case's rows; if it failed, one that says why; None if there was no time left."""
     left = deadline - time.monotonic()
     if left <= 1:
         return None
@@ -88,7 +88,7 @@ def run_case(settings: Row, deadline: float) -> list[Row] | None:
 
 
 def load_cases(name: str, overrides: Row) -> list[Row]:
-    """Every case of a config, whole and checked; ``ValueError`` with what is wrong with it."""
+    """Every case of a config, completed and checked; ``ValueError`` says what is wrong with it."""
     path = CONFIGS / f"{name}.toml"
     known = sorted(file.stem for file in CONFIGS.glob("*.toml"))
     if name not in known:
@@ -116,7 +116,7 @@ def load_cases(name: str, overrides: Row) -> list[Row]:
 
 
 def whole_case(case: Row, common: Row, overrides: Row) -> Row:
-    """With what is common to, and overridden in, those of the common benchmark."""
+    """Complete a case of the common benchmark with what is common and overridden; others stay."""
     is_other = case.get("benchmark", common.get("benchmark")) != common.get("benchmark")
     return case if common and is_other else merge(merge(common, case), overrides)
 
@@ -124,7 +124,7 @@ def whole_case(case: Row, common: Row, overrides: Row) -> Row:
 def build_case(settings: Row) -> Any:
     """What the benchmark's ``run`` takes; ``ValueError`` with every mistake on one line."""
     fields = {k: v for k, v in settings.items() if k not in ("name", "benchmark")}
-    from pydantic import ValidationError  # Which --packages may have brought.
+    from pydantic import ValidationError  # Only here, because --packages may bring it.
 
     try:
         return pkgutil.resolve_name(f"{module_of(settings)}:Case")(**fields)
@@ -141,13 +141,13 @@ def module_of(settings: Row) -> str:
 
 
 def merge(base: Row, over: Row) -> Row:
-    """``over`` in ``base``, table by table."""
+    """``base`` with the values of ``over``, table by table."""
     both = {k: merge(base[k], v) for k, v in over.items() if isinstance(base.get(k), dict)}
     return {**base, **over, **both}
 
 
 def parse_overrides(arguments: list[str]) -> Row:
-    """Of ``["--turns", "5", "--keys.compile.enable=true"]`` the tables."""
+    """``["--turns", "5", "--keys.compile.enable=true"]`` to nested tables."""
     found: Row = {}
     rest = list(arguments)
     while rest:
@@ -167,7 +167,7 @@ def parse_overrides(arguments: list[str]) -> Row:
 
 
 def add_packages(folder: Path, scratch: Path) -> None:
-    """Let what is not installed be imported from ``folder``, and from wheels in it."""
+    """Let packages that are not installed be imported from ``folder``, and from wheels in it."""
     if not folder.is_dir():
         raise SystemExit(f"--packages: there is no folder {folder}")
     for wheel in folder.glob("*.whl"):

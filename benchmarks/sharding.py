@@ -1,4 +1,4 @@
-"""Ways to spread a model side by side: memory and collectives counted, time and losses measured.
+"""Ways to shard a model side by side: memory and collectives counted, time and losses measured.
 
 Same weights, global batch and arithmetic for all modes of a case. Time is of real ranks, which take
 the modes in turns. Memory and traffic are counted in one process, rank 0 of a group that sends
@@ -63,7 +63,7 @@ WARMUP_TURNS = 2
 
 
 class Mode(Section):
-    """One way, by what of it differs from the others of its case."""
+    """One way to shard, by what sets it apart from the others of its case."""
 
     name: str
     kind: Literal["ours", "one device", "FSDP1"] = "ours"
@@ -84,7 +84,7 @@ class Case(Section):
     ranks: Count
     shape: dict[str, int]
     microbatches: Count = 1
-    """Of one sequence on each rank."""
+    """Each has one sequence on each rank."""
     turns: Count
     limit_seconds: Count = 300
 
@@ -94,7 +94,7 @@ class Case(Section):
 
 def run(case: Case) -> Iterator[Row]:
     deadline = time.monotonic() + case.limit_seconds
-    # First, for it fills the compiler's cache.
+    # First, because it fills the compiler's cache.
     with Loop(count_modes, case, deadline=deadline) as loop:
         counts = [loop.turn().note for _ in case.modes]
     turns: list[list[Turn]] = [[] for _ in case.modes]
@@ -188,7 +188,7 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device, *, microbatch
     scale = 1
     if mode.kind == "FSDP1":
         model = apply_fsdp1(model, device, mp_policy)
-        # It averages gradients where we sum them.
+        # FSDP1 averages gradients where we sum them.
         clip, scale = model.clip_grad_norm_, n_ranks
     # FSDP1's parameters are flat, so no rule tells its matrices from its norms.
     optimizer = build_optimizer(model, Optimizer(weight_decay=0.0))
@@ -232,7 +232,7 @@ def apply_fsdp1(
 
 
 def rows_of_batch(args: TransformerArgs, size: tuple[int, int], rows: slice) -> list[Batch]:
-    """These rows of the global batch, which has one for each microbatch and rank: its size."""
+    """These rows of the global batch; ``size``: microbatches and ranks, a row for each pair."""
     generator = torch.Generator().manual_seed(0)
     shape = (*size, args.max_seq_len + 1)
     tokens = torch.randint(args.vocab_size, shape, generator=generator)[:, rows]
@@ -242,7 +242,7 @@ def rows_of_batch(args: TransformerArgs, size: tuple[int, int], rows: slice) -> 
 def count_mode(
     mode: Mode, args: TransformerArgs, device: torch.device, *, microbatches: int
 ) -> Counts:
-    """Profile the second step: the optimizer has its state then, and compilers are done."""
+    """Profile the second step, when the optimizer has its state and compilers are done."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()

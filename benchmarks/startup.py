@@ -1,4 +1,4 @@
-"""From ``./run_train.sh`` to the end of the first step, and what importing takes of it."""
+"""Time from ``./run_train.sh`` to the end of the first step, and imports' part of it."""
 
 import os
 import resource
@@ -18,9 +18,9 @@ class Case(Section):
     ranks: list[Count]
     imports: list[str]
     repetitions: Count
-    """The fastest counts; the first makes files warm, and does not."""
+    """The fastest counts; one more comes first, to warm the file cache, and does not."""
     keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Of train.py, whose default run it is."""
+    """Keys of train.py that differ from its default run."""
 
 
 def run(case: Case) -> Iterator[Row]:

@@ -21,7 +21,7 @@ from models import find_model
 from models.meta import build_on_meta
 
 LOOPS: dict[str, Callable[..., None]] = {"train": train_loop, "bare": bare_loop, **PEERS}
-# Of logits of the same weights in float32, relative to the largest.
+# How much logits of the same weights may differ in float32, relative to the largest.
 PARITY = 1e-4
 
 
@@ -50,7 +50,7 @@ def run(case: Case) -> Iterator[Row]:
                     print(error)
                     problems[name] = error.problem
                     continue
-                # What train.py chose, the bare loop after it is told; peers choose themselves.
+                # The bare loop after it is told what train.py chose; peers choose for themselves.
                 precision = loop.ready.matmul_precision if name == "train" else precision
                 loops[name], probes[name] = loop, loop.ready.probe
             for name, turn in turns_that_count(case, loops):
@@ -68,7 +68,7 @@ def run(case: Case) -> Iterator[Row]:
 
 
 def turns_that_count(case: Case, loops: dict[str, Loop]) -> Iterator[tuple[str, Turn]]:
-    """There and back, so that nobody is always the one who comes after somebody."""
+    """Take turns forth and back, so that no loop always comes after the same other one."""
     for number in range(case.warmup + case.turns):
         for name in list(loops)[:: 1 if number % 2 else -1]:
             turn = loops[name].turn(case.steps_per_turn)
@@ -110,7 +110,7 @@ def compared(bare: list[Turn], own: list[Turn]) -> Row:
 
 
 def parity_problem(ours: list[float] | None, theirs: list[float] | None) -> str | None:
-    """What tells that it is another model; None also where a loop shows no logits."""
+    """How it shows that two loops have different models; None also if one has no logits."""
     if ours is None or theirs is None:
         return None
     distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / max(map(abs, ours))

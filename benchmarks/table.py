@@ -18,7 +18,7 @@ MARKED = re.compile(r"(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)", re.DOT
 
 
 def table_of(path: Path) -> str:
-    """The rows of a file under the columns of the config that they are of."""
+    """The table of a file's rows, with the columns that their config asks for."""
     rows = read_rows(path)
     if not rows:
         return "(no rows yet)"
@@ -31,7 +31,7 @@ def table_of(path: Path) -> str:
 
 
 def rendered(page: str) -> str:
-    """A page with its tables as the committed rows have them."""
+    """A page with its tables made anew from the committed rows."""
     return MARKED.sub(lambda m: f"{m[1]}\n{table_of(RESULTS / m[2])}\n\n{m[3]}", page)
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     for file in options.files:
         print(table_of(file), end="\n\n")
     if options.draw:
-        from benchmarks.picture import draw_modes  # Behind it is an optional package.
+        from benchmarks.picture import draw_modes  # It imports an optional package.
 
         rows = [row for file in options.files for row in read_rows(file)]
         draw_modes(newest(rows), options.draw)

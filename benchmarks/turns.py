@@ -1,7 +1,7 @@
 """Loops that take turns: processes that stand still between steps until it is their turn.
 
-Whatever else the machine does slows all of them alike, so ratios hold where rates do not. The one
-clock of all benchmarks.
+Whatever else the machine does slows all of them alike, so ratios hold where rates do not.
+Benchmarks of steps all take their times here.
 """
 
 import os
@@ -21,7 +21,7 @@ from runtime.compat import usable_cpus
 
 
 class Turn(NamedTuple):
-    """Of all ranks: the longest time, the sums of CPU time and memory."""
+    """One turn, over all ranks: the longest time, and the sums of CPU time and memory."""
 
     seconds: float
     cpu_seconds: float
@@ -32,16 +32,16 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """A loop's side of it."""
+    """The turns as the loop itself sees them, in its own process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._left, self._begin = connection, 0, (0.0, 0.0)
         self._is_ready = False
         self.note: Any = None
-        """Goes with what the turn measured; before the first one, with the news of being ready."""
+        """Sent along with a turn's measurements; before the first turn, to say that it is ready."""
 
     def next_step(self) -> None:
-        """Call it where a step begins: the one before is over, and the next may have to wait."""
+        """Call this where a step begins: it ends the one before, and may wait for the next turn."""
         if self._left == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -54,14 +54,14 @@ class Turns:
             try:
                 self._left = self._connection.recv()
             except EOFError:
-                # Nobody listens any more; what reads ahead in threads would go on for ever.
+                # Nobody listens any more, and threads that read ahead would go on for ever.
                 os._exit(0)
             self._begin = time.perf_counter(), time.process_time()
         self._left -= 1
 
 
 def compile_seconds() -> float:
-    """That this process has spent in torch.compile."""
+    """Seconds that this process has spent in torch.compile."""
     if "torch._dynamo.utils" not in sys.modules:
         return 0.0
     spent = sys.modules["torch._dynamo.utils"].calculate_time_spent()
@@ -73,19 +73,19 @@ class LoopError(Exception):
 
     @property
     def problem(self) -> str:
-        """Its last line, which fits into a table."""
+        """The traceback's last line, short enough for a table."""
         return str(self).strip().splitlines()[-1][:200].replace("|", "/")
 
 
 class Loop:
-    """A loop's processes, one for each rank, from outside. A context, which ends them."""
+    """A loop's processes, one for each rank, seen from outside. As a context, it ends them."""
 
     def __init__(
         self, work: Callable[..., None], *args: Any, ranks: int = 1, deadline: float
     ) -> None:
         """Start ``work(turns, *args)``, which calls ``turns.next_step()`` for ever, on each rank.
 
-        ``deadline``, of ``time.monotonic()``: from there on every wait is a ``TimeoutError``.
+        ``deadline``, on ``time.monotonic()``: after it, every wait raises ``TimeoutError``.
         """
         self._deadline = deadline
         self._processes, self._connections = [], []
@@ -109,7 +109,7 @@ class Loop:
             raise
 
     def turn(self, steps: int = 1) -> Turn:
-        """Let it make ``steps``."""
+        """Let the loop make ``steps``."""
         for connection in self._connections:
             connection.send(steps)
         of_ranks = self._receive()
@@ -155,7 +155,7 @@ def _run(
         os.environ |= {name: str(value) for name, value in names.items()}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(max(1, usable_cpus() // ranks))
-    # What loops log is not what is measured; what goes wrong is told.
+    # What loops print is dropped; errors go through the connection.
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)

@@ -355,7 +355,7 @@ def _differences(
 
 
 def _merge_differences(answers: list[tuple[list[str], set[str]]]) -> list[str]:
-    """The first of each kind. Left over is what no rank wants, for stages want different tensors."""
+    """The first of each kind. Left over is what no rank wants, as stages want different tensors."""
     left_over = set.intersection(*(unread for _, unread in answers))
     found = sorted({problem for problems, _ in answers for problem in problems})
     return found[:1] + [f"it also has {fqn}" for fqn in sorted(left_over)[:1]]

@@ -38,7 +38,7 @@ NOT_SAVED = Ending("checkpoints that could not be saved", FAILED, is_worth_savin
 
 
 def stopped_by(reason: str, *, has_checkpoints: bool) -> Ending:
-    """The ending by the stop file, or by a signal, whose sender wants the run to go on elsewhere."""
+    """The ending for the stop file, or a signal, whose sender wants the run to go on elsewhere."""
     if reason == STOP_FILE.reason:
         return STOP_FILE
     return Ending(reason, PREEMPTED if has_checkpoints else FAILED)

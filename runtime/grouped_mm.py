@@ -38,7 +38,7 @@ def avoid_wrong_grouped_mm(moes: list[nn.Module], *, dtype: torch.dtype | None) 
 def check_grouped_mm(
     shape: torch.Size, *, device: str, grouped_mm: Callable[..., torch.Tensor] = F.grouped_mm
 ) -> None:
-    """Raise ``ArithmeticError`` unless it multiplies each group by its weights (h, d), ``shape``."""
+    """Raise ``ArithmeticError`` unless it multiplies each group by its own weights (h, d)."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(COUNTS), shape[1]), (len(COUNTS), *shape)]
     drawn = [torch.randn(shape, generator=generator, device=device) for shape in shapes]

@@ -41,9 +41,9 @@ SHUTDOWN_SECONDS = 120
 KILL_SECONDS = 5
 RENDEZVOUS_SECONDS = 900
 LISTEN_SECONDS = 1.0
-# What ranks have to end by themselves after the head node's launcher did.
+# Seconds that ranks have to end by themselves after the head node's launcher ended.
 FAREWELL_SECONDS = 30.0
-# What ranks end with on purpose; the others then are on their way out too.
+# Exit codes of ranks that end on purpose; the other ranks are then on their way out too.
 MEANT = {
     exit_codes.DONE,
     exit_codes.BAD_CONFIG,
@@ -67,13 +67,13 @@ class End:
     """How this node's ranks ended."""
 
     codes: dict[int, int]
-    """Exit codes by rank; minus the signal that killed it."""
+    """Exit codes by rank; for one killed by a signal, minus its number."""
     message: str
     """What the first rank that failed told torchrun."""
     signal: signal.Signals | None
-    """What the launcher was told to stop by, if it was."""
+    """The signal that told the launcher to stop, if one did."""
     verdict: Verdict | None
-    """Of a failure that no rank meant."""
+    """On a failure that no rank meant; None: there was none."""
 
 
 def run_ranks(
@@ -81,12 +81,12 @@ def run_ranks(
 ) -> End:
     """Run Python on ``program`` once per rank of this node; return when all have ended.
 
-    ``shown`` are the ranks of this node whose output is seen. What the others say is in ``logs``,
-    in a folder of this start, or nowhere; ``ConfigError`` if that cannot be made.
+    ``shown`` are the ranks of this node whose output is shown. That of the others goes to ``logs``,
+    into a folder of this start, or nowhere; ``ConfigError`` if the folder cannot be made.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
     os.environ["LAUNCHER_PID"] = str(os.getpid())
-    # Says less than what the launcher tells of a failure.
+    # It says less about a failure than the launcher does.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     store = open_store(nodes, RENDEZVOUS_SECONDS)
     if logs is not None:
@@ -117,7 +117,7 @@ def run_ranks(
             received = error.sigval
             agent.judge_failure()
         finally:
-            # Of those who told us to stop a third time, nobody waits any longer.
+            # Ranks that still run, as after a third request to stop, are waited for no longer.
             agent.kill([rank for rank, code in agent.exit_codes().items() if code is None])
             agent.stop_listening()
     codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
@@ -127,14 +127,14 @@ def run_ranks(
 
 
 def _agreed(store: dist.Store, nodes: Nodes, text: str) -> str:
-    """What the head node's launcher says."""
+    """The ``text`` of the head node's launcher, on all nodes."""
     if nodes.rank == 0:
         store.set("launcher/start", text)
     return store.get("launcher/start").decode()
 
 
 def _keep_flight_records(logs: Path) -> None:
-    """Let NCCL tell what the collectives were when one of them times out; see torchfrtrace."""
+    """Have NCCL dump the latest collectives when one of them times out; see torchfrtrace."""
     for name, value in {
         "NCCL_DEBUG": "WARN",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -145,7 +145,7 @@ def _keep_flight_records(logs: Path) -> None:
 
 
 def _forget_empty(logs: Path, ranks: list[int], new: list[Path]) -> None:
-    """Of those who said nothing, and of a start that was refused, leave nothing.
+    """Remove logs of ranks that said nothing, and empty new folders, as of a refused start.
 
     ``new``: the folders that were not there before, the innermost first.
     """
@@ -158,11 +158,11 @@ def _forget_empty(logs: Path, ranks: list[int], new: list[Path]) -> None:
 
 
 def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
-    """The store of the run's ranks and agents; the head node's launcher has it."""
+    """Connect to the store of the run's ranks and agents, which the head node's launcher serves."""
     address, port, listener = nodes.address, nodes.port, None
     if nodes.count == 1:
-        # Left to itself, the store would listen on every interface. The agent's own, on the same
-        # port of the same process, will be this one.
+        # Left to itself, the store would listen on every interface. The one that the agent makes,
+        # on the same port of the same process, will be this one.
         server = socket.create_server(("127.0.0.1", 0))
         (address, port), listener = server.getsockname(), server.detach()
     return dist.TCPStore(
@@ -177,7 +177,7 @@ def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
 
 
 class RankLogs(DefaultLogsSpecs):
-    """Of ranks that are not shown, the output is in files of ``logs``."""
+    """Sends the output of ranks that are not shown to files in ``logs``."""
 
     def __init__(self, scratch: str, shown: set[int], logs: Path | None) -> None:
         super().__init__(scratch, local_ranks_filter=shown)
@@ -211,19 +211,19 @@ class Agent(LocalElasticAgent):
         self._is_alarmed, self._is_over = threading.Event(), threading.Event()
         self._listener: threading.Thread | None = None
         if has_others:
-            # A connection of its own: of one, only one thread can wait for an answer.
+            # A connection of its own: only one thread at a time can wait for an answer on one.
             mine = dist.TCPStore(store.host, store.port, is_master=False)
             self._listener = threading.Thread(target=self._listen, args=(mine,), daemon=True)
             self._listener.start()
 
     def exit_codes(self) -> dict[int, int | None]:
-        """Of this node's ranks; None while one runs."""
+        """The exit codes of this node's ranks; None for one that runs."""
         workers = self.get_worker_group().workers
         ranks = {worker.local_rank: worker.global_rank for worker in workers}
         return {ranks[local]: process.poll() for local, process in self._processes().items()}
 
     def judge_failure(self) -> None:
-        """If a rank failed, and for the first time, find out why; end those that hang."""
+        """At the first failure of a rank, find out why it failed, and end the ranks that hang."""
         codes = self.exit_codes()
         is_over = set(codes.values()) <= MEANT
         has_failed = not set(codes.values()) <= MEANT | {None}
@@ -243,11 +243,11 @@ class Agent(LocalElasticAgent):
         lines = ["the launcher of the head node does not answer"]
         unheard = Verdict(lines, traceback="", silent=list(codes))
         self.verdict = verdicts[0] if verdicts else unheard
-        # What hangs does not hear SIGTERM either, after which torchrun waits 30 seconds.
+        # Ranks that hang do not hear SIGTERM either, after which torchrun would wait for them.
         self.kill(self.verdict.silent)
 
     def _listen(self, store: dist.Store) -> None:
-        """Hear of failures on other nodes: here, all ranks may hang and none have failed."""
+        """Hear of failures on other nodes: here, all ranks may hang without one that failed."""
         try:
             while not is_alarmed(store):
                 if self._is_over.wait(LISTEN_SECONDS):
@@ -258,14 +258,14 @@ class Agent(LocalElasticAgent):
         self._is_alarmed.set()
 
     def stop_listening(self) -> None:
-        """A thread that comes out of the store while Python ends aborts the process. One that
-        waits behind a cut link does not come out of it."""
+        """End the thread that listens: if its call to the store returned while Python exits, it
+        would abort the process. Behind a cut link the call does not return."""
         self._is_over.set()
         if self._listener is not None:
             self._listener.join(2 * LISTEN_SECONDS)
 
     def kill(self, ranks: list[int]) -> None:
-        """End those of ``ranks`` that run on this node, and what they started, unasked."""
+        """Kill those of ``ranks`` that run on this node, and all that they started."""
         for worker in self.get_worker_group().workers:
             process = self._processes().get(worker.local_rank)
             if worker.global_rank in ranks and process is not None and process.poll() is None:
@@ -283,7 +283,7 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(death_sig, timeout=SHUTDOWN_SECONDS)
 
     def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
-        """Those of this node's ranks, by local rank."""
+        """The processes of this node's ranks, by local rank."""
         if self._pcontext is None:
             return {}
         assert isinstance(self._pcontext, SubprocessContext)

@@ -1,4 +1,4 @@
-"""The command lines of tools, and what their ``main`` have in common."""
+"""The command lines of tools, and what their ``main`` functions have in common."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def telling_mistakes(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """``main``, which says what is wrong with what it was given in a line, without a traceback."""
+    """Wrap ``main``: ``OSError`` and ``ValueError`` become a line on stderr and BAD_CONFIG."""
 
     @wraps(main)
     def told(arguments: list[str]) -> int:

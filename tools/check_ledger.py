@@ -42,10 +42,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Of the data, between two steps."""
+    """Where the data stand between two steps."""
 
     starts: np.ndarray
-    """Where each row goes on (n, 3): row, document, place."""
+    """Where each row goes on, (n, 3): row, document, place."""
     next_row: int
 
 
@@ -55,7 +55,7 @@ class Lineage:
 
     steps: dict[int, Entry] = field(default_factory=dict)
     places: dict[int, Place] = field(default_factory=dict)
-    """After each step."""
+    """Where the data stood after each step."""
     n_attempts: int = 0
     left_out: dict[int, int] = field(default_factory=dict)
     """After which steps data were left out on purpose, and how many steps' worth."""
@@ -155,7 +155,7 @@ def _read_file(path: Path, lineage: Lineage) -> Iterator[Part]:
 
 
 def _parse(line: bytes) -> Attempt | Entry | None:
-    """None: not a whole line of a ledger."""
+    """A line of a ledger; None: it is not a whole one."""
     try:
         values = json.loads(line)
         if "attempt" in values:
@@ -202,9 +202,9 @@ def _check_order(part: Part, lineage: Lineage) -> None:
 
 
 def _go_back(head: Attempt, lineage: Lineage) -> Place:
-    """Forget the steps after the one that the attempt resumed from; where its rows have to start.
+    """Forget the steps after the one that the attempt resumed from; return where rows must start.
 
-    No rows if the step that says it was never finished.
+    No rows if the step that says where was never finished.
     """
     goes_on_after = f"attempt {head.attempt} resumed from step {head.resumed_from}"
     resumed, data_after = head.resumed_from, head.data_after
@@ -246,7 +246,7 @@ def _merge(entries: dict[int, Entry], ranks: dict[int, Part], lineage: Lineage) 
 
 
 def _check_rows(entry: Entry, before: Place, size: int, n_rows: int, lineage: Lineage) -> Place:
-    """The ``size`` rows that come next are there, and each goes on where it ended before."""
+    """Check that the next ``size`` rows are there, and that each goes on where it ended before."""
     numbers, starts = entry.rows[:, ROW], before.starts
     for row in np.setxor1d(numbers, np.arange(before.next_row, before.next_row + size) % n_rows):
         what = "is no row of the batch" if row in numbers else "was read by no rank"

@@ -41,7 +41,7 @@ from runtime import exit_codes
 from tools.arguments import Parser, telling_mistakes
 from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 
-# Of the names of a checkpoint's weights, beside those of the optimizer's state.
+# What names of weights begin with in a checkpoint, which has the optimizer's state too.
 PREFIX = "model."
 
 
@@ -71,9 +71,9 @@ def export_checkpoint(
     tokenizer_name: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the weights of a checkpoint, that any mesh wrote, as a new folder of Hugging Face's.
+    """Write the weights of a checkpoint, from any mesh, as a new Hugging Face folder.
 
-    Raises ``ValueError`` for what does not verify, or has no form there.
+    Raises ``ValueError`` if the checkpoint does not verify, or its model has no form there.
     """
     checkpoint = find_checkpoint(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -104,7 +104,7 @@ def export_checkpoint(
 
 
 def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
-    """Of the model's state dict; ``ValueError`` for sizes that no memory has."""
+    """The shapes of the model's state dict; ``ValueError`` for sizes that cannot be built."""
     try:
         state = build_on_meta(spec, args, torch.float32).state_dict()
     except (OverflowError, RuntimeError, TypeError) as error:
@@ -122,7 +122,7 @@ def _read_weight(checkpoint: Path, fqn: str, entry: Entry) -> torch.Tensor:
 def _tokenizer_of(
     checkpoint: Path, manifest: Mapping[str, Any], name: str | None
 ) -> tuple[Tokenizer | None, dict[str, bytes]]:
-    """The run's tokenizer, and what of it is written; none where the checkpoint knows of none."""
+    """The run's tokenizer, and the files to write for it; none where the checkpoint names none."""
     found = saved_tokenizer(checkpoint, manifest, name)
     if found is None:
         print("no tokenizer is written: the checkpoint names none, and there is no --tokenizer")
@@ -139,7 +139,7 @@ def _tokenizer_of(
         files = {TOKENIZER_FILE: path.read_bytes(), "tokenizer_config.json": text.encode()}
         return tokenizer, files
     if path.suffix in (".tiktoken", ".model"):
-        # What says how it splits text, if it is not known by itself.
+        # The companion says how the tokenizer splits text, if that is not known anyway.
         companion = path.with_name(f"{path.name}.json")
         paths = [path, *([companion] if path.suffix == ".tiktoken" and companion.exists() else [])]
         return tokenizer, {each.name: each.read_bytes() for each in paths}
@@ -148,7 +148,7 @@ def _tokenizer_of(
 
 
 def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYTES) -> None:
-    """Write the weights of a folder of Hugging Face's as a new checkpoint, of step 0.
+    """Write the weights of a Hugging Face folder as a new checkpoint, of step 0.
 
     Raises ``ValueError`` for what is not implemented here, missing, left over or torn.
     """
@@ -171,7 +171,7 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
     source.check(family, args, shapes)
     facts = _facts(folder, name, spec, args)
     by_name = {pair.ours: pair for pair in pairs}
-    # What shares another's weight is read from there.
+    # A tensor that shares another's weight is read from there.
     origins = {pair.ours: by_name[pair.shares or pair.ours] for pair in pairs}
     items = [_item(fqn, shapes[fqn], source.dtype(pair)) for fqn, pair in origins.items()]
 
@@ -181,7 +181,7 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
 
     with new_folder(checkpoint) as scratch:
         parts = {}
-        # Several, so that as many ranks can verify them.
+        # Several files, so that as many ranks can share the work of verifying them.
         for number, group in enumerate(_groups(items, file_bytes)):
             file = f"part-{number:05d}.bin"
             parts[file] = write_parts(scratch / file, group, read)
@@ -213,7 +213,7 @@ def _groups(items: Iterable[WriteItem], file_bytes: int) -> Iterator[list[WriteI
 
 
 def _facts(folder: Path, name: str, spec: ModelSpec, args: TransformerArgs) -> dict[str, Any]:
-    """Of a checkpoint that no run saved."""
+    """The manifest's facts, for a checkpoint that no run saved."""
     flavors = (
         flavor
         for flavor, published in spec.flavors.items()

@@ -34,11 +34,11 @@ from tools.arguments import Parser, telling_mistakes
 from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 
 MOST_TOKENS = 256
-# Bounds the logits of a prompt, of which only the last are needed.
+# Tokens of a prompt at once: bounds the memory for its logits, of which only the last are needed.
 CHUNK = 512
-# What decoders put for bytes that are no character, or not yet: after so many tokens they are none.
+# Stands for bytes that are no character, or not yet one: after so many tokens they never will be.
 REPLACEMENT, MOST_WAITING = "\ufffd", 3
-# Tokens before the next that tell how it is written, such as whether a space comes first.
+# Earlier tokens that decide how the next is written, such as whether a space comes first.
 CONTEXT = 32
 
 
@@ -47,13 +47,13 @@ def main(arguments: list[str]) -> int:
     try:
         write(parse(arguments))
     except BrokenPipeError:
-        # Who read has seen enough; Python would still flush.
+        # The reader has seen enough, but Python would flush at its end, and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_codes.DONE
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Raises ``ValueError`` that names the argument."""
+    """The command line's options; a ``ValueError`` names the argument that is wrong."""
     parser = Parser("python -m tools.generate", description=__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint's folder; or a run's: its newest that verifies")
@@ -162,7 +162,7 @@ def write(options: argparse.Namespace) -> None:
     )
     text, n_drawn, begin = Text(tokenizer.decode, prompt), 0, time.perf_counter()
     _print(options.prompt)
-    # Ctrl-C asks for the end, and what was drawn stays.
+    # Ctrl-C ends the text, and what was drawn so far stays.
     with suppress(KeyboardInterrupt):
         for token in tokens:
             n_drawn += 1
@@ -182,7 +182,7 @@ def _print(text: str) -> None:
 
 
 def _count(wanted: int | None, prompt: list[int], seq_len: int) -> int:
-    # The last token drawn is at no position: nothing is drawn after it.
+    # The last token drawn takes no position: the model never reads it.
     room = seq_len + 1 - len(prompt)
     text = f"the model was trained on sequences of {seq_len}, and the prompt has {len(prompt)}"
     if room < 1:
@@ -205,7 +205,7 @@ def load_model(
     model = build_on_meta(spec, args, dtype)
     with keep_shared(model):
         model.to_empty(device=device)
-    # Fills what follows from ``args``; the weights are those of the checkpoint.
+    # Fills the buffers, which follow from ``args``; the weights come from the checkpoint below.
     cast(Any, model).init_weights(lambda parameter, *, std: None)
     weights = ModelState(model)
     state = {"model": weights.state_dict()}
@@ -226,7 +226,7 @@ def generate(
     count: int,
     choose: Callable[[torch.Tensor], int],
 ) -> Iterator[int]:
-    """``count`` tokens after ``prompt``, each of which ``choose`` takes by its logits (vocab,)."""
+    """``count`` tokens after ``prompt``; ``choose`` picks each from its logits (vocab,)."""
     device = next(model.parameters()).device
     given, n_seen = torch.tensor([prompt], device=device), 0
     with cached(spec.attentions(model), spec.delta_nets(model), max_seq_len=len(prompt) + count):
@@ -241,31 +241,31 @@ def generate(
 
 
 class Text:
-    """Ids to text as they come: a character that is cut waits for its rest."""
+    """Ids to text as they come: a character that is incomplete waits for the rest of its bytes."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
         self._decode, self._ids = decode, prompt[-CONTEXT:]
         self._n_told, self._n_waiting = len(decode(self._ids)), 0
 
     def add(self, token: int) -> str:
-        """What is certain with ``token``, and was not before."""
+        """The text that has become certain with ``token``."""
         self._ids.append(token)
         text = self._decode(self._ids)
         certain = len(text)
         self._n_waiting = self._n_waiting + 1 if text.endswith(REPLACEMENT) else 0
         if self._n_waiting > 0:
-            # The last may still become a character; of some tokenizers, all bytes before it.
+            # The last may still become a character; with some tokenizers, so may all before it.
             certain = self._n_told if self._n_waiting <= MOST_WAITING else certain - 1
         piece = text[self._n_told : certain]
         self._n_told = max(self._n_told, certain)
         if self._n_waiting == 0 and len(self._ids) > 2 * CONTEXT:
-            # What comes does not change what is long past: decode it no more.
+            # Later tokens no longer change the oldest text: stop decoding it again.
             self._ids = self._ids[-CONTEXT:]
             self._n_told = len(self._decode(self._ids))
         return piece
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """The text that was held back; for the end."""
         return self._decode(self._ids)[self._n_told :]
 
 

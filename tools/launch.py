@@ -8,7 +8,7 @@ which torchrun alone would flatten to 1, and with 93 when trying again would not
 # ruff: noqa: E402
 import gc
 
-# As in train.py: what imports make stays.
+# As in train.py: what imports allocate lives on.
 gc.disable()
 
 import os
@@ -46,7 +46,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         n_ranks = ranks_per_node(environment)
         nodes = find_nodes(environment)
         check_run(config, n_ranks * nodes.count)
-        # All log the same; one copy of it is enough.
+        # All ranks log the same; one copy of it is enough.
         asked = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
         shown = shown_ranks(asked, n_ranks) if asked else set()
         logs, control = config.job.folder / "logs", config.job.folder / "control"
@@ -76,7 +76,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
 
 
 def forget_end(control: Path) -> None:
-    """Of the last launcher; ``ConfigError`` where no run can have a folder."""
+    """Remove the last launcher's exit code; ``ConfigError`` where no run can have a folder."""
     try:
         exit_codes.forget(control)
     except OSError as error:
@@ -90,15 +90,15 @@ def check_run(config: JobConfig, n_ranks: int) -> None:
 
 
 def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
-    """What the launcher ends with; ``outcome`` is what the run's ``control/outcome`` says."""
+    """The launcher's exit code; ``outcome`` is what the run's ``control/outcome`` says."""
     codes = set(end.codes.values())
-    # Who waits for a rank that found the config wrong fails too.
+    # One such rank decides, because others fail by waiting for it.
     for code in (exit_codes.BAD_CONFIG, exit_codes.DO_NOT_REQUEUE):
         if code in codes:
             return code
     if end.signal is not None:
         has_saved = outcome.startswith("stopped SIG") and has_checkpoints
-        # Ranks that die of a signal had not yet come to where they handle it, so nothing is lost.
+        # Ranks that die of the signal had not yet begun to handle it, so nothing is lost.
         if has_saved or codes <= {-end.signal}:
             return exit_codes.PREEMPTED
         has_ended = outcome in [ending.outcome for ending in DONE_ENDINGS]
@@ -119,7 +119,7 @@ def fail(end: End, control: Path) -> int:
     if end.verdict is not None or end.signal is None:
         print("the run failed: " + "\n  ".join(lines), file=sys.stderr)
     if end.signal is not None:
-        # It was not left to go on, so nobody knows that it would fail again.
+        # It was told to stop, so nobody knows whether it would fail again.
         return exit_codes.FAILED
     attempt = record_failure(control, lines=lines, codes=end.codes)
     if attempt < MOST_ATTEMPTS:
@@ -183,7 +183,7 @@ def cpu_threads(n_ranks: int) -> int:
 
 
 def shown_ranks(text: str, n_ranks: int) -> set[int]:
-    """The ranks of this node whose output is seen; ``text`` as in LOG_RANK: 0,1"""
+    """The ranks of this node whose output is shown; ``text`` as in LOG_RANK: 0,1"""
     shown = {_number("LOG_RANK", rank, at_least=0) for rank in text.split(",")}
     if max(shown) >= n_ranks:
         raise ValueError(f"LOG_RANK: {text}: a node's ranks are 0 to {n_ranks - 1}")

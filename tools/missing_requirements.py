@@ -1,4 +1,4 @@
-"""Print what this interpreter lacks of pyproject.toml, and of its extra if one is named.
+"""Print the requirements of pyproject.toml, and of an extra if named, that this interpreter lacks.
 
 Imports the standard library only, so that any interpreter can be asked, and asked quickly.
 """

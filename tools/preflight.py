@@ -55,7 +55,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             print("\n".join(findings), file=sys.stderr)
             return exit_codes.FAILED
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
-    # As safe a path for the ranks as ours.
+    # Ranks get -P if we have it: no module is imported from an unsafe folder.
     program = [*(["-P"] if sys.flags.safe_path else []), *PROGRAM, *arguments]
     end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown={0})
     codes = set(end.codes.values())
@@ -70,12 +70,12 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
 
 
 def meet(store: dist.Store, nodes: Nodes, *, n_ranks: int, seconds: float) -> list[str]:
-    """Wait for all nodes, up to ``seconds``; what is wrong with them, on those that came."""
+    """Wait up to ``seconds`` for all nodes; return what is wrong, on every node that came."""
     store = dist.PrefixStore("preflight", store)
     place = store.add(f"came/{nodes.rank}", 1)
     store.set(f"node/{nodes.rank}/{place}", json.dumps([socket.gethostname(), n_ranks]))
     if nodes.rank > 0 or place > 1:
-        # The head began to wait at another time.
+        # Twice as long, because the head may have begun to wait later.
         store.wait(["met"], timedelta(seconds=2 * seconds))
         findings = json.loads(store.get("met"))
         store.add("told", 1)
@@ -108,7 +108,7 @@ def meet(store: dist.Store, nodes: Nodes, *, n_ranks: int, seconds: float) -> li
         there = ", ".join(f"{rank} ({names[0]})" for rank, names in hosts.items())
         findings.append(f"nodes that came: {there}")
     store.set("met", json.dumps(findings))
-    # Whoever came hears it, before the store is gone with this process.
+    # All that came must hear it before this process ends, and the store with it.
     deadline = time.monotonic() + FAREWELL_SECONDS
     while store.add("told", 0) < sum(came.values()) - 1 and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

@@ -32,12 +32,12 @@ from tools.preflight_speed import KINDS, bus_bandwidth, groups_of, link_speed, m
 
 T = TypeVar("T")
 
-# What ranks end with when something is wrong: the launcher makes no failure of it.
+# Exit code of ranks when something is wrong, which the launcher does not take for a failure.
 FOUND = exit_codes.DO_NOT_REQUEUE
 CLOCK_SECONDS, CLOCK_TRIES = 1.0, 10
-# What another node wrote may take so long to be seen on a network's file system.
+# How long a file may take to be seen from another node on a network file system.
 SEEN_SECONDS = 5.0
-# Less than these shares of what the others have is told, of speeds and of memory.
+# Speeds, and sizes of memory, below these shares of what the others have are findings.
 SLOW, SMALL = 0.5, 0.95
 GIB = 2**30
 
@@ -66,7 +66,7 @@ class Seen:
 
     places: list[Place]
     columns: dict[str, list[str]]
-    """Of the table of nodes: a text for each."""
+    """Columns of the table of nodes, by name: a text for each node."""
     findings: list[str]
 
     @property
@@ -125,7 +125,7 @@ def everywhere(value: T) -> list[T]:
 
 
 def unequal(what: str, values: Sequence[Any], who: Sequence[str]) -> list[str]:
-    """Who has another value than most; where as many have the one as the other, than the first."""
+    """Those with another value than most have; in a tie, than the value that comes first."""
     usual = Counter(values).most_common(1)[0][0]
     return [
         f"{name}: {what} is {value}, and {usual} elsewhere"
@@ -135,8 +135,8 @@ def unequal(what: str, values: Sequence[Any], who: Sequence[str]) -> list[str]:
 
 
 def below(share: float, what: str, values: Sequence[float], who: Sequence[Any]) -> list[str]:
-    """Who has less than a share of the median; ``what`` says where its number goes: {}."""
-    # The higher of two middle ones: half of them may be slow.
+    """Those with less than a share of the median; in ``what``, {} is where the number goes."""
+    # The higher of two middle values, so that a slow half is found too.
     usual = median_high(values)
     return [
         f"{name}: {what.format(f'{value:.3g}')}, and the median is {usual:.3g}"
@@ -146,7 +146,8 @@ def below(share: float, what: str, values: Sequence[float], who: Sequence[Any]) 
 
 
 def compare_facts(seen: Seen, facts: Mapping[str, Any]) -> None:
-    """What must be equal on all nodes. Adds to ``seen``, as do all that follow. Collectives."""
+    """Compare what must be equal on all nodes. Like all that follow, a collective that adds to
+    ``seen``."""
     told = {str(who): facts for who, facts in zip(seen.places, everywhere(facts), strict=True)}
     for key in dict.fromkeys(key for facts in told.values() for key in facts):
         having = [leader for leader in seen.leaders if key in told[str(leader)]]
@@ -171,7 +172,7 @@ def facts_of(config: JobConfig, job: Job | None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if has_gpu else platform.machine(),
         "devices": torch.cuda.device_count() if has_gpu else usable_cpus(),
     }
-    # Without them, a node says why.
+    # A node without a job has already told why.
     if job is not None:
         facts["fingerprint of the tokenizer"] = job.tokenizer.fingerprint
         facts["fingerprint of the data"] = job.train.fingerprint
@@ -179,7 +180,7 @@ def facts_of(config: JobConfig, job: Job | None) -> dict[str, Any]:
 
 
 def source_hash() -> str:
-    """Of all our Python files; a model of the user's own is not among them."""
+    """Hash of all our Python files; a model of the user's own is not among them."""
     packages = (path.parent for path in ROOT.glob("*/__init__.py"))
     files = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
     total = hashlib.sha256()
@@ -189,7 +190,7 @@ def source_hash() -> str:
 
 
 def compare_memory(seen: Seen, device: torch.device) -> None:
-    """Of devices, where others may have taken some; without any, the machine's."""
+    """Compare the memory of devices, some of which may be taken; without any, the machine's."""
     free = total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -211,7 +212,7 @@ def count_parameters(job: Job | None) -> int:
 
 
 def compare_folders(seen: Seen, config: JobConfig, n_parameters: int) -> str:
-    """Whether all nodes can write to one folder with room; what that room is for."""
+    """Compare whether all nodes can write to one folder with room; return what needs the room."""
     own = seen.places[dist.get_rank()]
     (token, *_) = everywhere(uuid.uuid4().hex)
     folder, mine, free, problem = Path(config.job.output_dir).absolute(), None, 0.0, ""
@@ -242,7 +243,7 @@ def compare_folders(seen: Seen, config: JobConfig, n_parameters: int) -> str:
         if problems[leader.rank]
     )
     seen.columns["free GiB"] = [f"{told[leader.rank][1]:.1f}" for leader in seen.leaders]
-    # Weights and two moments.
+    # A checkpoint has weights and two moments.
     need = 3 * n_parameters * getattr(torch, config.training.dtype).itemsize / GIB
     title = f"{n_parameters:,} parameters, {need:.2f} GiB a checkpoint"
     for leader in writers[:1]:
@@ -255,7 +256,7 @@ def compare_folders(seen: Seen, config: JobConfig, n_parameters: int) -> str:
 
 
 def nearest(folder: Path) -> Path:
-    """``folder``, or the first above it that exists: nothing is created for a look."""
+    """``folder``, or the first above it that exists: a check creates no folders."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -269,7 +270,7 @@ def is_read(path: Path, text: str) -> bool:
 
 
 def compare_clocks(seen: Seen) -> None:
-    """By node 0's: a clock read halfway between question and answer, give or take that half."""
+    """Compare with node 0's: a clock is read halfway from question to answer, give or take half."""
     rank, stamp = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
     offsets = [(0.0, 0.0)]
     for leader in seen.leaders[1:]:
@@ -299,7 +300,7 @@ def wall_clock() -> float:
 
 
 def compare_speeds(seen: Seen, device: torch.device) -> None:
-    """Each rank alone, and with a few others."""
+    """Compare speeds: of each rank alone, and of its links to a few others."""
     speeds = everywhere(multiply_speed(device))
     own = seen.places[dist.get_rank()]
     links = everywhere(link_speed(device, node=own.node, n_nodes=len(seen.leaders)))
@@ -314,7 +315,7 @@ def compare_speeds(seen: Seen, device: torch.device) -> None:
 
 
 def compare_dims(seen: Seen, config: JobConfig, device: torch.device) -> list[list[str]]:
-    """The rows of the table of mesh dims; none if there is no group of two."""
+    """Compare groups of each mesh dim; return rows of a table, none if no dim is larger than 1."""
     dims = ParallelDims.build(config.parallelism, len(seen.places), device.type)
     meshes, ep = [dims.weight_mesh, dims.data_mesh], config.parallelism.expert_parallel_degree
     if ep > 1:

@@ -51,16 +51,16 @@ def link_speed(device: torch.device, *, node: int, n_nodes: int) -> float:
 
 
 def n_rounds(count: int) -> int:
-    """In which each of ``count`` meets every other one once."""
+    """Rounds of a tournament in which each of ``count`` meets every other one once."""
     return count - 1 + count % 2
 
 
 def partner(own: int, count: int, number: int) -> int | None:
-    """Whom to meet in a round of that tournament, if anybody."""
+    """The one that ``own`` meets in round ``number`` of that tournament, if any."""
     n = n_rounds(count)
     if own == n:
         return next(other for other in range(n) if (2 * other - number) % n == 0)
-    # Whoever would meet itself meets the last one, which there is where ``count`` is even.
+    # One that would meet itself meets the last one instead, which exists if ``count`` is even.
     other = (number - own) % n
     other = n if other == own else other
     return other if other < count else None
@@ -75,9 +75,9 @@ def exchange(out: torch.Tensor, incoming: torch.Tensor, peer: int) -> None:
 def groups_of(
     meshes: list[DeviceMesh],
 ) -> list[tuple[str, list[list[int]], dist.ProcessGroup]]:
-    """Of each dim larger than 1: its name, all its groups of ranks, and the one this rank is in.
+    """For each dim larger than 1: its name, its groups of ranks, and the one this rank is in.
 
-    Dims that have the same groups are one.
+    Dims that have the same groups are joined to one.
     """
     names: dict[str, list[str]] = {}
     found: dict[str, tuple[list[list[int]], dist.ProcessGroup]] = {}
@@ -109,7 +109,7 @@ def message_bytes(device: torch.device) -> int:
 
 
 def best_seconds(act: Callable[[], Any], device: torch.device) -> float:
-    """The fastest of a few, after one to warm up."""
+    """Seconds of the fastest of a few calls, after one to warm up."""
     seconds = []
     for _ in range(REPEATS + 1):
         begin = time.perf_counter()

@@ -49,7 +49,7 @@ from tools.token_shards import (
 
 CONFIG_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 SHARD_TOKENS = 1 << 26
-# From so many documents, spread over all, follows how many make a shard.
+# How many documents, spread over all, are measured to decide how many make a shard.
 MEASURED = 64
 SUFFIXES = ("bin", "ends", "json")
 OURS = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
@@ -144,7 +144,7 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
         index = read_index(folder)
         for shard in index["shards"]:
             check_sizes(folder, shard, DTYPES[index["dtype"]])
-        # What led here is in the index now.
+        # The index now has what the other files of facts said.
         _remove(
             folder,
             {path.name for path in folder.iterdir() if path.suffix != ".json"} | {INDEX_FILE},
@@ -200,7 +200,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _begin(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts that the folder was begun with, which are written if it is new."""
+    """The facts that the folder was begun with; writes them if it is new."""
     foreign = sorted(path.name for path in folder.iterdir() if not OURS.fullmatch(path.name))
     if foreign:
         raise ValueError(f"{folder}: {foreign[0]} is not of a prepared folder; name a new one")
@@ -222,7 +222,7 @@ def _begin(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
             changes.append(f"{what}: {names}")
     if then[2] != now[2]:
         changes.append(f"--shard_tokens: {then[2]}, not {now[2]}")
-    # What was left out stays so, but what was not may be from here on.
+    # Records left out so far stay so, which error does not allow; skip may begin at any time.
     if begun["skips_bad"] and not facts["skips_bad"]:
         changes.append("data.on_bad_record: skip, not error")
     if changes:
@@ -232,10 +232,10 @@ def _begin(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finished_shards(folder: Path, begun: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """By number, the facts of the shards that are whole; what else there is of shards goes."""
+    """The facts of the shards that are whole, by number; deletes all other files of shards."""
     finished = {}
     for path in folder.glob("shard-*.json"):
-        # Its facts are the last of a shard that is written, so the rest was.
+        # A shard's facts are written last, so the rest of it is there.
         with suppress(ValueError, KeyError):
             shard = _read_json(path)
             check_sizes(folder, shard, DTYPES[begun["dtype"]])
@@ -271,6 +271,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # A scheduler's way to say Ctrl-C.
+    # What schedulers send in place of Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

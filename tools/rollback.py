@@ -37,7 +37,7 @@ def roll_back(run_folder: Path, step: int) -> None:
         problems = problems_of(checkpoints[step])
         if problems:
             raise ValueError(f"step {step} does not verify: {'; '.join(problems)}")
-        # The newest first: half a rollback leaves an older one the newest, not a later one.
+        # The newest first, so that a rollback cut short has gone back at least part of the way.
         for later in sorted((number for number in checkpoints if number > step), reverse=True):
             print(f"set aside: {set_aside(checkpoints[later], 'abandoned')}")
         write_whole(run_folder / "control" / "progress", f"{step}\n")

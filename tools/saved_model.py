@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, and of which model and tokenizer it is."""
+"""Which checkpoint a tool's argument means, and which model and tokenizer belong to it."""
 
 import sys
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from models import ModelSpec, TransformerArgs, find_spec
 def saved_model(
     checkpoint: Path, manifest: Mapping[str, Any]
 ) -> tuple[str, ModelSpec, TransformerArgs]:
-    """The family's name, the family, and the sizes; raise ``ValueError`` if none known here."""
+    """The family's name, the family, and the sizes; raise ``ValueError`` if none is known here."""
     try:
         name, saved = manifest["config"]["model"]["name"], manifest["model_args"]
         if not isinstance(name, str):
@@ -38,8 +38,8 @@ def saved_model(
 def saved_tokenizer(
     checkpoint: Path, manifest: Mapping[str, Any], name: str | None
 ) -> tuple[str, Tokenizer] | None:
-    """The checkpoint's and its name, or the one of that ``name`` if it is the same; None where
-    neither is known. Raise ``ValueError`` for another, or one that cannot be read."""
+    """A tokenizer's name, and the tokenizer: ``name`` or, without one, the checkpoint's; None if
+    neither names one. Raise ``ValueError`` if it is another than the model's, or unreadable."""
     named_by, hint = "argument --tokenizer", ""
     if not name:
         named_by, hint = f"{checkpoint}: data.tokenizer", "; --tokenizer says where it is now"
@@ -60,7 +60,7 @@ def saved_tokenizer(
 def check_shapes(
     checkpoint: Path, have: Mapping[str, Entry], want: Mapping[str, torch.Size]
 ) -> None:
-    """Raise ``ValueError`` that names a weight of another shape, or that one of both lacks."""
+    """Raise ``ValueError`` that names a weight whose shapes differ, or that one side lacks."""
     shapes = {fqn: entry.shape for fqn, entry in have.items()}
     for fqn in sorted(shapes.keys() | want.keys()):
         wanted = list(want[fqn]) if fqn in want else "absent"
@@ -70,7 +70,7 @@ def check_shapes(
 
 
 def _build(kind: Any, saved: Mapping[str, Any]) -> Any:
-    """The dataclass of which ``saved`` is the dict; fields of it may be dataclasses or None."""
+    """The dataclass ``kind`` from its dict, ``saved``; its fields may be dataclasses or None."""
     values = {f.name: saved[f.name] for f in fields(kind) if f.name in saved}
     for f in fields(kind):
         nested = [option for option in (f.type, *get_args(f.type)) if is_dataclass(option)]
@@ -80,7 +80,7 @@ def _build(kind: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The folder of a checkpoint that verifies: ``path``, or of that run the newest."""
+    """The folder of a checkpoint that verifies: ``path`` or, if that is a run's, its newest."""
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder")
     checkpoints = [path] if (path / NAME).exists() else published(path / "checkpoints")

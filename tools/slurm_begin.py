@@ -24,7 +24,7 @@ from runtime.control import lock_run
 from runtime.run_folder import make_folder
 from tools.launch import check_run, ranks_per_node, shown_ranks
 
-# A node that was lost may hold its files for as long.
+# A node that was lost may hold its locks for so long.
 LOCK_SECONDS = 120
 
 
@@ -55,7 +55,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if is_restart and (control / "stop").exists():
         print(f"stopped: {control / 'stop'} was written while the job waited", file=sys.stderr)
         return exit_codes.DONE
-    # The launchers say here how they end.
+    # Launchers report in this folder how they end.
     make_folder(control)
     exit_codes.forget(control)
     if not is_restart:
@@ -93,7 +93,7 @@ def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
 
 
 def load_swept(sweep: str, task: str | None, arguments: list[str]) -> JobConfig:
-    """Without the sweep's changes it loads, so what is wrong now is wrong with them."""
+    """Load with the sweep's changes; it loads without them, so any mistake is blamed on them."""
     try:
         return load_config(Path(arguments[0]), arguments[1:])
     except ConfigError as error:
@@ -112,7 +112,7 @@ def toml_text(value: Any) -> str:
 
 
 def wait_until_free(control: Path, seconds: float) -> None:
-    """Return once nobody writes to the run; raise ``ConfigError`` if somebody goes on to."""
+    """Return once nobody writes to the run; raise ``ConfigError`` if somebody still does then."""
     deadline = time.monotonic() + seconds
     while control.exists():
         try:

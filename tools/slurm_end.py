@@ -13,7 +13,7 @@ from runtime import exit_codes
 from runtime.failures import MOST_ATTEMPTS, published_step, record_failure
 from runtime.run_folder import write_whole
 
-# In a row without a newer checkpoint, whatever the reasons.
+# Requeues in a row without a newer checkpoint, whatever their reasons.
 MOST_REQUEUES = 10
 ENDS = {
     exit_codes.BAD_CONFIG: "the configuration is wrong, see above",
@@ -38,7 +38,7 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
     if code in ENDS:
         return code, ENDS[code]
     if (control / "stop").exists():
-        # Somebody wanted it to end, and it has ended, if by other means.
+        # Somebody asked it to end, and it has ended, even if for another reason.
         is_saved = code == exit_codes.PREEMPTED
         return exit_codes.DONE if is_saved else exit_codes.FAILED, f"{control / 'stop'} is there"
     reason = "stopped by a signal, and saved"
@@ -48,7 +48,7 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
             reason = "the first node's launcher was killed, or never began"
         if is_warned:
             reason += ", after Slurm's warning"
-        # A launcher records what fails by itself, and ends with 93 when that is too much.
+        # A launcher records failures itself, and ends with 93 after too many of them.
         if code is None or is_warned:
             attempt = record_failure(control, lines=[reason], codes={})
             if attempt >= MOST_ATTEMPTS:
@@ -61,7 +61,7 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
 
 
 def count_requeue(control: Path) -> int:
-    """Requeues since the newest checkpoint, with the one that is to come."""
+    """Count the requeue to come; return how many there are since the newest checkpoint, with it."""
     path, step = control / "requeues", published_step(control)
     last = json.loads(path.read_text()) if path.exists() else {"count": 0, "progress": -1}
     count = last["count"] + 1 if step <= last["progress"] else 1

@@ -32,19 +32,19 @@ from tools.arguments import Parser, telling_mistakes
 
 LOCKS = Path("/proc/locks")
 REFUSED = "its configuration was refused"
-# A run is quiet after this long without a line, and after the time of so many lines.
+# A run is quiet after this long without a line or, if longer, the time that so many lines take.
 QUIET_SECONDS, QUIET_LINES = 600.0, 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Of one run. None is what its folder does not say; ages are in seconds."""
+    """The status of one run. None: its folder does not say; ages are in seconds."""
 
     run: str
     state: str
-    """starting, running, done, stopped, failed; unknown if it is quiet and its host another one."""
+    """starting, running, done, stopped, failed; unknown if it is quiet and on another host."""
     why: str
-    """Of a run that is stopped, failed or quiet."""
+    """Why the run is stopped, failed or quiet."""
     holder: str
     """The process and host that have the run, or had it last."""
     step: int | None
@@ -55,15 +55,15 @@ class Status:
     tokens_per_second: float | None
     mfu: float | None
     line_age: float | None
-    """Of the newest line of metrics."""
+    """Age of the newest line of metrics."""
     checkpoint: int | None
-    """Step of the newest whose manifest verifies and whose files have their sizes; bytes of tensors
+    """Step of the newest whose manifest verifies and whose files have the right sizes; their bytes
     are not read."""
     checkpoint_age: float | None
     restarts: int
     """Starts, after the first, that left a line of metrics."""
     failures: int
-    """Attempts that control/failures tells of."""
+    """Failed attempts that control/failures lists."""
     last_failure: str
     last_failure_age: float | None
     goodput: float | None
@@ -164,7 +164,7 @@ def read_status(folder: Path, now: float) -> Status:
         holder=_text(folder / "control" / "lock"),
         # The last steps before an early end may have no line.
         step=max((n for n in (newest.get("step"), checkpoint) if n is not None), default=None),
-        # What is refused at its first start has none.
+        # A run that was refused at its first start has no config.toml.
         steps=_steps(folder / "config.toml", [] if why == REFUSED else problems),
         loss=newest.get("loss"),
         validation_loss=validations[-1] if validations else None,
@@ -185,9 +185,9 @@ def read_status(folder: Path, now: float) -> Status:
 def state_of(
     control: Path, now: float, lines: Sequence[Mapping[str, Any]], failure: Mapping[str, Any]
 ) -> tuple[str, str, float]:
-    """What the run does, why, and until when it did it.
+    """What the run does, why, and until when it did so.
 
-    ``lines`` are of metrics; ``failure`` is the last one that was told.
+    ``lines`` are those of metrics; ``failure`` is the last that control/failures lists.
     """
     begun, ended = _changed(control / "lock"), _changed(control / "outcome")
     failed = _seconds(str(failure.get("time")))
@@ -203,7 +203,7 @@ def state_of(
         return (outcome, reason, ended) if outcome and ended >= begun else (runs, quiet, now)
     if outcome and ended >= failed:
         return outcome, reason, ended
-    # The launcher tells whole seconds.
+    # The launcher writes the time in whole seconds.
     if failed and failed >= int(last_line):
         number = f"attempt {failure['attempt']} of {MOST_ATTEMPTS}"
         return "failed", f"{failure.get('reason')}; {number}", failed
@@ -220,9 +220,9 @@ def state_of(
 
 
 def is_locked(lock: Path) -> bool:
-    """Whether a process of this machine holds the run; it is not asked by locking.
+    """Whether a process of this machine holds the run, found out without taking the lock.
 
-    Who did, would in that moment keep away a run that starts.
+    Taking it, even for a moment, could keep a run from starting.
     """
     if not LOCKS.exists():
         return False
@@ -230,18 +230,18 @@ def is_locked(lock: Path) -> bool:
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     process = _text(lock).partition(" ")[0]
     for line in LOCKS.read_text().splitlines():
-        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2408689 0 EOF; who waits for one has "->" before it.
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2408689 0 EOF; "->" marks one that waits for a lock.
         fields = line.split()
         if fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"]:
             where, _, inode = fields[5].rpartition(":")
-            # Some file systems have another device here than for those who ask for a file's.
+            # On some file systems, the device here is not the one that stat gives.
             if inode == str(status.st_ino) and (where == device or fields[4] == process):
                 return True
     return False
 
 
 def _newest_checkpoint(folder: Path, problems: list[str]) -> tuple[int | None, float]:
-    """The step of the newest that is whole, as far as its manifest and sizes say, and when."""
+    """Step and time of the newest that is whole, as far as its manifest and sizes tell."""
     for path in published(folder):
         try:
             sizes = sizes_of(read_manifest(path))
@@ -267,7 +267,7 @@ def _steps(path: Path, problems: list[str]) -> int | None:
 
 
 def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file, none if it is not there; what is torn or has no time is left out."""
+    """The objects of a file, none if it is missing; lines torn or without a time are left out."""
     try:
         lines = path.read_text().splitlines() if path.exists() else []
     except (OSError, ValueError) as error:
@@ -297,7 +297,7 @@ def _changed(path: Path) -> float:
 
 
 def _seconds(stamp: str) -> float:
-    """Since the epoch; 0 for what is no time."""
+    """Seconds since the epoch; 0 for what is no time."""
     try:
         return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:

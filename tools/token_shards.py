@@ -1,4 +1,4 @@
-"""Documents to shards of ids, in processes of their own."""
+"""Turn documents into shards of ids, in worker processes."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from data.token_files import (
 )
 from data.tokenizer import Tokenizer, load_tokenizer
 
-# Tokens that a worker writes, and tells of, at once.
+# Tokens that a worker writes at once, and then reports.
 BLOCK_TOKENS = 1 << 17
 PATIENCE_SECONDS = 5.0
 
@@ -37,7 +37,7 @@ class WorkerLost(Exception):
 
 
 class Told(NamedTuple):
-    """What a worker says of its shard, again and again."""
+    """What a worker reports about its shard, again and again."""
 
     documents: int = 0
     tokens: int = 0
@@ -85,7 +85,7 @@ def tokenize(
 ) -> None:
     """Write the shards ``numbers`` in other processes.
 
-    Raises ``ValueError`` that a worker met, ``WorkerLost`` if one died.
+    Raises a worker's error as ``ValueError``, and ``WorkerLost`` if one died.
     """
     waiting = deque(numbers)
     busy: dict[Connection, int] = {}
@@ -121,12 +121,12 @@ def _receive(connection: Connection) -> Told:
 def _workers(
     count: int, folder: Path, source: DataSource, begun: dict[str, Any]
 ) -> Iterator[list[Connection]]:
-    """Processes that take numbers of shards; they are gone in the end, with what is half done."""
+    """Processes that take numbers of shards; at the end they are gone, and unfinished files too."""
     context = get_context("forkserver")
     # They are forked from a process that has loaded torch, and share its memory.
     context.set_forkserver_preload(["checkpoint.manifest", "data.sources", "data.tokenizer"])
     processes, ours = [], []
-    # Of Ctrl-C, which all processes of a terminal get, only this one is to know.
+    # All processes of a terminal get Ctrl-C, but only this one is to act on it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for _ in range(count):
@@ -185,7 +185,7 @@ def write_shard(
     begun: dict[str, Any],
     tell: Callable[[Told], None],
 ) -> None:
-    """Tokenize one range of documents. The file of its facts, written last, makes it count."""
+    """Tokenize one range of documents. The shard counts once its facts are written, as the last."""
     ids_file = NewFile(folder / f"{shard_name(number)}.bin")
     ends_file = NewFile(folder / f"{shard_name(number)}.ends")
     first = number * begun["documents_per_shard"]
@@ -224,8 +224,8 @@ def write_shard(
 def _blocks(
     documents: Documents, tokenizer: Tokenizer, indices: range
 ) -> Iterator[tuple[list[np.ndarray], int, int]]:
-    """Tokenized documents, some at once, none of them empty; how many were read until then, and how
-    many of these could not be. The last may be no documents."""
+    """Blocks of tokenized documents, none empty; with each, how many documents were read so far,
+    and how many could not be since the block before. The last block may have no documents."""
     block: list[np.ndarray] = []
     n_tokens = n_bad = 0
     for n_read, index in enumerate(indices, start=1):
@@ -242,11 +242,11 @@ def _blocks(
 
 
 class NewFile:
-    """A file that has its name only once it is whole, and knows its hash."""
+    """A file that gets its name only once it is whole, and knows its hash."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Nobody else's, should a worker outlive its parent for a moment.
+        # A name of its own, in case a worker outlives its parent for a moment.
         self._scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         self._file = self._scratch.open("xb")
         self._digest = hashlib.sha256()

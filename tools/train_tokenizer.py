@@ -38,7 +38,7 @@ from tools.arguments import Parser, split_overrides, telling_mistakes
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
 SMALLEST = 256 + len(SPECIAL_TOKENS)
 MAX_BYTES = 100_000_000
-# A pair that is seen once says nothing about other text.
+# A pair that is seen only once says nothing about other text.
 MIN_FREQUENCY = 2
 MEASURED_BYTES = 1_000_000
 FILES = ("tokenizer.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json")
@@ -99,7 +99,7 @@ def train(data: Data, folder: Path, *, seed: int, vocab_size: int, max_bytes: in
 
 
 def _texts(data: Data, seed: int, max_bytes: int) -> Iterator[str]:
-    """At most one epoch of each source's training documents, in bytes as the weights say."""
+    """Training documents, at most one epoch of each source, their bytes shared out by weight."""
     once = [source.model_copy(update={"repeat": False}) for source in data.mixture]
     # The held-out documents are not for the tokenizer either.
     sources, _ = build_sources(data.model_copy(update={"sources": once}), seed, with_held_out=False)
@@ -132,7 +132,7 @@ def _train_merges(texts: list[str], n_tokens: int) -> list[tuple[str, str]]:
 
 
 def _build(model: models.BPE) -> Tokenizer:
-    """Text is split as by Llama 3."""
+    """A tokenizer that splits text as Llama 3's does."""
     tokenizer = Tokenizer(model)
     split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -142,13 +142,13 @@ def _build(model: models.BPE) -> Tokenizer:
 
 
 def _write(folder: Path, merges: list[tuple[str, str]]) -> None:
-    """Ids are those of Llama 3's kind: bytes, merges in their order, special tokens."""
+    """Write ``FILES``. Ids are as Llama 3's: bytes, then merges in order, then special tokens."""
     tokens = [*sorted(BYTE_OF, key=lambda char: BYTE_OF[char]), *map("".join, merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = _build(models.BPE(vocabulary, merges))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL_TOKENS])
     special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
-    # In transformers prompts begin as documents do in training.
+    # Has prompts begin in transformers as documents do in training.
     begin = (SPECIAL_TOKENS[0], special[SPECIAL_TOKENS[0]])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin[0]} $A", pair=f"{begin[0]} $A $B", special_tokens=[begin]
@@ -165,7 +165,7 @@ def _write(folder: Path, merges: list[tuple[str, str]]) -> None:
 
 
 def _check_and_measure(folder: Path, texts: list[str]) -> None:
-    """Read both formats as a run would, and say how much text a token is."""
+    """Read both formats as a run would, check that they agree, and print bytes per token."""
     first, second = (load_tokenizer(str(folder / name)) for name in FILES[:2])
     n_bytes = n_tokens = 0
     for text in texts:
