@@ -83,7 +83,7 @@ def check_resume(job: Job, manifest: dict[str, Any]) -> None:
 
 
 def warn_of_tokenizer(job: Job) -> None:
-    """Warn if the weights that a run starts from were trained with a tokenizer not its data's."""
+    """Warn if a run's initial weights were trained with another tokenizer than its data's."""
     folder = Path(job.config.checkpoint.initial_load_path)
     if is_hugging_face(folder):
         try:

@@ -91,7 +91,7 @@ def reading(turns: Turns, folder: Path, name: str, case: Case) -> None:
 
 
 def waiting(turns: Turns, folder: Path, name: str, case: Case) -> None:
-    """Note the share of time that a rank waits for data, in steps that last as tokens should."""
+    """Note a rank's share of time waiting for data; a step lasts as long as its tokens should."""
     torch.set_num_threads(1)
     counts = {**TEXT, **IDS}[name](folder)
     next(counts)

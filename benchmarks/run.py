@@ -116,7 +116,7 @@ def load_cases(name: str, overrides: Row) -> list[Row]:
 
 
 def whole_case(case: Row, common: Row, overrides: Row) -> Row:
-    """Complete a case of the common benchmark with what is common and overridden; others stay."""
+    """A case with what is common and overridden; one of another benchmark stays as it is."""
     is_other = case.get("benchmark", common.get("benchmark")) != common.get("benchmark")
     return case if common and is_other else merge(merge(common, case), overrides)
 

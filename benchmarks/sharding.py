@@ -1,4 +1,4 @@
-"""Ways to shard a model side by side: memory and collectives counted, time and losses measured.
+"""Ways to spread a model side by side: memory and collectives counted, time and losses measured.
 
 Same weights, global batch and arithmetic for all modes of a case. Time is of real ranks, which take
 the modes in turns. Memory and traffic are counted in one process, rank 0 of a group that sends
@@ -63,7 +63,7 @@ WARMUP_TURNS = 2
 
 
 class Mode(Section):
-    """One way to shard, by what sets it apart from the others of its case."""
+    """One way to spread a model, by what sets it apart from the others of its case."""
 
     name: str
     kind: Literal["ours", "one device", "FSDP1"] = "ours"

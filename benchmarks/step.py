@@ -68,7 +68,7 @@ def run(case: Case) -> Iterator[Row]:
 
 
 def turns_that_count(case: Case, loops: dict[str, Loop]) -> Iterator[tuple[str, Turn]]:
-    """Take turns forth and back, so that no loop always comes after the same other one."""
+    """Take turns back and forth, so that no loop always comes after the same other one."""
     for number in range(case.warmup + case.turns):
         for name in list(loops)[:: 1 if number % 2 else -1]:
             turn = loops[name].turn(case.steps_per_turn)

@@ -196,7 +196,7 @@ class Folder:
             raise ValueError(f"{self._path}: {name}: {error}") from None
 
     def dtype(self, pair: Pair) -> torch.dtype:
-        """The dtype that those of theirs which make up one of ours promote to."""
+        """The dtype to read a tensor of ours in: that which its tensors of theirs promote to."""
         dtypes = [self.read(name).dtype for name in pair.theirs]
         return reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else torch.float32
 

@@ -33,7 +33,7 @@ class StepData:
 class Feed:
     """Takes each step's microbatches from ``loader``, as many as the step's batch size needs.
 
-    ``batch_size``: rows of a step, which ramps may make fewer than ``global_batch_size``.
+    ``batch_size``: rows of a step, fewer than ``global_batch_size`` during a ramp.
     ``n_readers``: how many ranks read the same rows.
     """
 
@@ -53,10 +53,11 @@ class Feed:
         self._n_empty = 0
 
     def take(self, step: int, *, is_writing: bool) -> StepData:
-        """What ``step`` trains on, not committed yet. ``is_writing``: this rank, a checkpoint.
+        """What ``step`` trains on, not committed yet.
 
-        One reduction carries all that ranks must agree on, requests to stop included. Raises as
-        ``take_together`` does, and ``ConfigError`` after too many bad records. A collective.
+        ``is_writing``: whether this rank is writing a checkpoint. One reduction carries all that
+        ranks must agree on, requests to stop included. Raises as ``take_together`` does, and
+        ``ConfigError`` after too many bad records. A collective.
         """
         n_rows = self._batch_size(step)
         count = self._loader.microbatches * n_rows // self._global_batch_size

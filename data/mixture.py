@@ -72,7 +72,7 @@ class RowState(NamedTuple):
     source: int
     """The next document's."""
     token: int
-    """Of the next document; with best_fit, which sequence of those packed from it on."""
+    """Where to begin in that document; with best_fit, which sequence of those packed from it on."""
 
     @property
     def document(self) -> int:

@@ -97,7 +97,7 @@ def _read_piece(path: Path, piece: int) -> tuple[int, bytes]:
 
 
 def _cut(file: BinaryIO, piece: int) -> int:
-    """Where a piece starts: after the line, or else the character, that crosses its plain start.
+    """Where a piece starts: after the line, or else character, that crosses piece * PIECE_BYTES.
 
     A line that goes on for another PIECE_BYTES is cut, so that every piece is shorter than two.
     """

@@ -62,7 +62,7 @@ class Verdict:
     lines: list[str]
     """For people, the cause first."""
     traceback: str
-    """The one of the first rank that raised an error; "" if a rank was killed, the likely cause."""
+    """That of the first error; "" if a rank was killed, which then is taken for the cause."""
     silent: list[int]
     """Ranks that run, as far as this node can see, but do not answer."""
 

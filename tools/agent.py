@@ -247,7 +247,7 @@ class Agent(LocalElasticAgent):
         self.kill(self.verdict.silent)
 
     def _listen(self, store: dist.Store) -> None:
-        """Hear of failures on other nodes: here, all ranks may hang without one that failed."""
+        """Hear of failures on other nodes, as here all ranks may hang and none have failed."""
         try:
             while not is_alarmed(store):
                 if self._is_over.wait(LISTEN_SECONDS):

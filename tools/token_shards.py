@@ -185,7 +185,7 @@ def write_shard(
     begun: dict[str, Any],
     tell: Callable[[Told], None],
 ) -> None:
-    """Tokenize one range of documents. The shard counts once its facts are written, as the last."""
+    """Tokenize one range of documents. The shard counts once its facts, written last, are there."""
     ids_file = NewFile(folder / f"{shard_name(number)}.bin")
     ends_file = NewFile(folder / f"{shard_name(number)}.ends")
     first = number * begun["documents_per_shard"]
