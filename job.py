@@ -48,7 +48,7 @@ class Job:
         return (total - done) / self.batch_size(step)
 
     @property
-    def has_masks(self) -> bool:
+    def wants_flex_attention(self) -> bool:
         """Whether attention needs the kernel for masks other than the causal one: of documents, or
         where keys are gathered. Zero bubble cannot use it: it goes through a graph twice, which
         compiled graphs forbid."""

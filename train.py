@@ -137,7 +137,7 @@ def main(job: Job, witness: Witness) -> int:
         dtype=mp_policy.param_dtype,
         heads=heads,
         head_dim=args.head_dim,
-        is_masked=job.has_masks,
+        wants_flex_attention=job.wants_flex_attention,
         n_ranks=dims.degrees.tp * dims.degrees.cp,
     )
     stages = parallelize(

@@ -18,19 +18,18 @@ def choose_kernels(
     dtype: torch.dtype | None,
     heads: tuple[int, int],
     head_dim: int,
-    is_masked: bool,
+    wants_flex_attention: bool,
     n_ranks: int,
 ) -> None:
     """Try each kernel with the model's sizes; where it computes the same, have the modules use it.
 
     ``dtype``: of compute. ``heads``: of queries and of keys, which ``n_ranks`` share.
-    ``is_masked``: whether attention has other masks than the causal one. Mutates the modules and
-    PyTorch's settings.
+    Mutates the modules and PyTorch's settings.
     """
     if device.type == "cpu":
         choose_float32_matmul()
         return
-    if is_masked:
+    if wants_flex_attention:
         use_flex_attention(attentions, dtype=dtype, heads=heads, head_dim=head_dim)
     avoid_wrong_grouped_mm(moes, dtype=dtype)
     use_fused_delta_rule(delta_nets, dtype=dtype, n_ranks=n_ranks)

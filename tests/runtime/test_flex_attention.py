@@ -231,4 +231,4 @@ def test_the_kernel_computes_what_masks_do(s: int, n_queries: int, is_compiled: 
 def test_runs_that_mask_more_than_causality_want_it(keys: dict[str, str], wants: bool) -> None:
     overrides = [text for key, value in keys.items() for text in (f"--{key}", value)]
     job = resolve(load_config(CONFIG, overrides), world_size=2)
-    assert job.has_masks == wants
+    assert job.wants_flex_attention == wants

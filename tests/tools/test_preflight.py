@@ -283,3 +283,16 @@ def folders_of_a_large_model(folder: Path) -> tuple[list[str], str]:
     told = seen(2)
     title = preflight_rank.compare_folders(told, config, 10**15)
     return told.findings, title
+
+
+def test_what_cannot_be_read_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems of several nodes may fail before they show what another node wrote."""
+    monkeypatch.setattr(preflight_rank, "SEEN_SECONDS", 0.5)
+    path = tmp_path / "token"
+    path.mkdir()
+    assert not preflight_rank.is_read(path, "text")
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(preflight_rank.is_read, path, "text")
+        path.rmdir()
+        path.write_text("text")
+        assert told.result()
