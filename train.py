@@ -73,8 +73,9 @@ def main(job: Job, witness: Witness) -> int:
     # 1. Ranks: signals first, for they may come at any time
     config, training = job.config, job.config.training
     run_folder = config.job.folder
-    control = RunControl(run_folder / "control", is_writer=os.environ.get("RANK", "0") == "0")
+    control = RunControl(run_folder / "control")
     device = init_distributed(config.comm)
+    control.hold()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dims = ParallelDims.build(config.parallelism, world_size, device.type)
     set_seed(config.debug)
@@ -224,10 +225,7 @@ def main(job: Job, witness: Witness) -> int:
 
     # 7. What watches the run: held-out text, metrics, ledger, slow ranks
     loader.start()
-    held_out = None
-    if job.held_out:
-        loaders = {label: build_loader(mixture) for label, mixture in job.held_out.items()}
-        held_out = HeldOut(job, loaders, dims, control)
+    held_out = HeldOut(job, build_loader, dims, control) if job.held_out else None
     metrics = MetricsLogger(
         run_folder,
         config.metrics,

@@ -1,11 +1,12 @@
 """The model's loss on text that it was not trained on, and a sample of what it writes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 
 from data.feed import take_together
 from data.loader import Batch, BatchLoader, count_valid
+from data.mixture import Mixture
 from forward_backward import Runner
 from job import Job
 from metrics.bits_per_byte import bits_per_nat
@@ -19,14 +20,19 @@ class HeldOut:
     """Held-out text, read once: every validation is on the same batches."""
 
     def __init__(
-        self, job: Job, loaders: Mapping[str, BatchLoader], dims: ParallelDims, control: RunControl
+        self,
+        job: Job,
+        build_loader: Callable[[Mixture], BatchLoader],
+        dims: ParallelDims,
+        control: RunControl,
     ) -> None:
-        """``loaders``: by the label of their source. A collective."""
+        """A collective."""
         self._dims, steps = dims, job.config.validation.steps
-        self._batches = {
-            label: take_together(loader, steps * loader.microbatches, control)[0]
-            for label, loader in loaders.items()
-        }
+        self._batches: dict[str, list[Batch]] = {}
+        """By the label of their source."""
+        for label, mixture in job.held_out.items():
+            loader = build_loader(mixture)
+            self._batches[label], *_ = take_together(loader, steps * loader.microbatches, control)
         self._n_tokens = {
             label: int(sum_over(torch.tensor(count_valid(batches)), dims.batch_mesh))
             for label, batches in self._batches.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-# How many documents go into a fingerprint, so that it differs where contents do.
+# How many documents, spread over all, stand for the contents in a fingerprint.
 FINGERPRINTED = 64
 
 

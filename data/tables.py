@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import datasets
@@ -210,7 +211,7 @@ def _read_lines(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
     """
     status = path.stat()
     # A conversion that was made before is found again by these.
-    facts = {"path": str(path), "text_key": text_key, "skips_bad": skips_bad}
+    facts = {"path": str(path.resolve()), "text_key": text_key, "skips_bad": skips_bad}
     facts |= {"size": status.st_size, "time": status.st_mtime_ns}
     features = datasets.Features({text_key: datasets.Value("large_string")})
     return datasets.Dataset.from_generator(_texts, features=features, gen_kwargs=facts)
@@ -294,7 +295,7 @@ def _text_of(line: bytes, text_key: str) -> tuple[str | None, str]:
         if not isinstance(record, dict):
             return None, f"{reprlib.repr(record)} is not an object"
         if text_key not in record:
-            return None, f"data.text_key: no {text_key!r}, only {', '.join(record)}"
+            return None, f"data.text_key: no {text_key!r}, only {shorten(', '.join(record), 200)}"
         text = record[text_key]
         if not isinstance(text, str):
             return None, f"data.text_key: {text_key!r} is {reprlib.repr(text)}, not text"

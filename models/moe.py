@@ -161,8 +161,8 @@ class MoE(nn.Module):
 
 
 def _sorted_by(experts: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order (n,) that sorts ``experts`` (n,), and its inverse, which needs no second sort."""
-    # Short keys: a sort makes a pass for each byte of them.
+    """The order (n,) that sorts ``experts`` (n,), and that order's inverse."""
+    # Short keys: a sort makes a pass for each byte of them. The inverse needs no second sort.
     assert n_experts <= torch.iinfo(torch.int16).max
     order = experts.to(torch.int16).argsort(stable=True)
     places = torch.arange(len(order), device=order.device)

@@ -29,19 +29,23 @@ INSIST_SECONDS = 3.0
 class RunControl:
     """Collects requests to stop. Make it before the process group: signals may come early."""
 
-    def __init__(self, folder: Path, *, is_writer: bool) -> None:
-        """One rank is the writer, which holds the folder until it ends.
-
-        Raises ``ConfigError`` if another run has it, or it cannot be made.
-        """
-        self._folder, self._is_writer = folder, is_writer
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._is_writer = folder, False
         self._signal: signal.Signals | None = None
         self._received = 0.0
         self.stop: str | None = None
         """Why the run is to end, if it is: a signal's name or the stop file."""
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        if is_writer:
+
+    def hold(self) -> None:
+        """Let rank 0 hold the folder until it ends, for it alone writes there.
+
+        Once the process group is there: ranks that still wait for it would not notice that rank 0
+        was refused. Raises ``ConfigError`` if another run has the folder, or it cannot be made.
+        """
+        self._is_writer = dist.get_rank() == 0
+        if self._is_writer:
             try:
                 make_folder(self._folder)
                 self._lock = lock_run(self._folder)

@@ -21,7 +21,7 @@ def choose_kernels(
     wants_flex_attention: bool,
     n_ranks: int,
 ) -> None:
-    """Try each kernel with the model's sizes; where it computes the same, have the modules use it.
+    """Try each kernel on this device; where it computes the same, have the modules use it.
 
     ``dtype``: of compute. ``heads``: of queries and of keys, which ``n_ranks`` share.
     Mutates the modules and PyTorch's settings.

@@ -40,7 +40,9 @@ class Rows:
 def control_of(folder: Path) -> Iterator[RunControl]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        yield RunControl(folder, is_writer=dist.get_rank() == 0)
+        control = RunControl(folder)
+        control.hold()
+        yield control
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -128,6 +129,17 @@ def test_a_table_that_was_changed_is_read_anew(tmp_path: Path, suffix: str) -> N
         path.write_bytes(PACK.get(suffix, bytes)(content))
         tables = Tables([(path, path.name)], "text")
         assert [tables[i] for i in range(len(tables))] == texts
+
+
+def test_relative_paths_are_of_the_folder_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("first", "other"):
+        path = tmp_path / text / "a.jsonl"
+        write(path, [text])
+        os.utime(path, (0, 0))
+        monkeypatch.chdir(tmp_path / text)
+        assert Tables([(Path("a.jsonl"), "a.jsonl")], "text")[0] == text
 
 
 def test_parquet_is_a_table_and_named_if_it_is_broken(tmp_path: Path) -> None:

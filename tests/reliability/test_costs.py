@@ -82,7 +82,8 @@ def time_steps(folder: Path) -> dict[str, float]:
     )
     runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
     rank = dist.get_rank()
-    control = RunControl(folder / "control", is_writer=rank == 0)
+    control = RunControl(folder / "control")
+    control.hold()
     attempt = Attempt(
         attempt="a", parent=None, resumed_from=0, data_after=0, world_size=2, rank=rank,
         place=rank, n_rows=2 * BATCH,

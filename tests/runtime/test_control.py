@@ -68,7 +68,7 @@ def test_a_start_that_goes_on_forgets_how_the_last_one_ended(
 
 def insist(folder: Path, after: float) -> None:
     control.INSIST_SECONDS = 0.5
-    RunControl(folder, is_writer=False)
+    RunControl(folder)
     for number, pause in ((signal.SIGINT, 0.0), (signal.SIGTERM, after), (signal.SIGTERM, 0.0)):
         os.kill(os.getpid(), number)
         time.sleep(pause)
@@ -117,5 +117,5 @@ def test_a_folder_that_is_held_says_by_whom(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     refused = pytest.raises(ConfigError, match=r"^job\.output_dir: .*run")
-    with patch("signal.signal"), refused:
-        RunControl(tmp_path / "run" / "control", is_writer=True)
+    with patch("signal.signal"), patch("torch.distributed.get_rank", return_value=0), refused:
+        RunControl(tmp_path / "run" / "control").hold()
