@@ -109,3 +109,12 @@ def lock_run(folder: Path) -> TextIO:
     file.write(f"{os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a run has the ``control/`` folder now; its lock is taken for a moment to find out."""
+    try:
+        lock_run(folder).close()
+    except ConfigError:
+        return True
+    return False

@@ -25,6 +25,7 @@ from models import find_model
 from parallelisms.support import check_support
 from runtime import exit_codes
 from runtime.compat import usable_cpus
+from runtime.control import is_held
 from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
 from tools.agent import End, Nodes, run_ranks
 
@@ -66,6 +67,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if code == exit_codes.BAD_CONFIG:
         print(end.message, file=sys.stderr)
     if nodes.rank > 0:
+        return code
+    if code == exit_codes.BAD_CONFIG and control.exists() and is_held(control):
+        # This start was refused for another, whose launcher reports there.
         return code
     if code == exit_codes.FAILED:
         code = fail(end, control)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ import torch
 
 from runtime import exit_codes
 from runtime.compat import usable_cpus
-from runtime.control import SIGNALS
+from runtime.control import SIGNALS, lock_run
 from runtime.failures import MOST_ATTEMPTS
 from tools import agent, launch
 from tools.agent import End, Nodes
@@ -276,6 +277,17 @@ def test_the_trainers_exit_code_comes_through(
     source = f"time.sleep(60 * ({code} > 0) * int(rank))\nsys.exit({code})"
     assert run_trainer(source, tmp_path, monkeypatch) == code
     assert not (tmp_path / "default" / "control" / "failures").exists()
+
+
+@pytest.mark.parametrize("is_another", [False, True])
+def test_a_refused_start_reports_nothing_to_the_run_it_was_refused_for(
+    is_another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    control = tmp_path / "default" / "control"
+    control.mkdir(parents=True)
+    with lock_run(control) if is_another else nullcontext():
+        assert run_trainer("sys.exit(2)", tmp_path, monkeypatch) == exit_codes.BAD_CONFIG
+    assert exit_codes.reported(control) == (None if is_another else exit_codes.BAD_CONFIG)
 
 
 CRASH = "sys.exit(1)"
