@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from checkpoint.store import published, step_of
 from runtime.compat import usable_cpus
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
 from runtime.failures import MOST_ATTEMPTS
@@ -205,7 +206,8 @@ def test_survivors_of_a_killed_rank_leave_and_the_run_resumes(
         assert re.match(rf"rank {victim} \(.*\) was ended by SIGKILL", reason)
         assert reason in output
         assert (f"resumed from step {saved} " in output) == (trial > 0)
-        saved = int((tmp_path / "debug_model" / "control" / "progress").read_text())
+        # Not control/progress, which is told once a checkpoint is there.
+        saved = step_of(published(tmp_path / "debug_model" / "checkpoints")[0])
     noticed = f"{len(seconds)} of {len(seconds)} noticed"
     seen(f"{noticed}; the slowest survivor left after {max(seconds):.1f} s")
 
