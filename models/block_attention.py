@@ -1,4 +1,4 @@
-"""Causal attention of short sequences in bfloat16 on CPUs.
+"""Causal attention of short sequences on CPUs.
 
 PyTorch's kernel there is far slower than matrix products, most of all in backward. Here attention
 is matrix products and one softmax. A block of queries has scores only for the keys up to its last
@@ -20,7 +20,15 @@ def suits_blocks(q: torch.Tensor, k: torch.Tensor) -> bool:
     s = q.shape[1]
     is_short = s == k.shape[1] and s <= LONGEST and s % BLOCK == 0
     # A DTensor is not a plain tensor.
-    return is_short and q.is_cpu and q.dtype == torch.bfloat16 and type(q) is torch.Tensor
+    if not (is_short and q.is_cpu and type(q) is torch.Tensor):
+        return False
+    return q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and _float32_is_onednn())
+
+
+@torch.compiler.assume_constant_result
+def _float32_is_onednn() -> bool:
+    """Whether ``runtime/matmul.py`` took oneDNN's products; with MKL's there is little to gain."""
+    return torch.get_float32_matmul_precision() == "medium"
 
 
 def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

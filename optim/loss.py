@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from config.job_config import Compile
 from runtime.labels import IGNORED
 
-# Logits that are worked on at once: as many as keep a GPU busy, or nearly fit a CPU's cache.
-CHUNK, CPU_CHUNK = 1 << 24, 1 << 21
+# Logits that are worked on at once: as many as keep a GPU busy, or fit a CPU's cache.
+CHUNK, CPU_CHUNK = 1 << 24, 1 << 19
 
 
 def cross_entropy_sum(

@@ -1,6 +1,6 @@
 """Attention by blocks: the numbers of PyTorch's kernel, with no more rounding than it has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,6 +53,14 @@ def with_gradients(attend: Attend, tensors: list[torch.Tensor]) -> list[torch.Te
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
+@pytest.fixture
+def onednn_float32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
@@ -67,13 +75,16 @@ def test_outputs_and_gradients_are_those_of_pytorchs_kernel(s: int, heads: tuple
 
 
 # Scores of 10 and more, as trained models have, would be off by tenths if they were rounded.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sharpness", [1.0, 10.0])
 @pytest.mark.parametrize("dim", [64, 96])
-def test_bfloat16_rounds_no_more_than_pytorchs_kernel(dim: int, sharpness: float) -> None:
-    tensors = [t.bfloat16() for t in drawn(4 * BLOCK, dim=dim, sharpness=sharpness)]
+def test_it_rounds_no_more_than_pytorchs_kernel(
+    dim: int, sharpness: float, dtype: torch.dtype
+) -> None:
+    tensors = [t.to(dtype) for t in drawn(4 * BLOCK, dim=dim, sharpness=sharpness)]
     exact = with_gradients(kernel, [t.double() for t in tensors])
     ours, theirs = with_gradients(block_attention, tensors), with_gradients(kernel, tensors)
-    assert all(found.dtype == torch.bfloat16 for found in ours)
+    assert all(found.dtype == dtype for found in ours)
     for found, other, true in zip(ours, theirs, exact, strict=True):
         assert error(found, true) < 1.5 * error(other, true)
 
@@ -93,8 +104,11 @@ def test_a_second_derivative_is_refused() -> None:
         first.sum().backward()
 
 
-def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:
-    tensors = [t.bfloat16() for t in drawn(2 * BLOCK, b=3, dim=64)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch(
+    dtype: torch.dtype, onednn_float32: None
+) -> None:
+    tensors = [t.to(dtype) for t in drawn(2 * BLOCK, b=3, dim=64)]
     together = with_gradients(block_attention, tensors)
     alone = with_gradients(block_attention, [t[1:2] for t in tensors])
     assert all(torch.equal(a[1:2], b) for a, b in zip(together, alone, strict=True))
@@ -120,6 +134,25 @@ def test_a_model_takes_it_where_it_is_the_faster_one(
         out = InnerAttention()(q, k, v, ids)
     assert counted.n_runs == runs
     assert error(out, kernel(*(t.double() for t in (q, k, v)))) < 5e-3
+
+
+@pytest.mark.parametrize(("dtype", "takes_it"), [(torch.float32, True), (torch.float64, False)])
+def test_in_float32_a_model_takes_it_with_onednns_products(
+    dtype: torch.dtype, takes_it: bool, onednn_float32: None
+) -> None:
+    q, k, v = (t.to(dtype) for t in drawn(BLOCK)[:3])
+    with Counted() as counted, torch.no_grad():
+        InnerAttention()(q, k, v, None)
+    assert counted.n_runs == takes_it
+    compiled: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        compiled.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    torch.compile(InnerAttention(), fullgraph=True, backend=backend)(q, k, v, None)
+    assert (OURS in compiled) == takes_it
 
 
 def test_keys_before_the_queries_are_left_to_pytorch() -> None:
