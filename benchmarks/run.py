@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import torch
+
 from benchmarks.rows import MEASURED, ROOT, Row, append_rows, environment, is_measured, read_rows
 from benchmarks.table import CONFIGS, table_of
+from runtime.compat import let_segments_grow
 
 BENCHMARKS = ("ceilings", "checkpoint", "data", "loss", "sharding", "startup", "step")
 
@@ -41,6 +44,7 @@ def main(arguments: list[str]) -> int:
     deadline = time.monotonic() + options.budget
     # Threads that wait for their turn must not spin.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_segments_grow()
     with tempfile.TemporaryDirectory() as scratch:
         if options.packages:
             add_packages(options.packages, Path(scratch))
@@ -85,6 +89,9 @@ def run_case(settings: Row, deadline: float) -> list[Row] | None:
         traceback.print_exc()
         known = getattr(error, "problem", None) or f"{type(error).__name__}: {error}"
         return [{"problem": known.splitlines()[0][:200]}]
+    finally:
+        # Loops are processes of their own, and want the whole GPU.
+        torch.cuda.empty_cache()
 
 
 def load_cases(name: str, overrides: Row) -> list[Row]:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from parallelisms.materialize import canonical_fqn
 from runtime.distributed import local_part
 
-# So few that the int64 temporaries of a block stay in a CPU's cache.
-BLOCK_WORDS = 1 << 16
+# So few that the int64 temporaries of a block stay in a CPU's cache. A GPU waits for launches.
+BLOCK_WORDS, GPU_BLOCK_WORDS = 1 << 16, 1 << 22
 BUCKET_BYTES = 250 << 20
 
 
@@ -125,10 +125,11 @@ def _digest(local: torch.Tensor) -> torch.Tensor:
     if data.numel() % 8 or data.storage_offset() % 8:
         data = F.pad(data, (0, -data.numel() % 8))
     words = data.view(torch.int64)
+    size = GPU_BLOCK_WORDS if words.is_cuda else BLOCK_WORDS
     # Odd weights: a change of any one word changes the sum modulo 2^64.
-    weights = 2 * torch.arange(min(BLOCK_WORDS, words.numel()), device=words.device) + 1
+    weights = 2 * torch.arange(min(size, words.numel()), device=words.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for block in words.split(BLOCK_WORDS):
+    for block in words.split(size):
         total = total * 1_000_003 + (block * weights[: block.numel()]).sum()
     return total
 

@@ -16,14 +16,17 @@ from runtime.compat import is_installed
 from runtime.kernel_check import check_kernel
 from runtime.log import logger
 
-# On Hopper cuDNN's is nearly twice as fast as FlashAttention 2; PyTorch's own order depends on its
-# release and on cuDNN's.
+# PyTorch's own order depends on its release and on cuDNN's.
 ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# Compute capabilities, major, where cuDNN's comes first: nearly twice as fast as FlashAttention 2
+# on Hopper and faster on B200, but slower on A100 and on Blackwells of workstations (12), level on
+# L40S (huggingface/transformers#48163, pytorch/torchtitan#1196).
+CUDNN_FIRST = (9, 10)
 # Newer FlashAttentions: the package of each, and the GPUs (compute capability) that it is for.
 FLASHES = {"FA4": ("flash_attn.cute", (10, 0)), "FA3": ("flash_attn_interface", (9, 0))}
 
@@ -40,11 +43,19 @@ def attention_order(*, heads: tuple[int, int], head_dim: int) -> Iterator[None]:
         yield
         return
     flash = activate_newest_flash(heads=heads, head_dim=head_dim)
-    order = sorted(ORDER, key=lambda b: b != SDPBackend.FLASH_ATTENTION) if flash else ORDER
+    order = kernel_order(torch.cuda.get_device_capability()[0], has_newer_flash=bool(flash))
     names = ", ".join(backend.name.removesuffix("_ATTENTION").lower() for backend in order)
     logger.info("attention: the first that can of %s%s", names, flash and f"; flash is {flash}")
     with sdpa_kernel(order, set_priority=True):
         yield
+
+
+def kernel_order(major: int, *, has_newer_flash: bool) -> list[SDPBackend]:
+    """``ORDER``, as it is best on a GPU of this compute capability."""
+    first = SDPBackend.CUDNN_ATTENTION if major in CUDNN_FIRST else SDPBackend.FLASH_ATTENTION
+    if has_newer_flash:
+        first = SDPBackend.FLASH_ATTENTION
+    return sorted(ORDER, key=lambda backend: backend != first)
 
 
 def activate_newest_flash(*, heads: tuple[int, int], head_dim: int) -> str:

@@ -106,6 +106,18 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, -1)
 
 
+def let_segments_grow() -> None:
+    """Have processes started from now on take a GPU's memory in segments that grow, unless the
+    user has said how.
+
+    Steps whose documents or experts' tokens differ in length do not fit what others left in
+    segments of fixed size.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older one
+    if torch.cuda.is_available() and not os.environ.keys() & names:
+        os.environ[names[0]] = "expandable_segments:True"
+
+
 def loopback_interface() -> str:
     """The name of the network interface that nothing outside this machine can reach."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 import torch.nn as nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from runtime.attention import check_attention
 from runtime.log import logger
@@ -15,6 +15,9 @@ from runtime.log import logger
 BLOCK = 128
 """Queries, and keys, that the kernel computes or skips together."""
 HALF = (torch.bfloat16, torch.float16)
+# For fewer than 128 queries it would take a kernel for inference, which finds no size of blocks if
+# heads share keys (pytorch/pytorch#185349, in no release yet that we run on).
+ONE_KERNEL: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 
 AttendWithin = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -79,7 +82,7 @@ def attend_within(
     """Causal attention within documents of q (b, h, s_q, k), the last of s positions, on k and v
     (b, h_kv, s, k); ``document_ids`` (b, s)."""
     mask = block_mask(document_ids, q.shape[2])
-    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=ONE_KERNEL)
 
 
 def block_mask(document_ids: torch.Tensor, n_queries: int, block: int = BLOCK) -> BlockMask:

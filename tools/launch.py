@@ -24,7 +24,7 @@ from config import ConfigError, JobConfig, load_config
 from models import find_model
 from parallelisms.support import check_support
 from runtime import exit_codes
-from runtime.compat import usable_cpus
+from runtime.compat import let_segments_grow, usable_cpus
 from runtime.control import is_held
 from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
 from tools.agent import End, Nodes, run_ranks
@@ -57,6 +57,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
+    let_segments_grow()
     program = [str(TRAINER), str(config_path), *overrides]
     try:
         end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
@@ -144,9 +145,16 @@ def _outcome(control: Path) -> str:
 def ranks_per_node(environment: Mapping[str, str]) -> int:
     """NGPU, else Slurm's GPUs, else the visible GPUs, else two processes on the CPU."""
     asked = environment.get("NGPU") or environment.get("SLURM_GPUS_ON_NODE")
+    gpus = torch.cuda.device_count()
     if asked is None:
-        return torch.cuda.device_count() or DEFAULT_CPU_RANKS
-    return _number("NGPU", asked, at_least=1)
+        return gpus or DEFAULT_CPU_RANKS
+    count = _number("NGPU", asked, at_least=1)
+    if 0 < gpus < count:
+        raise ValueError(
+            f"NGPU={count}: {gpus} GPU{'s' * (gpus > 1)} are visible here, one for each rank; "
+            "CUDA_VISIBLE_DEVICES= trains on the CPU"
+        )
+    return count
 
 
 def find_nodes(environment: Mapping[str, str]) -> Nodes:

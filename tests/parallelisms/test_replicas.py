@@ -13,7 +13,13 @@ from models import find_model
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import canonical_fqn, materialize
 from parallelisms.parallel_dims import ParallelDims
-from parallelisms.replicas import BLOCK_WORDS, _digest, check_replicas, sync_replicas
+from parallelisms.replicas import (
+    BLOCK_WORDS,
+    GPU_BLOCK_WORDS,
+    _digest,
+    check_replicas,
+    sync_replicas,
+)
 from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankPool
 
@@ -200,6 +206,17 @@ def test_a_digest_depends_on_every_bit(dtype: torch.dtype, count: int) -> None:
     # Neither the place in memory nor the layout is part of it.
     shifted = torch.cat([torch.ones(1, dtype=dtype), data.view(dtype)])
     assert _digest(shifted[1:]) == digest
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_digest_on_a_gpu_depends_on_every_word() -> None:
+    data = torch.zeros(GPU_BLOCK_WORDS + 3, dtype=torch.int64, device="cuda")
+    digests = [int(_digest(data))]
+    for place in (0, GPU_BLOCK_WORDS - 1, GPU_BLOCK_WORDS, len(data) - 1):
+        data[place] = 1
+        digests.append(int(_digest(data)))
+    assert len(set(digests)) == len(digests)
 
 
 def test_a_digest_depends_on_the_order() -> None:

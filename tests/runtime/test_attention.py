@@ -5,10 +5,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
 from runtime import attention
-from runtime.attention import activate_newest_flash, check_attention, plain_attention
+from runtime.attention import (
+    ORDER,
+    activate_newest_flash,
+    check_attention,
+    kernel_order,
+    plain_attention,
+)
 
 # There is one, so that it seems to be installed.
 INSTALLED = {"FA3": ("json", (9, 0))}
@@ -57,3 +63,20 @@ def test_what_does_not_work_is_told_and_left(
     assert found(**changes) == ""
     assert "not with FA3" in caplog.text
     assert told in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("major", "has_newer_flash", "first"),
+    [
+        (8, False, SDPBackend.FLASH_ATTENTION),
+        (9, False, SDPBackend.CUDNN_ATTENTION),
+        (9, True, SDPBackend.FLASH_ATTENTION),
+        (10, False, SDPBackend.CUDNN_ATTENTION),
+        (12, False, SDPBackend.FLASH_ATTENTION),
+    ],
+)
+def test_the_fastest_kernel_of_a_gpu_comes_first(
+    major: int, has_newer_flash: bool, first: SDPBackend
+) -> None:
+    order = kernel_order(major, has_newer_flash=has_newer_flash)
+    assert order == [first, *[backend for backend in ORDER if backend != first]]

@@ -1,10 +1,14 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from runtime.compat import let_segments_grow
 from tests.ranks import RankPool
 
 
@@ -51,3 +55,15 @@ def page_faults(how: str) -> int:
 
 def test_memory_of_freed_tensors_is_kept() -> None:
     assert page_faults("keep") < page_faults("as it is") / 4
+
+
+@pytest.mark.parametrize("said", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_user_says_how(said: str) -> None:
+    environment = {said: "max_split_size_mb:512"} if said else {}
+    with patch.dict(os.environ, environment, clear=True):
+        let_segments_grow()
+        assert dict(os.environ) == environment
+        with patch.object(torch.cuda, "is_available", return_value=True):
+            let_segments_grow()
+        grown = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        assert dict(os.environ) == (environment or grown)

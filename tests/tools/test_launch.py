@@ -59,6 +59,13 @@ def test_ranks_per_node(
     assert ranks_per_node(environment) == count
 
 
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert ranks_per_node({"NGPU": "2"}) == 2
+    with pytest.raises(ValueError, match="NGPU=3: 2 GPUs are visible"):
+        ranks_per_node({"NGPU": "3"})
+
+
 @pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", " "])
 def test_a_number_of_ranks_that_is_none_names_ngpu(asked: str):
     with pytest.raises(ValueError, match="NGPU"):
