@@ -52,9 +52,8 @@ def attention_order(*, heads: tuple[int, int], head_dim: int) -> Iterator[None]:
 
 def kernel_order(major: int, *, has_newer_flash: bool) -> list[SDPBackend]:
     """``ORDER``, as it is best on a GPU of this compute capability."""
-    first = SDPBackend.CUDNN_ATTENTION if major in CUDNN_FIRST else SDPBackend.FLASH_ATTENTION
-    if has_newer_flash:
-        first = SDPBackend.FLASH_ATTENTION
+    is_cudnn_first = major in CUDNN_FIRST and not has_newer_flash
+    first = SDPBackend.CUDNN_ATTENTION if is_cudnn_first else SDPBackend.FLASH_ATTENTION
     return sorted(ORDER, key=lambda backend: backend != first)
 
 

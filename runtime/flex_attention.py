@@ -15,8 +15,8 @@ from runtime.log import logger
 BLOCK = 128
 """Queries, and keys, that the kernel computes or skips together."""
 HALF = (torch.bfloat16, torch.float16)
-# For fewer than 128 queries it would take a kernel for inference, which finds no size of blocks if
-# heads share keys (pytorch/pytorch#185349, in no release yet that we run on).
+# For fewer than 128 queries it would take a kernel for inference, which puts heads that share keys
+# into one block and fails where that is larger than 128 (2.13; pytorch/pytorch#185349).
 ONE_KERNEL: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 
 AttendWithin = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -144,16 +144,14 @@ def _outcome(control: Path) -> str:
 
 def ranks_per_node(environment: Mapping[str, str]) -> int:
     """NGPU, else Slurm's GPUs, else the visible GPUs, else two processes on the CPU."""
-    asked = environment.get("NGPU") or environment.get("SLURM_GPUS_ON_NODE")
+    name = "NGPU" if environment.get("NGPU") else "SLURM_GPUS_ON_NODE"
     gpus = torch.cuda.device_count()
-    if asked is None:
+    if not environment.get(name):
         return gpus or DEFAULT_CPU_RANKS
-    count = _number("NGPU", asked, at_least=1)
+    count = _number(name, environment[name], at_least=1)
     if 0 < gpus < count:
-        raise ValueError(
-            f"NGPU={count}: {gpus} GPU{'s' * (gpus > 1)} are visible here, one for each rank; "
-            "CUDA_VISIBLE_DEVICES= trains on the CPU"
-        )
+        text = "each rank needs a GPU; CUDA_VISIBLE_DEVICES= trains on the CPU"
+        raise ValueError(f"{name}={count}: of GPUs {gpus} can be seen here, and {text}")
     return count
 
 

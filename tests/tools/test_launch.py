@@ -59,11 +59,12 @@ def test_ranks_per_node(
     assert ranks_per_node(environment) == count
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["NGPU", "SLURM_GPUS_ON_NODE"])
+def test_more_ranks_than_gpus_are_refused(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert ranks_per_node({"NGPU": "2"}) == 2
-    with pytest.raises(ValueError, match="NGPU=3: 2 GPUs are visible"):
-        ranks_per_node({"NGPU": "3"})
+    assert ranks_per_node({name: "2"}) == 2
+    with pytest.raises(ValueError, match=f"{name}=3: of GPUs 2 can be seen"):
+        ranks_per_node({name: "3"})
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", " "])
