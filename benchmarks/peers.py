@@ -72,20 +72,32 @@ def trainer_loop(turns: Turns, case: Case) -> None:
 
 def lightning_loop(turns: Turns, case: Case) -> None:
     """Our model in Lightning's ``Trainer``."""
+    model = reference_model(case)
+    fit_by_lightning(turns, case, model, lambda tokens: model(tokens))
+
+
+def transformers_lightning_loop(turns: Turns, case: Case) -> None:
+    """The model of ``transformers`` in Lightning's ``Trainer``."""
+    model = transformers_model(case)
+    fit_by_lightning(turns, case, model, lambda tokens: model(tokens).logits)
+
+
+def fit_by_lightning(
+    turns: Turns, case: Case, model: nn.Module, logits_of: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     import lightning
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = reference_model(case)
+            self.model = model
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             turns.next_step()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             tokens, labels = batch
-            logits = self.model(tokens)
-            return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            return F.cross_entropy(logits_of(tokens).float().flatten(0, 1), labels.flatten())
 
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
             # Lightning's own clipping refuses fused optimizers in mixed precision.
@@ -94,8 +106,7 @@ def lightning_loop(turns: Turns, case: Case) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return adamw(self)
 
-    module = Module()
-    make_ready(turns, case, module.model)
+    make_ready(turns, case, logits_of)
     trainer = lightning.Trainer(
         devices=1, max_steps=MANY, max_epochs=1, logger=False,
         precision="bf16-mixed" if case.dtype == "bfloat16" else "32-true",
@@ -103,7 +114,7 @@ def lightning_loop(turns: Turns, case: Case) -> None:
         default_root_dir=tempfile.mkdtemp(),
     )  # fmt: skip
     batches: Any = [batch_of(case, torch.device("cpu"))] * 10**6
-    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    trainer.fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
 
 
 def torchtitan_loop(turns: Turns, case: Case) -> None:
@@ -192,11 +203,13 @@ PEERS: dict[str, Callable[[Turns, Case], None]] = {
     "transformers": transformers_loop,
     "transformers Trainer": trainer_loop,
     "Lightning": lightning_loop,
+    "transformers in Lightning": transformers_lightning_loop,
     "torchtitan": torchtitan_loop,
 }
 PACKAGES = {
     "transformers": ("transformers",),
     "transformers Trainer": ("transformers", "accelerate"),
     "Lightning": ("lightning",),
+    "transformers in Lightning": ("transformers", "lightning"),
     "torchtitan": ("torchtitan",),
 }

@@ -57,13 +57,18 @@ def _git(*arguments: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def cpu_name() -> str:
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The name, and on Linux the generation: virtual machines call very different CPUs alike."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        first = cpuinfo.read_text().partition("\n\n")[0]
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        first = ""
+    lines = (line.partition(":") for line in first.splitlines())
+    facts = {key.strip(): value.strip() for key, _, value in lines}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in facts and "model" in facts:
+        name += f", family {facts['cpu family']} model {facts['model']}"
+    return name
 
 
 def read_rows(path: Path) -> list[Row]:

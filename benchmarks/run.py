@@ -8,7 +8,6 @@ there already, of this commit and machine, are not measured again, so a run that
 
 import argparse
 import difflib
-import os
 import pkgutil
 import sys
 import tempfile
@@ -42,8 +41,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--packages", type=Path, help="folder of what is not installed, or wheels")
     options, overrides = parser.parse_known_args(arguments)
     deadline = time.monotonic() + options.budget
-    # Threads that wait for their turn must not spin.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     let_segments_grow()
     with tempfile.TemporaryDirectory() as scratch:
         if options.packages:

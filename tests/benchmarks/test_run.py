@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from benchmarks import run, step, table
-from benchmarks.rows import MEASURED, append_rows, environment, newest, read_rows, tables
+from benchmarks.rows import (
+    MEASURED,
+    append_rows,
+    cpu_name,
+    environment,
+    newest,
+    read_rows,
+    tables,
+)
 from benchmarks.run import load_cases, main
 from benchmarks.turns import Loop, LoopError, Turn, Turns
 
@@ -98,6 +106,17 @@ def test_another_model_is_seen() -> None:
     assert step.parity_problem([1.0], None) is None
 
 
+def test_cpus_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    names = set()
+    for family, model in ((25, 17), (26, 2)):
+        one = f"processor\t: 0\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: EPYC\n"
+        cpuinfo.write_text(f"{one}\n{one}")
+        names.add(cpu_name(cpuinfo))
+    assert names == {"EPYC, family 25 model 17", "EPYC, family 26 model 2"}
+    assert cpu_name(tmp_path / "not there")
+
+
 def test_a_ratio_is_of_equal_turns() -> None:
     """A turn in which the machine was slow slows both, and changes nothing."""
     bare = [Turn(seconds, 2 * seconds, 0, 0, None) for seconds in (1.0, 9.0, 1.0)]
@@ -172,8 +191,7 @@ def test_a_mistyped_command_is_told(
 def test_overrides_are_tables() -> None:
     found = run.parse_overrides(["--turns", "5", "--keys.compile.enable=true", "--dtype", "bf16"])
     assert found == {"turns": 5, "keys": {"compile.enable": True}, "dtype": "bf16"}
-    (case,) = load_cases("loss", {"tokens": 7})
-    assert case["tokens"] == 7
+    assert [case["tokens"] for case in load_cases("loss", {"tokens": 7})] == [7, 7]
 
 
 def row(what: str, **values: Any) -> dict[str, Any]:
