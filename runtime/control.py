@@ -20,6 +20,7 @@ import torch.distributed as dist
 from config import ConfigError
 from runtime.exit_codes import STOP_FILE
 from runtime.run_folder import make_folder, write_whole
+from runtime.together import on_first
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # A terminal's Ctrl-C reaches a rank twice, once through torchrun. Later signals insist: end now.
@@ -39,18 +40,25 @@ class RunControl:
             signal.signal(number, self._receive)
 
     def hold(self) -> None:
-        """Let rank 0 hold the folder until it ends, for it alone writes there.
+        """Let rank 0 hold the folder until it ends, for it alone writes there. A collective.
 
-        Once the process group is there: ranks that still wait for it would not notice that rank 0
-        was refused. Raises ``ConfigError`` if another run has the folder, or it cannot be made.
+        Raises ``ConfigError`` on every rank if another run has the folder, or it cannot be made:
+        ranks that only lost the one that was refused would end first, as failed.
         """
         self._is_writer = dist.get_rank() == 0
-        if self._is_writer:
-            try:
-                make_folder(self._folder)
-                self._lock = lock_run(self._folder)
-            except OSError as error:
-                raise ConfigError([f"job.output_dir: {error}"]) from None
+        if mistake := on_first(self._take_folder):
+            raise ConfigError([mistake])
+
+    def _take_folder(self) -> str:
+        """Why it cannot be had; "" if it can."""
+        try:
+            make_folder(self._folder)
+            self._lock = lock_run(self._folder)
+        except ConfigError as error:
+            return str(error)
+        except OSError as error:
+            return f"job.output_dir: {error}"
+        return ""
 
     def forget(self) -> None:
         """Forget the last attempt's outcome and its request to stop, now that this one goes on."""

@@ -114,8 +114,18 @@ def test_a_folder_that_is_held_says_by_whom(tmp_path: Path) -> None:
     lock_run(tmp_path).close()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").touch()
-    refused = pytest.raises(ConfigError, match=r"^job\.output_dir: .*run")
-    with patch("signal.signal"), patch("torch.distributed.get_rank", return_value=0), refused:
-        RunControl(tmp_path / "run" / "control").hold()
+def refusal(folder: Path) -> str:
+    with patch("signal.signal"), pytest.raises(ConfigError) as refused:
+        RunControl(folder).hold()
+    return str(refused.value)
+
+
+def test_a_folder_that_cannot_be_had_is_named_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = ranks.run(refusal, 2, tmp_path / "file" / "control")
+    assert told[0] == told[1]
+    assert told[0].startswith("job.output_dir: ")
+    with lock_run(tmp_path):
+        told = ranks.run(refusal, 2, tmp_path)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"job.name: process {os.getpid()} ")
