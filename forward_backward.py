@@ -138,8 +138,7 @@ class Pipeline:
         self._args, self._compile, self._device = cast(Any, model).args, compile, device
         assert mp_policy.param_dtype is not None
         self._dtype = mp_policy.param_dtype
-        self._logits_dtype = mp_policy.output_dtype or self._dtype
-        self._loss_dtype = torch.promote_types(self._logits_dtype, torch.float32)
+        self._loss_dtype = torch.promote_types(self._dtype, torch.float32)
         self._n_tokens = 1
         # Later stages see hidden states, which do not tell how long the sequence is.
         self._parts = _SequenceParts(dims.cp_mesh, parallelism, device, needs_positions=True)
@@ -175,7 +174,7 @@ class Pipeline:
         tokens, options = self._inputs([batch])
         found = self._build(batch.tokens.shape, 1, None).step(tokens, **options)
         shape = (*tokens.shape, self._args.vocab_size)
-        logits = torch.empty(shape, dtype=self._logits_dtype, device=self._device)
+        logits = torch.empty(shape, dtype=self._dtype, device=self._device)
         if found is not None:
             logits.copy_(found.full_tensor() if isinstance(found, DTensor) else found)
         group = self._dims.pp_mesh.get_group()
@@ -222,7 +221,7 @@ class Pipeline:
         with torch.device("meta"):
             tokens = torch.empty((rows, seq_len // degrees.cp), dtype=torch.int64)
             hidden = torch.empty(hidden_shape, dtype=self._dtype, requires_grad=is_training)
-            logits = torch.empty(logits_shape, dtype=self._logits_dtype)
+            logits = torch.empty(logits_shape, dtype=self._dtype)
         return build_schedule(
             self._stages,
             self._dims.pp_mesh,

@@ -48,6 +48,14 @@ class Job:
         return (total - done) / self.batch_size(step)
 
     @property
+    def sources(self) -> list[tuple[str, int | None]]:
+        """Label of each source, and how many documents it has, where that is known."""
+        return [
+            (source.label, documents.n_documents)
+            for source, documents in zip(self.config.data.mixture, self.train.sources, strict=True)
+        ]
+
+    @property
     def wants_flex_attention(self) -> bool:
         """Whether attention needs the kernel for masks other than the causal one: of documents, or
         where keys are gathered. Zero bubble cannot use it: it goes through a graph twice, which

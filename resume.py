@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.hugging_face import TOKENIZER_FILE, is_hugging_face, load_weights
@@ -17,6 +18,8 @@ from config import ConfigError
 from config.changes import changed_arguments, compare
 from data.tokenizer import load_tokenizer
 from job import Job
+from metrics.ledger import Attempt
+from parallelisms.parallel_dims import ParallelDims
 from runtime.log import logger
 from runtime.together import on_first
 
@@ -55,6 +58,23 @@ def restore(job: Job, checkpointer: Checkpointer, model: ModelState) -> int | No
         logger.info("weights from %s", initial)
         on_first(partial(warn_of_tokenizer, job))
     return resumed
+
+
+def attempt_of(
+    checkpointer: Checkpointer, job: Job, dims: ParallelDims, data_after: int | None = None
+) -> Attempt:
+    """The ledger's record of this start, or of a rollback that leaves out data."""
+    return Attempt(
+        attempt=checkpointer.attempt,
+        parent=checkpointer.parent,
+        resumed_from=checkpointer.newest,
+        data_after=checkpointer.newest if data_after is None else data_after,
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        place=dims.batch_mesh.get_local_rank(),
+        n_rows=job.global_batch_size,
+        ramp=job.ramp,
+    )
 
 
 def facts_of(job: Job) -> dict[str, Any]:

@@ -7,12 +7,13 @@ weights, optimizer, checkpoint, the loop. ``./run_train.sh`` starts it.
 # ruff: noqa: E402
 import gc
 
-# What imports allocate lives on: searching it for garbage takes a quarter of their time.
+# What imports allocate lives on: searching it for garbage takes a sixth of their time.
 gc.disable()
 
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig, dump_toml, load_config
-from data.feed import Feed
+from data.feed import Feed, StepData
 from data.loader import BatchLoader
 from forward_backward import build_runner
 from job import Job, resolve
 from metrics.data_shares import data_shares
-from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
-from metrics.ledger import Attempt, Ledger
+from metrics.flops import flops_per_token, peak_flops
+from metrics.ledger import Ledger
 from metrics.logger import MetricsLogger
 from metrics.profiling import profiler
 from metrics.stragglers import Stragglers
@@ -50,7 +51,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.replicas import check_replicas
 from parallelisms.shared_parameters import shared_names
 from parallelisms.traffic import warn_of_traffic
-from resume import TrainState, check_resume, facts_of, restore
+from resume import TrainState, attempt_of, check_resume, facts_of, restore
 from runtime import exit_codes
 from runtime.attention import attention_order
 from runtime.compat import keep_freed_memory, set_timeout
@@ -113,12 +114,12 @@ def main(job: Job, witness: Witness) -> int:
     args = job.args
     model = build_on_meta(job.spec, args, getattr(torch, training.dtype))
     flops = flops_per_token(
-        matmul_parameters(model),
-        n_layers=len(job.spec.attentions(model)),
+        model,
+        n_attentions=len(job.spec.attentions(model)),
         n_heads=args.n_heads,
         head_dim=args.head_dim,
         seq_len=training.seq_len,
-        state_size=state_size(job.spec.delta_nets(model)),
+        delta_nets=job.spec.delta_nets(model),
     )
     fqns, tied = [fqn for fqn, _ in model.named_parameters()], shared_names(model)
     has_experts = bool(job.spec.moes(model))
@@ -151,7 +152,7 @@ def main(job: Job, witness: Witness) -> int:
         float8=config.float8,
         mp_policy=mp_policy,
     )
-    is_elastic = config.debug.determinism == "elastic"
+    is_elastic = config.debug.is_elastic
     if is_elastic:
         apply_elastic(model)
     is_offloaded = config.parallelism.fsdp_cpu_offload
@@ -236,10 +237,6 @@ def main(job: Job, witness: Witness) -> int:
         peak_flops=peak,
         resumed=resumed,
     )
-    sources = [
-        (source.label, documents.n_documents)
-        for source, documents in zip(config.data.mixture, job.train.sources, strict=True)
-    ]
     ledger = None
     if config.metrics.enable_ledger:
         ledger = Ledger(run_folder / "ledger", attempt_of(checkpointer, job, dims))
@@ -275,14 +272,34 @@ def main(job: Job, witness: Witness) -> int:
             return True
 
     # 8. The loop
-    gc.disable()  # Ranks that collect at different times wait for each other.
-    ending = exit_codes.FINISHED
-    reads_every_step = spikes.is_on or ledger is not None
-    canary_freq = config.numerics.replica_check_freq
-    with (
-        attention_order(heads=heads, head_dim=args.head_dim),
-        profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step,
-    ):
+    def update(data: StepData) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Make a step; return this rank's losses, the gradient norm and the learning rate."""
+        balance.begin_step(data.n_rows / job.global_batch_size)
+        losses = runner.train(data.microbatches, data.n_tokens)
+        norms = local_norms(parameters)
+        grad_norm = clip_grad_norm_(
+            parameters,
+            training.max_norm,
+            norms=norms,
+            is_exact=is_elastic,
+            pp_mesh=dims.pp_mesh,
+            copies=runner.copies,
+        )
+        lr = config.optimizer.lr * lr_factor(state.step, config.lr_scheduler, job.total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        guard.check(state.step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        balance.finish_step(guard.found_inf)
+        loader.commit(data.microbatches)
+        state.tokens += data.n_tokens
+        metrics.count(data.n_tokens, data.waited)
+        return losses, grad_norm, lr
+
+    def train(finish_step: Callable[[int], None]) -> Ending:
+        reads_every_step = spikes.is_on or ledger is not None
+        check_freq = config.numerics.replica_check_freq
         if state.step == 0:
             validate()
         while state.step < training.steps:
@@ -291,35 +308,16 @@ def main(job: Job, witness: Witness) -> int:
                 checkpointer.finish()
             if control.stop is not None:
                 # These data were taken, but not committed: a resumed run takes them again.
-                ending = stopped_by(control.stop, has_checkpoints=config.checkpoint.enable)
-                break
+                return stopped_by(control.stop, has_checkpoints=config.checkpoint.enable)
             if data.has_ended:
-                ending = exit_codes.DATA_ENDED
-                break
-
+                if state.tokens == 0:
+                    raise ConfigError(["data: no document has text"])
+                if state.step % config.validation.freq:
+                    validate()
+                return exit_codes.DATA_ENDED
             state.step += 1
             witness.step = state.step
-            balance.begin_step(data.n_rows / job.global_batch_size)
-            losses = runner.train(data.microbatches, data.n_tokens)
-            norms = local_norms(parameters)
-            grad_norm = clip_grad_norm_(
-                parameters,
-                training.max_norm,
-                norms=norms,
-                is_exact=is_elastic,
-                pp_mesh=dims.pp_mesh,
-                copies=runner.copies,
-            )
-            lr = config.optimizer.lr * lr_factor(state.step, config.lr_scheduler, job.total_steps)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            guard.check(state.step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            balance.finish_step(guard.found_inf)
-            loader.commit(data.microbatches)
-            state.tokens += data.n_tokens
-            metrics.count(data.n_tokens, data.waited)
+            losses, grad_norm, lr = update(data)
 
             # Look at the step: only some steps wait for the device
             is_last = state.step == training.steps
@@ -336,19 +334,17 @@ def main(job: Job, witness: Witness) -> int:
                 seen = {"lr": lr, "tokens": state.tokens, **slowest}
                 # A collective, so that a pipeline stage without experts must take part too.
                 seen |= balance.look() if has_experts else {}
-                seen |= data_shares(loader.consumed(), sources, dims.batch_mesh)
+                seen |= data_shares(loader.consumed(), job.sources, dims.batch_mesh)
                 seen |= {"skipped_steps": guard.skipped, "bad_records": data.n_bad_records}
                 metrics.log(state.step, job.steps_left(state.step), values | seen)
             # Ranks must decide alike, though values may differ in the last bit: rank 0's count.
             if spikes.is_on and spikes.is_spike(state.step, **on_first(values.copy)):
                 if spikes.is_over:
-                    ending = exit_codes.SPIKES
-                    break
+                    return exit_codes.SPIKES
                 if roll_back():
                     continue
             if is_over:
-                ending = exit_codes.NOT_FINITE
-                break
+                return exit_codes.NOT_FINITE
 
             # Work that is due only every so many steps
             with metrics.paused():
@@ -357,20 +353,22 @@ def main(job: Job, witness: Witness) -> int:
                 gc.collect(1)
             if state.step - (resumed or 0) == 1:
                 set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
-            if canary_freq and state.step % canary_freq == 0:
+            if check_freq and state.step % check_freq == 0:
                 check_replicas(model, dims.weight_mesh, optimizer, tied=tied)
             if is_last or state.step % config.validation.freq == 0:
                 validate()
             if is_saved:
                 save()
             if checkpointer.is_overdue(state.step):
-                ending = exit_codes.NOT_SAVED
-                break
-        if ending == exit_codes.DATA_ENDED:
-            if state.tokens == 0:
-                raise ConfigError(["data: no document has text"])
-            if state.step % config.validation.freq:
-                validate()
+                return exit_codes.NOT_SAVED
+        return exit_codes.FINISHED
+
+    gc.disable()  # Ranks that collect at different times wait for each other.
+    with (
+        attention_order(heads=heads, head_dim=args.head_dim),
+        profiler(run_folder / "traces", config.profiling, rank=rank) as finish_step,
+    ):
+        ending = train(finish_step)
 
     # 9. The end
     if guard.look():
@@ -395,23 +393,6 @@ def main(job: Job, witness: Witness) -> int:
     dist.destroy_process_group()
     checkpointer.close()
     return ending.code
-
-
-def attempt_of(
-    checkpointer: Checkpointer, job: Job, dims: ParallelDims, data_after: int | None = None
-) -> Attempt:
-    """The ledger's record of this start, or of a rollback that leaves out data."""
-    return Attempt(
-        attempt=checkpointer.attempt,
-        parent=checkpointer.parent,
-        resumed_from=checkpointer.newest,
-        data_after=checkpointer.newest if data_after is None else data_after,
-        world_size=dist.get_world_size(),
-        rank=dist.get_rank(),
-        place=dims.batch_mesh.get_local_rank(),
-        n_rows=job.global_batch_size,
-        ramp=job.ramp,
-    )
 
 
 def log_whereabouts(config: JobConfig, step: int, ending: Ending) -> None:

@@ -37,6 +37,7 @@ from config.job_config import (
     Comm,
     Compile,
     Count,
+    Float8,
     Optimizer,
     Parallelism,
     Section,
@@ -181,6 +182,7 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device, *, microbatch
             parallelism=parallelism,
             activation_checkpoint=ActivationCheckpoint(mode="none"),
             compile=compile,
+            float8=Float8(),
             mp_policy=mp_policy,
         )
     materialize(model, device, seed=0)

@@ -16,7 +16,7 @@ from benchmarks.loops import Case, bare_loop, train_loop
 from benchmarks.peers import PACKAGES, PEERS
 from benchmarks.rows import Row
 from benchmarks.turns import Loop, LoopError, Turn
-from metrics.flops import flops_per_token, matmul_parameters, peak_flops
+from metrics.flops import flops_per_token, peak_flops
 from models import find_model
 from models.meta import build_on_meta
 
@@ -83,8 +83,8 @@ def measured(case: Case, first: Turn, turns: list[Turn]) -> Row:
     model = build_on_meta(find_model("llama3", case.flavor)[0], case.args, torch.float32)
     args = case.args
     flops = flops_per_token(
-        matmul_parameters(model), n_layers=args.n_layers, n_heads=args.n_heads,
-        head_dim=args.head_dim, seq_len=case.seq_len,
+        model, n_attentions=args.n_layers, n_heads=args.n_heads, head_dim=args.head_dim,
+        seq_len=case.seq_len,
     )  # fmt: skip
     peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
     palm, causal = (peak and rate / case.ranks * part / peak for part in flops)

@@ -28,7 +28,7 @@ FROZEN = _keys("""
 RECORDED = _keys("""
     data: path sources tokenizer on_bad_record
     training: steps seq_len local_batch_size batch_size_ramp max_norm
-    training: mixed_precision_param mixed_precision_reduce mixed_precision_output
+    training: mixed_precision_param mixed_precision_reduce
     optimizer: lr beta1 beta2 eps weight_decay muon_momentum
     lr_scheduler: warmup_steps decay_ratio decay_type min_lr_factor total_steps
     parallelism: data_parallel data_parallel_replicate_degree data_parallel_shard_degree

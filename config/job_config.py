@@ -96,7 +96,7 @@ class Data(Section):
     document_mask: bool = False
     """Attend only within a document, and restart positions at each document."""
     validation_percent: Annotated[float, Field(ge=0.0, le=50.0)] = 2.0
-    """Share of builtin or local documents held out, chosen by a hash of path and row."""
+    """Percent of builtin or local documents held out, chosen by a hash of path and row."""
     on_bad_record: Literal["error", "skip"] = "error"
     """A record without text, that is not UTF-8 or not JSON. error: end, and say where it is. skip:
     go on with the next one, and count."""
@@ -134,11 +134,10 @@ class Training(Section):
     dtype: Dtype = "float32"
     """Dtype of weights, gradients and optimizer state. float64 runs everything in float64."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of compute. auto: bfloat16 where the hardware has it, else float32."""
+    """Dtype of compute. auto: bfloat16 where the hardware has it, else float32. The loss is
+    computed in float32 at least."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of gradient reduction over data-parallel ranks."""
-    mixed_precision_output: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the logits. auto: that of compute. The loss is float32 at least in any case."""
     max_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Global gradient norm to clip to."""
     gc_freq: Count = 50
@@ -360,6 +359,10 @@ class Debug(Section):
     determinism: Literal["same_mesh", "elastic"] = "same_mesh"
     """Which runs are equal bit for bit. same_mesh: those on equal meshes. elastic: also those whose
     data_parallel_shard_degree, a power of two, differs; gradients are added in a fixed order."""
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.determinism == "elastic"
 
 
 class JobConfig(Section):

@@ -63,10 +63,6 @@ def _is_horizon_passed(config: JobConfig) -> bool:
     return total is not None and total < config.training.steps
 
 
-def is_elastic(config: JobConfig) -> bool:
-    return config.debug.determinism == "elastic"
-
-
 def is_float8(config: JobConfig) -> bool:
     return config.float8.recipe != "none"
 
@@ -94,7 +90,7 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
             lambda config: _has_short_moments(config)
             and config.optimizer.muon_momentum > MAX_BFLOAT16_DECAY),
     Refusal("optimizer.name", "debug.determinism elastic is proved for adamw only",
-            lambda config: _has_muon(config) and is_elastic(config)),
+            lambda config: _has_muon(config) and config.debug.is_elastic),
     _only_with("optimizer.state_dtype", "training.dtype is float32", _is_mixed),
     Refusal("optimizer.beta1", f"must be at most 0.99609375{SHORT_MOMENTS}",
             lambda config: _has_short_moments(config)
@@ -104,7 +100,6 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
             and config.optimizer.beta2 > MAX_BFLOAT16_DECAY),
     _only_with("training.mixed_precision_param", "training.dtype is float32", _is_mixed),
     _only_with("training.mixed_precision_reduce", "training.dtype is float32", _is_mixed),
-    _only_with("training.mixed_precision_output", "training.dtype is float32", _is_mixed),
     _only_with("activation_checkpoint.selective", "activation_checkpoint.mode is selective",
                lambda config: config.activation_checkpoint.mode == "selective"),
     _only_with("activation_checkpoint.memory_budget",
@@ -125,7 +120,7 @@ REFUSALS: tuple[Refusal[JobConfig], ...] = (
             and (config.training.dtype == "float64"
                  or config.training.mixed_precision_param == "float32")),
     Refusal("debug.determinism", "elastic is not proved for float8",
-            lambda config: is_float8(config) and is_elastic(config)),
+            lambda config: is_float8(config) and config.debug.is_elastic),
     Refusal("checkpoint.keep_every", "must be a multiple of checkpoint.interval",
             lambda config: config.checkpoint.keep_every % config.checkpoint.interval != 0),
     Refusal("checkpoint.keep_every", "does nothing where checkpoint.keep_latest_k is 0: all stay",

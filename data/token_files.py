@@ -46,7 +46,6 @@ class Part(NamedTuple):
     path: Path
     dtype: np.dtype
     n_documents: int
-    n_tokens: int
     fingerprint: str
     """A hash of the contents, if there is one; else one of their size and a few documents."""
     map_bounds: Callable[[], Bounds]
@@ -62,7 +61,6 @@ class TokenFiles:
         self._ends = list(accumulate(part.n_documents for part in parts))
         self.tokenizer_fingerprint = tokenizer_fingerprint
         """As in ``Tokenizer``; None: the files do not say."""
-        self.n_tokens = sum(part.n_tokens for part in parts)
         self.max_id = max_id
         """The largest id there is; None: the files do not say."""
         self._mapped = lru_cache(maxsize=MAPPED_PARTS)(self._map)
@@ -230,7 +228,6 @@ def _prepared_parts(folder: Path, name: str, index: dict[str, Any]) -> Iterator[
             path=path,
             dtype=dtype,
             n_documents=shard["documents"],
-            n_tokens=n_tokens,
             fingerprint=f"{index['dtype']} {shard['sha256']} {shard['ends_sha256']}",
             map_bounds=partial(_prepared_bounds, ends_path, n_tokens),
         )
@@ -280,7 +277,6 @@ def _megatron_part(path: Path, name: str) -> Part:
         path=ids_path,
         dtype=dtype,
         n_documents=n_indices - 1,
-        n_tokens=n_bytes // dtype.itemsize,
         fingerprint=f"{dtype.name} {n_indices} {n_sequences} {n_bytes}",
         map_bounds=partial(_megatron_bounds, path, n_sequences, dtype.itemsize, n_bytes),
     )

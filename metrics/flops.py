@@ -26,6 +26,28 @@ PEAK_TFLOPS = {
 }
 
 
+def flops_per_token(
+    model: nn.Module,
+    *,
+    n_attentions: int,
+    n_heads: int,
+    head_dim: int,
+    seq_len: int,
+    delta_nets: Iterable[nn.Module] = (),
+) -> tuple[float, float]:
+    """Training FLOPs per token, without recomputation: by PaLM's convention, and causal.
+
+    6 per matmul weight of the whole ``model``, and 12 * heads * head_dim * seq_len for each layer
+    with attention (appendix B of arXiv 2204.02311), of which a causal mask needs half. 18 per
+    number of the gated delta nets' states: a token reads them twice and writes them once, whatever
+    the chunks in which that is computed.
+    """
+    state_size = sum(cast(int, net.state_size) for net in delta_nets)
+    linear = 6.0 * matmul_parameters(model) + 18.0 * state_size
+    attention = 12.0 * n_attentions * n_heads * head_dim * seq_len
+    return linear + attention, linear + attention / 2
+
+
 def matmul_parameters(model: nn.Module) -> int:
     """Weights that a token is multiplied with: those of all linear layers, also of the output, tied
     or not, and those of the experts that it goes through."""
@@ -35,32 +57,6 @@ def matmul_parameters(model: nn.Module) -> int:
         for m in model.modules()
     ]
     return linear + round(sum(shares))
-
-
-def state_size(delta_nets: Iterable[nn.Module]) -> int:
-    """Numbers in the states of all ``delta_nets``, for one sequence."""
-    return sum(cast(int, net.state_size) for net in delta_nets)
-
-
-def flops_per_token(
-    matmul_params: int,
-    *,
-    n_layers: int,
-    n_heads: int,
-    head_dim: int,
-    seq_len: int,
-    state_size: int = 0,
-) -> tuple[float, float]:
-    """Training FLOPs per token, without recomputation: by PaLM's convention, and causal.
-
-    6 per matmul weight, and 12 * layers * heads * head_dim * seq_len for the ``n_layers`` with
-    attention (appendix B of arXiv 2204.02311), of which a causal mask needs half. 18 per number of
-    the gated delta nets' states: a token reads them twice and writes them once, whatever the chunks
-    in which that is computed.
-    """
-    linear = 6.0 * matmul_params + 18.0 * state_size
-    attention = 12.0 * n_layers * n_heads * head_dim * seq_len
-    return linear + attention, linear + attention / 2
 
 
 def peak_flops(device: torch.device, given_tflops: float | None) -> float | None:

@@ -102,17 +102,16 @@ class MetricsLogger:
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a line, stamped with the time and the number of earlier starts that left lines."""
+        if self._file is None:
+            return
         with _alarm(f"metrics of step {record['step']}"):
-            self._write_files(record)
-
-    def _write_files(self, record: dict[str, Any]) -> None:
-        if self._file is not None:
             # JSON has no NaN.
             finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
             stamp = {"time": time.time(), "restarts": self._restarts}
             self._file.write(json.dumps(finite | stamp) + "\n")
             self._file.flush()
-        if self._board is not None:
+            if self._board is None:
+                return
             for name, value in record.items():
                 if name != "step" and value is not None:
                     self._board.add_scalar(name, value, record["step"])

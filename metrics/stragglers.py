@@ -5,16 +5,15 @@ import time
 from collections import deque
 from collections.abc import Collection
 from statistics import median, median_low
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from runtime.log import logger
+from runtime.together import everywhere
 
 LIMIT, WINDOWS = 1.2, 3
-NAME_BYTES = 64
 
 
 class Stragglers:
@@ -30,9 +29,9 @@ class Stragglers:
         ``window``: steps after which the ranks' times are compared.
         """
         self._window, self._steps, self._n_blocks = window, 0, len(blocks)
-        self._clock: _Clock = _DeviceClock() if device.type == "cuda" else _HostClock()
+        self._clock = _DeviceClock() if device.type == "cuda" else _HostClock()
         self._seconds: list[float] = []
-        self._hosts = _gather_names(socket.gethostname())
+        self._hosts = everywhere(socket.gethostname())
         self._recent = deque[list[float]](maxlen=WINDOWS)
         self._named: set[int] = set()
         self._values: dict[str, float] = {}
@@ -55,7 +54,7 @@ class Stragglers:
         self._seconds += self._clock.finish_step()
         if self._steps % self._window == 0:
             # Pipeline stages may have unequal numbers of equal blocks.
-            times = _gather(median(self._seconds) / self._n_blocks if self._seconds else 0.0)
+            times = everywhere(median(self._seconds) / self._n_blocks if self._seconds else 0.0)
             self._seconds = []
             # A rank whose device is many steps behind has no times yet.
             if min(times) > 0.0:
@@ -97,31 +96,9 @@ def _over_median(times: list[float]) -> list[float]:
     return [time / middle for time in times]
 
 
-def _gather(value: float) -> list[float]:
-    gathered = torch.empty(dist.get_world_size(), dtype=torch.float64)
-    dist.all_gather(list(gathered.split(1)), torch.tensor([value], dtype=torch.float64))
-    return gathered.tolist()
-
-
-def _gather_names(name: str) -> list[str]:
-    own = torch.zeros(NAME_BYTES, dtype=torch.uint8)
-    encoded = name.encode()[:NAME_BYTES]
-    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return [bytes(name.tolist()).rstrip(b"\0").decode(errors="replace") for name in gathered]
-
-
-class _Clock(Protocol):
+class _HostClock:
     """Times intervals that follow each other, and adds up those of a step."""
 
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def finish_step(self) -> list[float]:
-        """Seconds of each step that is over and was not returned before."""
-
-
-class _HostClock:
     def __init__(self) -> None:
         self._begin, self._total = 0.0, 0.0
 

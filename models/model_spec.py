@@ -29,7 +29,8 @@ class ModelSpec:
     delta_nets: Callable[[Any], list[nn.Module]]
     """Modules whose ``inner(qkv, gates, conv, a_log, dt_bias, document_ids)`` needs all of it."""
     moes: Callable[[Any], list[nn.Module]]
-    """Mixtures of experts: with ``experts``, ``inner``, ``tally``, and the buffer ``load``."""
+    """Mixtures of experts: with ``experts``, ``inner``, ``tally``, ``balance_weight``, and the
+    buffers ``bias`` and ``load``."""
     cut_stage: Callable[[Any, range], None]
     """Keep of a model only what the pipeline stage of these layers has."""
     join_stages: Callable[[Any, list[Any]], None]

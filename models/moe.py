@@ -74,14 +74,6 @@ class InnerExperts(nn.Module):
         return experts(x, counts[None])
 
 
-class Tally(nn.Module):
-    """Token counts of a part of each sequence to those of all of it; here the part is all."""
-
-    def forward(self, counts: torch.Tensor) -> torch.Tensor:
-        """(b, e)"""
-        return counts
-
-
 class MoE(nn.Module):
     """In place of a block's feed-forward.
 
@@ -100,16 +92,15 @@ class MoE(nn.Module):
         hidden_dim: int,
         n_experts: int,
         n_chosen: int,
-        normalizes: bool,
         balance_weight: float,
     ) -> None:
-        """``normalizes``: the weights of a token's chosen experts add up to 1."""
         super().__init__()
-        self.n_chosen, self.normalizes = n_chosen, normalizes
-        self.balance_weight = balance_weight
+        self.n_chosen, self.balance_weight = n_chosen, balance_weight
         self.router = LocalLinear(dim, n_experts)
         self.experts = Experts(n_experts, n_chosen, dim, hidden_dim)
-        self.inner, self.tally = InnerExperts(), Tally()
+        self.inner = InnerExperts()
+        self.tally = nn.Identity()
+        """Counts (b, e) of a part of each sequence to those of all of it; here the part is all."""
         self.register_buffer("bias", torch.empty(n_experts, dtype=torch.float32))
         self.register_buffer("load", torch.empty(n_experts, dtype=torch.int64), persistent=False)
 
@@ -120,14 +111,13 @@ class MoE(nn.Module):
         return _Balance.apply(out, self._balance_loss(scores, counts), counts, self.load)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x (b, s, d) to scores (b, s, e), the chosen experts and their weights (b, s, k), and each
-        expert's number of tokens (b, e) int64."""
+        """x (b, s, d) to scores (b, s, e), the chosen experts and their weights, whose sum is 1,
+        (b, s, k), and each expert's number of tokens (b, e) int64."""
         precise = torch.promote_types(x.dtype, torch.float32)
         scores = self.router(x).softmax(dim=-1, dtype=precise)
         chosen = (scores + self.bias).topk(self.n_chosen, dim=-1).indices  # (b, s, k)
         weights = scores.gather(-1, chosen)
-        if self.normalizes:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
         counts = chosen.new_zeros(len(x), scores.shape[-1])
         counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
         return scores, chosen, weights, counts

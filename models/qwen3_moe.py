@@ -35,7 +35,6 @@ class MoeBlock(TransformerBlock):
             hidden_dim=args.hidden_dim,
             n_experts=args.n_experts,
             n_chosen=args.n_chosen,
-            normalizes=True,
             balance_weight=args.balance_weight,
         )
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from models.gated_delta_net import GatedDeltaNet
 from models.moe import LocalLinear, MoE
 from models.qwen3_moe import Qwen3MoeArgs
 from models.rms_norm import RMSNorm, rms_norm
 from models.transformer import (
+    Attention,
+    FeedForward,
     InitFn,
-    InnerAttention,
     Rope,
     Transformer,
     TransformerBlock,
@@ -74,19 +74,18 @@ class ZeroCenteredNorm(RMSNorm):
         return rms_norm(x, 1.0 + self.weight.to(precise), self.eps)
 
 
-class GatedAttention(nn.Module):
+class GatedAttention(Attention):
     """Attention whose rotary embedding turns part of each head, and whose output a gate scales."""
 
+    q_norm: ZeroCenteredNorm
+    k_norm: ZeroCenteredNorm
+
     def __init__(self, args: Qwen3NextArgs) -> None:
-        super().__init__()
-        self.head_dim, self.rotary_dim = args.head_dim, args.rotary_dim
+        super().__init__(args)
+        self.rotary_dim = args.rotary_dim
         self.wq = nn.Linear(args.dim, 2 * args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
         self.q_norm = ZeroCenteredNorm(args.head_dim, args.norm_eps)
         self.k_norm = ZeroCenteredNorm(args.head_dim, args.norm_eps)
-        self.inner = InnerAttention()
 
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
@@ -103,13 +102,6 @@ class GatedAttention(nn.Module):
         turned, kept = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
         return torch.cat([apply_rope(turned, rope), kept], dim=-1)
 
-    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
-        for linear in (self.wq, self.wk, self.wv):
-            trunc_normal_(linear.weight, std=0.02)
-        trunc_normal_(self.wo.weight, std=residual_std)
-        self.q_norm.reset_parameters()
-        self.k_norm.reset_parameters()
-
 
 def build_delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
     return GatedDeltaNet(
@@ -123,22 +115,14 @@ def build_delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
     )
 
 
-class SharedExpert(nn.Module):
+class SharedExpert(FeedForward):
     """A SwiGLU feed-forward that every rank has whole, for its own tokens."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.w1 = LocalLinear(dim, hidden_dim)
         self.w2 = LocalLinear(hidden_dim, dim)
         self.w3 = LocalLinear(dim, hidden_dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
-        trunc_normal_(self.w1.weight, std=0.02)
-        trunc_normal_(self.w2.weight, std=residual_std)
-        trunc_normal_(self.w3.weight, std=0.02)
 
 
 class SharedMoE(MoE):
@@ -150,7 +134,6 @@ class SharedMoE(MoE):
             hidden_dim=args.hidden_dim,
             n_experts=args.n_experts,
             n_chosen=args.n_chosen,
-            normalizes=True,
             balance_weight=args.balance_weight,
         )
         self.shared = SharedExpert(args.dim, args.shared_hidden_dim)

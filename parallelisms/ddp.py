@@ -1,7 +1,5 @@
 """Distributed data parallel: every rank holds the whole model (arXiv 2006.15704)."""
 
-from dataclasses import replace
-
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +22,7 @@ def apply_ddp(
     FSDP2's mixed precision and composes with tensor parallel.
     """
     for unit in units:
-        replicate(unit, mesh=replicate_mesh, mp_policy=replace(mp_policy, output_dtype=None))
+        replicate(unit, mesh=replicate_mesh, mp_policy=mp_policy)
     replicate(model, mesh=replicate_mesh, mp_policy=mp_policy)
     sum_gradients(model, replicate_mesh)
     logger.info(

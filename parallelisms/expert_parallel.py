@@ -56,7 +56,7 @@ class AllToAll(nn.Module):
 
 
 class Summed(nn.Module):
-    """In place of ``Tally``: counts are summed over the ranks that share a sequence."""
+    """In place of ``MoE.tally``: counts are summed over the ranks that share a sequence."""
 
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Fully sharded data parallel: FSDP2 on a 1-D mesh, HSDP on a 2-D one (arXiv 2304.11277)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -40,7 +39,8 @@ def apply_fsdp(
     tensors, and modules read them cast.
     """
     if fsdp_mesh.size() == 1 and _is_only_cast(model, parallelism, mp_policy):
-        cast_weights(model, mp_policy)
+        assert mp_policy.param_dtype is not None
+        cast_weights(model, mp_policy.param_dtype)
         logger.info("fsdp2: one rank, nothing to shard; compute in %s", mp_policy.param_dtype)
         return
     reshard = parallelism.fsdp_reshard_after_forward
@@ -57,7 +57,7 @@ def apply_fsdp(
             mesh=mesh,
             reshard_after_forward=reshard if isinstance(reshard, int) else not is_kept,
             shard_placement_fn=lambda parameter: shard_placement(parameter, mesh.size(-1)),
-            mp_policy=replace(mp_policy, output_dtype=None),
+            mp_policy=mp_policy,
             offload_policy=offload,
         )
 
@@ -70,7 +70,7 @@ def apply_fsdp(
         # Backward starts with the last unit; resharding it would only gather it again.
         is_last = reshard == "default" and unit is units[-1]
         shard(unit, fsdp_mesh, is_kept=is_last or reshard == "never")
-    # The units hold every parameter; the root is what casts the logits.
+    # The units hold every parameter; the root is what starts and ends their passes.
     fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
     for unit in units:
         # A lookup's backward needs no weights.

@@ -22,10 +22,6 @@ class Degrees:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
-    @property
-    def ranks(self) -> int:
-        return self.pp * self.batch * self.cp * self.tp
-
 
 def sequence_multiple(degrees: Degrees, method: ContextParallelMethod) -> int:
     """What must divide the length of a sequence. With allgather, each rank has two chunks."""

@@ -1,7 +1,6 @@
 """The one order in which a model is taken apart."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch.nn as nn
@@ -48,8 +47,8 @@ def parallelize(
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
+    float8: Float8,
     mp_policy: MixedPrecisionPolicy,
-    float8: Float8 | None = None,
 ) -> list[nn.Module]:
     """Shard a model that is still on the meta device; return the modules that this rank calls.
 
@@ -64,7 +63,7 @@ def parallelize(
     if facts.moes(model) and parallelism.expert_parallel_degree * dims.degrees.tp > 1:
         expert_mesh = dims.build_expert_mesh(parallelism.expert_parallel_degree)
 
-    def parallelize_stage(stage: nn.Module, is_last: bool) -> None:
+    def parallelize_stage(stage: nn.Module) -> None:
         moes = facts.moes(stage)
         if moes:
             apply_expert_parallel(
@@ -84,8 +83,7 @@ def parallelize(
             )
         mesh, is_simple = dims.fsdp_mesh, parallelism.data_parallel == "simple_fsdp"
         gathers = is_simple and mesh.size(-1) > 1
-        if float8 is not None:
-            apply_float8(facts.blocks(stage), config=float8)
+        apply_float8(facts.blocks(stage), config=float8)
         pieces = facts.pieces if compile.enable else {}
         apply_activation_checkpoint(
             facts.blocks(stage),
@@ -97,26 +95,24 @@ def parallelize(
             facts.blocks(stage), config=compile, pieces=pieces, buckets_collectives=is_simple
         )
         units = facts.fsdp_units(stage)
-        # The logits' dtype does not apply to what travels between stages.
-        policy = mp_policy if is_last else replace(mp_policy, output_dtype=None)
         if parallelism.data_parallel == "fsdp2":
             apply_fsdp(
                 stage,
                 mesh,
                 units=units,
                 parallelism=parallelism,
-                mp_policy=policy,
+                mp_policy=mp_policy,
                 experts=[cast(nn.Module, moe.experts) for moe in moes if expert_mesh],
                 expert_mesh=expert_mesh and fsdp_dims(expert_mesh, "dp_shard_ep"),
             )
-            apply_float8_all_gather(stage, mesh, parallelism=parallelism, mp_policy=policy)
+            apply_float8_all_gather(stage, mesh, parallelism=parallelism, mp_policy=mp_policy)
         elif is_simple:
-            apply_simple_fsdp(stage, mesh, weight_mesh=dims.weight_mesh, mp_policy=policy)
+            apply_simple_fsdp(stage, mesh, weight_mesh=dims.weight_mesh, mp_policy=mp_policy)
         else:
-            apply_ddp(stage, dims.weight_mesh["dp_replicate"], units=units, mp_policy=policy)
+            apply_ddp(stage, dims.weight_mesh["dp_replicate"], units=units, mp_policy=mp_policy)
 
     if dims.degrees.pp == 1:
-        parallelize_stage(model, True)
+        parallelize_stage(model)
         return [model]
     return apply_pipeline_parallel(
         model,

@@ -32,11 +32,11 @@ def apply_pipeline_parallel(
     *,
     cuts: Cuts,
     parallelism: Parallelism,
-    parallelize_stage: Callable[[nn.Module, bool], None],
+    parallelize_stage: Callable[[nn.Module], None],
 ) -> list[nn.Module]:
     """Cut ``model``, still on the meta device; return the stages of this rank, in order.
 
-    ``parallelize_stage(stage, is_last)`` treats each like a whole model. Mutates ``model``: it
+    ``parallelize_stage`` treats each like a whole model. Mutates ``model``: it
     keeps, under the same names, the parameters of these stages, and cannot be called any more.
     """
     n_stages = pp_mesh.size() * stages_per_rank(parallelism)
@@ -50,7 +50,7 @@ def apply_pipeline_parallel(
     for index in _stage_indices(pp_mesh, n_stages):
         stage = deepcopy(model)
         cuts.cut_stage(stage, layers[index])
-        parallelize_stage(stage, index == n_stages - 1)
+        parallelize_stage(stage)
         stages.append(stage)
     cuts.join_stages(model, stages)
     logger.info("pipeline parallel: %d ranks, stages of %s layers, %s", pp_mesh.size(),

@@ -48,7 +48,7 @@ def apply_simple_fsdp(
             makers[shared[parameter]] = _Gather(_dims(fsdp_mesh), shard, parameter, mp_policy)
         path, _, name = fqn.rpartition(".")
         model.get_submodule(path).register_parameter(name, shared[parameter])
-    apply_weights_in_forward(model, makers, mp_policy)
+    apply_weights_in_forward(model, makers)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
         "simple_fsdp: %d parameters on a mesh of %s, compute in %s, reduction in %s",

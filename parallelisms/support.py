@@ -12,7 +12,7 @@ from typing import Protocol
 
 from config import ConfigError, refusals
 from config.job_config import Experts, JobConfig
-from config.refusals import Refusal, has_budget, is_elastic, is_float8, is_set
+from config.refusals import Refusal, has_budget, is_float8, is_set
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
 from runtime.compat import has_float8
@@ -231,7 +231,7 @@ REFUSALS: tuple[Refusal[Run], ...] = (
     Refusal("experts.balance_loss", "the model has no experts: nor does balance_bias_rate matter",
             lambda run: not _has_experts(run) and run.config.experts != Experts()),
     Refusal("debug.determinism", "elastic is proved for models without experts only",
-            lambda run: _has_experts(run) and is_elastic(run.config)),
+            lambda run: _has_experts(run) and run.config.debug.is_elastic),
     Refusal("parallelism.expert_parallel_degree", "the model has no experts",
             lambda run: _ep(run) > 1 and not _has_experts(run)),
     Refusal("parallelism.expert_parallel_degree", "must divide the model's n_experts",
@@ -341,31 +341,31 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             lambda run: any(a >= b for a, b in pairwise([*_ramp(run), _batch_size(run)]))),
     Refusal("parallelism.data_parallel",
             "debug.determinism elastic needs fsdp2, whose reduction it replaces",
-            lambda run: is_elastic(run.config) and _is_not_fsdp2(run)),
+            lambda run: run.config.debug.is_elastic and _is_not_fsdp2(run)),
     Refusal("parallelism.data_parallel_replicate_degree",
             "debug.determinism elastic does not order the sum over copies",
-            lambda run: is_elastic(run.config) and not _is_ddp(run)
+            lambda run: run.config.debug.is_elastic and not _is_ddp(run)
             and run.degrees.dp_replicate > 1),
     Refusal("parallelism.data_parallel_shard_degree",
             "debug.determinism elastic adds pairwise: it needs a power of two",
-            lambda run: is_elastic(run.config) and not _is_power_of_two(run.degrees.dp_shard)),
+            lambda run: run.config.debug.is_elastic and not _is_power_of_two(run.degrees.dp_shard)),
     Refusal("training.global_batch_size",
             "debug.determinism elastic adds pairwise: it needs a power of two of microbatches",
-            lambda run: is_elastic(run.config) and _microbatches(run).is_integer()
+            lambda run: run.config.debug.is_elastic and _microbatches(run).is_integer()
             and not _is_power_of_two(_microbatches(run))),
     Refusal("parallelism.fsdp_reduce_gradients",
             "debug.determinism elastic adds pairwise, last_microbatch one after the other",
-            lambda run: is_elastic(run.config)
+            lambda run: run.config.debug.is_elastic
             and is_set(run.config.parallelism, "fsdp_reduce_gradients")),
     Refusal("parallelism.context_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
-            lambda run: is_elastic(run.config) and run.degrees.cp > 1),
+            lambda run: run.config.debug.is_elastic and run.degrees.cp > 1),
     Refusal("parallelism.pipeline_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
-            lambda run: is_elastic(run.config) and run.degrees.pp > 1),
+            lambda run: run.config.debug.is_elastic and run.degrees.pp > 1),
     Refusal("parallelism.expert_parallel_degree",
             "debug.determinism elastic is proved for data and tensor parallel only",
-            lambda run: is_elastic(run.config) and _ep(run) > 1),
+            lambda run: run.config.debug.is_elastic and _ep(run) > 1),
     Refusal("parallelism.fsdp_cpu_offload",
             "optimizer.name muon would multiply its matrices on the host",
             lambda run: run.config.optimizer.name == "muon"

@@ -8,18 +8,14 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def apply_weights_in_forward(
-    model: nn.Module, makers: Mapping[nn.Parameter, Make], mp_policy: MixedPrecisionPolicy
-) -> None:
+def apply_weights_in_forward(model: nn.Module, makers: Mapping[nn.Parameter, Make]) -> None:
     """While a module runs, and only then, its parameters read as what ``makers`` make of them.
 
-    Mutates ``model``, whose parameters ``makers`` has; names and parameters stay. The model's own
-    output gets the policy's dtype.
+    Mutates ``model``, whose parameters ``makers`` has; names and parameters stay.
     """
     places: dict[nn.Parameter, list[tuple[str, str]]] = defaultdict(list)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -39,18 +35,15 @@ def apply_weights_in_forward(
             module.__class__ = _making(cast(Any, type(module)), names)
             making = cast(_Making, module)
             making._weights, making._made = weights[module], {}
-    if mp_policy.output_dtype is not None:
-        model.register_forward_hook(partial(_cast, mp_policy.output_dtype))
 
 
-def cast_weights(model: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
-    """Have ``model`` compute in the policy's dtype; gradients have that of the parameters."""
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have ``model`` compute in ``dtype``; gradients have that of the parameters."""
 
-    def to_compute_dtype(parameter: torch.Tensor) -> torch.Tensor:
-        return parameter.to(mp_policy.param_dtype)
+    def to_dtype(parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.to(dtype)
 
-    makers = dict.fromkeys(model.parameters(), to_compute_dtype)
-    apply_weights_in_forward(model, makers, mp_policy)
+    apply_weights_in_forward(model, dict.fromkeys(model.parameters(), to_dtype))
 
 
 @dataclass(frozen=True)
@@ -100,9 +93,3 @@ def _making(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
 def _made_or_parameter(module: _Making, name: str) -> torch.Tensor | None:
     return module._made[name] if name in module._made else module._parameters[name]
-
-
-def _cast(
-    dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
-) -> torch.Tensor:
-    return output.to(dtype)

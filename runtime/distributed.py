@@ -47,11 +47,10 @@ def init_distributed(comm: Comm) -> torch.device:
 def set_seed(debug: Debug) -> None:
     """Seed the global RNG, equal on all ranks. Weights and data do not use it."""
     torch.manual_seed(debug.seed)
-    is_elastic = debug.determinism == "elastic"
-    if debug.deterministic or is_elastic:
+    if debug.deterministic or debug.is_elastic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if is_elastic:
+    if debug.is_elastic:
         # Kernels split sums over threads, and with fewer ranks each of them would have more.
         torch.set_num_threads(1)
 

@@ -39,6 +39,13 @@ def gather(act: Callable[[], T]) -> list[T]:
     return [answer for answer, _ in answers]
 
 
+def everywhere(value: T) -> list[T]:
+    """Every rank's value, by rank. A collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def raise_everywhere(error: Exception | None, *, is_mistake: bool) -> None:
     """Raise on every rank what is wrong on some; ``error`` is None on ranks where nothing is.
 

@@ -48,3 +48,16 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
         if not is_given and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return own, overrides
+
+
+def whole_number(least: int, most: int = 10**18 - 1) -> Callable[[str], int]:
+    """The type of an argument that is one of ``least`` to ``most``."""
+
+    def parse(text: str) -> int:
+        # Twenty digits are more than any bound; Python refuses to read thousands.
+        is_number = text.isascii() and text.isdecimal() and len(text) < 20
+        if not is_number or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} to {most}")
+        return int(text)
+
+    return parse

@@ -30,7 +30,7 @@ from models.meta import build_on_meta
 from parallelisms.shared_parameters import keep_shared
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
-from tools.arguments import Parser, telling_mistakes
+from tools.arguments import Parser, telling_mistakes, whole_number
 from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 
 MOST_TOKENS = 256
@@ -60,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--prompt", type=_text, default="", help="what the text begins with")
     add(
         "--tokens",
-        type=_whole(1, 2**31),
+        type=whole_number(1, 2**31),
         metavar="N",
         help=f"at most so many; default {MOST_TOKENS}, or what a trained sequence has room for",
     )
@@ -71,14 +71,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="T",
         help="0: always the likeliest token; default %(default)s",
     )
-    add("--top-k", type=_whole(1, 2**31), metavar="K", help="only of the K likeliest tokens")
+    add("--top-k", type=whole_number(1, 2**31), metavar="K", help="only of the K likeliest tokens")
     add(
         "--top-p",
         type=_real(0.0, 1.0),
         metavar="P",
         help="only of the fewest tokens that have P of the probability",
     )
-    add("--seed", type=_whole(0, 2**63 - 1), metavar="S", help="default 0")
+    add("--seed", type=whole_number(0, 2**63 - 1), metavar="S", help="default 0")
     add(
         "--dtype",
         choices=["bfloat16", "float32", "float64"],
@@ -101,17 +101,6 @@ def _text(text: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("is not UTF-8") from None
     return text
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        # Twenty digits are more than any bound; Python refuses to read thousands.
-        is_number = text.isascii() and text.isdecimal() and len(text) < 20
-        if not is_number or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} to {most}")
-        return int(text)
-
-    return parse
 
 
 def _real(least: float, most: float) -> Callable[[str], float]:

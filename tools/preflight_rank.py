@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median_high
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,8 @@ from runtime import exit_codes
 from runtime.compat import set_timeout, usable_cpus
 from runtime.distributed import init_distributed
 from runtime.post_mortem import ROOT, Witness
+from runtime.together import everywhere
 from tools.preflight_speed import KINDS, bus_bandwidth, groups_of, link_speed, multiply_speed
-
-T = TypeVar("T")
 
 # Exit code of ranks when something is wrong, which the launcher does not take for a failure.
 FOUND = exit_codes.DO_NOT_REQUEUE
@@ -115,13 +114,6 @@ def check(config: JobConfig, job: Job | None, mistake: str, device: torch.device
         print("\n".join(aligned([list(row) for row in rows]) + aligned(dims)))
         print("\n".join(findings) or "all is well")
     return FOUND if findings else exit_codes.DONE
-
-
-def everywhere(value: T) -> list[T]:
-    """Every rank's value, by rank. A collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def unequal(what: str, values: Sequence[Any], who: Sequence[str]) -> list[str]:

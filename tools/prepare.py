@@ -38,7 +38,7 @@ from data.token_files import (
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
 from runtime.compat import usable_cpus
-from tools.arguments import Parser, split_overrides, telling_mistakes
+from tools.arguments import Parser, split_overrides, telling_mistakes, whole_number
 from tools.token_shards import (
     Progress,
     WorkerLost,
@@ -89,10 +89,15 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="FILE",
         help="a run's; default train_configs/debug_model.toml",
     )
-    add("--workers", type=_count, metavar="N", help="processes; default: the CPUs there are")
+    add(
+        "--workers",
+        type=whole_number(1),
+        metavar="N",
+        help="processes; default: the CPUs there are",
+    )
     add(
         "--shard_tokens",
-        type=_count,
+        type=whole_number(1),
         metavar="N",
         help=f"of a shard, about; default {SHARD_TOKENS}",
     )
@@ -102,12 +107,6 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError("argument --verify: takes FOLDER and nothing else")
     options.shard_tokens = options.shard_tokens or SHARD_TOKENS
     return options, overrides
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not 0 < int(text[:20]) < 10**18:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
-    return int(text)
 
 
 def verify_folder(folder: Path) -> int:

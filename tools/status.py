@@ -98,7 +98,7 @@ def paragraph(status: Status) -> list[str]:
     checkpoint = "none"
     if status.checkpoint is not None:
         checkpoint = f"step {status.checkpoint}, {_ago(status.checkpoint_age)}"
-    failures = f"{status.failures} failed attempts told"
+    failures = f"{status.failures} failed attempts"
     if status.last_failure:
         failures += f", the last {_ago(status.last_failure_age)}: {status.last_failure}"
     return [

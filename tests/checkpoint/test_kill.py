@@ -251,14 +251,14 @@ def test_kills_at_random_moments_lose_nothing(
     seen(kill_at_random(tmp_path / "run", "disabled", trials(100)))
 
 
-@pytest.mark.row(2, "Nor does one during an asynchronous save")
+@pytest.mark.row(2, "Nor is anything lost by one during an asynchronous save")
 def test_kills_during_asynchronous_saves_lose_nothing(
     tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
     seen(kill_at_random(tmp_path / "run", "async", trials(100)))
 
 
-@pytest.mark.row(2, "Nor does one during an asynchronous save")
+@pytest.mark.row(2, "Nor is anything lost by one during an asynchronous save")
 @pytest.mark.parametrize("phase", ["before write", "after write", "before publish"])
 def test_a_rank_that_dies_in_any_phase_loses_nothing(
     tmp_path: Path, phase: str, seen: Callable[[str], None]

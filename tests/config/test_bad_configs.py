@@ -167,8 +167,6 @@ BAD = [
         says="0.99609375"),
     Bad("optimizer.beta2", "--optimizer.state_dtype bfloat16 --optimizer.beta2 0.999",
         says="0.99609375"),
-    Bad("training.mixed_precision_output",
-        "--training.dtype float64 --training.mixed_precision_output float32", says="float32"),
     Bad("parallelism.expert_parallel_degree", "--parallelism.expert_parallel_degree 2"),
     Bad(TP, f"--{TP} 3 --model.flavor 8B --training.seq_len 96", says="n_heads", ranks=3),
     Bad(TP, f"--{TP} 3 --model.flavor 8B --training.seq_len 96", says="n_kv_heads", ranks=3),

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from metrics.flops import flops_per_token, matmul_parameters, peak_flops, state_size
+from metrics.flops import flops_per_token, matmul_parameters, peak_flops
 from models import find_model, gated_delta_net
 from models.meta import build_on_meta
 from tests.models.test_delta_rule import token_by_token
@@ -16,12 +16,12 @@ def measured(flavor: str, seq_len: int, name: str = "llama3") -> tuple[float, fl
     spec, args = find_model(name, flavor)
     model = build_on_meta(spec, args, torch.float32)
     return flops_per_token(
-        matmul_parameters(model),
-        n_layers=len(spec.attentions(model)),
+        model,
+        n_attentions=len(spec.attentions(model)),
         n_heads=args.n_heads,
         head_dim=args.head_dim,
         seq_len=seq_len,
-        state_size=state_size(spec.delta_nets(model)),
+        delta_nets=spec.delta_nets(model),
     )
 
 
@@ -49,7 +49,8 @@ def test_formula_is_three_times_the_multiplications_of_forward(
     palm, causal = measured(flavor, seq_len, name)
     assert palm * tokens.numel() == 3 * counter.get_total_flops()
     # The mask leaves half of attention, and nothing else, undone.
-    linear = 6 * matmul_parameters(model) + 18 * state_size(spec.delta_nets(model))
+    states = sum(cast(Any, net).state_size for net in spec.delta_nets(model))
+    linear = 6 * matmul_parameters(model) + 18 * states
     assert palm - causal == causal - linear
 
 

@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
@@ -13,13 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from config.job_config import ActivationCheckpoint, Compile
-from metrics.stragglers import Stragglers, _gather_names
+from metrics.stragglers import Stragglers
 from models import find_model
 from parallelisms.materialize import materialize
 from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
@@ -30,15 +29,20 @@ AOT = Compile(enable=True, backend="aot_eager")
 GPU = torch.device("cuda")
 
 
+def answered(hosts: list[str], times: Callable[[float], list[float]]) -> Any:
+    """What ranks tell each other: first the names of their hosts, then seconds."""
+
+    def answer(value: str | float) -> list[Any]:
+        return hosts if isinstance(value, str) else times(value)
+
+    return patch("metrics.stragglers.everywhere", answer)
+
+
 @contextmanager
 def windows(times: list[list[float]]) -> Iterator[tuple[Stragglers, list[str]]]:
     """Windows of one step, in which ranks took these times; and what is logged."""
     hosts, given = [f"host{rank}" for rank in range(len(times[0]))], iter(times)
-    with (
-        patch("metrics.stragglers._gather_names", lambda name: hosts),
-        patch("metrics.stragglers._gather", lambda value: next(given)),
-        patch("metrics.stragglers.logger") as logger,
-    ):
+    with answered(hosts, lambda value: next(given)), patch("metrics.stragglers.logger") as logger:
         lines: list[str] = []
         logger.warning = lambda text, *values: lines.append(text % values)
         yield Stragglers([nn.Identity()], window=1, device=CPU), lines
@@ -85,10 +89,7 @@ def test_noise_below_the_limit_is_no_alarm(trials) -> None:
 
 def test_a_window_is_of_its_own_steps() -> None:
     given: list[float] = []
-    with (
-        patch("metrics.stragglers._gather_names", lambda name: ["here"]),
-        patch("metrics.stragglers._gather", lambda value: given.append(value) or [value]),
-    ):
+    with answered(["here"], lambda value: given.append(value) or [value]):
         stragglers = Stragglers([nn.Identity()], window=2, device=CPU)
         steps = iter([1.0, 1.0, 5.0, 5.0])
         stragglers._clock = cast(Any, SimpleNamespace(finish_step=lambda: [next(steps)]))
@@ -146,8 +147,7 @@ def test_events_are_read_when_the_device_is_past_them(lag: int) -> None:
     made = []
     with (
         patch("metrics.stragglers._event", lambda: made.append(Event()) or made[-1]),
-        patch("metrics.stragglers._gather_names", lambda name: ["here"]),
-        patch("metrics.stragglers._gather", lambda value: given.append(value) or [value]),
+        answered(["here"], lambda value: given.append(value) or [value]),
     ):
         stragglers = Stragglers(list(blocks), window=4, device=GPU)
         for _ in range(40):
@@ -162,7 +162,7 @@ def test_events_are_read_when_the_device_is_past_them(lag: int) -> None:
 )
 def test_only_training_is_timed(grad: Any, expected: int) -> None:
     blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    with patch("metrics.stragglers._gather_names", lambda name: ["here"]):
+    with answered(["here"], lambda value: [value]):
         stragglers = Stragglers(list(blocks), window=1, device=CPU)
     with patch.object(stragglers, "_clock") as clock, grad():
         blocks(torch.ones(2))
@@ -266,11 +266,3 @@ def test_a_sleep_is_found_where_it_is(ranks: RankPool, layout: Layout) -> None:
 def test_ranks_of_a_tensor_parallel_group_are_slow_together(ranks: RankPool) -> None:
     times = ranks.run(slow_rank, 4, Layout(4, {TP: 2}), 2, 0.5)[0][2:]
     assert min(times[2:]) > 0.25 > max(times[:2])
-
-
-def test_host_names_arrive(ranks: RankPool) -> None:
-    assert ranks.run(names_of_all, 3) == [["rank0", "rank1-é", "x" * 64]] * 3
-
-
-def names_of_all() -> list[str]:
-    return _gather_names(["rank0", "rank1-é", "x" * 70][dist.get_rank()])

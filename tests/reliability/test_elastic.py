@@ -94,6 +94,7 @@ def build(name: str, layout: Layout, training: Training) -> tuple[nn.Module, Par
         parallelism=parallelism,
         activation_checkpoint=layout.recompute,
         compile=layout.compile,
+        float8=layout.float8,
         mp_policy=mixed_precision_policy(training, CPU),
     )
     apply_elastic(model)

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from config import ConfigError
-from runtime.together import RankFailure, gather, on_first, raise_everywhere
+from runtime.together import RankFailure, everywhere, gather, on_first, raise_everywhere
 from tests.ranks import RankPool
 
 
@@ -19,12 +19,13 @@ def on_rank(rank: int, error: Exception) -> Callable[[], int]:
     return act
 
 
-def answers() -> tuple[int, list[int]]:
-    return on_first(lambda: dist.get_rank() + 7), gather(dist.get_rank)
+def answers() -> tuple[int, list[int], list[int]]:
+    return on_first(lambda: dist.get_rank() + 7), gather(dist.get_rank), everywhere(dist.get_rank())
 
 
 def test_what_succeeds_is_told(ranks: RankPool) -> None:
-    assert ranks.run(answers, 3) == [(7, [0, 1, 2]), (7, []), (7, [])]
+    whole = [0, 1, 2]
+    assert ranks.run(answers, 3) == [(7, whole, whole), (7, [], whole), (7, [], whole)]
 
 
 def failures() -> list[str]:
