@@ -144,17 +144,16 @@ class Pipeline:
         self._parts = _SequenceParts(dims.cp_mesh, parallelism, device, needs_positions=True)
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
         self.copies = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
-        self._schedules: dict[tuple[torch.Size, int], Any] = {}
+        self._schedules: dict[tuple[bool, bool, torch.Size, int], Any] = {}
         # The first operation of a group is undefined unless all of its ranks take part.
         dist.all_reduce(torch.zeros(1, device=device), group=dims.pp_mesh.get_group())
 
     def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
         # A step in which no label counts has a loss of 0.
         self._n_tokens = max(n_tokens, 1)
-        key = (microbatches[0].tokens.shape, len(microbatches))
-        if key not in self._schedules:
-            self._schedules[key] = self._build(*key, self._loss, is_training=True)
-        losses = self._losses(self._schedules[key].step, microbatches)
+        shape = microbatches[0].tokens.shape
+        schedule = self._schedule(shape, len(microbatches), self._loss, is_training=True)
+        losses = self._losses(schedule.step, microbatches)
         sum_tied(self._tied, self._dims.pp_mesh)
         return losses
 
@@ -165,14 +164,14 @@ class Pipeline:
         # Just enough at once to fill the pipeline: a schedule keeps each stage's outputs of all.
         for start in range(0, len(batches), n):
             group = batches[start : start + n]
-            schedule = self._build(group[0].tokens.shape, len(group), self._loss)
+            schedule = self._schedule(group[0].tokens.shape, len(group), self._loss)
             losses.append(self._losses(schedule.eval, group))
         return torch.cat(losses)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
         tokens, options = self._inputs([batch])
-        found = self._build(batch.tokens.shape, 1, None).step(tokens, **options)
+        found = self._schedule(batch.tokens.shape, 1, None).step(tokens, **options)
         shape = (*tokens.shape, self._args.vocab_size)
         logits = torch.empty(shape, dtype=self._dtype, device=self._device)
         if found is not None:
@@ -206,7 +205,7 @@ class Pipeline:
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy_sum(logits, labels, self._n_tokens, self._compile)
 
-    def _build(
+    def _schedule(
         self,
         shape: torch.Size,
         n_microbatches: int,
@@ -214,7 +213,14 @@ class Pipeline:
         *,
         is_training: bool = False,
     ) -> Any:
-        """A schedule for microbatches of this ``shape`` (b, s)."""
+        """The schedule for microbatches of this ``shape`` (b, s). A new one begins with an exchange
+        between stages, and has FSDP free what is gathered, so they are kept."""
+        key = is_training, loss_fn is None, shape, n_microbatches
+        if key in self._schedules:
+            return self._schedules[key]
+        if is_training:
+            # Each keeps what it receives into, and the phases of a ramp do not come back.
+            self._schedules = {k: v for k, v in self._schedules.items() if not k[0]}
         (rows, seq_len), degrees = shape, self._dims.degrees
         hidden_shape = (rows, seq_len // degrees.cp // degrees.tp, self._args.dim)
         logits_shape = (rows, seq_len // degrees.cp, self._args.vocab_size)
@@ -222,7 +228,7 @@ class Pipeline:
             tokens = torch.empty((rows, seq_len // degrees.cp), dtype=torch.int64)
             hidden = torch.empty(hidden_shape, dtype=self._dtype, requires_grad=is_training)
             logits = torch.empty(logits_shape, dtype=self._dtype)
-        return build_schedule(
+        self._schedules[key] = build_schedule(
             self._stages,
             self._dims.pp_mesh,
             parallelism=self._parallelism,
@@ -234,6 +240,7 @@ class Pipeline:
             loss_fn=loss_fn,
             is_training=is_training,
         )
+        return self._schedules[key]
 
 
 class _SequenceParts:

@@ -148,11 +148,14 @@ def _is_not_fsdp2(run: Run) -> bool:
     return run.config.parallelism.data_parallel != "fsdp2"
 
 
-def _tokens_of_product(run: Run) -> int:
-    rows = run.config.training.local_batch_size
+def _sequences_at_once(run: Run) -> int:
     if run.degrees.pp > 1:
-        rows = run.config.parallelism.pipeline_parallel_microbatch_size
-    return rows * run.config.training.seq_len // run.degrees.cp
+        return run.config.parallelism.pipeline_parallel_microbatch_size
+    return run.config.training.local_batch_size
+
+
+def _tokens_of_product(run: Run) -> int:
+    return _sequences_at_once(run) * run.config.training.seq_len // run.degrees.cp
 
 
 def _is_power_of_two(count: float) -> bool:
@@ -274,6 +277,12 @@ REFUSALS: tuple[Refusal[Run], ...] = (
             "the compiler does it: it needs compile.enable and compile.backend inductor",
             lambda run: run.config.parallelism.tensor_parallel_async
             and not (run.config.compile.enable and run.config.compile.backend == "inductor")),
+    # By reading PyTorch 2.13's pass, and running it: of one sequence, gathers look another way.
+    Refusal("parallelism.tensor_parallel_async",
+            "gathers are cut only in microbatches of several sequences:"
+            " training.local_batch_size or, in a pipeline, pipeline_parallel_microbatch_size",
+            lambda run: run.config.parallelism.tensor_parallel_async
+            and _sequences_at_once(run) == 1),
     Refusal("parallelism.context_parallel_method", "does nothing without context_parallel_degree",
             lambda run: run.degrees.cp == 1
             and is_set(run.config.parallelism, "context_parallel_method")),
