@@ -366,7 +366,7 @@ class Debug(Section):
 
 
 class JobConfig(Section):
-    """A whole run. Only ``train.py`` and the tools' ``main`` may take it."""
+    """A whole run. Only what checks or starts one takes it; everything else takes a section."""
 
     job: Job = Job()
     model: Model = Model()

@@ -59,7 +59,7 @@ def test_a_cut_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ("name", "overrides"),
     [
         ("checkpoint", [*SHAPE, "--rounds", "1", "--only", "1 rank"]),
-        ("loss", ["--tokens", "64", "--vocab_size", "256", "--turns", "1"]),
+        ("loss", ["--tokens", "64", "--vocab_size", "256", "--turns", "1", "--only", "4096"]),
         ("scale", ["--turns", "1", "--shape.dim", "64", "--only", "2 ranks"]),
         pytest.param("startup", ["--repetitions", "1"], marks=pytest.mark.slow),
         pytest.param(
