@@ -144,34 +144,42 @@ class Pipeline:
         self._parts = _SequenceParts(dims.cp_mesh, parallelism, device, needs_positions=True)
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
         self.copies = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
-        self._schedules: dict[tuple[bool, bool, torch.Size, int], Any] = {}
+        self._training: dict[tuple[torch.Size, int], Any] = {}
+        """The newest schedule for training, by the shape and number of its microbatches."""
         # The first operation of a group is undefined unless all of its ranks take part.
         dist.all_reduce(torch.zeros(1, device=device), group=dims.pp_mesh.get_group())
 
     def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
         # A step in which no label counts has a loss of 0.
         self._n_tokens = max(n_tokens, 1)
-        shape = microbatches[0].tokens.shape
-        schedule = self._schedule(shape, len(microbatches), self._loss, is_training=True)
-        losses = self._losses(schedule.step, microbatches)
+        key = (microbatches[0].tokens.shape, len(microbatches))
+        if key not in self._training:
+            # One alone: each keeps what it receives into, and phases of a ramp do not come back.
+            self._training = {key: self._build(*key, self._loss, is_training=True)}
+        losses = self._losses(self._training[key].step, microbatches)
         sum_tied(self._tied, self._dims.pp_mesh)
         return losses
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
         self._n_tokens, n = 1, len(self._stages) * self._dims.pp_mesh.size()
+        # Groups share a schedule, for a new one has FSDP free what is gathered; it ends with this
+        # call, for it keeps its last outputs.
+        schedules: dict[tuple[torch.Size, int], Any] = {}
         losses = []
         # Just enough at once to fill the pipeline: a schedule keeps each stage's outputs of all.
         for start in range(0, len(batches), n):
             group = batches[start : start + n]
-            schedule = self._schedule(group[0].tokens.shape, len(group), self._loss)
-            losses.append(self._losses(schedule.eval, group))
+            key = (group[0].tokens.shape, len(group))
+            if key not in schedules:
+                schedules[key] = self._build(*key, self._loss)
+            losses.append(self._losses(schedules[key].eval, group))
         return torch.cat(losses)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
         tokens, options = self._inputs([batch])
-        found = self._schedule(batch.tokens.shape, 1, None).step(tokens, **options)
+        found = self._build(batch.tokens.shape, 1, None).step(tokens, **options)
         shape = (*tokens.shape, self._args.vocab_size)
         logits = torch.empty(shape, dtype=self._dtype, device=self._device)
         if found is not None:
@@ -205,7 +213,7 @@ class Pipeline:
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy_sum(logits, labels, self._n_tokens, self._compile)
 
-    def _schedule(
+    def _build(
         self,
         shape: torch.Size,
         n_microbatches: int,
@@ -213,14 +221,7 @@ class Pipeline:
         *,
         is_training: bool = False,
     ) -> Any:
-        """The schedule for microbatches of this ``shape`` (b, s). A new one begins with an exchange
-        between stages, and has FSDP free what is gathered, so they are kept."""
-        key = is_training, loss_fn is None, shape, n_microbatches
-        if key in self._schedules:
-            return self._schedules[key]
-        if is_training:
-            # Each keeps what it receives into, and the phases of a ramp do not come back.
-            self._schedules = {k: v for k, v in self._schedules.items() if not k[0]}
+        """A schedule for microbatches of this ``shape`` (b, s)."""
         (rows, seq_len), degrees = shape, self._dims.degrees
         hidden_shape = (rows, seq_len // degrees.cp // degrees.tp, self._args.dim)
         logits_shape = (rows, seq_len // degrees.cp, self._args.vocab_size)
@@ -228,7 +229,7 @@ class Pipeline:
             tokens = torch.empty((rows, seq_len // degrees.cp), dtype=torch.int64)
             hidden = torch.empty(hidden_shape, dtype=self._dtype, requires_grad=is_training)
             logits = torch.empty(logits_shape, dtype=self._dtype)
-        self._schedules[key] = build_schedule(
+        return build_schedule(
             self._stages,
             self._dims.pp_mesh,
             parallelism=self._parallelism,
@@ -240,7 +241,6 @@ class Pipeline:
             loss_fn=loss_fn,
             is_training=is_training,
         )
-        return self._schedules[key]
 
 
 class _SequenceParts:

@@ -47,6 +47,8 @@ class RunControl:
         """
         self._is_writer = dist.get_rank() == 0
         if mistake := on_first(self._take_folder):
+            # A group whose ranks still connect to each other fails where one of them has gone.
+            dist.barrier()
             raise ConfigError([mistake])
 
     def _take_folder(self) -> str:
