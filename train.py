@@ -44,7 +44,7 @@ from optim.optimizer import build_optimizer
 from optim.schedule import lr_factor
 from optim.spikes import SpikeGuard
 from parallelisms.elastic import GradientTree, apply_elastic
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
@@ -54,12 +54,14 @@ from parallelisms.traffic import warn_of_traffic
 from resume import TrainState, attempt_of, check_resume, facts_of, restore
 from runtime import exit_codes
 from runtime.attention import attention_order
-from runtime.compat import keep_freed_memory, set_timeout
+from runtime.compat import set_timeout
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed, sum_in_order
 from runtime.exit_codes import Ending, stopped_by
 from runtime.kernels import choose_kernels
 from runtime.log import init_logging, logger
+from runtime.machine import keep_freed_memory
+from runtime.matmul import choose_float32_matmul
 from runtime.post_mortem import Witness
 from runtime.together import on_first
 from validation import HeldOut, written_text
@@ -82,6 +84,7 @@ def main(job: Job, witness: Witness) -> int:
     set_seed(config.debug)
     if device.type == "cpu":
         keep_freed_memory()
+        choose_float32_matmul()
     logger.info("ranks: %d on %s, %s", world_size, device.type, dims.degrees)
 
     # 2. Data: this rank's rows of every global batch
@@ -194,7 +197,7 @@ def main(job: Job, witness: Witness) -> int:
     )
     guard = NonfiniteGuard(
         optimizer,
-        {canonical_fqn(fqn): parameter for fqn, parameter in model.named_parameters()},
+        dict(model.named_parameters()),
         fqns=fqns,
         weight_mesh=dims.weight_mesh,
         config=config.numerics,

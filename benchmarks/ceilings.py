@@ -12,6 +12,7 @@ import torch
 from benchmarks.rows import Row
 from config.job_config import Count, Section
 from metrics.flops import peak_flops
+from runtime.compat import scaled_mm
 
 
 class Case(Section):
@@ -48,8 +49,8 @@ def run(case: Case) -> Iterator[Row]:
 def product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
     if a.dtype.itemsize > 1:
         return lambda: a @ b
-    one, of_columns = torch.ones((), device=a.device), b.t()
-    return lambda: torch._scaled_mm(
+    one, of_columns, matmul = torch.ones((), device=a.device), b.t(), scaled_mm()
+    return lambda: matmul(
         a, of_columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallelisms.parallel_dims import Degrees
@@ -93,7 +92,7 @@ def count_memory(events: list[Any], device: torch.device) -> tuple[int, int]:
                 block.is_gradient |= block.is_of_backward
         elif event.name == "forward ends":
             in_backward = True
-        if event.tag != _EventType.Allocation or event.extra_fields.device.type != device.type:
+        if event.tag.name != "Allocation" or event.extra_fields.device.type != device.type:
             continue
         where, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:

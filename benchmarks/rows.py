@@ -26,8 +26,10 @@ def environment(commit: str | None) -> Row:
     """Where and when a row was measured."""
     import torch  # Takes a second, and tables do not need it.
 
+    from runtime.compat import find
+
     has_gpu = torch.cuda.is_available()
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)
+    has_amx = find("torch.cpu:_is_amx_tile_supported")
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit or commit_here(),
@@ -35,7 +37,7 @@ def environment(commit: str | None) -> Row:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if has_gpu else f"CPU: {cpu_name()}",
         "cpu": cpu_name(),
-        "amx": has_amx(),
+        "amx": has_amx and has_amx(),
         "cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.rows import MEASURED, ROOT, Row, append_rows, environment, is_measured, read_rows
 from benchmarks.table import CONFIGS, table_of
-from runtime.compat import let_segments_grow
+from runtime.machine import let_segments_grow
 
 BENCHMARKS = ("ceilings", "checkpoint", "data", "loss", "sharding", "startup", "step")
 

@@ -19,7 +19,6 @@ import torch.nn as nn
 from pydantic import Field
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.counting import (
     MEMORY,
@@ -55,6 +54,7 @@ from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims, resolve_degrees
 from parallelisms.parallelize import parallelize
 from parallelisms.traffic import step_traffic
+from runtime.compat import require
 from runtime.distributed import init_distributed
 
 MAX_NORM = 1.0
@@ -149,10 +149,11 @@ def time_modes(turns: Turns, case: Case) -> None:
 def count_modes(turns: Turns, case: Case) -> None:
     """Count each mode once, as rank 0 of a group that sends nothing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
+    fake = require("torch.testing._internal.distributed.fake_pg:FakeStore", key="benchmark")
+    dist.init_process_group("fake", store=fake(), rank=0, world_size=case.ranks)
     for mode in case.modes:
         turns.next_step()
-        torch._dynamo.reset()
+        torch.compiler.reset()
         gc.collect()
         count = count_mode(mode, case.args(mode), device, microbatches=case.microbatches)
         turns.note = count, closed_form(mode, case, device)

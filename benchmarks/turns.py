@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from metrics.logger import peak_memory_gib
-from runtime.compat import usable_cpus
+from runtime.compat import find
+from runtime.machine import usable_cpus
 
 
 class Turn(NamedTuple):
@@ -62,10 +63,11 @@ class Turns:
 
 def compile_seconds() -> float:
     """Seconds that this process has spent in torch.compile."""
-    if "torch._dynamo.utils" not in sys.modules:
+    path = "torch._dynamo.utils:calculate_time_spent"
+    # Nothing was compiled where the compiler was not even imported.
+    if path.partition(":")[0] not in sys.modules or (spent := find(path)) is None:
         return 0.0
-    spent = sys.modules["torch._dynamo.utils"].calculate_time_spent()
-    return float(spent.get("total_wall_time", 0.0))
+    return float(spent().get("total_wall_time", 0.0))
 
 
 class LoopError(Exception):

@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from config.job_config import Profiling
+from runtime.compat import require
 from runtime.log import logger
 
 TRACED_STEPS = 2
@@ -18,11 +19,14 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
     """Yield the function to call with each finished step; it writes what ``config`` asks to
     ``folder`` (open a trace in Perfetto)."""
     snapshots = config.enable_memory_snapshot
-    if snapshots:
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     if not config.enable_trace and not snapshots:
         yield lambda step: None
         return
+    if snapshots:
+        key = "profiling.enable_memory_snapshot"
+        record = require("torch.cuda.memory:_record_memory_history", key=key)
+        dump = require("torch.cuda.memory:_dump_snapshot", key=key)
+        record(max_entries=1_000_000)
     folder.mkdir(parents=True, exist_ok=True)
     finished = 0
 
@@ -40,7 +44,7 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
             trace.step()
         if snapshots and step % config.trace_freq == 0:
             path = folder / f"memory-step-{step:08d}-rank{rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
+            dump(str(path))
 
     if trace is not None:
         trace.start()
@@ -50,7 +54,7 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
         if trace is not None:
             trace.stop()
         if snapshots:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record(enabled=None)
 
 
 def _trace(

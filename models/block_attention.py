@@ -15,20 +15,17 @@ BLOCK = 128
 LONGEST = 512
 
 
-def suits_blocks(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether ``block_attention`` is the faster one for q (b, s, h, k) and k (b, s, h_kv, k)."""
+def suits_blocks(q: torch.Tensor, k: torch.Tensor, *, has_fast_float32: bool) -> bool:
+    """Whether ``block_attention`` is the faster one for q (b, s, h, k) and k (b, s, h_kv, k).
+
+    ``has_fast_float32``: float32 matmuls are oneDNN's; with MKL's there is little to gain.
+    """
     s = q.shape[1]
     is_short = s == k.shape[1] and s <= LONGEST and s % BLOCK == 0
     # A DTensor is not a plain tensor.
     if not (is_short and q.is_cpu and type(q) is torch.Tensor):
         return False
-    return q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and _float32_is_onednn())
-
-
-@torch.compiler.assume_constant_result
-def _float32_is_onednn() -> bool:
-    """Whether ``runtime/matmul.py`` took oneDNN's products; with MKL's there is little to gain."""
-    return torch.get_float32_matmul_precision() == "medium"
+    return q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and has_fast_float32)
 
 
 def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

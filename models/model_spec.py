@@ -5,10 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from models.hugging_face import HuggingFace
 from models.transformer import TransformerArgs
+
+Style = ParallelStyle | Callable[[nn.Module, DeviceMesh], object]
+"""How tensor parallel spreads a module: PyTorch's style, or a function that mutates the module."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class ModelSpec:
     model_cls: Callable[[Any], nn.Module]
     flavors: Mapping[str, TransformerArgs]
     """Flavor name to the args of ``model_cls``, as published."""
-    tensor_parallel_plan: Callable[[Any], dict[str, ParallelStyle]]
+    tensor_parallel_plan: Callable[[Any], Mapping[str, Style]]
     """Args to {module FQN pattern: parallel style}; covers every parameter."""
     fsdp_units: Callable[[Any], list[list[nn.Module]]]
     """Groups of modules to ``fully_shard``, in forward order; the root is implied."""

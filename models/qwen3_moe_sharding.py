@@ -5,8 +5,9 @@ from typing import cast
 
 import torch.nn as nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInput
+from torch.distributed.tensor.parallel import PrepareModuleInput
 
+from models.model_spec import Style
 from models.moe import MoE
 from models.qwen3_moe import FLAVORS, HUGGING_FACE, Qwen3Moe, Qwen3MoeArgs
 from models.transformer_sharding import LocalParameters, transformer_spec
@@ -16,7 +17,7 @@ from models.transformer_sharding import tensor_parallel_plan as dense_plan
 PIECES = {"attend": True, "feed_forward.route": True, "feed_forward.mix_experts": False}
 
 
-def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, Style]:
     """The dense decoder's, but experts take this rank's part of the sequence as it is: to them,
     tensor parallel ranks are ranks with other tokens. Their weights are spread already.
     """

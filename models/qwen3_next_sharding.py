@@ -8,12 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
+    parallelize_module,
 )
 
 from models.gated_delta_net import GatedDeltaNet
+from models.model_spec import Style
 from models.qwen3_moe_sharding import PIECES, moes
 from models.qwen3_moe_sharding import tensor_parallel_plan as moe_plan
 from models.qwen3_next import FLAVORS, GatedAttention, Qwen3Next, Qwen3NextArgs, Qwen3NextBlock
@@ -21,7 +22,7 @@ from models.qwen3_next_hugging_face import HUGGING_FACE
 from models.transformer_sharding import LocalParameters, transformer_spec
 
 
-def tensor_parallel_plan(args: Qwen3NextArgs) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(args: Qwen3NextArgs) -> dict[str, Style]:
     """Attention as in the dense decoder, gated delta nets by key heads; the shared expert, like all
     experts, for this rank's part of the sequence."""
     # Its attention always has norms of q and k; its gate is a part of ``wq``.
@@ -37,9 +38,9 @@ def tensor_parallel_plan(args: Qwen3NextArgs) -> dict[str, ParallelStyle]:
     return plan
 
 
-def delta_net_plan() -> dict[str, ParallelStyle]:
+def delta_net_plan() -> dict[str, Style]:
     return {
-        "": DeltaNetParallel(),
+        "": spread_delta_net,
         ".wqkvz": ColwiseParallel(),
         ".wba": ColwiseParallel(),
         # One weight for all heads.
@@ -48,17 +49,13 @@ def delta_net_plan() -> dict[str, ParallelStyle]:
     }
 
 
-class DeltaNetParallel(PrepareModuleInput):
+def spread_delta_net(module: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Gather x along the sequence, and shard the module's own parameters by heads."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
-        )
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = LocalParameters(Shard(0))._apply(module, device_mesh)
-        return super()._apply(module, device_mesh)
+    LocalParameters(Shard(0))(module, tp_mesh)
+    gather = PrepareModuleInput(
+        input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
+    )
+    parallelize_module(module, tp_mesh, gather)
 
 
 def mixers(model: Qwen3Next) -> list[nn.Module]:

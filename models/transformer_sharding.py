@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,14 +18,14 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 
 from models.hugging_face import HuggingFace
-from models.model_spec import ModelSpec
+from models.model_spec import ModelSpec, Style
 from models.transformer import Transformer, TransformerArgs, TransformerBlock
 
 
@@ -46,14 +47,14 @@ def transformer_spec(
     )
 
 
-def tensor_parallel_plan(args: TransformerArgs) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
     """Tensor parallel inside attention and feed-forward, sequence parallel between them.
 
     Megatron-LM's scheme (arXiv 2205.05198), in PyTorch's ``ParallelStyle`` by FQN pattern.
     Complete: every parameter of the model is under some entry. The logits stay sharded over the
     vocabulary, also in the loss.
     """
-    plan: dict[str, ParallelStyle] = {
+    plan: dict[str, Style] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
         "layers.*.attention": PrepareModuleInput(
@@ -82,17 +83,16 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, ParallelStyle]:
     return plan
 
 
-class HeadParallel(ColwiseParallel):
+@dataclass(frozen=True)
+class HeadParallel:
     """Column-wise, by heads. Each rank gets the heads that its queries attend to. Where ranks
     do not divide the heads, the weight is sharded all the same, and its output gathered."""
 
-    def __init__(self, n_heads: int) -> None:
-        super().__init__(use_local_output=False)
-        self._n_heads = n_heads
+    n_heads: int
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        super()._apply(module, device_mesh)
-        rank, degree = device_mesh.get_local_rank(), device_mesh.size()
+    def __call__(self, module: nn.Module, tp_mesh: DeviceMesh) -> None:
+        parallelize_module(module, tp_mesh, ColwiseParallel(use_local_output=False))
+        rank, degree = tp_mesh.get_local_rank(), tp_mesh.size()
 
         def keep(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
             return output.to_local()
@@ -100,29 +100,24 @@ class HeadParallel(ColwiseParallel):
         def gather(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
             # A rank's queries use some of the heads: gradients are parts of a sum.
             whole = output.redistribute(placements=[Replicate()])
-            heads = whole.to_local(grad_placements=[Partial()]).unflatten(-1, (self._n_heads, -1))
-            copies = math.lcm(self._n_heads, degree) // self._n_heads
+            heads = whole.to_local(grad_placements=[Partial()]).unflatten(-1, (self.n_heads, -1))
+            copies = math.lcm(self.n_heads, degree) // self.n_heads
             own = heads.repeat_interleave(copies, dim=-2).chunk(degree, dim=-2)[rank]
             return own.flatten(-2)
 
-        module.register_forward_hook(keep if self._n_heads % degree == 0 else gather)
-        return module
+        module.register_forward_hook(keep if self.n_heads % degree == 0 else gather)
 
 
-class LocalParameters(ParallelStyle):
+@dataclass(frozen=True)
+class LocalParameters:
     """Spread the parameters of a module that computes with its ``own_part`` of them."""
 
-    def __init__(self, placement: Placement) -> None:
-        super().__init__()
-        self._placement = placement
+    placement: Placement
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def __call__(self, module: nn.Module, tp_mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            spread = distribute_tensor(
-                parameter, device_mesh, [self._placement], src_data_rank=self.src_data_rank
-            )
+            spread = distribute_tensor(parameter, tp_mesh, [self.placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(spread))
-        return module
 
 
 def fsdp_units(model: Transformer) -> list[list[nn.Module]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.optim.adamw import adamw
 
 from runtime.distributed import local_part
 
@@ -42,28 +43,25 @@ class ChunkedAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Mutates parameters and state; obeys ``found_inf`` as a fused optimizer does."""
         found_inf = getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            # Parameters, gradients, first and second moments, what is not used, steps.
-            lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *lists)
-            *used, _, steps = lists
-            if not steps:
-                continue
-            torch._foreach_add_(steps, 1)
-            for pieces in _chunks(zip(*used, steps, strict=True)):
+        for group in self.adamw_groups():
+            for pieces in _chunks(self._entries(group)):
                 _update(pieces, group, found_inf)
-            if found_inf is not None:
-                torch._foreach_sub_(steps, [found_inf] * len(steps))
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+    def adamw_groups(self) -> list[dict[str, Any]]:
+        """The groups that AdamW updates."""
+        return self.param_groups
+
+    def _entries(self, group: Mapping[str, Any]) -> Iterator[Piece]:
+        """Of each parameter: itself, its gradient, both moments and the step."""
         for parameter in group["params"]:
-            if parameter.grad is not None and not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, dtype=self.moment_dtype),
-                    "exp_avg_sq": torch.zeros_like(parameter, dtype=self.moment_dtype),
-                }
-        return super()._init_group(group, *lists)
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
+            yield parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -83,13 +81,16 @@ def _update(pieces: list[Piece], group: Mapping[str, Any], found_inf: torch.Tens
     *kept, steps = (list(tensors) for tensors in zip(*pieces, strict=True))
     used = [[_pad(t.to(p.dtype)) for t, p in zip(ts, kept[0], strict=True)] for ts in kept]
     beta1, beta2 = group["betas"]
-    torch._fused_adamw_(
-        used[0],
-        used[1],
-        used[2],
-        used[3],
+    parameters, gradients, averages, squares = used
+    adamw(
+        parameters,
+        gradients,
+        averages,
+        squares,
         [],
         steps,
+        fused=True,
+        found_inf=found_inf,
         lr=group["lr"],
         beta1=beta1,
         beta2=beta2,
@@ -97,7 +98,6 @@ def _update(pieces: list[Piece], group: Mapping[str, Any], found_inf: torch.Tens
         eps=group["eps"],
         amsgrad=False,
         maximize=False,
-        found_inf=found_inf,
     )
     # The gradients were only read.
     for tensor, copy in chain.from_iterable(map(zip, kept[::2] + kept[3:], used[::2] + used[3:])):
@@ -106,16 +106,20 @@ def _update(pieces: list[Piece], group: Mapping[str, Any], found_inf: torch.Tens
 
 
 def _chunks(entries: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """This rank's parts of all tensors, flat, with their steps, ``CHUNK`` elements at most."""
+    """This rank's parts of all tensors, flat, with their steps, ``CHUNK`` elements at most.
+
+    A step is counted once, with the last part of its tensor; the others have copies.
+    """
     pieces: list[Piece] = []
     count = 0
     for *tensors, step in entries:
         flat = [local_part(tensor).view(-1) for tensor in tensors]
-        for parts in zip(*(tensor.split(CHUNK) for tensor in flat), strict=True):
+        cut = list(zip(*(tensor.split(CHUNK) for tensor in flat), strict=True))
+        for parts in cut:
             if count + parts[0].numel() > CHUNK:
                 yield pieces
                 pieces, count = [], 0
-            pieces.append((*parts, step))
+            pieces.append((*parts, step if parts is cut[-1] else step.clone()))
             count += parts[0].numel()
     if pieces:
         yield pieces

@@ -10,6 +10,8 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from runtime.compat import foreach
+
 # This rank's parts of the gradients, by the process groups over which they are sharded.
 Shards = Mapping[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]
 LEVELS = 3
@@ -51,7 +53,7 @@ def _largest(shards: Shards) -> torch.Tensor:
         largest = torch.zeros((), dtype=torch.float64, device=local[0].device)
         # A rank may have nothing of a small gradient.
         if parts := [tensor for tensor in local if tensor.numel() > 0]:
-            largest = torch.stack(torch._foreach_norm(parts, torch.inf)).amax().double()
+            largest = torch.stack(foreach("norm", parts, torch.inf)).amax().double()
         # Whether a maximum keeps a NaN is up to the backend.
         largest = torch.where(largest.isfinite(), largest, torch.inf)
         for group in groups:

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from runtime.compat import foreach
+
 
 class ExpertBalance:
     """Reads the ``load`` of each layer's experts after a step, and moves their ``bias``.
@@ -42,8 +44,8 @@ class ExpertBalance:
         self._worst = (loads / means).max()
         rate = self._rate * (found_inf == 0).to(loads.device)
         moves = rate * (means - loads).sign().to(self._moes[0].bias.dtype)
-        torch._foreach_add_([moe.bias for moe in self._moes], list(moves))
-        torch._foreach_zero_([moe.load for moe in self._moes])
+        foreach("add_", [moe.bias for moe in self._moes], list(moves))
+        foreach("zero_", [moe.load for moe in self._moes])
 
     def look(self) -> dict[str, float]:
         """For metrics: the greatest load of any expert over the mean of its layer. A collective."""

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from optim.exact_norm import Shards, exact_norm
+from runtime.compat import foreach
 from runtime.distributed import local_part
+from runtime.shards import is_sharded
 
 
 @torch.no_grad()
@@ -45,7 +46,7 @@ def clip_grad_norm_(
     norm = exact_norm(shards, n_elements) if is_exact else _norm(parts, pp_mesh)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for local in shards.values():
-        torch._foreach_mul_(local, scale)
+        foreach("mul_", local, scale)
     return norm
 
 
@@ -57,7 +58,7 @@ def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     ]
     # In float32 at least: in bfloat16 a norm would have 8 bits.
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    return list(torch._foreach_norm(grads, 2.0, dtype=dtype))
+    return list(foreach("norm", grads, 2.0, dtype=dtype))
 
 
 def _norm(parts: Shards, pp_mesh: DeviceMesh | None) -> torch.Tensor:
@@ -82,5 +83,5 @@ def _sharding_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         grad.device_mesh.get_group(dim)
         for dim, placement in enumerate(grad.placements)
-        if isinstance(placement, (Shard, _StridedShard))
+        if is_sharded(placement)
     )

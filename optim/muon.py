@@ -149,9 +149,9 @@ class Muon(ChunkedAdamW):
         """The group of each matrix, looked up in each step: loading a state replaces the groups."""
         return {p: g for g in self.param_groups if _is_muon(g) for p in g["params"]}
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        # AdamW has nothing to do with matrices.
-        return False if _is_muon(group) else super()._init_group(group, *lists)
+    def adamw_groups(self) -> list[dict[str, Any]]:
+        """Those without hidden matrices."""
+        return [group for group in self.param_groups if not _is_muon(group)]
 
     def _step_together(
         self,

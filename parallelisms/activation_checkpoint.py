@@ -1,17 +1,13 @@
 """Activation checkpointing: recompute in backward instead of storing."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import torch
-import torch._functorch.config
 import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -19,29 +15,34 @@ from torch.utils.checkpoint import (
 
 from config.job_config import ActivationCheckpoint
 from parallelisms.pieces import wrap_piece
+from runtime.compat import configure, find, silence_context_fn
 from runtime.log import logger
 
-_aten = torch.ops.aten
-_SAVED_OPS = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+_MATMULS = ("aten.mm.default", "aten._grouped_mm.default", "aten._scaled_mm.default")
+_SAVED = (
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
     # Attention within documents; the latter where the block around it is not compiled.
-    torch.ops.higher_order.flex_attention,
-    torch.ops.higher_order.inductor_compiled_code,
+    "higher_order.flex_attention",
+    "higher_order.inductor_compiled_code",
     # Recomputing a collective costs more than its result.
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
-}
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_to_all_single.default",
+)
 # Operations of ours, by name, so that the files that define them need not be imported.
 _SAVED_OF_OURS = {"shardloom::block_attention", "shardloom::fused_delta_rule"}
 # FSDP marks its gathers of experts, inside a block, for profilers: more often in backward.
-_profiler = torch.ops.profiler
-SAC_IGNORED_OPS |= {
-    _profiler._record_function_enter_new.default,
-    _profiler._record_function_exit._RecordFunction,
-}
+_IGNORED = (
+    "profiler._record_function_enter_new.default",
+    "profiler._record_function_exit._RecordFunction",
+)
+
+
+def _operations(names: Iterable[str]) -> set[Any]:
+    found = (find(f"torch:ops.{name}") for name in names)
+    return {operation for operation in found if operation is not None}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,13 @@ class Recompute:
         # Nothing in the models is random, so no RNG state is kept.
         options: dict[str, Any] = {"preserve_rng_state": False}
         if self.save_every:
-            options["context_fn"] = partial(_saving_matmuls, self.save_every)
+            ignored = find("torch.utils.checkpoint:SAC_IGNORED_OPS")
+            if ignored is not None:
+                ignored |= _operations(_IGNORED)
+            silence_context_fn()
+            options["context_fn"] = partial(
+                _saving_matmuls, self.save_every, _operations(_MATMULS), _operations(_SAVED)
+            )
         return options
 
 
@@ -75,17 +82,19 @@ def apply_activation_checkpoint(
     pieces: Collection[str],
     frees_weights: bool,
 ) -> None:
-    """Wrap the blocks as ``config`` says. Mutates ``blocks``; FQNs gain a wrapper's name.
+    """Have the blocks' forward recompute what ``config`` says. Mutates ``blocks``; FQNs stay.
 
     ``pieces``: methods that a block consists of and that are compiled one by one. What is kept can
-    be chosen only inside a graph, so each is wrapped, unless the whole block is recomputed.
+    be chosen only inside a graph, so each is recomputed by itself, unless the whole block is.
     ``frees_weights``: blocks that gather their own weights free them only if they are recomputed,
     so those that ``config`` leaves alone then recompute what is cheap.
     """
     # A global of the compiler: reset even if unused, as an earlier run may have changed it.
     is_budgeted = config.mode == "memory_budget"
-    torch._functorch.config.activation_memory_budget = config.memory_budget if is_budgeted else 1.0
+    budget = "torch._functorch.config:activation_memory_budget"
+    configure(budget, 1.0)
     if is_budgeted:
+        configure(budget, config.memory_budget, key="activation_checkpoint.mode")
         text = "activation checkpoint: graphs of %d blocks keep at most %g of their activations"
         logger.info(text, len(blocks), config.memory_budget)
     counts = Counter[str]()
@@ -96,7 +105,7 @@ def apply_activation_checkpoint(
             continue
         counts[recompute.what] += 1
         if recompute == ALL or not pieces:
-            blocks[name] = checkpoint_wrapper(block, **recompute.options)
+            block.forward = _recomputing(recompute.options, partial(_forward, block))
             continue
         for path in pieces:
             wrap_piece(block, path, partial(_recomputing, recompute.options))
@@ -112,6 +121,11 @@ def _recomputing(options: dict[str, Any], method: Callable[..., Any]) -> Callabl
     return run
 
 
+def _forward(block: nn.Module, *args: Any) -> Any:
+    """What the class says by then: data parallel gives the block another class."""
+    return type(block).forward(block, *args)
+
+
 def _recompute(config: ActivationCheckpoint, index: int) -> Recompute | None:
     """What the block of that index is to recompute by ``config``."""
     if config.mode in ("none", "memory_budget"):
@@ -123,17 +137,25 @@ def _recompute(config: ActivationCheckpoint, index: int) -> Recompute | None:
     return ALL if index % config.selective == 0 else None
 
 
-def _saving_matmuls(every: int) -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(partial(_policy, every, Counter()))
+def _saving_matmuls(every: int, matmuls: set[Any], saved: set[Any]) -> tuple[Any, Any]:
+    policy = partial(_policy, every, matmuls, saved, Counter())
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _policy(
-    every: int, matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any
+    every: int,
+    matmuls: set[Any],
+    saved: set[Any],
+    seen: Counter[bool],
+    ctx: Any,
+    op: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> CheckpointPolicy:
     """Save attention and every n-th matmul. Every second: half the memory, a sixth more work."""
-    if op in (_aten.mm.default, _aten._grouped_mm.default, _aten._scaled_mm.default):
-        is_saved = matmuls[ctx.is_recompute] % every == 0
-        matmuls[ctx.is_recompute] += 1
+    if op in matmuls:
+        is_saved = seen[ctx.is_recompute] % every == 0
+        seen[ctx.is_recompute] += 1
     else:
-        is_saved = op in _SAVED_OPS or op.name() in _SAVED_OF_OURS
+        is_saved = op in saved or op.name() in _SAVED_OF_OURS
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,6 +8,7 @@ import torch.nn as nn
 
 from config.job_config import Compile
 from parallelisms.pieces import wrap_piece
+from runtime.compat import configure
 from runtime.log import logger
 
 # One gather of a block's weights and one reduction of its gradients, instead of one per weight.
@@ -21,18 +22,21 @@ def apply_compile(
     *,
     config: Compile,
     pieces: Mapping[str, bool],
+    recomputes: bool,
     buckets_collectives: bool,
 ) -> None:
     """Compile each block as one graph, in place. Equal blocks share one compilation.
 
     ``pieces``: if there are any, the methods that a block consists of, and whether each is a graph;
-    those that are, are compiled instead. ``buckets_collectives``: the graphs hold the collectives
-    of their weights.
+    those that are, are compiled instead. ``recomputes``: backward recomputes some of the blocks.
+    ``buckets_collectives``: the graphs hold the collectives of their weights.
     """
     if not config.enable:
         return
-    # Forward may set weights as attributes of modules; recomputation in backward need not.
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    if recomputes:
+        # Forward may set weights as attributes of modules; recomputation in backward need not.
+        path = "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint"
+        configure(path, True, key="compile.enable")
     # Shapes do not change in training; what else runs (validation, a sample) is worth a compilation
     # of its own, and symbolic shapes are where compilers fail.
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True, "dynamic": False}
@@ -40,7 +44,7 @@ def apply_compile(
         options["options"] = _BUCKETS
     graphs = [path for path, is_graph in pieces.items() if is_graph]
     # Recomputed pieces are all called by one function, so their compilations add up.
-    torch._dynamo.config.recompile_limit = _COMPILATIONS * max(1, len(graphs))
+    torch.compiler.config.recompile_limit = _COMPILATIONS * max(1, len(graphs))
     for block in blocks.values():
         for path in graphs:
             wrap_piece(block, path, lambda method: torch.compile(method, **options))

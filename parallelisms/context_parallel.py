@@ -5,17 +5,21 @@ it trades back. ``allgather`` (section 3.3.2 of arXiv 2407.21783): keys and valu
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from config.job_config import ContextParallelMethod
+from runtime.compat import all_to_all
 from runtime.log import logger
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+"""t[i] of t (n, ...) goes to rank i, and what comes from there takes its place."""
 
 
 def apply_context_parallel(
@@ -85,7 +89,8 @@ def _from_parts(t: torch.Tensor, degree: int, method: ContextParallelMethod) -> 
 class Ulysses(nn.Module):
     def __init__(self, inner: nn.Module, cp_mesh: DeviceMesh) -> None:
         super().__init__()
-        self.inner, self.group, self.degree = inner, cp_mesh.get_group(), cp_mesh.size()
+        self.inner, self.degree = inner, cp_mesh.size()
+        self.exchange = _exchange_over(cp_mesh.get_group())
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
@@ -97,9 +102,9 @@ class Ulysses(nn.Module):
             k, v = (t.repeat_interleave(copies, dim=2) for t in (k, v))
         heads = [t.unflatten(2, (self.degree, -1)) for t in (q, k, v)]  # each (b, s/n, n, h/n, k)
         sizes = [t.shape[3] for t in heads]
-        whole = _to_heads(torch.cat(heads, dim=3), self.group)  # (b, s, h/n of q, k and v, k)
+        whole = _to_heads(torch.cat(heads, dim=3), self.exchange)  # (b, s, h/n of q, k and v, k)
         out = self.inner(*whole.split(sizes, dim=2), document_ids)
-        return _to_sequence(out, self.degree, self.group)
+        return _to_sequence(out, self.degree, self.exchange)
 
 
 class UlyssesDeltaNet(nn.Module):
@@ -109,7 +114,8 @@ class UlyssesDeltaNet(nn.Module):
         self, inner: nn.Module, cp_mesh: DeviceMesh, method: ContextParallelMethod
     ) -> None:
         super().__init__()
-        self.inner, self.group, self.degree = inner, cp_mesh.get_group(), cp_mesh.size()
+        self.inner, self.degree = inner, cp_mesh.size()
+        self.exchange = _exchange_over(cp_mesh.get_group())
         self.rank, self.method = cp_mesh.get_local_rank(), method
 
     def forward(
@@ -131,12 +137,12 @@ class UlyssesDeltaNet(nn.Module):
         qkv = qkv.movedim(1, -1).movedim(0, 2)
         gates = gates.unflatten(3, (splits, -1)).flatten(2, 3)
         sent = torch.cat([qkv, gates.flatten(3)], dim=-1).unflatten(2, (self.degree, -1))
-        whole = _to_heads(sent, self.group)  # (b, s, heads / n, ...)
+        whole = _to_heads(sent, self.exchange)  # (b, s, heads / n, ...)
         whole = _from_parts(whole, self.degree, self.method)
         qkv, gates = whole.split([qkv.shape[-1], 2 * gates.shape[3]], dim=-1)
         gates = gates.unflatten(-1, (-1, 2))
         out = self.inner(qkv, gates, conv, a_log, dt_bias, document_ids)
-        return _to_sequence(_to_parts(out, self.degree, self.method), self.degree, self.group)
+        return _to_sequence(_to_parts(out, self.degree, self.method), self.degree, self.exchange)
 
     def _own(self, weight: torch.Tensor) -> torch.Tensor:
         """The weights of this rank's heads; gradients are summed over ranks like all others."""
@@ -153,20 +159,20 @@ def _split_heads(t: torch.Tensor, ratio: int, splits: int, inner: Any) -> torch.
     return torch.cat([q, k, v.unflatten(1, (splits, -1))], dim=2).flatten(0, 1)
 
 
-def _to_heads(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _to_heads(t: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Part of the sequence, the heads of each rank (b, s/n, n, h/n, ...) to (b, s, h/n, ...)."""
-    return _exchange(t.movedim(2, 0), group).transpose(0, 1).flatten(1, 2)
+    return exchange(t.movedim(2, 0)).transpose(0, 1).flatten(1, 2)
 
 
-def _to_sequence(t: torch.Tensor, degree: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _to_sequence(t: torch.Tensor, degree: int, exchange: Exchange) -> torch.Tensor:
     """The whole sequence, this rank's heads (b, s, h/n, k) to (b, s/n, h, k)."""
-    exchanged = _exchange(t.unflatten(1, (degree, -1)).transpose(0, 1), group)
+    exchanged = exchange(t.unflatten(1, (degree, -1)).transpose(0, 1))
     return exchanged.movedim(0, 2).flatten(2, 3)
 
 
-def _exchange(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """t[i] of t (n, ...) goes to rank i, and what comes from there takes its place."""
-    return all_to_all_single_autograd(t.contiguous(), None, None, group)
+def _exchange_over(group: dist.ProcessGroup) -> Exchange:
+    all_to_all_of = all_to_all()
+    return lambda t: all_to_all_of(t.contiguous(), None, None, group)
 
 
 class AllGather(nn.Module):

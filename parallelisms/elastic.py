@@ -7,12 +7,12 @@ numbers of microbatches are powers of two.
 """
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from runtime.distributed import local_part
 from runtime.log import logger
@@ -22,11 +22,11 @@ def apply_elastic(model: nn.Module) -> None:
     """Have all FSDP2 modules of ``model`` add gradients pairwise over ranks. Mutates ``model``."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
-        module.set_custom_reduce_scatter(PairwiseReduceScatter())
+        module.set_custom_reduce_scatter(cast(Any, PairwiseReduceScatter()))
     logger.info("elastic: %d modules add their gradients pairwise over ranks", len(modules))
 
 
-class PairwiseReduceScatter(ReduceScatter):
+class PairwiseReduceScatter:
     """The sum over ranks, this rank's part of it, added as a tree in the order of the ranks.
 
     The order inside a backend's own reduce-scatter depends on the number of ranks and on where a
@@ -35,7 +35,12 @@ class PairwiseReduceScatter(ReduceScatter):
     """
 
     def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        self,
+        size: Sequence[int | torch.SymInt],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        **others: Any,
     ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -46,6 +51,7 @@ class PairwiseReduceScatter(ReduceScatter):
         group: dist.ProcessGroup,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
+        **others: Any,
     ) -> None:
         """input_tensor (ranks * n,) to output_tensor (n,)."""
         assert op == dist.ReduceOp.SUM, "sums are not scaled"

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from runtime.compat import all_to_all
 from runtime.log import logger
 
 
@@ -43,6 +43,7 @@ class AllToAll(nn.Module):
     def __init__(self, ep_mesh: DeviceMesh) -> None:
         super().__init__()
         self.group, self.degree = ep_mesh.get_group(), ep_mesh.size()
+        self.all_to_all = all_to_all()
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
         """x (n, d), sorted by expert of all ranks; counts (e,) of all experts. To (n, d)."""
@@ -51,8 +52,8 @@ class AllToAll(nn.Module):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         to, from_ = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
-        arrived = all_to_all_single_autograd(x, from_, to, self.group)
-        return all_to_all_single_autograd(experts(arrived, received), to, from_, self.group)
+        arrived = self.all_to_all(x, from_, to, self.group)
+        return self.all_to_all(experts(arrived, received), to, from_, self.group)
 
 
 class Summed(nn.Module):

@@ -5,14 +5,16 @@ keep their dtypes; products are added up in float32 by the hardware.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from config.job_config import Float8
+from runtime.compat import DISABLED_TORCH_FUNCTION, require, scaled_mm
 from runtime.distributed import local_part
 from runtime.log import logger
 
@@ -25,6 +27,9 @@ class Recipe:
     """A scale for each row of the first and column of the second matrix, a power of two; else one
     for each matrix."""
 
+
+Matmul = Callable[..., torch.Tensor]
+"""As ``runtime.compat.scaled_mm``."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # As torchao publishes them (torchao/float8/config.py).
@@ -97,7 +102,7 @@ class Float8Linear(nn.Linear):
     def __init__(self, linear: nn.Linear, recipe: Recipe, *, is_emulated: bool) -> None:
         nn.Module.__init__(self)
         vars(self).update(vars(linear))
-        self.recipe, self.is_emulated = recipe, is_emulated
+        self.recipe, self.matmul = recipe, emulated_mm if is_emulated else scaled_mm()
         self.is_gathered_in_float8 = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -118,19 +123,19 @@ class Float8Linear(nn.Linear):
         return DTensor.from_local(out, self.weight.device_mesh, [of_out], run_check=False)
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _Float8Linear.apply(x, weight, self.recipe, self.is_emulated)
+        return _Float8Linear.apply(x, weight, self.recipe, self.matmul)
 
 
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, is_emulated: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, matmul: Matmul
     ) -> torch.Tensor:
         rows = x.flatten(0, -2)
         scales = _of_each(rows, E4M3, recipe), _of_each(weight, E4M3, recipe)
         ctx.save_for_backward(x, weight, *scales)
-        ctx.recipe, ctx.is_emulated = recipe, is_emulated
-        out = multiply(rows, weight.t(), E4M3, *scales, is_fast=True, is_emulated=is_emulated)
+        ctx.recipe, ctx.matmul = recipe, matmul
+        out = multiply(rows, weight.t(), E4M3, *scales, is_fast=True, matmul=matmul)
         return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
@@ -142,12 +147,12 @@ class _Float8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = multiply(
                 g, weight, dtype, g_scale, weight_scale,
-                is_fast=False, is_emulated=ctx.is_emulated,
+                is_fast=False, matmul=ctx.matmul,
             ).view_as(x)  # fmt: skip
         if ctx.needs_input_grad[1]:
             of_weight = multiply(
                 g.t(), x.flatten(0, -2), dtype, g_scale, x_scale,
-                is_fast=False, is_emulated=ctx.is_emulated,
+                is_fast=False, matmul=ctx.matmul,
             )  # fmt: skip
         return of_x, of_weight, None, None
 
@@ -165,7 +170,7 @@ def multiply(
     b_scale: torch.Tensor | None,
     *,
     is_fast: bool,
-    is_emulated: bool,
+    matmul: Matmul,
 ) -> torch.Tensor:
     """a (m, k) times b (k, n), rounded to ``a_dtype`` and E4M3, to (m, n) in a's dtype.
 
@@ -180,13 +185,22 @@ def multiply(
     a8 = round_to(a, a_scale, a_dtype).contiguous()
     b8 = round_to(b, b_scale, E4M3).t().contiguous().t()
     out_dtype = a.dtype if a.dtype == torch.bfloat16 else torch.float32
-    if is_emulated:
-        out = (a8.to(torch.float32) * a_scale) @ (b8.to(torch.float32) * b_scale)
-    else:
-        out = torch._scaled_mm(
-            a8, b8, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=is_fast
-        )
+    out = matmul(
+        a8, b8, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=is_fast
+    )
     return out.to(a.dtype)
+
+
+def emulated_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """What the hardware computes, in float32."""
+    return (a.to(torch.float32) * scale_a) @ (b.to(torch.float32) * scale_b)
 
 
 def find_scale(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torch.Tensor:
@@ -235,13 +249,14 @@ class Float8Weight(torch.Tensor):
 
     rounded: torch.Tensor
     scale: torch.Tensor
-    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+    __torch_function__ = DISABLED_TORCH_FUNCTION
 
     @staticmethod
     def __new__(
         cls, rounded: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> "Float8Weight":
-        weight = torch.Tensor._make_wrapper_subclass(
+        make = require("torch:Tensor._make_wrapper_subclass", key="float8.recipe")
+        weight = make(
             cls, rounded.shape, strides=rounded.stride(), dtype=dtype, device=rounded.device
         )
         weight.rounded, weight.scale = rounded, scale

@@ -13,8 +13,12 @@ from torch.distributed.tensor import DTensor
 from config.job_config import Parallelism
 from parallelisms.float8 import E4M3, Float8Linear, Float8Weight, round_to, scale_of
 from parallelisms.pipeline_parallel import stages_per_rank
+from runtime.compat import find, foreach
 from runtime.distributed import local_part
 from runtime.log import logger
+
+# What makes a tensor of a class of ours that holds others.
+WRAPPER_SUBCLASS = ("torch:Tensor._make_wrapper_subclass", "torch:_C._disabled_torch_function_impl")
 
 
 def apply_float8_all_gather(
@@ -50,8 +54,8 @@ def apply_float8_all_gather(
         ]
         if not sharded:
             return
-        shards = [cast(DTensor, linear.weight)._local_tensor for linear in sharded]
-        amaxes = torch.stack(torch._foreach_norm([_not_empty(s) for s in shards], torch.inf))
+        shards = [cast(DTensor, linear.weight).to_local() for linear in sharded]
+        amaxes = torch.stack(foreach("norm", [_not_empty(s) for s in shards], torch.inf))
         amaxes = _compute(amaxes, mp_policy)
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
         scales.update(zip(sharded, scale_of(amaxes, E4M3), strict=True))
@@ -89,8 +93,9 @@ def _post_all_gather(
     """The weight; ``out`` is that of an earlier gather, whose memory was filled again."""
     if out is None:
         return Float8Weight(outputs[0].view(E4M3), scale, dtype), ()
-    # Under tensor parallel a part of the weight. What ``to_local`` gives would be another tensor.
-    weight = out._local_tensor if isinstance(out, DTensor) else out
+    # Under tensor parallel a part of the weight. With gradients it would be another tensor.
+    with torch.no_grad():
+        weight = local_part(out)
     cast(Float8Weight, weight).scale = scale
     return None
 
@@ -107,6 +112,8 @@ def _has_one_scale(linear: Float8Linear) -> bool:
 
 
 def _why_not(parallelism: Parallelism) -> str:
+    if not all(map(find, WRAPPER_SUBCLASS)):
+        return f"torch {torch.__version__}, which has no such tensors"
     if parallelism.fsdp_cpu_offload:
         return "fsdp_cpu_offload gathers copies of the shards"
     if isinstance(parallelism.fsdp_reshard_after_forward, int):

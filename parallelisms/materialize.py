@@ -21,7 +21,6 @@ from runtime.shards import part_of
 # Elements made at once. Their float64 and int64 temporaries are about five times as many, and on
 # a CPU should stay in its cache: that is 3.5 times as fast.
 BLOCK_ELEMENTS, CPU_BLOCK_ELEMENTS = 1 << 22, 1 << 17
-WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def materialize(
@@ -35,8 +34,8 @@ def materialize(
         model.to_empty(device=torch.device("cpu") if is_offloaded else device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
-    tensors = {canonical_fqn(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
+            setattr(module, name, buffer.to(device))
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad():
         for tensor in tensors.values():
             if tensor.is_floating_point():
@@ -51,13 +50,6 @@ def materialize(
         fqn for fqn, t in tensors.items() if t.is_floating_point() and local_part(t).isnan().any()
     ]
     assert not missed, f"init_weights does not fill {missed}"
-
-
-def canonical_fqn(fqn: str) -> str:
-    """The name a parameter has in the model file, without the wrappers' names."""
-    for name in WRAPPER_NAMES:
-        fqn = fqn.replace(name, "")
-    return fqn
 
 
 @torch.no_grad()

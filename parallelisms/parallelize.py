@@ -5,7 +5,6 @@ from typing import Any, Protocol, cast
 
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from config.job_config import ActivationCheckpoint, Compile, Float8, Parallelism
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -19,14 +18,14 @@ from parallelisms.fsdp import apply_fsdp
 from parallelisms.parallel_dims import ParallelDims, fsdp_dims
 from parallelisms.pipeline_parallel import Cuts, apply_pipeline_parallel
 from parallelisms.simple_fsdp import apply_simple_fsdp
-from parallelisms.tensor_parallel import apply_tensor_parallel
+from parallelisms.tensor_parallel import Style, apply_tensor_parallel
 
 
 class ShardingFacts(Cuts, Protocol):
     """What a model says about where it may be cut; ``models.ModelSpec`` has it."""
 
     @property
-    def tensor_parallel_plan(self) -> Callable[[Any], dict[str, ParallelStyle]]: ...
+    def tensor_parallel_plan(self) -> Callable[[Any], Mapping[str, Style]]: ...
     @property
     def fsdp_units(self) -> Callable[[Any], list[list[nn.Module]]]: ...
     @property
@@ -82,17 +81,23 @@ def parallelize(
                 facts.attentions(stage), facts.delta_nets(stage), dims.cp_mesh, method=method
             )
         mesh, is_simple = dims.fsdp_mesh, parallelism.data_parallel == "simple_fsdp"
-        gathers = is_simple and mesh.size(-1) > 1
+        frees_weights = (
+            is_simple and mesh.size(-1) > 1 and parallelism.fsdp_reshard_after_forward != "never"
+        )
         apply_float8(facts.blocks(stage), config=float8)
         pieces = facts.pieces if compile.enable else {}
         apply_activation_checkpoint(
             facts.blocks(stage),
             config=activation_checkpoint,
             pieces=pieces,
-            frees_weights=gathers and parallelism.fsdp_reshard_after_forward != "never",
+            frees_weights=frees_weights,
         )
         apply_compile(
-            facts.blocks(stage), config=compile, pieces=pieces, buckets_collectives=is_simple
+            facts.blocks(stage),
+            config=compile,
+            pieces=pieces,
+            recomputes=frees_weights or activation_checkpoint.mode != "none",
+            buckets_collectives=is_simple,
         )
         units = facts.fsdp_units(stage)
         if parallelism.data_parallel == "fsdp2":
@@ -109,7 +114,7 @@ def parallelize(
         elif is_simple:
             apply_simple_fsdp(stage, mesh, weight_mesh=dims.weight_mesh, mp_policy=mp_policy)
         else:
-            apply_ddp(stage, dims.weight_mesh["dp_replicate"], units=units, mp_policy=mp_policy)
+            apply_ddp(stage, dims.weight_mesh, units=units, mp_policy=mp_policy)
 
     if dims.degrees.pp == 1:
         parallelize_stage(model)

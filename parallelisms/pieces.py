@@ -11,6 +11,5 @@ def wrap_piece(
 ) -> None:
     """Put ``wrap(method)`` in place of the method of that dotted ``path``. Mutates ``block``."""
     owner, _, name = path.rpartition(".")
-    # A block that is recomputed as a whole is inside a wrapper.
-    module = getattr(block, "_checkpoint_wrapped_module", block).get_submodule(owner)
+    module = block.get_submodule(owner)
     setattr(module, name, wrap(getattr(module, name)))

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallelisms.materialize import canonical_fqn
 from runtime.distributed import local_part
 
 # So few that the int64 temporaries of a block stay in a CPU's cache. A GPU waits for launches.
 BLOCK_WORDS, GPU_BLOCK_WORDS = 1 << 16, 1 << 22
-BUCKET_BYTES = 250 << 20
 
 
 @torch.no_grad()
@@ -65,11 +63,8 @@ def sync_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
     what ``sync_module_states`` was to ``FullyShardedDataParallel``.
     """
     for dim, copies in _replicated(_named(model), weight_mesh):
-        # Offloaded parameters are on the host, buffers are not.
-        for device in ("cpu", "cuda"):
-            tensors = [local for local in copies.values() if local.device.type == device]
-            if tensors:
-                dist._broadcast_coalesced(weight_mesh.get_group(dim), tensors, BUCKET_BYTES, 0)
+        for local in copies.values():
+            dist.broadcast(local, group=weight_mesh.get_group(dim), group_src=0)
 
 
 def _named(
@@ -82,7 +77,7 @@ def _named(
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items()
     ]
     named = [*model.named_parameters(), *model.named_buffers(), *state]
-    return {canonical_fqn(fqn): tensor for fqn, tensor in named}
+    return dict(named)
 
 
 def _replicated(

@@ -19,10 +19,10 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from parallelisms.fsdp import shard_placement
 from parallelisms.weights_in_forward import apply_weights_in_forward
+from runtime.compat import find
 from runtime.distributed import local_part
 from runtime.log import logger
 
@@ -116,7 +116,8 @@ def _shard_of(
         others = list(whole.placements)
         if shard in others:
             # Tensor parallel cut this dim first, though its mesh dim comes last.
-            own = _StridedShard(shard.dim, split_factor=whole.device_mesh.size())
+            strided = find("torch.distributed.tensor.placement_types:_StridedShard")
+            own = strided(shard.dim, split_factor=whole.device_mesh.size())
     placements = [*(Replicate() for _ in replicate_meshes), own, *others]
     sharded = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()

@@ -15,7 +15,7 @@ from config.job_config import Experts, JobConfig
 from config.refusals import Refusal, has_budget, is_float8, is_set
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
-from runtime.compat import has_float8
+from runtime.machine import has_float8
 
 
 class ModelShape(Protocol):

@@ -1,6 +1,7 @@
 """Tensor parallel with sequence parallel between the matrices (arXiv 2205.05198)."""
 
 import fnmatch
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +11,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from parallelisms.shared_parameters import keep_shared
+from runtime.compat import configure, require
 from runtime.log import logger
+
+Style = ParallelStyle | Callable[[nn.Module, DeviceMesh], object]
+"""How a module is spread: by PyTorch's style, or by a function that mutates it."""
 
 
 def apply_tensor_parallel(
-    model: nn.Module, tp_mesh: DeviceMesh, *, plan: dict[str, ParallelStyle], is_async: bool
+    model: nn.Module, tp_mesh: DeviceMesh, *, plan: Mapping[str, Style], is_async: bool
 ) -> None:
     """Shard ``model`` over the 1-D ``tp_mesh`` as ``plan`` says. Mutates ``model``.
 
@@ -24,10 +29,16 @@ def apply_tensor_parallel(
     """
     if is_async:
         _enable_async(tp_mesh)
-    names = [name for name, _ in model.named_modules()]
-    plan = {path: style for path, style in plan.items() if fnmatch.filter(names, path)}
+    modules, n_entries = dict(model.named_modules()), 0
     with keep_shared(model):
-        parallelize_module(model, tp_mesh, plan)
+        for path, style in plan.items():
+            found = [module for name, module in modules.items() if _is_at(name, path)]
+            n_entries += bool(found)
+            for module in found:
+                if isinstance(style, ParallelStyle):
+                    parallelize_module(module, tp_mesh, style)
+                else:
+                    style(module, tp_mesh)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(_settle)
@@ -36,16 +47,21 @@ def apply_tensor_parallel(
         raise ValueError(f"the tensor parallel plan does not cover {missed}")
     count = len(list(model.parameters()))
     logger.info("tensor parallel: %d plan entries cover %d parameters on %d ranks",
-                len(plan), count, tp_mesh.size())  # fmt: skip
+                n_entries, count, tp_mesh.size())  # fmt: skip
+
+
+def _is_at(name: str, path: str) -> bool:
+    """Whether a module of that ``name`` is at ``path``, between whose dots there are patterns."""
+    parts, patterns = name.split("."), path.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _enable_async(tp_mesh: DeviceMesh) -> None:
     """Let inductor fuse gathers and scatters with matrix products, through symmetric memory."""
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(tp_mesh.get_group().group_name)
+    key = "parallelism.tensor_parallel_async"
+    configure("torch._inductor.config:_micro_pipeline_tp", True, key=key)
+    enable = require("torch.distributed._symmetric_memory:enable_symm_mem_for_group", key=key)
+    enable(tp_mesh.get_group().group_name)
 
 
 def _settle(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:

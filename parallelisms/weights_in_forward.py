@@ -92,4 +92,7 @@ def _making(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
 
 def _made_or_parameter(module: _Making, name: str) -> torch.Tensor | None:
-    return module._made[name] if name in module._made else module._parameters[name]
+    if name in module._made:
+        return module._made[name]
+    # Past this very property.
+    return cast(torch.Tensor | None, nn.Module.__getattr__(module, name))

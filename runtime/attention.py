@@ -63,12 +63,15 @@ def activate_newest_flash(*, heads: tuple[int, int], head_dim: int) -> str:
     for name, (package, capability) in FLASHES.items():
         if torch.cuda.get_device_capability() != capability or not is_installed(package):
             continue
+        is_active = False
         try:
             activate_flash_attention_impl(name)
+            is_active = True
             check_attention(_flash, plain_attention, heads=heads, head_dim=head_dim, device="cuda")
         # Others built it, for some release of PyTorch: whatever it raises, train without it.
         except Exception as error:
-            restore_flash_attention_impl(_raise_warn=False)
+            if is_active:
+                restore_flash_attention_impl()
             logger.warning("attention: not with %s: %s", name, error)
         else:
             return name

@@ -9,12 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Comm, Debug, Training
-from runtime.compat import (
-    cpu_has_bfloat16,
-    give_gloo_one_worker,
-    loopback_interface,
-    set_default_timeout,
-)
+from runtime.compat import give_gloo_one_worker, set_default_timeout
+from runtime.machine import cpu_has_bfloat16, loopback_interface
 
 
 def init_distributed(comm: Comm) -> torch.device:

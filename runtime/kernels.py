@@ -6,7 +6,6 @@ import torch.nn as nn
 from runtime.flex_attention import use_flex_attention
 from runtime.fused_delta_rule import use_fused_delta_rule
 from runtime.grouped_mm import avoid_wrong_grouped_mm
-from runtime.matmul import choose_float32_matmul
 
 
 def choose_kernels(
@@ -27,7 +26,6 @@ def choose_kernels(
     Mutates the modules and PyTorch's settings.
     """
     if device.type == "cpu":
-        choose_float32_matmul()
         return
     if wants_flex_attention:
         use_flex_attention(attentions, dtype=dtype, heads=heads, head_dim=head_dim)

@@ -15,9 +15,6 @@ def init_logging() -> None:
     logger.propagate = False
     # True under tensor parallel, and harmless: no model writes into its activations.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # It asks that nothing in compiled, selectively recomputed blocks is in place, which is so.
-    noisy = logging.getLogger("torch._higher_order_ops.wrap")
-    noisy.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
     # Harmless: each trace is written at the end of its cycle.
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from runtime.compat import cpu_is_intel
 from runtime.log import logger
+from runtime.machine import cpu_is_intel
 
 # Largest error over the largest element: float32 has 1e-6, TF32 5e-4, bfloat16 2e-3.
 MOST_ERROR = 1e-5

@@ -23,7 +23,7 @@ from typing import Self
 import torch.distributed as dist
 
 from runtime import exit_codes
-from runtime.compat import die_with_parent
+from runtime.machine import die_with_parent
 
 ROOT = Path(__file__).parents[1]
 PREFIX = "post_mortem"

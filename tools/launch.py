@@ -24,9 +24,9 @@ from config import ConfigError, JobConfig, load_config
 from models import find_model
 from parallelisms.support import check_support
 from runtime import exit_codes
-from runtime.compat import let_segments_grow, usable_cpus
 from runtime.control import is_held
 from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
+from runtime.machine import let_segments_grow, usable_cpus
 from tools.agent import End, Nodes, run_ranks
 
 gc.freeze()

@@ -25,8 +25,9 @@ from job import Job, resolve
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import ParallelDims
 from runtime import exit_codes
-from runtime.compat import set_timeout, usable_cpus
+from runtime.compat import set_timeout
 from runtime.distributed import init_distributed
+from runtime.machine import usable_cpus
 from runtime.post_mortem import ROOT, Witness
 from runtime.together import everywhere
 from tools.preflight_speed import KINDS, bus_bandwidth, groups_of, link_speed, multiply_speed

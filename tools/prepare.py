@@ -37,7 +37,7 @@ from data.token_files import (
 )
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
-from runtime.compat import usable_cpus
+from runtime.machine import usable_cpus
 from tools.arguments import Parser, split_overrides, telling_mistakes, whole_number
 from tools.token_shards import (
     Progress,

@@ -10,7 +10,7 @@ from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from tests.layouts import CPU, Layout, build_sharded
 from tests.parallelisms.test_materialize import digest, small_args
 
@@ -77,7 +77,7 @@ class Run:
         """Of every weight and every tensor of the optimizer, as it is there and not as saved."""
         found = {}
         for fqn, parameter in self.model.named_parameters():
-            found[canonical_fqn(fqn)] = digest(parameter)
+            found[fqn] = digest(parameter)
             for name, value in self.optimizer.state[parameter].items():
-                found[f"{canonical_fqn(fqn)}.{name}"] = digest(value)
+                found[f"{fqn}.{name}"] = digest(value)
         return found

@@ -19,7 +19,7 @@ from optim import chunked_adamw
 from optim.chunked_adamw import ChunkedAdamW
 from optim.loss import cross_entropy_sum
 from optim.optimizer import build_optimizer
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from tests.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, build_sharded
 from tests.parallelisms.test_materialize import digest, small_args
 from tests.ranks import RankPool
@@ -216,7 +216,7 @@ def updated(layout: Layout | None, state_dtype: str) -> dict[str, str]:
     for fqn, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         tensors = {"weight": parameter, **{name: state[name] for name in MOMENTS}}
-        found |= {f"{canonical_fqn(fqn)}.{name}": digest(t) for name, t in tensors.items()}
+        found |= {f"{fqn}.{name}": digest(t) for name, t in tensors.items()}
     return found
 
 

@@ -28,7 +28,7 @@ from models.meta import build_on_meta
 from models.transformer import InnerAttention
 from optim.loss import IGNORED, cross_entropy_sum
 from parallelisms.context_parallel import AllGather, Ulysses, sequence_part
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from runtime.distributed import local_part, sum_in_order, sum_over
 from tests.layouts import CP, CPU, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout, spread
@@ -337,7 +337,7 @@ def compare(model: nn.Module, runner: Runner, dims: ParallelDims, truth: Truth) 
     They are only returned: a rank that raised would leave the others in their collectives.
     """
     # Forward gives the modules whole weights for a while.
-    parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
     rows = slice(rank * ROWS // degree, (rank + 1) * ROWS // degree)
     logits = runner.logits(rows_of(packed(), rows))

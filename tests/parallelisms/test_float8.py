@@ -30,7 +30,7 @@ from parallelisms.float8 import (
     find_scale,
     round_to,
 )
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from tests.layouts import CPU, MODE, PP, TP, Layout, spread
 from tests.parallelisms.test_parity import args_of, global_batch, rows_of, whole
 from tests.ranks import RankPool
@@ -280,7 +280,7 @@ def gradients(name: str, layout: Layout, parts: int = 1) -> Gradients:
     slots = [rows_of(batch, slice(slot, slot + 1)) for slot in range(N_SLOTS)]
     own = slots[mesh.get_local_rank() :: mesh.size()]
     found.runner().train(own, count_valid(slots))
-    grads = {canonical_fqn(fqn): p.grad for fqn, p in found.model.named_parameters()}
+    grads = {fqn: p.grad for fqn, p in found.model.named_parameters()}
     return {fqn: whole(grad) for fqn, grad in grads.items() if grad is not None}
 
 

@@ -22,7 +22,7 @@ from optim.optimizer import build_optimizer
 from parallelisms import float8_all_gather, parallelize
 from parallelisms.float8 import E4M3, RECIPES, Float8Linear, Float8Weight, find_scale, round_to
 from parallelisms.float8_all_gather import gathered_in_float8
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from parallelisms.traffic import step_traffic
 from runtime.distributed import sum_over
 from tests.checkpoint.small_run import Run
@@ -101,7 +101,7 @@ def trained(
             optimizer.zero_grad()
             curve.append((sum_over(loss, mesh).item(), norm.item()))
     named = found.model.named_parameters()
-    weights = {canonical_fqn(fqn): digest(whole(p.detach()).cpu()) for fqn, p in named}
+    weights = {fqn: digest(whole(p.detach()).cpu()) for fqn, p in named}
     return gathered_in_float8(found.model), Trained(curve, weights)
 
 

@@ -29,7 +29,7 @@ from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
 from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from runtime.distributed import sum_in_order, sum_over
 from tests.layouts import (
     CP,
@@ -303,7 +303,7 @@ def check_layout(
     model, dims = sharded.model, sharded.dims
     materialize(model, device, seed=7)
     # Forward gives the modules whole weights for a while.
-    parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     spec, _ = find_model(name, "debugmodel")
     matrices = hidden_matrices(spec.blocks(model), spec.moes(model))
     optimizer = build_optimizer(model, config, matrices=matrices, weight_mesh=dims.weight_mesh)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from config.job_config import ActivationCheckpoint, Optimizer
 from models import find_model
 from optim.optimizer import build_optimizer
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.replicas import (
     BLOCK_WORDS,
@@ -43,8 +43,7 @@ def build(layout: Layout, seed: int) -> tuple[nn.Module, ParallelDims]:
 def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's part of every parameter and buffer."""
     return {
-        canonical_fqn(fqn): local(tensor)
-        for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]
+        fqn: local(tensor) for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
 
 
@@ -63,7 +62,7 @@ def check(layout: Layout, *changes: tuple[str, tuple[int, ...]]) -> list[str]:
     tensors = local_tensors(model)
     for fqn, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
-            tensors[f"{canonical_fqn(fqn)}.{key}"] = local(value)
+            tensors[f"{fqn}.{key}"] = local(value)
     bit = 1 << dist.get_rank()
     found = []
     for name, ranks in changes:

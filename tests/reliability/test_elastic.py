@@ -29,7 +29,7 @@ from optim.grad_norm import clip_grad_norm_
 from optim.loss import IGNORED
 from optim.optimizer import build_optimizer
 from parallelisms.elastic import GradientTree, apply_elastic
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
@@ -61,7 +61,7 @@ def run(
         for fault in faults:
             stack.enter_context(fault())
         model, dims = build(name, layout, training)
-        parameters = {canonical_fqn(fqn): p for fqn, p in model.named_parameters()}
+        parameters = dict(model.named_parameters())
         optimizer = build_optimizer(model, Optimizer(lr=1e-2), is_elastic=True)
         policy = mixed_precision_policy(training, CPU)
         tree = GradientTree(list(parameters.values()), policy.reduce_dtype)

@@ -22,7 +22,7 @@ from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.loss import cross_entropy_sum
 from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
-from parallelisms.materialize import canonical_fqn, materialize
+from parallelisms.materialize import materialize
 from parallelisms.replicas import check_replicas
 from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
 from tests.ranks import RankPool
@@ -41,7 +41,7 @@ class Training:
         self.weight_mesh: DeviceMesh = dims.weight_mesh
         self.coordinate = dims.batch_mesh.get_local_rank()
         materialize(self.model, CPU, seed=3)
-        self.named = {canonical_fqn(fqn): p for fqn, p in self.model.named_parameters()}
+        self.named = dict(self.model.named_parameters())
         self.optimizer = build_optimizer(self.model, Optimizer(lr=1e-2))
         config = Numerics(on_nonfinite="skip")
         self.guard = NonfiniteGuard(

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from checkpoint.store import published, step_of
-from runtime.compat import usable_cpus
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
 from runtime.failures import MOST_ATTEMPTS
+from runtime.machine import usable_cpus
 from tests.test_train import ROOT, start, wait_for_steps
 
 TIMEOUT_SECONDS = 5
@@ -159,7 +159,7 @@ def test_no_worker_outlives_its_launcher(
 
 ORPHANS = """
 import os, sys
-from runtime.compat import die_with_parent
+from runtime.machine import die_with_parent
 if os.fork() == 0:
     if sys.argv[1] == "bound":
         die_with_parent(int(sys.argv[2]) or os.getppid())

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from runtime import exit_codes
-from runtime.compat import usable_cpus
 from runtime.control import SIGNALS, lock_run
 from runtime.failures import MOST_ATTEMPTS
+from runtime.machine import usable_cpus
 from tools import agent, launch
 from tools.agent import End, Nodes
 from tools.launch import (
