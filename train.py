@@ -5,11 +5,11 @@ weights, optimizer, checkpoint, the loop. ``./run_train.sh`` starts it.
 """
 
 # ruff: noqa: E402
+from runtime.imports import begin_imports, end_imports
+
+begin_imports()
+
 import gc
-
-# What imports allocate lives on: searching it for garbage takes a sixth of their time.
-gc.disable()
-
 import json
 import os
 import sys
@@ -61,13 +61,12 @@ from runtime.exit_codes import Ending, stopped_by
 from runtime.kernels import choose_kernels
 from runtime.log import init_logging, logger
 from runtime.machine import keep_freed_memory
-from runtime.matmul import choose_float32_matmul
 from runtime.post_mortem import Witness
+from runtime.release import about_torch, is_untested
 from runtime.together import on_first
 from validation import HeldOut, written_text
 
-gc.freeze()
-gc.enable()
+end_imports()
 
 
 @record
@@ -84,8 +83,9 @@ def main(job: Job, witness: Witness) -> int:
     set_seed(config.debug)
     if device.type == "cpu":
         keep_freed_memory()
-        choose_float32_matmul()
     logger.info("ranks: %d on %s, %s", world_size, device.type, dims.degrees)
+    if is_untested():
+        logger.warning("this release is newer than those that were tested: %s", about_torch())
 
     # 2. Data: this rank's rows of every global batch
     build_loader = partial(

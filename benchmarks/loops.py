@@ -20,6 +20,7 @@ from config.job_config import Comm, Count, NonNegative, Section
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
+from runtime.block_attention import use_block_attention
 from runtime.distributed import init_distributed
 
 PROBED = 64
@@ -121,6 +122,12 @@ def reference_model(case: Case) -> nn.Module:
     device = init_distributed(Comm())
     model = build_on_meta(find_model("llama3", case.flavor)[0], case.args, torch.float32)
     blocks = list(cast(nn.ModuleDict, model.layers).values())
+    use_block_attention(
+        [cast(nn.Module, block.attention) for block in blocks],
+        has_fast_float32=torch.get_float32_matmul_precision() == "medium",
+        heads=(case.args.n_heads, case.args.n_kv_heads),
+        head_dim=case.args.head_dim,
+    )
     for block in blocks if case.compile else []:
         block.compile(fullgraph=True, dynamic=False)
     if case.ranks > 1:

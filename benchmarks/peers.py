@@ -25,6 +25,7 @@ from benchmarks.loops import (
 )
 from benchmarks.turns import Turns
 from models.llama3 import HUGGING_FACE
+from runtime.compat import configure
 
 MANY = 10**9
 
@@ -189,7 +190,7 @@ def let_torchtitan_have_a_cpu() -> None:
     kernels = ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = None  # type: ignore[attr-defined]
     sys.modules[kernels.__name__] = kernels
-    torch._utils._get_available_device_type = lambda: "cpu"
+    configure("torch._utils:_get_available_device_type", lambda: "cpu", key="benchmark")
     from torchtitan.components import metrics
 
     nothing = metrics.DeviceMemStats(*[0] * 6)

@@ -15,7 +15,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from models.block_attention import block_attention, suits_blocks
 from models.rms_norm import RMSNorm
 
 InitFn = Callable[..., object]
@@ -120,11 +119,6 @@ class Rope(nn.Module):
 class InnerAttention(nn.Module):
     """Scaled dot products and nothing else: what context parallel, caches and kernels wrap."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # "medium" is oneDNN's (runtime/matmul.py). A graph could not ask for it.
-        self.has_fast_float32 = torch.get_float32_matmul_precision() == "medium"
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
@@ -133,8 +127,6 @@ class InnerAttention(nn.Module):
         The queries are the last s_q of the s positions. ``document_ids`` (b, s) names the document
         of each position; None means one document.
         """
-        if document_ids is None and suits_blocks(q, k, has_fast_float32=self.has_fast_float32):
-            return block_attention(q, k, v)
         n_queries, n_keys = q.shape[1], k.shape[1]
         mask = None
         if document_ids is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ import torch.nn.functional as F
 
 from config import ConfigError
 from runtime.log import logger
-
-RELEASES = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
-"""Those on which the tests were run, from the oldest that is supported (README, PyTorch)."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +39,16 @@ def called_with(*arguments: Any, **named: Any) -> Callable[[Any], object]:
     return lambda found: inspect.signature(found).bind(*arguments, **named)
 
 
-def _of_each(*arguments: Any, makes: float, **named: Any) -> Callable[[Any], object]:
+def _makes(result: list[float], *arguments: Any, **named: Any) -> Callable[[Any], object]:
     """An attempt at a function of many tensors, on one that holds a 3 and a 4."""
 
     def attempt(found: Callable[..., Any]) -> None:
         tensor = torch.tensor([3.0, 4.0])
         results = found([tensor], *arguments, **named)
-        seen = tensor[0] if results is None else results[0]
-        if seen != makes:
-            raise ValueError(f"it makes {seen} of what should be {makes}")
+        # In place, or a number.
+        made = (tensor if len(result) > 1 else results[0].view(1)).tolist()
+        if made != result:
+            raise ValueError(f"it makes {made} instead of {result}")
 
     return attempt
 
@@ -68,10 +66,14 @@ _UNSUPPORTED = "what was asked for cannot be had"
 
 PRIVATE: Mapping[str, Private] = {
     # Many tensors at once
-    "torch:_foreach_add_": Private(_PER_TENSOR, _of_each(1, makes=4.0)),
-    "torch:_foreach_mul_": Private(_PER_TENSOR, _of_each(torch.tensor(2.0), makes=6.0)),
-    "torch:_foreach_zero_": Private(_PER_TENSOR, _of_each(makes=0.0)),
-    "torch:_foreach_norm": Private(_PER_TENSOR, _of_each(2.0, dtype=torch.float64, makes=5.0)),
+    "torch:_foreach_add_": Private(_PER_TENSOR, _makes([4.0, 5.0], [torch.ones(())])),
+    "torch:_foreach_mul_": Private(_PER_TENSOR, _makes([6.0, 8.0], torch.tensor(2.0))),
+    "torch:_foreach_zero_": Private(_PER_TENSOR, _makes([0.0, 0.0])),
+    "torch:_foreach_norm": Private(_PER_TENSOR, _makes([5.0], 2.0, dtype=torch.float64)),
+    "torch:_softmax_backward_data": Private(
+        "attention by blocks has more passes over memory",
+        lambda found: found(torch.ones(2), torch.ones(2), -1, torch.float32),
+    ),
     # Matmuls in float8
     "torch:_scaled_mm": Private("float8 matmuls go through F.scaled_mm", _multiplies_float8),
     "torch:Tensor._make_wrapper_subclass": Private("weights are not gathered in float8"),
@@ -225,6 +227,17 @@ def foreach(name: str, tensors: Sequence[torch.Tensor], *arguments: Any, **named
     alone = torch.linalg.vector_norm if name == "norm" else getattr(torch.Tensor, name)
     columns = (each if isinstance(each, list) else repeat(each) for each in arguments)
     return [alone(*own, **named) for own in zip(tensors, *columns, strict=False)]
+
+
+def softmax_backward(gradient: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """The gradient of what softmax made ``probabilities`` of, along the last dim."""
+    backward = find("torch:_softmax_backward_data")
+    if backward is not None:
+        return cast(torch.Tensor, backward(gradient, probabilities, -1, gradient.dtype))
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    weighted = gradient.to(wide) * probabilities
+    total = weighted.sum(dim=-1, keepdim=True)
+    return weighted.addcmul_(probabilities.to(wide), total, value=-1).to(gradient.dtype)
 
 
 def scaled_mm() -> Callable[..., torch.Tensor]:

@@ -3,9 +3,11 @@
 import torch
 import torch.nn as nn
 
+from runtime.block_attention import use_block_attention
 from runtime.flex_attention import use_flex_attention
 from runtime.fused_delta_rule import use_fused_delta_rule
 from runtime.grouped_mm import avoid_wrong_grouped_mm
+from runtime.matmul import choose_float32_matmul
 
 
 def choose_kernels(
@@ -26,6 +28,10 @@ def choose_kernels(
     Mutates the modules and PyTorch's settings.
     """
     if device.type == "cpu":
+        has_fast_float32 = choose_float32_matmul()
+        use_block_attention(
+            attentions, has_fast_float32=has_fast_float32, heads=heads, head_dim=head_dim
+        )
         return
     if wants_flex_attention:
         use_flex_attention(attentions, dtype=dtype, heads=heads, head_dim=head_dim)

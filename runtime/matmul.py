@@ -9,15 +9,16 @@ from runtime.machine import cpu_is_intel
 MOST_ERROR = 1e-5
 
 
-def choose_float32_matmul() -> None:
-    """Take oneDNN's products, if they are accurate, on CPUs not by Intel, where MKL's are slow.
+def choose_float32_matmul() -> bool:
+    """Take oneDNN's products, if they are accurate, on CPUs not by Intel, where MKL's are slow;
+    return whether they were taken.
 
     On AMD they are 1.2 (Zen 4) to 1.8 times (Zen 5) as fast. PyTorch has them only under "medium",
     which permits rounding to bfloat16. A CPU without instructions for that computes in float32 all
     the same, so the result is tested, not trusted.
     """
     if cpu_is_intel():
-        return
+        return False
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     error = float32_matmul_error()
@@ -29,6 +30,7 @@ def choose_float32_matmul() -> None:
         "oneDNN's" if is_accurate else "PyTorch's own",
         error,
     )
+    return is_accurate
 
 
 def float32_matmul_error() -> float:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from runtime import exit_codes
 from runtime.machine import die_with_parent
+from runtime.release import name_release
 
 ROOT = Path(__file__).parents[1]
 PREFIX = "post_mortem"
@@ -99,6 +100,8 @@ class Witness:
         trace: TracebackType | None,
     ) -> None:
         self._is_over.set()
+        if isinstance(error, Exception):
+            name_release(error)
         self._thread.join(STORE_SECONDS)
         if self._thread.is_alive() and isinstance(error, Exception):
             traceback.print_exception(error)

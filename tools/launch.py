@@ -6,10 +6,9 @@ which torchrun alone would flatten to 1, and with 93 when trying again would not
 """
 
 # ruff: noqa: E402
-import gc
+from runtime.imports import begin_imports, end_imports
 
-# As in train.py: what imports allocate lives on.
-gc.disable()
+begin_imports()
 
 import os
 import signal
@@ -29,8 +28,7 @@ from runtime.failures import MOST_ATTEMPTS, published_step, record_end, record_f
 from runtime.machine import let_segments_grow, usable_cpus
 from tools.agent import End, Nodes, run_ranks
 
-gc.freeze()
-gc.enable()
+end_imports()
 
 DONE_ENDINGS = (exit_codes.FINISHED, exit_codes.STOP_FILE, exit_codes.DATA_ENDED)
 TRAINER = Path(__file__).parents[1] / "train.py"

@@ -6,26 +6,77 @@ position, which saves nearly half of the work. The probabilities, b h s s / 2 of
 backward: too many for longer sequences, where PyTorch's kernel is nearly as fast anyway.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn as nn
 from torch.autograd.function import once_differentiable
+
+from runtime.compat import softmax_backward
+from runtime.kernel_check import check_kernel
+from runtime.log import logger
 
 BLOCK = 128
 LONGEST = 512
 
 
-def suits_blocks(q: torch.Tensor, k: torch.Tensor, *, has_fast_float32: bool) -> bool:
-    """Whether ``block_attention`` is the faster one for q (b, s, h, k) and k (b, s, h_kv, k).
+def use_block_attention(
+    attentions: list[nn.Module],
+    *,
+    has_fast_float32: bool,
+    heads: tuple[int, int],
+    head_dim: int,
+) -> None:
+    """Have the ``inner`` of each module compute short sequences by blocks, in bfloat16 and, if
+    ``has_fast_float32``, in float32: with MKL's matmuls there is little to gain.
 
-    ``has_fast_float32``: float32 matmuls are oneDNN's; with MKL's there is little to gain.
+    Mutates the modules, unless that differs from what they compute now, with ``heads`` of queries
+    and of keys.
     """
+    if not attentions:
+        return
+    dtypes = (torch.bfloat16, torch.float32) if has_fast_float32 else (torch.bfloat16,)
+    inners = [BlockAttention(cast(nn.Module, a.inner), dtypes) for a in attentions]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 2 * BLOCK, h, head_dim) for h in (heads[0], heads[1], heads[1])]
+    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+    by_blocks, plain = inners[0], inners[0].plain
+    try:
+        check_kernel(lambda *qkv: by_blocks(*qkv, None), lambda *qkv: plain(*qkv, None), drawn)
+    # A model of a user's own may attend in a way of its own.
+    except Exception as error:
+        logger.warning("attention: not by blocks: %s", error)
+        return
+    for attention, inner in zip(attentions, inners, strict=True):
+        attention.inner = inner
+
+
+class BlockAttention(nn.Module):
+    """``plain`` or, where that is faster, the same by ``block_attention``."""
+
+    def __init__(self, plain: nn.Module, dtypes: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self.plain, self.dtypes = plain, dtypes
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        document_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As ``plain``."""
+        if document_ids is None and q.dtype in self.dtypes and _suits_blocks(q, k):
+            return block_attention(q, k, v)
+        out: torch.Tensor = self.plain(q, k, v, document_ids)
+        return out
+
+
+def _suits_blocks(q: torch.Tensor, k: torch.Tensor) -> bool:
     s = q.shape[1]
     is_short = s == k.shape[1] and s <= LONGEST and s % BLOCK == 0
     # A DTensor is not a plain tensor.
-    if not (is_short and q.is_cpu and type(q) is torch.Tensor):
-        return False
-    return q.dtype == torch.bfloat16 or (q.dtype == torch.float32 and has_fast_float32)
+    return is_short and q.is_cpu and type(q) is torch.Tensor
 
 
 def block_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -82,7 +133,7 @@ def _backward(ctx: Any, of_out: torch.Tensor, _: None) -> tuple[torch.Tensor, ..
         end = (i + 1) * BLOCK
         of_values[:, :end] += torch.bmm(probabilities.transpose(1, 2), of_outs[i])
         of_scores = torch.bmm(of_outs[i], values[:, :end].transpose(1, 2))
-        of_scores = torch._softmax_backward_data(of_scores, probabilities, -1, q.dtype)
+        of_scores = softmax_backward(of_scores, probabilities)
         of_keys[:, :end] += torch.bmm(of_scores.transpose(1, 2), blocks[i])
         of_blocks.append(torch.bmm(of_scores, keys[:, :end]))
     of_q = _from_blocks(torch.stack(of_blocks) * scale, q)

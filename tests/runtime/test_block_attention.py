@@ -1,6 +1,6 @@
 """Attention by blocks: the numbers of PyTorch's kernel, with no more rounding than it has."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +11,15 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.job_config import ActivationCheckpoint
-from models.block_attention import BLOCK, LONGEST, _attend, block_attention
 from models.transformer import InnerAttention
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from runtime.block_attention import (
+    BLOCK,
+    LONGEST,
+    _attend,
+    block_attention,
+    use_block_attention,
+)
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 OURS = torch.ops.shardloom.block_attention.default
@@ -53,12 +59,17 @@ def with_gradients(attend: Attend, tensors: list[torch.Tensor]) -> list[torch.Te
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-@pytest.fixture
-def onednn_float32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    yield
-    torch.set_float32_matmul_precision(before)
+class Attention(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def by_blocks(inner: nn.Module, *, has_fast_float32: bool = False) -> nn.Module:
+    """What is in its place where blocks may be used."""
+    attention = Attention(inner)
+    use_block_attention([attention], has_fast_float32=has_fast_float32, heads=(4, 2), head_dim=16)
+    return attention.inner
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -106,7 +117,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_sequence_does_not_depend_on_the_others_of_its_batch(
-    dtype: torch.dtype, onednn_float32: None
+    dtype: torch.dtype,
 ) -> None:
     tensors = [t.to(dtype) for t in drawn(2 * BLOCK, b=3, dim=64)]
     together = with_gradients(block_attention, tensors)
@@ -130,19 +141,21 @@ def test_a_model_takes_it_where_it_is_the_faster_one(
 ) -> None:
     q, k, v = (t.to(dtype) for t in drawn(s, b=1)[:3])
     ids = torch.zeros(1, s, dtype=torch.int64) if documents else None
+    attend = by_blocks(InnerAttention())
     with Counted() as counted, torch.inference_mode():
-        out = InnerAttention()(q, k, v, ids)
+        out = attend(q, k, v, ids)
     assert counted.n_runs == runs
     assert error(out, kernel(*(t.double() for t in (q, k, v)))) < 5e-3
 
 
 @pytest.mark.parametrize(("dtype", "takes_it"), [(torch.float32, True), (torch.float64, False)])
 def test_in_float32_a_model_takes_it_with_onednns_products(
-    dtype: torch.dtype, takes_it: bool, onednn_float32: None
+    dtype: torch.dtype, takes_it: bool
 ) -> None:
     q, k, v = (t.to(dtype) for t in drawn(BLOCK)[:3])
+    attend = by_blocks(InnerAttention(), has_fast_float32=True)
     with Counted() as counted, torch.no_grad():
-        InnerAttention()(q, k, v, None)
+        attend(q, k, v, None)
     assert counted.n_runs == takes_it
     compiled: list[Any] = []
 
@@ -151,15 +164,30 @@ def test_in_float32_a_model_takes_it_with_onednns_products(
         return graph
 
     torch.compiler.reset()
-    torch.compile(InnerAttention(), fullgraph=True, backend=backend)(q, k, v, None)
+    torch.compile(attend, fullgraph=True, backend=backend)(q, k, v, None)
     assert (OURS in compiled) == takes_it
 
 
 def test_keys_before_the_queries_are_left_to_pytorch() -> None:
     q, k, v = (t.bfloat16() for t in drawn(2 * BLOCK)[:3])
+    attend = by_blocks(InnerAttention())
     with Counted() as counted:
-        InnerAttention()(q[:, BLOCK:], k, v, None)
+        attend(q[:, BLOCK:], k, v, None)
     assert counted.n_runs == 0
+
+
+class Softer(InnerAttention):
+    """As a user's own may be."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().forward(q / 2, k, v, document_ids)
+
+
+def test_attention_of_another_kind_is_left_alone(told: pytest.LogCaptureFixture) -> None:
+    assert isinstance(by_blocks(Softer()), Softer)
+    assert "attention: not by blocks: its results are off" in told.text
 
 
 @pytest.mark.parametrize(("s", "is_transposed"), [(BLOCK, False), (2 * BLOCK, True)])
