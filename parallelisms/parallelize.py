@@ -19,6 +19,7 @@ from parallelisms.parallel_dims import ParallelDims, fsdp_dims
 from parallelisms.pipeline_parallel import Cuts, apply_pipeline_parallel
 from parallelisms.simple_fsdp import apply_simple_fsdp
 from parallelisms.tensor_parallel import Style, apply_tensor_parallel
+from runtime.compat import require
 
 
 class ShardingFacts(Cuts, Protocol):
@@ -58,6 +59,15 @@ def parallelize(
     own; tensor parallel names plain submodules, of which float8 replaces some; checkpointing wraps
     blocks; compile sees what it wrapped; data parallel goes last, over whatever the others made.
     """
+    if dims.fsdp_mesh.size(-1) > 1:
+        for name, degree in (
+            ("tensor_parallel_degree", dims.degrees.tp),
+            ("expert_parallel_degree", parallelism.expert_parallel_degree),
+        ):
+            if degree > 1:
+                # FSDP2 cuts a dim that they cut before. How a release says so must be understood.
+                strided = "torch.distributed.tensor.placement_types:_StridedShard"
+                require(strided, key=f"parallelism.{name}")
     expert_mesh = None
     if facts.moes(model) and parallelism.expert_parallel_degree * dims.degrees.tp > 1:
         expert_mesh = dims.build_expert_mesh(parallelism.expert_parallel_degree)

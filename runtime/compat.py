@@ -43,7 +43,7 @@ def _makes(result: list[float], *arguments: Any, **named: Any) -> Callable[[Any]
     """An attempt at a function of many tensors, on one that holds a 3 and a 4."""
 
     def attempt(found: Callable[..., Any]) -> None:
-        tensor = torch.tensor([3.0, 4.0])
+        tensor = torch.tensor([3.0, 4.0], device="cpu")
         results = found([tensor], *arguments, **named)
         # In place, or a number.
         made = (tensor if len(result) > 1 else results[0].view(1)).tolist()
@@ -54,10 +54,18 @@ def _makes(result: list[float], *arguments: Any, **named: Any) -> Callable[[Any]
 
 
 def _multiplies_float8(found: Callable[..., torch.Tensor]) -> None:
-    ones = torch.ones(16, 16).to(torch.float8_e4m3fn)
-    scale, options = torch.ones(()), {"out_dtype": torch.bfloat16, "use_fast_accum": False}
+    ones = torch.ones(16, 16, device="cpu").to(torch.float8_e4m3fn)
+    scale, options = (
+        torch.ones((), device="cpu"),
+        {"out_dtype": torch.bfloat16, "use_fast_accum": False},
+    )
     if found(ones, ones.t(), scale_a=scale, scale_b=scale, **options)[0, 0] != 16:
         raise ValueError("it does not multiply")
+
+
+def _adds(found: Any) -> None:
+    """An attempt at a number or a choice."""
+    found + 0
 
 
 _PER_TENSOR = "many tensors are worked on one by one"
@@ -108,9 +116,11 @@ PRIVATE: Mapping[str, Private] = {
         _UNSUPPORTED, called_with("")
     ),
     # Compiler
-    "torch._inductor.config:_micro_pipeline_tp": Private(_UNSUPPORTED),
-    "torch._functorch.config:activation_memory_budget": Private(_UNSUPPORTED),
-    "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint": Private(_UNSUPPORTED),
+    "torch._inductor.config:_micro_pipeline_tp": Private(_UNSUPPORTED, _adds),
+    "torch._functorch.config:activation_memory_budget": Private(_UNSUPPORTED, _adds),
+    "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint": Private(
+        _UNSUPPORTED, _adds
+    ),
     # Selective activation checkpointing
     **{
         f"torch:ops.{name}": Private(_RECOMPUTED)
