@@ -17,27 +17,10 @@ from config.job_config import ActivationCheckpoint
 from parallelisms.pieces import wrap_piece
 from runtime.compat import configure, find, silence_context_fn
 from runtime.log import logger
+from runtime.private import IGNORED, MATMULS, SAVED
 
-_MATMULS = ("aten.mm.default", "aten._grouped_mm.default", "aten._scaled_mm.default")
-_SAVED = (
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-    # Attention within documents; the latter where the block around it is not compiled.
-    "higher_order.flex_attention",
-    "higher_order.inductor_compiled_code",
-    # Recomputing a collective costs more than its result.
-    "_c10d_functional.reduce_scatter_tensor.default",
-    "_c10d_functional.all_to_all_single.default",
-)
 # Operations of ours, by name, so that the files that define them need not be imported.
 _SAVED_OF_OURS = {"shardloom::block_attention", "shardloom::fused_delta_rule"}
-# FSDP marks its gathers of experts, inside a block, for profilers: more often in backward.
-_IGNORED = (
-    "profiler._record_function_enter_new.default",
-    "profiler._record_function_exit._RecordFunction",
-)
 
 
 def _operations(names: Iterable[str]) -> set[Any]:
@@ -62,10 +45,10 @@ class Recompute:
         if self.save_every:
             ignored = find("torch.utils.checkpoint:SAC_IGNORED_OPS")
             if ignored is not None:
-                ignored |= _operations(_IGNORED)
+                ignored |= _operations(IGNORED)
             silence_context_fn()
             options["context_fn"] = partial(
-                _saving_matmuls, self.save_every, _operations(_MATMULS), _operations(_SAVED)
+                _saving_matmuls, self.save_every, _operations(MATMULS), _operations(SAVED)
             )
         return options
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from config import ConfigError
 from runtime import compat
-from runtime.compat import PRIVATE
+from runtime.private import PRIVATE
 from tests.ranks import RankPool
 from tests.reliability import forked
 
