@@ -1,9 +1,9 @@
 """Activation checkpointing: recompute in backward instead of storing."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch.nn as nn
@@ -23,7 +23,8 @@ from runtime.private import IGNORED, MATMULS, SAVED
 _SAVED_OF_OURS = {"shardloom::block_attention", "shardloom::fused_delta_rule"}
 
 
-def _operations(names: Iterable[str]) -> set[Any]:
+@cache
+def _operations(names: tuple[str, ...]) -> set[Any]:
     found = (find(f"torch:ops.{name}") for name in names)
     return {operation for operation in found if operation is not None}
 
@@ -47,9 +48,7 @@ class Recompute:
             if ignored is not None:
                 ignored |= _operations(IGNORED)
             silence_context_fn()
-            options["context_fn"] = partial(
-                _saving_matmuls, self.save_every, _operations(MATMULS), _operations(SAVED)
-            )
+            options["context_fn"] = partial(_saving_matmuls, self.save_every)
         return options
 
 
@@ -120,25 +119,17 @@ def _recompute(config: ActivationCheckpoint, index: int) -> Recompute | None:
     return ALL if index % config.selective == 0 else None
 
 
-def _saving_matmuls(every: int, matmuls: set[Any], saved: set[Any]) -> tuple[Any, Any]:
-    policy = partial(_policy, every, matmuls, saved, Counter())
-    return create_selective_checkpoint_contexts(policy)
+def _saving_matmuls(every: int) -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(partial(_policy, every, Counter()))
 
 
 def _policy(
-    every: int,
-    matmuls: set[Any],
-    saved: set[Any],
-    seen: Counter[bool],
-    ctx: Any,
-    op: Any,
-    *args: Any,
-    **kwargs: Any,
+    every: int, matmuls: Counter[bool], ctx: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Save attention and every n-th matmul. Every second: half the memory, a sixth more work."""
-    if op in matmuls:
-        is_saved = seen[ctx.is_recompute] % every == 0
-        seen[ctx.is_recompute] += 1
+    if op in _operations(MATMULS):
+        is_saved = matmuls[ctx.is_recompute] % every == 0
+        matmuls[ctx.is_recompute] += 1
     else:
-        is_saved = op in saved or op.name() in _SAVED_OF_OURS
+        is_saved = op in _operations(SAVED) or op.name() in _SAVED_OF_OURS
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
