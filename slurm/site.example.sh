@@ -23,6 +23,6 @@
 # More for the srun of the training step, one option per word.
 # SRUN_ARGS=(--mpi=none)
 
-# A container, as pyxis takes it: all Python then runs inside, with its own interpreter.
+# A container, as pyxis takes it: all Python then runs inside, with the container's PyTorch.
 # CONTAINER=(--container-image=/shared/images/torch.sqsh --container-mounts="$PWD:$PWD")
 # PYTHON=python3

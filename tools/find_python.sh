@@ -1,47 +1,54 @@
-# Sourced by run_train.sh and run_tests.sh: sets PYTHON to an interpreter that has what the project
-# needs, and installs into .venv only if none has. EXTRA: an extra of pyproject.toml, or nothing.
-#
-# Asked in turn: PYTHON, an active environment, .venv, python3.
+# Sourced: find_python [EXTRA] sets PYTHON to an interpreter that has what the project needs, and an
+# extra of pyproject.toml if named. find_torch_python VERSION [--lowest|--newest] sets it to one with
+# that PyTorch, for tests.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-EXTRA=${EXTRA:-}
 
-has_requirements() {
-  local missing
-  missing=$("$1" "$ROOT/tools/missing_requirements.py" ${EXTRA:+"$EXTRA"} 2>/dev/null) && [[ -z $missing ]]
-}
-
-is_new_enough() {
-  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
-}
-
-create_venv() {
-  local base
-  for base in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11 ""; do
-    [[ -n $base ]] && is_new_enough "$base" && break
-  done
-  if [[ -z $base ]]; then
-    echo "Shardloom needs Python 3.11 or newer; set PYTHON to one" >&2
-    exit 1
-  fi
-  echo "Installing the requirements into $ROOT/.venv (once, some minutes)" >&2
-  "$base" -m venv "$ROOT/.venv"
-  "$ROOT/.venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint "$ROOT/constraints.txt" "$ROOT${EXTRA:+[$EXTRA]}" >&2
-}
-
+# Asked in turn: PYTHON, an active environment, .venv, python3. One that has PyTorch and lacks less
+# gets an environment with the rest; so does PYTHON, since it was named. If none has, .venv is made.
 find_python() {
-  local candidate
+  local extra=${1:-} candidate lacks
   for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
                    "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" "$ROOT/.venv/bin/python" python3; do
-    if [[ -n $candidate ]] && has_requirements "$candidate"; then
+    [[ -n $candidate ]] || continue
+    lacks=$("$candidate" "$ROOT/tools/missing_requirements.py" ${extra:+"$extra"} 2>/dev/null) ||
+      lacks="torch>="
+    if [[ -z $lacks ]]; then
       PYTHON=$candidate
       return
     fi
+    if [[ $lacks != *torch\>=* || $candidate == "${PYTHON:-}" ]]; then
+      make_environment "$candidate" ${extra:+"$extra"}
+      return
+    fi
   done
-  create_venv
-  PYTHON=$ROOT/.venv/bin/python
+  make_environment "$(new_enough python3 python3.13 python3.12 python3.11)" ${extra:+"$extra"}
 }
 
-find_python
+find_torch_python() {
+  make_environment "${PYTHON:-$(new_enough python3.11 python3 python3.12 python3.13)}" --torch "$@"
+}
+
+make_environment() {
+  local interpreter=$1
+  shift
+  if ! new_enough "$interpreter" >/dev/null; then
+    echo "Shardloom needs Python 3.11 or newer${interpreter:+, not $interpreter}; set PYTHON to one" >&2
+    exit 1
+  fi
+  PYTHON=$("$interpreter" "$ROOT/tools/make_environment.py" "$@") || exit
+}
+
+# The first of the interpreters that is one and new enough.
+new_enough() {
+  local interpreter
+  for interpreter in "$@"; do
+    if "$interpreter" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$interpreter"
+      return
+    fi
+  done
+  return 1
+}
+
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -33,4 +33,7 @@ if __name__ == "__main__":
         "project"
     ]
     extras = [r for name in sys.argv[1:] for r in project["optional-dependencies"][name]]
-    print("\n".join(missing(project["dependencies"] + extras)), end="")
+    requirements = project["dependencies"] + extras
+    # While pip changes an environment, or if it was interrupted, nothing there counts.
+    is_unfinished = Path(sys.prefix, "unfinished").exists()
+    print("\n".join(requirements if is_unfinished else missing(requirements)), end="")
