@@ -118,14 +118,16 @@ def _meet(store: dist.Store, nodes: Nodes, n_ranks: int) -> tuple[list[int], str
 
 
 def _part(store: dist.Store, nodes: Nodes, requests: list[signal.Signals]) -> None:
-    """Wait until the ranks of all nodes are done: the store ends with the head's launcher."""
+    """Wait until the ranks of all nodes are done. The head, which serves the store, leaves last."""
     deadline = time.monotonic() + PARTING_SECONDS
+    wanted = nodes.count if nodes.rank > 0 else 2 * nodes.count - 1
     with suppress(dist.DistNetworkError):
-        if store.add("launcher/done", 1) == nodes.count:
-            store.set("launcher/all_done", "")
-        while not requests and time.monotonic() < deadline:
-            with suppress(dist.DistStoreError):  # Not yet.
-                return store.wait(["launcher/all_done"], timedelta(seconds=LISTEN_SECONDS))
+        count = store.add("launcher/done", 1)
+        while count < wanted and not requests and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            count = store.add("launcher/done", 0)
+        # All but the head count twice: when they are done, and when they leave.
+        store.add("launcher/done", 1)
 
 
 def _environment(

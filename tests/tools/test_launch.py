@@ -432,11 +432,11 @@ def test_launchers_part_together_unless_one_is_told_to_stop():
     nodes = [Nodes(count=2, rank=rank, address="", port=0) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
         store = dist.HashStore()
-        first = pool.submit(agent._part, store, nodes[0], [])
+        head = pool.submit(agent._part, store, nodes[0], [])
         with pytest.raises(TimeoutError):
-            first.result(1.5 * agent.LISTEN_SECONDS)
+            head.result(3 * agent.POLL_SECONDS)
         agent._part(store, nodes[1], [])
-        first.result(10)
+        head.result(10)
     agent._part(dist.HashStore(), nodes[0], [signal.SIGTERM])
 
 
