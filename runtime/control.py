@@ -23,7 +23,7 @@ from runtime.run_folder import make_folder, write_whole
 from runtime.together import on_first
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-# A terminal's Ctrl-C reaches a rank twice, once through torchrun. Later signals insist: end now.
+# Slurm's scancel may reach a rank twice, once through the launcher. Later signals insist: end now.
 INSIST_SECONDS = 3.0
 
 

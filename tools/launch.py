@@ -64,7 +64,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return exit_codes.BAD_CONFIG
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
-        print(end.message, file=sys.stderr)
+        print(end.message or f"exit codes by rank: {end.codes}", file=sys.stderr)
     if nodes.rank > 0:
         return code
     if code == exit_codes.BAD_CONFIG and control.exists() and is_held(control):
@@ -107,7 +107,7 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
         has_ended = outcome in [ending.outcome for ending in DONE_ENDINGS]
         is_done = has_ended and codes == {exit_codes.DONE}
         return exit_codes.DONE if is_done else exit_codes.FAILED
-    # The first rank to end makes torchrun terminate those that are still on their way out.
+    # The first rank to end makes the agent terminate those that are still on their way out.
     if codes - {-signal.SIGTERM} == {exit_codes.PREEMPTED}:
         return exit_codes.PREEMPTED
     return exit_codes.DONE if codes == {exit_codes.DONE} else exit_codes.FAILED

@@ -4,18 +4,20 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from runtime import exit_codes
 from runtime.control import SIGNALS, lock_run
 from runtime.failures import MOST_ATTEMPTS
 from runtime.machine import usable_cpus
+from tests.reliability.test_processes import are_gone, seconds_until
 from tools import agent, launch
 from tools.agent import End, Nodes
 from tools.launch import (
@@ -150,9 +152,7 @@ def test_a_folder_that_cannot_be_made_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    # Set by the launcher, and to be unset after the test.
-    for variable in ("LAUNCHER_PID", "TORCHELASTIC_SIGNALS_TO_HANDLE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("run.toml", "file"):
         (tmp_path / name).touch()
     arguments = [str(tmp_path / "run.toml"), "--job.output_dir", str(tmp_path / folder)]
@@ -163,14 +163,6 @@ def test_a_folder_that_cannot_be_made_is_named(
 def test_every_rank_has_a_thread():
     assert launch.cpu_threads(1) == usable_cpus()
     assert launch.cpu_threads(usable_cpus() + 1) == 1
-
-
-def test_what_nccl_is_to_tell_is_the_users_to_say(tmp_path: Path) -> None:
-    with patch.dict(os.environ, {"NCCL_DEBUG": "INFO"}):
-        os.environ.pop("TORCH_FR_DUMP_TEMP_FILE", None)
-        agent._keep_flight_records(tmp_path)
-        assert os.environ["NCCL_DEBUG"] == "INFO"
-        assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(f"{tmp_path}/")
 
 
 def test_ranks_whose_output_is_shown():
@@ -254,10 +246,7 @@ def run_trainer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> i
     trainer.write_text("\n".join([*lines, source]))
     monkeypatch.setattr(launch, "TRAINER", trainer)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # Set by the launcher, and to be unset after the test.
-    monkeypatch.setenv("LAUNCHER_PID", "")
-    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
-    # torchrun leaves its handlers behind.
+    # The launcher leaves its handlers behind.
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
         return launch.main([str(config), "--job.output_dir", str(folder)], {"NGPU": "2"})
@@ -281,10 +270,40 @@ def failures(folder: Path) -> list[dict[str, object]]:
 def test_the_trainers_exit_code_comes_through(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # After a failure one rank is slow to end, so torchrun terminates it.
+    # After a failure one rank is slow to end, so the launcher terminates it.
     source = f"time.sleep(60 * ({code} > 0) * int(rank))\nsys.exit({code})"
     assert run_trainer(source, tmp_path, monkeypatch) == code
     assert not (tmp_path / "default" / "control" / "failures").exists()
+
+
+TELLS_ITS_ENVIRONMENT = """
+import json
+print('rank', rank)
+with open(f'{control}/{rank}.json', 'w') as file:
+    json.dump(dict(os.environ), file)
+"""
+
+
+def test_ranks_are_told_what_torchrun_tells_and_the_rest_is_the_users_to_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
+    assert run_trainer(TELLS_ITS_ENVIRONMENT, tmp_path, monkeypatch) == exit_codes.DONE
+    (logs,) = (tmp_path / "default" / "logs").iterdir()
+    for rank in "01":
+        told = json.loads((tmp_path / "default" / "control" / f"{rank}.json").read_text())
+        assert told["RANK"] == told["LOCAL_RANK"] == rank
+        assert told["WORLD_SIZE"] == told["LOCAL_WORLD_SIZE"] == "2"
+        assert (told["GROUP_RANK"], told["MASTER_ADDR"]) == ("0", "127.0.0.1")
+        assert told["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        assert told["LAUNCHER_PID"] == str(os.getpid())
+        assert (told["OMP_NUM_THREADS"], told["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("1", "1")
+        assert told["NCCL_DEBUG"] == "INFO"
+        assert told["TORCH_FR_DUMP_TEMP_FILE"] == f"{logs}/flight-record-"
+    # Of two ranks one is shown, and only what the other says is logged.
+    assert capfd.readouterr().out == "rank 0\n"
+    assert {path.name: path.read_text() for path in logs.iterdir()} == {"rank-1.out": "rank 1\n"}
 
 
 @pytest.mark.parametrize("is_another", [False, True])
@@ -383,6 +402,44 @@ def test_ranks_that_take_too_long_to_save_are_killed(
     assert not (tmp_path / "default" / "control" / "outcome").exists()
 
 
+DOES_NOT_LISTEN = """
+import subprocess
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+with open(control + '/child' + rank, 'w') as file:
+    file.write(str(subprocess.Popen(['sleep', '60']).pid))
+open(control + '/ready' + rank, 'w').close()
+while not all(os.path.exists(control + '/ready' + other) for other in '01'):
+    time.sleep(0.01)
+while True:
+    os.kill(os.getppid(), signal.SIGINT if rank == '0' else 0)
+    time.sleep(0.2)
+"""
+
+
+def test_a_third_signal_kills_ranks_and_all_that_they_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begin = time.monotonic()
+    assert run_trainer(DOES_NOT_LISTEN, tmp_path, monkeypatch) == exit_codes.FAILED
+    assert time.monotonic() - begin < 30
+    assert failures(tmp_path) == []
+    children = [(tmp_path / "default" / "control" / f"child{rank}").read_text() for rank in "01"]
+    seconds_until(lambda: are_gone(map(int, children)), limit=5)
+
+
+def test_launchers_part_together_unless_one_is_told_to_stop():
+    nodes = [Nodes(count=2, rank=rank, address="", port=0) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        store = dist.HashStore()
+        head = pool.submit(agent._part, store, nodes[0], [])
+        with pytest.raises(TimeoutError):
+            head.result(3 * agent.POLL_SECONDS)
+        agent._part(store, nodes[1], [])
+        head.result(10)
+    agent._part(dist.HashStore(), nodes[0], [signal.SIGTERM])
+
+
 def test_a_signal_before_ranks_can_handle_it_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -428,7 +485,7 @@ def test_a_rank_that_hangs_is_named_and_ended(
     (line,) = [line for line in record["ranks"] if line.startswith("rank 1 ")]
     assert told in line
     heard = (tmp_path / "default" / "control" / "ready1").stat().st_mtime
-    # torchrun alone would wait 30 seconds for it.
+    # It does not hear SIGTERM, after which the launcher would wait 30 seconds for it.
     assert time.time() - heard < 20
     error = capsys.readouterr().err
     assert error.count("ArithmeticError: a real error\n") == 2
