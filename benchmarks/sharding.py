@@ -152,7 +152,7 @@ def count_modes(turns: Turns, case: Case) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     for mode in case.modes:
         turns.next_step()
-        torch._dynamo.reset()
+        torch.compiler.reset()
         gc.collect()
         count = count_mode(mode, case.args(mode), device, microbatches=case.microbatches)
         turns.note = count, closed_form(mode, case, device)
