@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -61,6 +62,7 @@ def run(case: Case) -> Iterator[Row]:
             yield {"what": name, "problem": problems[name]}
             continue
         row = measured(case, firsts[name], turns[name])
+        row["packages"] = {package: version(package) for package in PACKAGES.get(name, ())}
         if name != "bare" and has_bare:
             row |= compared(turns["bare"], turns[name])
             row["problem"] = parity_problem(probes["bare"], probes[name])

@@ -1,12 +1,14 @@
 """The harness from end to end, on shapes of seconds: rows, cut runs, bad input, tables."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import run, step, table
+from benchmarks.peers import PACKAGES, PEERS
 from benchmarks.rows import (
     MEASURED,
     append_rows,
@@ -87,6 +89,20 @@ def test_a_peer_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -
     bare, peer = step.run(case)
     assert bare["tokens_per_second"] > 0
     assert peer == {"what": "torchtitan", "problem": "skipped: torchtitan not installed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_trains_the_same_model(name: str) -> None:
+    if missing := [package for package in PACKAGES[name] if find_spec(package) is None]:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    case = step.Case(
+        loops=["bare", name], shape=TINY, seq_len=32, batch_size=1, dtype="float32", turns=1,
+        warmup=0,
+    )  # fmt: skip
+    _, peer = step.run(case)
+    assert peer["problem"] is None
+    assert peer["packages"].keys() == set(PACKAGES[name])
 
 
 def test_turns_of_all_starts_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def witness(layout: Layout, is_late: bool) -> tuple[dict[str, int], int]:
     with patch.object(nn.Module, "register_forward_hook", register):
         stragglers = Stragglers(blocks, window=1, device=CPU)
     stragglers._clock = cast(Any, Witness(blocks))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     for _ in range(2):
         model(torch.zeros(1, 16, dtype=torch.long)).sum().backward()
