@@ -121,7 +121,7 @@ def _part(store: dist.Store, nodes: Nodes, requests: list[signal.Signals]) -> No
     """Wait until the ranks of all nodes are done. The head, which serves the store, leaves last."""
     deadline = time.monotonic() + PARTING_SECONDS
     wanted = nodes.count if nodes.rank > 0 else 2 * nodes.count - 1
-    with suppress(dist.DistNetworkError):
+    with suppress(dist.DistError):
         count = store.add("launcher/done", 1)
         while count < wanted and not requests and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
