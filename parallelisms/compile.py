@@ -8,11 +8,9 @@ import torch.nn as nn
 
 from config.job_config import Compile
 from parallelisms.pieces import wrap_piece
-from runtime.compat import configure
+from runtime.compat import configure, inductor_options
 from runtime.log import logger
 
-# One gather of a block's weights and one reduction of its gradients, instead of one per weight.
-_BUCKETS = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
 # Of one function: for training, validation and samples, and for layers of several kinds.
 _COMPILATIONS = 8
 
@@ -41,7 +39,10 @@ def apply_compile(
     # of its own, and symbolic shapes are where compilers fail.
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True, "dynamic": False}
     if buckets_collectives and config.backend == "inductor":
-        options["options"] = _BUCKETS
+        # One gather of a block's weights and one reduction of its gradients, not one per weight.
+        options["options"] = inductor_options(
+            bucket_all_gathers_fx="all", bucket_reduce_scatters_fx="all"
+        )
     graphs = [path for path, is_graph in pieces.items() if is_graph]
     # Recomputed pieces are all called by one function, so their compilations add up.
     torch.compiler.config.recompile_limit = _COMPILATIONS * max(1, len(graphs))

@@ -72,6 +72,14 @@ def _try(path: str) -> tuple[Any, str]:
     return found, ""
 
 
+def inductor_options(**wanted: Any) -> dict[str, Any]:
+    """Those of the ``wanted`` options that this release's inductor has."""
+    paths = {name: f"torch._inductor.config:{name}" for name in wanted}
+    for path in paths.values():
+        find(path)
+    return {name: wanted[name] for name, path in paths.items() if not _try(path)[1]}
+
+
 def is_installed(package: str) -> bool:
     """Whether ``package`` is there; to find one inside another, the outer one is imported."""
     try:
@@ -171,7 +179,7 @@ def set_default_timeout(timeout: timedelta) -> None:
 
 def set_timeout(timeout: timedelta) -> None:
     """Change the timeout of every process group, now that warm-up is over."""
-    # Public since 2.15.
+    # Public since 2.14.
     change = getattr(dist, "set_timeout", None)
     change = change or find("torch.distributed.distributed_c10d:_set_pg_timeout")
     world = find("torch.distributed.distributed_c10d:_world")

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from runtime.attention import check_attention
+from runtime.compat import inductor_options
 from runtime.log import logger
 
 BLOCK = 128
@@ -40,7 +41,9 @@ def use_flex_attention(
     # If blocks are not compiled, this alone is; if they are, it is part of their graphs. As one
     # operation it can be kept, where others are recomputed.
     compiled = torch.compile(
-        attend_within, dynamic=False, options={"wrap_inductor_compiled_regions": True}
+        attend_within,
+        dynamic=False,
+        options=inductor_options(wrap_inductor_compiled_regions=True),
     )
     inners = [FlexAttention(cast(nn.Module, a.inner), compiled) for a in attentions]
     try:

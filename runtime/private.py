@@ -125,6 +125,9 @@ PRIVATE: Mapping[str, Private] = {
         UNSUPPORTED, called_with("")
     ),
     # Compiler
+    "torch._inductor.config:bucket_all_gathers_fx": Private("weights are gathered one by one"),
+    "torch._inductor.config:bucket_reduce_scatters_fx": Private("gradients are reduced one by one"),
+    "torch._inductor.config:wrap_inductor_compiled_regions": Private(RECOMPUTED),
     "torch._inductor.config:_micro_pipeline_tp": Private(UNSUPPORTED, _adds),
     "torch._functorch.config:activation_memory_budget": Private(UNSUPPORTED, _adds),
     "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint": Private(
