@@ -38,4 +38,6 @@ else
   "$PYTHON" -m ruff format --check .
   "$PYTHON" -m mypy
 fi
+# Tests start run_train.sh, which asks PYTHON first.
+export PYTHON
 OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest ${marks[@]+"${marks[@]}"} "$@"

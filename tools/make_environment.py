@@ -218,7 +218,8 @@ def run(command: list[str | Path]) -> str:
         # pip names a conflict's packages among what it prints, not among its errors.
         errors = done.stderr[max(0, done.stderr.find("ERROR")) :] or done.stdout
         cause = "".join(done.stdout.partition("\nThe conflict is caused by:")[1:])
-        raise InstallError(f"\n{errors}{cause}".rstrip())
+        told = f"{errors}{cause}".strip()
+        raise InstallError(f"\n{told}" if told else f"{command[0]} ended with {done.returncode}")
     return done.stdout
 
 

@@ -30,7 +30,10 @@ optional-dependencies = { test = ["pytest>=8.0"] }
 CONSTRAINTS = "# Exact versions\nnumpy==2.4\npytest==8.1\nsmall_one==1.2\ntorch==2.13.0\n"
 SCRIPTS = ["run_train.sh", "run_tests.sh"]
 TOOLS = ["find_python.sh", "make_environment.py", "missing_requirements.py"]
-PYTEST = "import os, sys; print('tests', os.environ['OMP_NUM_THREADS'], *sys.argv[1:])"
+PYTEST = """
+import os, sys
+print(os.environ["PYTHON"] == sys.executable, os.environ["OMP_NUM_THREADS"], *sys.argv[1:])
+"""
 PACKAGES = """
 import json
 from importlib.metadata import distributions
@@ -254,7 +257,7 @@ def test_tests_run_with_another_pytorch(clone: Clone, image: Path) -> None:
     process = clone.start(*command, PYTHON=image)
     told, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert told == "tests 1 -m not slow -k two words\n"
+    assert told == "True 1 -m not slow -k two words\n"
     packages = packages_of(clone.root / ".venv-torch-2.12.0" / "bin" / "python")
     versions = {name: version for name, (version, _) in packages.items() if name != "setuptools"}
     assert versions == {"torch": "2.12.0", "numpy": "2.4", "small-one": "1.2", "pytest": "8.1"}
