@@ -17,8 +17,14 @@ from runtime.compat import find, foreach
 from runtime.distributed import local_part
 from runtime.log import logger
 
-# What makes a tensor of a class of ours that holds others.
-WRAPPER_SUBCLASS = ("torch:Tensor._make_wrapper_subclass", "torch:_C._disabled_torch_function_impl")
+# The very tensor that a DTensor holds, of which ``to_local`` makes another.
+LOCAL_TENSOR = "torch.distributed.tensor:DTensor._local_tensor"
+NEEDED = (
+    LOCAL_TENSOR,
+    # For a tensor of a class of ours that holds others.
+    "torch:Tensor._make_wrapper_subclass",
+    "torch:_C._disabled_torch_function_impl",
+)
 
 
 def apply_float8_all_gather(
@@ -54,7 +60,7 @@ def apply_float8_all_gather(
         ]
         if not sharded:
             return
-        shards = [cast(DTensor, linear.weight).to_local() for linear in sharded]
+        shards = [_held(linear.weight) for linear in sharded]
         amaxes = torch.stack(foreach("norm", [_not_empty(s) for s in shards], torch.inf))
         amaxes = _compute(amaxes, mp_policy)
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
@@ -93,11 +99,16 @@ def _post_all_gather(
     """The weight; ``out`` is that of an earlier gather, whose memory was filled again."""
     if out is None:
         return Float8Weight(outputs[0].view(E4M3), scale, dtype), ()
-    # Under tensor parallel a part of the weight. With gradients it would be another tensor.
-    with torch.no_grad():
-        weight = local_part(out)
-    cast(Float8Weight, weight).scale = scale
+    # Under tensor parallel a part of the weight.
+    cast(Float8Weight, _held(out)).scale = scale
     return None
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """What a DTensor holds; any other tensor itself."""
+    if isinstance(tensor, DTensor):
+        return cast(torch.Tensor, find(LOCAL_TENSOR).__get__(tensor))
+    return tensor
 
 
 def gathered_in_float8(model: nn.Module) -> int:
@@ -112,8 +123,8 @@ def _has_one_scale(linear: Float8Linear) -> bool:
 
 
 def _why_not(parallelism: Parallelism) -> str:
-    if not all(map(find, WRAPPER_SUBCLASS)):
-        return f"torch {torch.__version__}, which has no such tensors"
+    if not all(map(find, NEEDED)):
+        return f"torch {torch.__version__} does not let us"
     if parallelism.fsdp_cpu_offload:
         return "fsdp_cpu_offload gathers copies of the shards"
     if isinstance(parallelism.fsdp_reshard_after_forward, int):

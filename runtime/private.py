@@ -78,6 +78,7 @@ IGNORED = (
 
 PER_TENSOR = "many tensors are worked on one by one"
 RECOMPUTED = "selective activation checkpointing recomputes it"
+NOT_GATHERED = "weights are not gathered in float8"
 PROFILED = "profiled experts may not be recomputed selectively"
 UNSUPPORTED = "what was asked for cannot be had"
 
@@ -93,8 +94,11 @@ PRIVATE: Mapping[str, Private] = {
     ),
     # Matmuls in float8
     "torch:_scaled_mm": Private("float8 matmuls go through F.scaled_mm", _multiplies_float8),
-    "torch:Tensor._make_wrapper_subclass": Private("weights are not gathered in float8"),
-    "torch:_C._disabled_torch_function_impl": Private("weights are not gathered in float8"),
+    "torch:Tensor._make_wrapper_subclass": Private(NOT_GATHERED),
+    "torch:_C._disabled_torch_function_impl": Private(NOT_GATHERED),
+    "torch.distributed.tensor:DTensor._local_tensor": Private(
+        NOT_GATHERED, lambda found: found.__get__
+    ),
     # Process groups
     "torch.distributed:ProcessGroupGloo._Options": Private(
         "gloo has two threads for each group, which some releases let race",

@@ -24,13 +24,14 @@ OPERATIONS = [path for path in PRIVATE if path.startswith("torch:ops.")]
 C10D, GLOO = "torch.distributed.distributed_c10d", "torch.distributed:ProcessGroupGloo._Options"
 WORLD, TIMEOUT = f"{C10D}:_world", f"{C10D}:default_pg_timeout"
 STRIDED = "torch.distributed.tensor.placement_types:_StridedShard"
+LOCAL = "torch.distributed.tensor:DTensor._local_tensor"
 ALL_TO_ALL = "torch.distributed._functional_collectives:all_to_all_single_autograd"
 BUDGET = "torch._functorch.config:activation_memory_budget"
 DYNAMO = "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint"
 IGNORED = "torch.utils.checkpoint:SAC_IGNORED_OPS"
 # PyTorch itself would fail without them, so they are only hidden from us.
 NEEDED = {*FOREACH, GLOO, WORLD, TIMEOUT, STRIDED, "torch:Tensor._make_wrapper_subclass",
-          "torch:_C._disabled_torch_function_impl", BUDGET, DYNAMO, IGNORED}  # fmt: skip
+          "torch:_C._disabled_torch_function_impl", BUDGET, DYNAMO, IGNORED, LOCAL}  # fmt: skip
 
 SHORT = {"training.steps": "3", "checkpoint.enable": "false"}
 EXPERTS = {"model.name": "qwen3_moe", "experts.balance_bias_rate": "0.01"}
@@ -48,6 +49,7 @@ USES: dict[str, dict[str, str]] = {
     "torch:_softmax_backward_data": MIXED | {"training.seq_len": "128"},
     "torch:Tensor._make_wrapper_subclass": FLOAT8,
     "torch:_C._disabled_torch_function_impl": FLOAT8,
+    LOCAL: FLOAT8,
     GLOO: {},
     TIMEOUT: {},
     WORLD: {},
