@@ -17,7 +17,7 @@ from config.job_config import ActivationCheckpoint
 from parallelisms.pieces import wrap_piece
 from runtime.compat import configure, find, silence_context_fn
 from runtime.log import logger
-from runtime.private import IGNORED, MATMULS, SAVED
+from runtime.private_names import IGNORED, MATMULS, SAVED
 
 # Operations of ours, by name, so that the files that define them need not be imported.
 _SAVED_OF_OURS = {"shardloom::block_attention", "shardloom::fused_delta_rule"}

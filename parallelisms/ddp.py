@@ -22,13 +22,10 @@ def apply_ddp(
     FSDP2's mixed precision and composes with tensor parallel.
     """
     replicate_mesh = weight_mesh["dp_replicate"]
-    wrap = find("torch.distributed._composable.replicate_with_fsdp:replicate")
-    # HSDP on shards of one rank does the same, and copies each weight that it would gather.
-    wrap, mesh = (
-        (wrap, replicate_mesh)
-        if wrap
-        else (fully_shard, weight_mesh["dp_replicate", "dp_shard_cp"])
-    )
+    wrap, mesh = find("torch.distributed._composable.replicate_with_fsdp:replicate"), replicate_mesh
+    if wrap is None:
+        # HSDP on shards of one rank does the same, and copies each weight that it would gather.
+        wrap, mesh = fully_shard, weight_mesh["dp_replicate", "dp_shard_cp"]
     for unit in units:
         wrap(unit, mesh=mesh, mp_policy=mp_policy)
     wrap(model, mesh=mesh, mp_policy=mp_policy)

@@ -124,7 +124,7 @@ def _has_one_scale(linear: Float8Linear) -> bool:
 
 def _why_not(parallelism: Parallelism) -> str:
     if not all(map(find, NEEDED)):
-        return f"torch {torch.__version__} does not let us"
+        return f"torch {torch.__version__}, which lacks what that needs"
     if parallelism.fsdp_cpu_offload:
         return "fsdp_cpu_offload gathers copies of the shards"
     if isinstance(parallelism.fsdp_reshard_after_forward, int):

@@ -59,15 +59,11 @@ def parallelize(
     own; tensor parallel names plain submodules, of which float8 replaces some; checkpointing wraps
     blocks; compile sees what it wrapped; data parallel goes last, over whatever the others made.
     """
-    if dims.fsdp_mesh.size(-1) > 1:
-        for name, degree in (
-            ("tensor_parallel_degree", dims.degrees.tp),
-            ("expert_parallel_degree", parallelism.expert_parallel_degree),
-        ):
-            if degree > 1:
-                # FSDP2 cuts a dim that they cut before. How a release says so must be understood.
-                strided = "torch.distributed.tensor.placement_types:_StridedShard"
-                require(strided, key=f"parallelism.{name}")
+    for key in ("tensor_parallel_degree", "expert_parallel_degree"):
+        if getattr(parallelism, key) > 1 and dims.fsdp_mesh.size(-1) > 1:
+            # FSDP2 shards dims that they shard too; we must know the placement that says so.
+            strided = "torch.distributed.tensor.placement_types:_StridedShard"
+            require(strided, key=f"parallelism.{key}")
     expert_mesh = None
     if facts.moes(model) and parallelism.expert_parallel_degree * dims.degrees.tp > 1:
         expert_mesh = dims.build_expert_mesh(parallelism.expert_parallel_degree)

@@ -1,8 +1,8 @@
 """The only way to a private name of PyTorch, and what is done in a release without it.
 
 A private name may be gone, or be called in another way, in any release. So each is declared in
-``runtime/private.py``, tried at its first use, and replaced by a public or plain way if that fails:
-such a run is perhaps slower, learns the same, and says in one line what it lost.
+``runtime/private_names.py``, probed at its first use, and replaced by a public or plain way if that
+fails: such a run is perhaps slower, learns the same, and says in one line what it lost.
 """
 
 import importlib.util
@@ -21,27 +21,31 @@ import torch.nn.functional as F
 
 from config import ConfigError
 from runtime.log import logger
-from runtime.private import PRIVATE
+from runtime.private_names import PRIVATE
 
 DISABLED_TORCH_FUNCTION: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
 """For classes of tensors, which are made when a file is imported."""
 
 
-@cache
 def find(path: str) -> Any:
-    """What ``PRIVATE`` has at ``path``, or None if this release lacks it or has another: then one
-    line is logged. The first call tries it."""
-    found, problem = _try(path)
+    """What ``PRIVATE`` has at ``path``; None if this release lacks it or changed it."""
+    return _probe(path)[0] if has(path) else None
+
+
+@cache
+def has(path: str) -> bool:
+    """Whether this release has what ``PRIVATE`` has at ``path``, unchanged; if not, log it once."""
+    problem = _probe(path)[1]
     if problem:
         logger.warning("torch %s: %s: %s", torch.__version__, problem, PRIVATE[path].lost)
-    return found
+    return not problem
 
 
 def require(path: str, *, key: str) -> Any:
-    """What ``PRIVATE`` has at ``path``; or ``ConfigError`` naming the ``key`` that wants it."""
-    found, problem = _try(path)
+    """What ``PRIVATE`` has at ``path``; ``ConfigError`` naming ``key``, which needs it, without."""
+    found, problem = _probe(path)
     if problem:
-        raise ConfigError([f"{key}: cannot be had with torch {torch.__version__}: {problem}"])
+        raise ConfigError([f"{key}: not available with torch {torch.__version__}: {problem}"])
     return found
 
 
@@ -52,32 +56,30 @@ def configure(path: str, value: Any, *, key: str = "") -> None:
     """
     if key:
         require(path, key=key)
-    if not _try(path)[1]:
+    if not _probe(path)[1]:
         owner, _, name = path.partition(":")
         setattr(pkgutil.resolve_name(owner), name, value)
 
 
 @cache
-def _try(path: str) -> tuple[Any, str]:
+def _probe(path: str) -> tuple[Any, str]:
+    """What is at ``path``, and what is wrong with it; "" if nothing is."""
     name = path.replace(":", ".")
     try:
         found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
         return None, f"{name} is missing"
     try:
-        PRIVATE[path].attempt(found)
+        PRIVATE[path].probe(found)
     # Whatever it raises, it is not what we know.
     except Exception as error:
-        return None, f"{name} is another ({error})"
+        return None, f"{name} has changed ({error})"
     return found, ""
 
 
 def inductor_options(**wanted: Any) -> dict[str, Any]:
     """Those of the ``wanted`` options that this release's inductor has."""
-    paths = {name: f"torch._inductor.config:{name}" for name in wanted}
-    for path in paths.values():
-        find(path)
-    return {name: wanted[name] for name, path in paths.items() if not _try(path)[1]}
+    return {name: value for name, value in wanted.items() if has(f"torch._inductor.config:{name}")}
 
 
 def is_installed(package: str) -> bool:
@@ -204,11 +206,13 @@ def give_gloo_one_worker() -> None:
 
     def init(self: Any, *place: Any, timeout: timedelta | None = None, **others: Any) -> None:
         try:
-            options = _one_worker(make_options(), timeout)
-            # Options now; by their own names in a call before.
-            for name in [name for name in others if hasattr(options, name)]:
-                setattr(options, name, others[name])
-            unknown = {name: value for name, value in others.items() if not hasattr(options, name)}
+            options, unknown = _one_worker(make_options(), timeout), {}
+            for name, value in others.items():
+                # With options given, PyTorch wants such arguments among them.
+                if hasattr(options, name):
+                    setattr(options, name, value)
+                else:
+                    unknown[name] = value
             original(self, *place, options, **unknown)
         # Called as in no release before: PyTorch knows how.
         except (AttributeError, TypeError) as error:

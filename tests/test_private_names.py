@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.private import PRIVATE
+from runtime.private_names import PRIVATE
 from tests.test_import_rules import LIBRARIES, ROOT, our_files
 
-DOORS = (Path("runtime/private.py"), Path("runtime/compat.py"))
+DOORS = (Path("runtime/private_names.py"), Path("runtime/compat.py"))
 # Of the standard library and of tiktoken, whose documentation has them.
 OF_OTHERS = {
     *("_asdict", "_current_frames", "_exit", "_replace"),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from config import ConfigError
 from runtime import compat
-from runtime.private import PRIVATE
+from runtime.private_names import PRIVATE
 from tests.ranks import RankPool
 from tests.reliability import forked
 
@@ -126,7 +126,7 @@ def _owner(path: str) -> tuple[Any, str]:
 FAULTS: dict[str, Fault] = {"missing": missing, "changed": changed}
 
 
-def test_every_private_name_is_tried() -> None:
+def test_every_private_name_has_a_case() -> None:
     assert {*USES, *REFUSED, *ELSEWHERE, *OPERATIONS} == set(PRIVATE)
 
 
@@ -168,17 +168,17 @@ def test_what_needs_it_is_refused(path: str, tmp_path: Path) -> None:
     with forked.started(tmp_path, n_ranks, plant=plant, **SHORT, **uses) as processes:
         assert forked.codes(processes) == {2}, forked.log(tmp_path)
     said = forked.log(tmp_path)
-    assert f"{key}: cannot be had with torch {torch.__version__}" in said
+    assert f"{key}: not available with torch {torch.__version__}" in said
     assert "Traceback" not in said
 
 
 @pytest.fixture
 def untried() -> Any:
-    """Names are tried anew, now and afterwards."""
-    for cached in (compat.find, compat._try):
+    """Names are probed anew, now and afterwards."""
+    for cached in (compat.has, compat._probe):
         cached.cache_clear()
     yield
-    for cached in (compat.find, compat._try):
+    for cached in (compat.has, compat._probe):
         cached.cache_clear()
 
 

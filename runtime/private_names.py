@@ -1,4 +1,4 @@
-"""The private names of PyTorch that we use, how each is tried, and what a run loses without it.
+"""The private names of PyTorch that we use, how each is probed, and what a run loses without it.
 
 ``runtime/compat.py`` finds them, and has the public or plain way to do without.
 """
@@ -15,22 +15,22 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Private:
-    """How to try a private name, and what a run loses without it."""
+    """How to probe a private name, and what a run loses without it."""
 
     lost: str
-    attempt: Callable[[Any], object] = lambda found: None
+    probe: Callable[[Any], object] = lambda found: None
     """Raises unless what was found is as we know it."""
 
 
-def called_with(*arguments: Any, **named: Any) -> Callable[[Any], object]:
-    """An attempt that compares the call with the signature, for what cannot just be called."""
+def _accepts(*arguments: Any, **named: Any) -> Callable[[Any], object]:
+    """A probe that compares the call with the signature, for what cannot just be called."""
     return lambda found: inspect.signature(found).bind(*arguments, **named)
 
 
 def _makes(result: list[float], *arguments: Any, **named: Any) -> Callable[[Any], object]:
-    """An attempt at a function of many tensors, on one that holds a 3 and a 4."""
+    """A probe of a function of many tensors, on one that holds a 3 and a 4."""
 
-    def attempt(found: Callable[..., Any]) -> None:
+    def probe(found: Callable[..., Any]) -> None:
         tensor = torch.tensor([3.0, 4.0], device="cpu")
         results = found([tensor], *arguments, **named)
         # In place, or a number.
@@ -38,21 +38,19 @@ def _makes(result: list[float], *arguments: Any, **named: Any) -> Callable[[Any]
         if made != result:
             raise ValueError(f"it makes {made} instead of {result}")
 
-    return attempt
+    return probe
 
 
 def _multiplies_float8(found: Callable[..., torch.Tensor]) -> None:
     ones = torch.ones(16, 16, device="cpu").to(torch.float8_e4m3fn)
-    scale, options = (
-        torch.ones((), device="cpu"),
-        {"out_dtype": torch.bfloat16, "use_fast_accum": False},
-    )
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
+    scale = torch.ones((), device="cpu")
     if found(ones, ones.t(), scale_a=scale, scale_b=scale, **options)[0, 0] != 16:
         raise ValueError("it does not multiply")
 
 
-def _adds(found: Any) -> None:
-    """An attempt at a number or a choice."""
+def _is_number(found: Any) -> None:
+    """A probe of a number, or of a switch."""
     found + 0
 
 
@@ -112,30 +110,30 @@ PRIVATE: Mapping[str, Private] = {
         lambda world: [dist.get_rank(group) for group in world.pg_map],
     ),
     "torch.distributed.distributed_c10d:_set_pg_timeout": Private(
-        "groups keep the timeout of the start", called_with(timedelta(), None)
+        "groups keep the timeout of the start", _accepts(timedelta(), None)
     ),
     # Parallelisms
     "torch.distributed._functional_collectives:all_to_all_single_autograd": Private(
-        "all-to-alls are an autograd function of ours", called_with(None, None, None, None)
+        "all-to-alls are an autograd function of ours", _accepts(None, None, None, None)
     ),
     "torch.distributed._composable.replicate_with_fsdp:replicate": Private(
-        "ddp is HSDP whose shards are whole", called_with(None, mesh=None, mp_policy=None)
+        "ddp is HSDP whose shards are whole", _accepts(None, mesh=None, mp_policy=None)
     ),
     "torch.distributed.tensor.placement_types:_StridedShard": Private(
         "tensor parallel cannot share a dim with FSDP",
         lambda made: (made(0, split_factor=2).dim, made(0, split_factor=2).split_factor),
     ),
     "torch.distributed._symmetric_memory:enable_symm_mem_for_group": Private(
-        UNSUPPORTED, called_with("")
+        UNSUPPORTED, _accepts("")
     ),
     # Compiler
     "torch._inductor.config:bucket_all_gathers_fx": Private("weights are gathered one by one"),
     "torch._inductor.config:bucket_reduce_scatters_fx": Private("gradients are reduced one by one"),
     "torch._inductor.config:wrap_inductor_compiled_regions": Private(RECOMPUTED),
-    "torch._inductor.config:_micro_pipeline_tp": Private(UNSUPPORTED, _adds),
-    "torch._functorch.config:activation_memory_budget": Private(UNSUPPORTED, _adds),
+    "torch._inductor.config:_micro_pipeline_tp": Private(UNSUPPORTED, _is_number),
+    "torch._functorch.config:activation_memory_budget": Private(UNSUPPORTED, _is_number),
     "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint": Private(
-        UNSUPPORTED, _adds
+        UNSUPPORTED, _is_number
     ),
     # Selective activation checkpointing
     **{f"torch:ops.{name}": Private(RECOMPUTED) for name in (*MATMULS, *SAVED)},
@@ -143,9 +141,9 @@ PRIVATE: Mapping[str, Private] = {
     "torch.utils.checkpoint:SAC_IGNORED_OPS": Private(PROFILED, lambda found: found | set()),
     # What is seen
     "torch.cuda.memory:_record_memory_history": Private(
-        UNSUPPORTED, called_with(max_entries=1, enabled=None)
+        UNSUPPORTED, _accepts(max_entries=1, enabled=None)
     ),
-    "torch.cuda.memory:_dump_snapshot": Private(UNSUPPORTED, called_with("")),
+    "torch.cuda.memory:_dump_snapshot": Private(UNSUPPORTED, _accepts("")),
     "torch.cpu:_is_avx512_bf16_supported": Private(
         "whether this CPU has AVX-512 for bfloat16 is not known", lambda found: found()
     ),
@@ -157,7 +155,7 @@ PRIVATE: Mapping[str, Private] = {
         UNSUPPORTED, lambda made: made()
     ),
     "torch._dynamo.utils:calculate_time_spent": Private(
-        "seconds of compilation are not known", called_with()
+        "seconds of compilation are not known", _accepts()
     ),
-    "torch._utils:_get_available_device_type": Private(UNSUPPORTED, called_with()),
+    "torch._utils:_get_available_device_type": Private(UNSUPPORTED, _accepts()),
 }
