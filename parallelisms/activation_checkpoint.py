@@ -97,15 +97,15 @@ def apply_activation_checkpoint(
 
 
 def _recomputing(options: dict[str, Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        return checkpoint(method, *args, use_reentrant=False, **options)
+    def run(*args: Any, **named: Any) -> Any:
+        return checkpoint(method, *args, use_reentrant=False, **options, **named)
 
     return run
 
 
-def _forward(block: nn.Module, *args: Any) -> Any:
-    """What the class says by then: data parallel gives the block another class."""
-    return type(block).forward(block, *args)
+def _forward(block: nn.Module, *args: Any, **named: Any) -> Any:
+    """Call the forward of the class that data parallel has given the block by then."""
+    return type(block).forward(block, *args, **named)
 
 
 def _recompute(config: ActivationCheckpoint, index: int) -> Recompute | None:

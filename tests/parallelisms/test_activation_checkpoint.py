@@ -1,11 +1,13 @@
-"""A memory budget: the less of it, the less is kept for backward; gradients stay the same."""
+"""What is kept for backward and what is computed again; gradients stay the same."""
 
 import pytest
 import torch
+import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from config.job_config import ActivationCheckpoint, Compile
 from data.loader import count_valid
+from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.materialize import materialize
 from runtime.distributed import local_part
 from tests.layouts import CPU, Layout, spread
@@ -57,3 +59,34 @@ def test_a_smaller_budget_keeps_less_and_changes_no_gradient(
 ) -> None:
     (kept,) = ranks.run(check_budgets, 1, name)
     assert kept[0] > factor * kept[1] > factor**2 * kept[2], kept
+
+
+class Scaled(nn.Module):
+    n_calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        self.n_calls += 1
+        return (x * self.weight * scale).exp()
+
+
+class Doubled(Scaled):
+    """As data parallel changes the class of a block that is recomputed already."""
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        return super().forward(2 * x, scale=scale)
+
+
+def test_a_block_keeps_its_names_its_keywords_and_its_later_class() -> None:
+    block = Scaled()
+    config = ActivationCheckpoint(mode="full")
+    blocks = nn.ModuleDict({"0": block})
+    apply_activation_checkpoint(blocks, config=config, pieces=(), frees_weights=False)
+    block.__class__ = Doubled
+    block(torch.ones(2), scale=0.5).sum().backward()
+    assert list(blocks.state_dict()) == ["0.weight"]
+    assert block.n_calls == 2
+    torch.testing.assert_close(block.weight.grad, torch.ones(2).exp())
