@@ -1,4 +1,4 @@
-"""A step's microbatches through the model, forward and backward: the inside of the loop."""
+"""Run microbatches forward and backward: through a whole model, or a pipeline of stages."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
@@ -13,67 +13,34 @@ from torch.distributed.tensor import DTensor
 from config.job_config import Compile, Parallelism
 from data.loader import Batch
 from optim.loss import cross_entropy_sum
-from parallelisms.context_parallel import sequence_part, whole_sequence
-from parallelisms.elastic import GradientTree
-from parallelisms.gradient_reduction import begin_microbatch
+from parallelisms.context_parallel import SequenceSharder
+from parallelisms.elastic import PairwiseGradientAccumulator
+from parallelisms.fsdp import FSDPPolicy, set_gradient_sync
 from parallelisms.parallel_dims import ParallelDims
-from parallelisms.pipeline_parallel import build_schedule, sum_tied
+from parallelisms.pipeline_parallel import all_reduce_tied_gradients, build_schedule
 
 
-class Runner(Protocol):
-    """How batches go through the model on this rank."""
+class ModelRunner(Protocol):
+    """Runs the model on this rank's microbatches. All methods are collective."""
 
-    copies: list[nn.Parameter]
-    """Parameters of this rank that another stage counts as its own."""
+    tied_duplicates: list[nn.Parameter]
+    """Tied parameters of this rank that an earlier stage has too, and whose norm it counts."""
 
-    def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
-        """Forward and backward; this rank's part of the step's loss, by microbatch (n,).
+    def forward_backward(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+        """Accumulate gradients; return this rank's share of the loss of each microbatch (n,).
 
-        ``n_tokens``: labels that count in the whole step, by which the loss is divided.
+        ``n_tokens``: target tokens of the whole step, by which the summed loss is divided.
         """
 
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
-        """This rank's part of the cross entropy, summed over tokens, by batch (n,)."""
+        """Return this rank's share of the summed cross entropy of each batch (n,)."""
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Logits (b, s, vocab_size), whole on each rank."""
+        """Return the logits (b, s, vocab_size), unsharded on every rank."""
 
 
-def build_runner(
-    model: nn.Module,
-    stages: list[nn.Module],
-    dims: ParallelDims,
-    *,
-    parallelism: Parallelism,
-    compile: Compile,
-    mp_policy: MixedPrecisionPolicy,
-    device: torch.device,
-    tied: list[str],
-    tree: GradientTree | None = None,
-) -> Runner:
-    """Build the runner of ``model`` as ``parallelize`` left it.
-
-    ``tied``: FQNs of parameters that had several names in the whole model. ``tree``: sums the
-    gradients of microbatches in its own order.
-    """
-    if dims.degrees.pp == 1:
-        return WholeModel(
-            model, dims.cp_mesh, parallelism=parallelism, compile=compile, device=device, tree=tree
-        )
-    return Pipeline(
-        model,
-        stages,
-        dims,
-        parallelism=parallelism,
-        compile=compile,
-        mp_policy=mp_policy,
-        device=device,
-        tied=tied,
-    )
-
-
-class WholeModel:
-    """Every rank has all layers, in full or a shard of each."""
+class SPMDRunner:
+    """Runs a model of which every rank has all layers, sharded or not."""
 
     def __init__(
         self,
@@ -83,23 +50,24 @@ class WholeModel:
         parallelism: Parallelism,
         device: torch.device,
         compile: Compile | None = None,
-        tree: GradientTree | None = None,
+        accumulator: PairwiseGradientAccumulator | None = None,
     ) -> None:
-        self._model, self._parallelism, self._tree = model, parallelism, tree
+        self._model, self._accumulator = model, accumulator
+        self._policy = FSDPPolicy.of(parallelism)
         self._compile = compile
-        self._parts = _SequenceParts(cp_mesh, parallelism, device)
-        self.copies: list[nn.Parameter] = []
+        self._sharder = SequenceSharder(cp_mesh, parallelism, device)
+        self.tied_duplicates: list[nn.Parameter] = []
 
-    def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+    def forward_backward(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
         losses = []
         for batch in microbatches:
             is_last = batch is microbatches[-1]
-            begin_microbatch(self._model, self._parallelism, is_last=is_last)
-            # A step in which no label counts has a loss of 0.
+            set_gradient_sync(self._model, self._policy, is_last=is_last)
+            # A step without target tokens has a loss of 0.
             loss = self._loss(batch, max(n_tokens, 1))
             loss.backward()
-            if self._tree is not None:
-                self._tree.end_microbatch(is_last=is_last)
+            if self._accumulator is not None:
+                self._accumulator.end_microbatch(is_last=is_last)
             losses.append(loss.detach())
         return torch.stack(losses)
 
@@ -109,17 +77,17 @@ class WholeModel:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
-        tokens, options = self._parts.inputs(*batch.inputs)
-        return self._parts.whole(self._model(tokens, **options))
+        tokens, options = self._sharder.inputs(*batch.inputs)
+        return self._sharder.unshard(self._model(tokens, **options))
 
     def _loss(self, batch: Batch, n_tokens: int) -> torch.Tensor:
-        tokens, options = self._parts.inputs(*batch.inputs)
-        labels = self._parts.own(batch.labels)
+        tokens, options = self._sharder.inputs(*batch.inputs)
+        labels = self._sharder.shard(batch.labels)
         return cross_entropy_sum(self._model(tokens, **options), labels, n_tokens, self._compile)
 
 
-class Pipeline:
-    """Every rank has some layers, which microbatches pass in the order of a schedule."""
+class PipelineRunner:
+    """Runs the stages of a pipeline by one of PyTorch's schedules."""
 
     def __init__(
         self,
@@ -133,41 +101,41 @@ class Pipeline:
         device: torch.device,
         tied: list[str],
     ) -> None:
-        """``tied``: FQNs of parameters that the first and the last stage share."""
+        """``tied``: FQNs of parameters that the first and the last stage share. Collective."""
         self._stages, self._dims, self._parallelism = stages, dims, parallelism
         self._args, self._compile, self._device = cast(Any, model).args, compile, device
         assert mp_policy.param_dtype is not None
         self._dtype = mp_policy.param_dtype
         self._loss_dtype = torch.promote_types(self._dtype, torch.float32)
         self._n_tokens = 1
-        # Later stages see hidden states, which do not tell how long the sequence is.
-        self._parts = _SequenceParts(dims.cp_mesh, parallelism, device, needs_positions=True)
+        # Later stages receive hidden states, from which the sequence length cannot be read.
+        self._sharder = SequenceSharder(dims.cp_mesh, parallelism, device, needs_positions=True)
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
-        self.copies = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
+        self.tied_duplicates = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
         self._training: dict[tuple[torch.Size, int], Any] = {}
-        """The newest schedule for training, by the shape and number of its microbatches."""
-        # The first operation of a group is undefined unless all of its ranks take part.
+        """The latest training schedule, by the shape and number of its microbatches."""
+        # P2P as the first operation of a group hangs unless all of its ranks take part.
         dist.all_reduce(torch.zeros(1, device=device), group=dims.pp_mesh.get_group())
 
-    def train(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
-        # A step in which no label counts has a loss of 0.
+    def forward_backward(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+        # A step without target tokens has a loss of 0.
         self._n_tokens = max(n_tokens, 1)
         key = (microbatches[0].tokens.shape, len(microbatches))
         if key not in self._training:
-            # One alone: each keeps what it receives into, and phases of a ramp do not come back.
+            # Only one: a schedule keeps its receive buffers, and phases of a ramp do not return.
             self._training = {key: self._build(*key, self._loss, is_training=True)}
         losses = self._losses(self._training[key].step, microbatches)
-        sum_tied(self._tied, self._dims.pp_mesh)
+        all_reduce_tied_gradients(self._tied, self._dims.pp_mesh)
         return losses
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> torch.Tensor:
         self._n_tokens, n = 1, len(self._stages) * self._dims.pp_mesh.size()
-        # Groups share a schedule, for a new one has FSDP free what is gathered; it ends with this
-        # call, for it keeps its last outputs.
+        # Groups share a schedule, because a new one makes FSDP reshard. It goes after this call,
+        # because it keeps its last outputs.
         schedules: dict[tuple[torch.Size, int], Any] = {}
         losses = []
-        # Just enough at once to fill the pipeline: a schedule keeps each stage's outputs of all.
+        # Just enough to fill the pipeline: a schedule keeps every stage's outputs of all.
         for start in range(0, len(batches), n):
             group = batches[start : start + n]
             key = (group[0].tokens.shape, len(group))
@@ -186,12 +154,12 @@ class Pipeline:
             logits.copy_(found.full_tensor() if isinstance(found, DTensor) else found)
         group = self._dims.pp_mesh.get_group()
         dist.broadcast(logits, group=group, group_src=self._dims.pp_mesh.size() - 1)
-        return self._parts.whole(logits)
+        return self._sharder.unshard(logits)
 
     def _losses(self, run: Callable[..., object], microbatches: list[Batch]) -> torch.Tensor:
-        """Each microbatch's loss (n,); zeros except on ranks of the last stage."""
+        """Return each microbatch's loss (n,); zeros except on ranks of the last stage."""
         tokens, options = self._inputs(microbatches)
-        labels = self._parts.own(self._join([batch.labels for batch in microbatches]))
+        labels = self._sharder.shard(self._concatenate([batch.labels for batch in microbatches]))
         losses: list[torch.Tensor] = []
         run(tokens, target=labels, losses=losses, return_outputs=False, **options)
         if losses:
@@ -199,15 +167,15 @@ class Pipeline:
         return torch.zeros(len(microbatches), dtype=self._loss_dtype, device=self._device)
 
     def _inputs(self, microbatches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The model's inputs for all microbatches, joined; the schedule splits them again."""
-        tokens = self._join([batch.tokens for batch in microbatches])
+        """Concatenate the inputs of all microbatches, which the schedule splits again."""
+        tokens = self._concatenate([batch.tokens for batch in microbatches])
         positions, document_ids = (
-            None if each[0] is None else self._join(each)
+            None if each[0] is None else self._concatenate(each)
             for each in zip(*(batch.inputs[1:] for batch in microbatches), strict=True)
         )
-        return self._parts.inputs(tokens, positions, document_ids)
+        return self._sharder.inputs(tokens, positions, document_ids)
 
-    def _join(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    def _concatenate(self, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.to(self._device, non_blocking=True) for part in parts])
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -221,7 +189,7 @@ class Pipeline:
         *,
         is_training: bool = False,
     ) -> Any:
-        """A schedule for microbatches of this ``shape`` (b, s)."""
+        """Build a schedule for microbatches of ``shape`` (b, s)."""
         (rows, seq_len), degrees = shape, self._dims.degrees
         hidden_shape = (rows, seq_len // degrees.cp // degrees.tp, self._args.dim)
         logits_shape = (rows, seq_len // degrees.cp, self._args.vocab_size)
@@ -241,52 +209,3 @@ class Pipeline:
             loss_fn=loss_fn,
             is_training=is_training,
         )
-
-
-class _SequenceParts:
-    """Which part of each sequence is this rank's, and how ranks' parts become whole again."""
-
-    def __init__(
-        self,
-        cp_mesh: DeviceMesh | None,
-        parallelism: Parallelism,
-        device: torch.device,
-        *,
-        needs_positions: bool = False,
-    ) -> None:
-        self._mesh = None if cp_mesh is None or cp_mesh.size() == 1 else cp_mesh
-        self._method, self._device = parallelism.context_parallel_method, device
-        self._needs_positions = needs_positions or self._mesh is not None
-
-    def inputs(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The model's inputs: (b, s/cp), but document_ids (b, s), which attention needs whole."""
-        options = {}
-        if positions is None and self._needs_positions:
-            positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
-        if positions is not None:
-            options["positions"] = self.own(positions)
-        if document_ids is not None:
-            options["document_ids"] = document_ids.to(self._device, non_blocking=True)
-        return self.own(tokens), options
-
-    def own(self, sequences: torch.Tensor) -> torch.Tensor:
-        """(b, s) to this rank's (b, s/cp), on the device."""
-        # Copied first: a slice made on the host is not in pinned memory, and its copy would block.
-        sequences = sequences.to(self._device, non_blocking=True)
-        if self._mesh is not None:
-            own = sequence_part(sequences.shape[1], self._mesh, self._device, method=self._method)
-            sequences = sequences[:, own]
-        return sequences
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits (b, s/cp, vocab_size / tp) to (b, s, vocab_size)."""
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
-        if self._mesh is not None:
-            logits = whole_sequence(logits, self._mesh, method=self._method)
-        return logits

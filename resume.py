@@ -1,4 +1,4 @@
-"""What a run starts from: its own newest checkpoint, or the weights of another run."""
+"""Start from the run's newest checkpoint, or from the weights of another run."""
 
 import platform
 from dataclasses import asdict, dataclass
@@ -10,21 +10,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from build_model import ShardedModel
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.hugging_face import TOKENIZER_FILE, is_hugging_face, load_weights
 from checkpoint.manifest import read_manifest
-from checkpoint.states import ModelState
+from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError
-from config.changes import changed_arguments, compare
+from config.resume_compat import changed_arguments, compare
+from data.loader import BatchLoader
 from data.tokenizer import load_tokenizer
-from job import Job
 from metrics.ledger import Attempt
+from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
+from run_spec import RunSpec
+from runtime.control import RunControl
 from runtime.log import logger
-from runtime.together import on_first
+from runtime.object_collectives import run_on_rank0
+from train_step import TrainStep
 
-# Letters, digits, blanks and what is not ASCII: tokenizers differ in all of them.
-SAMPLE = "The naïve fox: 3.14159\n\n\tif (x != y):  return «世界»"
+# Letters, digits, whitespace and non-ASCII text: tokenizers differ in all of them.
+TOKENIZER_PROBE = "The naïve fox: 3.14159\n\n\tif (x != y):  return «世界»"
 
 
 @dataclass
@@ -40,83 +45,113 @@ class TrainState:
         self.step, self.tokens = state_dict["step"], state_dict["tokens"]
 
 
-def restore(job: Job, checkpointer: Checkpointer, model: ModelState) -> int | None:
-    """Load the newest checkpoint that verifies and return its step; without one, load the weights
-    that the config names, if any, and return None. A collective."""
-    config = job.config
+def build_checkpointer(
+    run: RunSpec,
+    model: ShardedModel,
+    train_step: TrainStep,
+    control: RunControl,
+    *,
+    loader: BatchLoader,
+    spikes: LossSpikeDetector,
+    state: TrainState,
+) -> Checkpointer:
+    """Build the checkpointer over all state of the run. Collective."""
+    return Checkpointer(
+        run.folder / "checkpoints",
+        run.config.checkpoint,
+        tensor_states={
+            "model": ModelState(model.module),
+            "optimizer": OptimizerState(model.module, train_step.optimizer),
+        },
+        json_states={
+            "data": loader,
+            "train": state,
+            "nonfinite": train_step.nonfinite,
+            "spikes": spikes,
+        },
+        metadata=checkpoint_metadata(run),
+        validate=partial(validate_resume, run),
+        on_saved=lambda step: control.report("progress", str(step)),
+    )
+
+
+def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> int | None:
+    """Load the newest checkpoint that verifies and return its step. Collective.
+
+    Without one, load ``checkpoint.initial_load_path``, if any, and return None.
+    """
+    config = run.config
     resumed = checkpointer.load_latest()
     if resumed is not None:
         logger.info("resumed from step %d of %s", resumed, config.job.folder)
         if resumed >= config.training.steps:
             logger.info("nothing to do: training.steps is %d", config.training.steps)
     elif config.checkpoint.initial_load_path:
-        initial = Path(config.checkpoint.initial_load_path)
-        if on_first(partial(is_hugging_face, initial)):
-            load_weights(initial, model, job.spec.hugging_face, job.args)
+        initial, weights = Path(config.checkpoint.initial_load_path), ModelState(model.module)
+        if run_on_rank0(partial(is_hugging_face, initial)):
+            load_weights(initial, weights, run.model_spec.hugging_face, run.model_args)
         else:
-            checkpointer.load_initial(model)
+            checkpointer.load_initial(weights)
         logger.info("weights from %s", initial)
-        on_first(partial(warn_of_tokenizer, job))
+        run_on_rank0(partial(warn_if_tokenizer_differs, run))
     return resumed
 
 
 def attempt_of(
-    checkpointer: Checkpointer, job: Job, dims: ParallelDims, data_after: int | None = None
+    checkpointer: Checkpointer, run: RunSpec, dims: ParallelDims, data_after: int | None = None
 ) -> Attempt:
-    """The ledger's record of this start, or of a rollback that leaves out data."""
+    """Describe this start for the ledger, or a rollback that skips data up to ``data_after``."""
     return Attempt(
         attempt=checkpointer.attempt,
         parent=checkpointer.parent,
-        resumed_from=checkpointer.newest,
-        data_after=checkpointer.newest if data_after is None else data_after,
+        resumed_from=checkpointer.newest_step,
+        data_after=checkpointer.newest_step if data_after is None else data_after,
         world_size=dist.get_world_size(),
         rank=dist.get_rank(),
         place=dims.batch_mesh.get_local_rank(),
-        n_rows=job.global_batch_size,
-        ramp=job.ramp,
+        n_rows=run.global_batch_size,
+        ramp=run.ramp,
     )
 
 
-def facts_of(job: Job) -> dict[str, Any]:
-    """What a checkpoint records about its run, as JSON."""
+def checkpoint_metadata(run: RunSpec) -> dict[str, Any]:
+    """Return what a checkpoint's manifest says about its run, as JSON."""
     return {
-        "config": job.config.model_dump(),
-        "model_args": asdict(job.args),
+        "config": run.config.model_dump(),
+        "model_args": asdict(run.model_args),
         "fingerprints": {
-            "tokenizer": job.tokenizer.fingerprint,
-            "data": job.train.fingerprint,
+            "tokenizer": run.tokenizer.fingerprint,
+            "data": run.training_data.fingerprint,
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
 
 
-def check_resume(job: Job, manifest: dict[str, Any]) -> None:
-    """Log what changed since the checkpoint; raise ``ConfigError`` if it is another run's."""
-    changes = compare(manifest["config"], job.config)
-    changes.refuse_frozen()
-    # Heads, rotary base, epsilon: they change no shape, so nothing else would notice.
-    arguments = changed_arguments(manifest["model_args"], job.args)
+def validate_resume(run: RunSpec, manifest: dict[str, Any]) -> None:
+    """Log what changed since the checkpoint. Raises ``ConfigError`` if it is another run's."""
+    changes = compare(manifest["config"], run.config)
+    changes.raise_if_frozen_changed()
+    # Heads, rotary base and epsilon change no shape, so loading would not fail.
+    arguments = changed_arguments(manifest["model_args"], run.model_args)
     if arguments:
         raise ConfigError([f"model.flavor: {text} since the checkpoint" for text in arguments])
     for text in (*changes.recorded, *changes.free, *changes.gone):
         logger.info("changed since the checkpoint: %s", text)
 
 
-def warn_of_tokenizer(job: Job) -> None:
-    """Warn if a run's initial weights were trained with another tokenizer than its data's."""
-    folder = Path(job.config.checkpoint.initial_load_path)
+def warn_if_tokenizer_differs(run: RunSpec) -> None:
+    """Warn if the initial weights were trained with another tokenizer."""
+    folder = Path(run.config.checkpoint.initial_load_path)
     if is_hugging_face(folder):
         try:
-            theirs = load_tokenizer(str(folder / TOKENIZER_FILE)).encode(SAMPLE)
+            probe = load_tokenizer(str(folder / TOKENIZER_FILE)).encode(TOKENIZER_PROBE)
         except (OSError, ValueError) as error:
-            logger.info("not known whether these weights were trained on such tokens: %s", error)
+            logger.info("cannot check the tokenizer of the initial weights: %s", error)
             return
-        is_same = np.array_equal(theirs, job.tokenizer.encode(SAMPLE))
+        is_same = np.array_equal(probe, run.tokenizer.encode(TOKENIZER_PROBE))
     else:
         fingerprint = read_manifest(folder)["fingerprints"]["tokenizer"]
-        is_same = fingerprint in (None, job.tokenizer.fingerprint)
+        is_same = fingerprint in (None, run.tokenizer.fingerprint)
     if not is_same:
-        text = (
-            "data.tokenizer: %s is not that of %s: its ids may mean something else to these weights"
-        )
-        logger.warning(text, job.config.data.tokenizer, folder)
+        text = "data.tokenizer: %s is not the tokenizer of %s: its weights know other ids"
+        logger.warning(text, run.config.data.tokenizer, folder)

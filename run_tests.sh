@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Lint, types and tests. --all adds long soaks, full counts of trials and all combinations of which
-# the others have the parts; other arguments go to pytest.
+# Run lint, type checks and tests. --all adds slow tests, full trial counts and all combinations of
+# layouts; other arguments go to pytest.
 #
 #   ./run_tests.sh [--all] [pytest arguments]
 #   ./run_tests.sh --torch VERSION [--lowest|--newest] [pytest arguments]
 #
-# The latter runs the tests alone, with that PyTorch, in an environment of its own that is kept: with
-# the other packages of constraints.txt, or the lowest versions that pyproject.toml allows, or the
-# newest there were when it was made.
+# --torch runs only the tests, with that PyTorch in a persistent environment. Other packages have the
+# versions of constraints.txt, with --lowest the lowest that pyproject.toml allows, with --newest the
+# newest at the time of installation.
 set -euo pipefail
-# Called through links, it is in the folder of what they lead to.
+# Resolve symlinks to find the folder of this script.
 script=${BASH_SOURCE[0]}
 while [[ -L $script ]]; do
   link=$(readlink "$script")
@@ -38,6 +38,6 @@ else
   "$PYTHON" -m ruff format --check .
   "$PYTHON" -m mypy
 fi
-# Tests start run_train.sh, which asks PYTHON first.
+# Tests start run_train.sh, which tries PYTHON first.
 export PYTHON
 OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest ${marks[@]+"${marks[@]}"} "$@"

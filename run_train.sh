@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Train the run of CONFIG_FILE on this node; every argument overrides one key. See --help.
+# Train CONFIG_FILE on this node; arguments override its keys. See --help.
 set -euo pipefail
-# Called through links, it is in the folder of what they lead to.
+# Resolve symlinks to find the folder of this script.
 script=${BASH_SOURCE[0]}
 while [[ -L $script ]]; do
   link=$(readlink "$script")
@@ -14,5 +14,5 @@ find_python
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
   exec "$PYTHON" -P -m config help
 fi
-# -P: what lies in the folder this is called from is not ours to import.
-exec "$PYTHON" -P -m tools.launch "${CONFIG_FILE:-$ROOT/train_configs/debug_model.toml}" "$@"
+# -P: import no modules from the working directory.
+exec "$PYTHON" -P -m launcher.launch "${CONFIG_FILE:-$ROOT/train_configs/debug_model.toml}" "$@"

@@ -1,51 +1,52 @@
-"""The model's loss on text that it was not trained on, and a sample of what it writes."""
-
-from collections.abc import Callable
+"""Validation loss on held-out documents, and a generated sample."""
 
 import torch
 
-from data.feed import take_together
-from data.loader import Batch, BatchLoader, count_valid
-from data.mixture import Mixture
-from forward_backward import Runner
-from job import Job
+from data.loader import Batch, num_target_tokens
+from data.step_batches import next_microbatches
+from forward_backward import ModelRunner
+from generation import printable, sample
 from metrics.bits_per_byte import bits_per_nat
-from metrics.sample import printable, sample
 from parallelisms.parallel_dims import ParallelDims, sequence_multiple
+from run_spec import RunSpec
 from runtime.control import RunControl
 from runtime.distributed import sum_in_order, sum_over
 
 
-class HeldOut:
-    """Held-out text, read once: every validation is on the same batches."""
+class Validator:
+    """Evaluates held-out batches, which are read once: every validation uses the same."""
 
     def __init__(
         self,
-        job: Job,
-        build_loader: Callable[[Mixture], BatchLoader],
+        run: RunSpec,
         dims: ParallelDims,
+        device: torch.device,
         control: RunControl,
     ) -> None:
-        """A collective."""
-        self._dims, steps = dims, job.config.validation.steps
+        """Collective. Raises as ``next_microbatches`` does."""
+        self._dims, steps = dims, run.config.validation.steps
         self._batches: dict[str, list[Batch]] = {}
-        """By the label of their source."""
-        for label, mixture in job.held_out.items():
-            loader = build_loader(mixture)
-            self._batches[label], *_ = take_together(loader, steps * loader.microbatches, control)
+        """By source label."""
+        for label, mixture in run.held_out.items():
+            loader = run.build_loader(mixture, dims, device)
+            self._batches[label], *_ = next_microbatches(
+                loader, steps * loader.microbatches, control
+            )
         self._n_tokens = {
-            label: int(sum_over(torch.tensor(count_valid(batches)), dims.batch_mesh))
+            label: int(sum_over(torch.tensor(num_target_tokens(batches)), dims.batch_mesh))
             for label, batches in self._batches.items()
         }
         self.bits_per_nat: float | None = None
-        """Factor from nats per token to bits per byte; None if tokens' lengths are not known."""
-        if job.tokenizer.byte_lengths is not None:
+        """Factor from nats per token to bits per byte; None if token lengths are unknown."""
+        if run.tokenizer.byte_lengths is not None:
             labels = (batch.labels for batch in self._all())
-            self.bits_per_nat = bits_per_nat(labels, job.tokenizer.byte_lengths, dims.batch_mesh)
+            self.bits_per_nat = bits_per_nat(labels, run.tokenizer.byte_lengths, dims.batch_mesh)
 
-    def losses(self, runner: Runner) -> dict[str, float]:
-        """Cross entropy in nats per token: of all sources under "" and, if there are several, of
-        each under its label. A collective."""
+    def evaluate(self, runner: ModelRunner) -> dict[str, float]:
+        """Return the cross entropy in nats per token. Collective.
+
+        Under "" that of all sources and, if there are several, each under its label.
+        """
         losses = runner.evaluate(self._all())
         found = {"": self._sum(losses) / sum(self._n_tokens.values())}
         if len(self._batches) > 1:
@@ -61,9 +62,9 @@ class HeldOut:
         return sum_in_order(losses, self._dims.data_mesh).item()
 
 
-def written_text(job: Job, runner: Runner, dims: ParallelDims) -> str:
-    """The prompt and the model's continuation of it. A collective."""
-    config, tokenizer = job.config, job.tokenizer
+def generate_sample(run: RunSpec, runner: ModelRunner, dims: ParallelDims) -> str:
+    """Return the sample prompt and the model's continuation of it. Collective."""
+    config, tokenizer = run.config, run.tokenizer
     prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
     tokens = sample(
         lambda tokens: runner.logits(Batch(tokens, tokens)),

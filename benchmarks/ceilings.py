@@ -1,6 +1,6 @@
-"""What a machine gives at most: matrix products, and copies in memory.
+"""Peak matmul and memory-copy rates of a machine.
 
-Measured on random data: a GPU multiplies zeros faster, because they take less power.
+Measured on random data, because GPUs multiply zeros faster: they take less power.
 """
 
 import time
@@ -18,20 +18,21 @@ from runtime.compat import scaled_mm
 class Case(Section):
     matmul: list[Literal["float32", "bfloat16", "float8_e4m3fn"]]
     sizes: list[Count]
-    """n of an n x n x n product."""
+    """n of an n x n x n matmul."""
     copy_mib: Count
     seconds: float
-    """For each thing measured; at least one call is made."""
+    """Time per measurement; at least one call is made."""
 
 
 def run(case: Case) -> Iterator[Row]:
+    """Yield a row per dtype and size, and one for the copy."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peak = peak_flops(device, None)
     for name in case.matmul:
         for n in case.sizes:
             a, b = (torch.randn(n, n, device=device).to(getattr(torch, name)) for _ in "ab")
             try:
-                seconds = fastest(product(a, b), case.seconds, device)
+                seconds = fastest(build_matmul(a, b), case.seconds, device)
             except (RuntimeError, NotImplementedError) as error:
                 problem = f"skipped: {str(error).splitlines()[0][:120]}"
                 yield {"what": f"{name} product, {n:,}", "problem": problem}
@@ -46,17 +47,18 @@ def run(case: Case) -> Iterator[Row]:
     yield {"what": f"copy, {case.copy_mib} MiB", "gb_per_second": rate}
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+def build_matmul(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+    """Return a call that computes ``a @ b``; float8 inputs use ``_scaled_mm`` with scale 1."""
     if a.dtype.itemsize > 1:
         return lambda: a @ b
-    one, of_columns, matmul = torch.ones((), device=a.device), b.t(), scaled_mm()
+    one, column_major, matmul = torch.ones((), device=a.device), b.t(), scaled_mm()
     return lambda: matmul(
-        a, of_columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        a, column_major, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
 def fastest(call: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Seconds of the fastest of several calls."""
+    """Seconds of the fastest call within ``limit`` seconds, after one warmup call."""
     call()
     found: list[float] = []
     end = time.perf_counter() + limit

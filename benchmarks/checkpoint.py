@@ -1,6 +1,6 @@
-"""What a checkpoint costs in seconds: training stands still, until it is published, to load.
+"""Seconds of a checkpoint: training blocked, until it is committed, and to load it.
 
-Compared with the disk alone: as many bytes written from memory to a file, and synced.
+The baseline is the disk alone: the same number of bytes written to a file and synced.
 """
 
 import os
@@ -23,7 +23,7 @@ from checkpoint.states import ModelState, OptimizerState
 from config.job_config import Checkpoint, Comm, Count, Section
 from runtime.distributed import init_distributed
 
-# The steps of a round, in the order in which the ranks make them.
+# The steps of a round, in the order in which ranks make them.
 ROUND = ("begin", "finish", "load", "write")
 MODES: tuple[Literal["disabled", "async"], ...] = ("disabled", "async")
 
@@ -32,11 +32,12 @@ class Case(Section):
     ranks: Count
     shape: dict[str, int]
     rounds: Count
-    """Medians count; one more round, for which there is no folder yet, comes first and does not."""
+    """Rounds of which the median is taken, after one warmup round that creates the folders."""
     limit_seconds: Count = 180
 
 
 def run(case: Case) -> Iterator[Row]:
+    """Yield a row per mode of saving."""
     deadline = time.monotonic() + case.limit_seconds
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -64,11 +65,12 @@ def run(case: Case) -> Iterator[Row]:
 
 
 def save_loop(turns: Turns, case: Case, folder: str) -> None:
+    """Begin, finish and load a save and write as many bytes, each in a turn, for each mode."""
     device = init_distributed(Comm())
     sharding = ShardingCase(modes=[], ranks=case.ranks, shape=case.shape, turns=1)
     mode = Mode(name="FSDP2")
     trainee = build(mode, sharding.args(mode), device, microbatches=1)
-    # One step, so that the optimizer has its state.
+    # One step creates the optimizer state.
     trainee.step()
     model, optimizer = trainee.model, trainee.optimizer
     tensors = [*trainee.model.parameters()]
@@ -81,10 +83,13 @@ def save_loop(turns: Turns, case: Case, folder: str) -> None:
         name: Checkpointer(
             Path(folder) / name,
             Checkpoint(async_mode=name, keep_latest_k=1),
-            tensors={"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)},
-            values={},
-            facts={"config": {}},
-            check=lambda manifest: None,
+            tensor_states={
+                "model": ModelState(model),
+                "optimizer": OptimizerState(model, optimizer),
+            },
+            json_states={},
+            metadata={"config": {}},
+            validate=lambda manifest: None,
         )
         for name in MODES
     }

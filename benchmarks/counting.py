@@ -1,6 +1,6 @@
-"""What one training step allocates and sends, counted from PyTorch's profiler.
+"""Memory and communication of one training step, counted from PyTorch's profiler.
 
-Works for eager and compiled code: the allocator and the collectives report from below both.
+Works for eager and compiled code, because the allocator and the collectives emit the events.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallelisms.parallel_dims import Degrees
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 
 MEMORY = ("parameters", "gradients", "optimizer", "rest")
 COLLECTIVES = {
@@ -27,7 +27,7 @@ COLLECTIVES = {
 
 @dataclass
 class Counts:
-    """What one rank holds and sends in one step; in bytes, but for ``calls``."""
+    """Memory and communication of one rank in one step; in bytes, except ``calls``."""
 
     parameters: int
     gradients: int
@@ -36,9 +36,9 @@ class Counts:
     """Activations, gathered weights and buffers."""
     calls: dict[str, int]
     sent: dict[str, float]
-    """By collective, with ring algorithms."""
+    """Bytes by collective, with ring algorithms."""
     allocator: int | None
-    """The peak by CUDA's own statistics."""
+    """Peak by the statistics of CUDA's allocator; None on CPU."""
 
     @property
     def peak(self) -> int:
@@ -46,7 +46,7 @@ class Counts:
 
 
 def profiled(step: Callable[[], object]) -> list[Any]:
-    """What happened in a step, in order: allocations, operations, and the points of ``mark``."""
+    """Profile ``step``; return its events in order: allocations, operations and ``mark`` points."""
     activities = [ProfilerActivity.CPU]
     with profile(activities=activities, profile_memory=True, record_shapes=True) as result:
         step()
@@ -60,15 +60,15 @@ def profiled(step: Callable[[], object]) -> list[Any]:
     return sorted(found, key=lambda event: event.start_time_ns)
 
 
-def mark(what: str) -> None:
-    """Put a named point into a profile."""
-    with record_function(what):
+def mark(name: str) -> None:
+    """Record a named point in the profile."""
+    with record_function(name):
         pass
 
 
 @dataclass
 class Block:
-    """Memory that somebody allocated."""
+    """A live memory allocation."""
 
     size: int
     is_of_backward: bool
@@ -76,10 +76,11 @@ class Block:
 
 
 def count_memory(events: list[Any], device: torch.device) -> tuple[int, int]:
-    """The most bytes that a step held beyond what it began with: gradients, and the rest.
+    """Peak bytes that a step allocates beyond its start: (gradients, rest).
 
-    A gradient is what backward allocates and leaves behind. Needs the marks "forward begins",
-    "forward ends" and "backward ends", and a group whose threads free nothing, unlike gloo's.
+    A gradient is memory that backward allocates and does not free. Requires the marks "forward
+    begins", "forward ends" and "backward ends", and a process group whose threads free no memory,
+    unlike gloo's.
     """
     live: dict[int, Block] = {}
     at_peak: list[Block] = []
@@ -94,13 +95,13 @@ def count_memory(events: list[Any], device: torch.device) -> tuple[int, int]:
             in_backward = True
         if event.tag.name != "Allocation" or event.extra_fields.device.type != device.type:
             continue
-        where, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:
-            assert where not in live, "something was freed and not seen"
-            live[where] = Block(size, in_backward)
+            assert address not in live, "a free is missing in the profile"
+            live[address] = Block(size, in_backward)
             held += size
-        elif where in live:
-            held -= live.pop(where).size
+        elif address in live:
+            held -= live.pop(address).size
         if held > peak:
             peak, at_peak = held, list(live.values())
     gradients = sum(block.size for block in at_peak if block.is_gradient)
@@ -110,9 +111,9 @@ def count_memory(events: list[Any], device: torch.device) -> tuple[int, int]:
 def count_collectives(
     events: list[Any], degrees: Degrees
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Calls of each collective, and the bytes that a rank sends in them with ring algorithms.
+    """Count the calls of each collective and the bytes that a rank sends with ring algorithms.
 
-    All-reduces of scalars, for the gradient norm, are counted apart, as "scalar".
+    All-reduces of scalars, for the gradient norm, are counted separately as "scalar".
     """
     calls = dict.fromkeys(["all_gather", "reduce_scatter", "all_reduce", "scalar"], 0)
     sent = dict.fromkeys(calls, 0.0)
@@ -125,10 +126,10 @@ def count_collectives(
             bytes_sent = 2 * (1 - 1 / degrees.dp_replicate) * first
             kind = kind if first > 8 else "scalar"
         elif event.name == "c10d::allgather_":
-            # The profiler leaves out the list of outputs.
+            # The profiler omits the list of outputs.
             bytes_sent = (degrees.dp_shard - 1) * second
         else:
-            # One operand is the whole, the other this rank's part of it.
+            # One operand is the full tensor, the other this rank's shard.
             bytes_sent = abs(first - second)
         calls[kind] += 1
         sent[kind] += bytes_sent
@@ -142,5 +143,6 @@ def operand_bytes(operand: Any) -> int:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = [local_part(tensor).untyped_storage() for tensor in tensors]
+    """Bytes of this rank's shards of ``tensors``; a shared storage counts once."""
+    storages = [to_local(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,8 +1,8 @@
-"""How fast text becomes batches, on one core.
+"""Throughput of the data loader on one core.
 
-Tokenizing beside bare tiktoken, prepared tokens beside a bare memory map, the same documents
-through ``datasets`` streaming (and torchdata, if it is installed), in turns; and how long one rank
-of several waits for its data while all of them take so many tokens a second.
+Compares, in turns, tokenizing with bare tiktoken, prepared tokens with a bare memory map, and the
+same documents through ``datasets`` streaming (and torchdata, if installed). Also measures how long
+a rank waits for data at a given rate of tokens per second.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 from benchmarks.rows import Row
 from benchmarks.turns import Loop, Turns
 from config.job_config import Count, Data, DataSource, Packing, Section
-from data.loader import BatchLoader
+from data.loader import BatchLoader, LoaderConfig
 from data.mixture import Mixture
 from data.sources import build_sources, open_documents
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -33,19 +33,20 @@ Counts = Iterator[int]
 
 class Case(Section):
     documents: Count
-    """How many of the built-in corpus are read."""
+    """Number of documents read from the built-in corpus."""
     vocab_size: Count
-    """Size of a tokenizer that is trained on them."""
+    """Size of the tokenizer that is trained on them."""
     turns: Count
-    """The fastest counts, because the machine disturbed it least."""
+    """Turns per competitor; the fastest one counts, as the least disturbed."""
     turn_seconds: float
     waiting_steps: Count
     waiting_tokens_per_second: Count
-    """How fast a rank takes tokens while its waiting is measured."""
+    """Rate at which a rank consumes tokens while its waiting is measured."""
     limit_seconds: Count = 300
 
 
 def run(case: Case) -> Iterator[Row]:
+    """Yield a row per competitor, and one per measured waiting share."""
     deadline = time.monotonic() + case.limit_seconds
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -58,13 +59,13 @@ def run(case: Case) -> Iterator[Row]:
                 yield {"what": name, "tokens_per_cpu_second": rate, "ratio_cpu": rate / base}
         for name in ("text, concat", "text, best_fit", "ids, concat"):
             with Loop(waiting, folder, name, case, deadline=deadline) as loop:
-                found = loop.turn().note
+                waiting_share = loop.turn().note
             rate = case.waiting_tokens_per_second
-            yield {"what": f"{name}, at {rate:,} tokens/s", "share_waiting": found}
+            yield {"what": f"{name}, at {rate:,} tokens/s", "share_waiting": waiting_share}
 
 
 def rates(folder: Path, case: Case, names: list[str], deadline: float) -> dict[str, float]:
-    """Tokens per CPU second of each name, in its fastest turn."""
+    """Tokens per CPU second of each competitor in its fastest turn."""
     best = dict.fromkeys(names, 0.0)
     with ExitStack() as stack:
         loops = {
@@ -79,7 +80,7 @@ def rates(folder: Path, case: Case, names: list[str], deadline: float) -> dict[s
 
 
 def reading(turns: Turns, folder: Path, name: str, case: Case) -> None:
-    """Read for ``turn_seconds`` in each turn; what is read ahead at its end serves the next."""
+    """Read for ``turn_seconds`` in each turn; prefetched batches carry over to the next turn."""
     torch.set_num_threads(1)
     counts = {**TEXT, **IDS}[name](folder)
     next(counts)
@@ -91,7 +92,7 @@ def reading(turns: Turns, folder: Path, name: str, case: Case) -> None:
 
 
 def waiting(turns: Turns, folder: Path, name: str, case: Case) -> None:
-    """Note a rank's share of time waiting for data; a step lasts as long as its tokens should."""
+    """Measure the share of time spent waiting for data, with steps paced to the given rate."""
     torch.set_num_threads(1)
     counts = {**TEXT, **IDS}[name](folder)
     next(counts)
@@ -99,16 +100,16 @@ def waiting(turns: Turns, folder: Path, name: str, case: Case) -> None:
     waited = total = 0.0
     for _ in range(case.waiting_steps):
         begin = time.perf_counter()
-        computing = next(counts) / case.waiting_tokens_per_second
+        compute_seconds = next(counts) / case.waiting_tokens_per_second
         waited += time.perf_counter() - begin
-        total += computing
-        time.sleep(computing)
+        total += compute_seconds
+        time.sleep(compute_seconds)
     turns.note = waited / (waited + total)
     turns.next_step()
 
 
 def write_files(folder: Path, case: Case) -> None:
-    """A tokenizer, the built-in corpus as JSON lines, and its ids."""
+    """Write a tokenizer, the built-in corpus as JSON lines, and its token ids."""
     tokenizer = str(folder / "tok" / "tokenizer.json")
     size = ["--vocab_size", str(case.vocab_size)]
     assert train_tokenizer.main([str(folder / "tok"), *size]) == 0
@@ -122,7 +123,8 @@ def write_files(folder: Path, case: Case) -> None:
 
 
 def encoded(folder: Path) -> Counts:
-    tokenizer = the_tokenizer(folder)
+    """Tokenize with bare tiktoken."""
+    tokenizer = trained_tokenizer(folder)
     texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").open()]
     while True:
         for text in texts:
@@ -146,22 +148,28 @@ def id_batches(
 def batches(
     folder: Path, config: Data, packing: Packing, *, mask: bool = False, thread: bool = True
 ) -> Counts:
-    """``thread``: with the hand-over from the loader's thread, which no step here overlaps with."""
+    """Yield tokens per batch; ``thread``: through the loader's prefetch thread."""
     sources, _ = build_sources(config, 0, with_held_out=False)
-    loader = BatchLoader(
-        Mixture(sources), the_tokenizer(folder), vocab_size=1 << 16, seq_len=SEQ_LEN,
-        local_batch_size=ROWS, global_batch_size=ROWS, rank=0, degree=1, document_mask=mask,
-        prefetch=2, packing=packing,
-    )  # fmt: skip
+    loader = BatchLoader(Mixture(sources), trained_tokenizer(folder), LoaderConfig(
+vocab_size=1 << 16,
+seq_len=SEQ_LEN,
+microbatch_size=ROWS,
+global_batch_size=ROWS,
+dp_rank=0,
+dp_degree=1,
+document_mask=mask,
+prefetch=2,
+packing=packing,
+))  # fmt: skip
     for batch in loader if thread else loader._microbatches:
         yield batch.tokens.numel()
 
 
 def sequences(folder: Path) -> Iterator[torch.Tensor]:
-    """Sequences as they are often made: a stream of records, tokenized, concatenated and cut."""
+    """Build sequences the common way: stream records, tokenize, concatenate and split."""
     import datasets
 
-    tokenizer = the_tokenizer(folder)
+    tokenizer = trained_tokenizer(folder)
     buffer: list[int] = []
     file = str(folder / "text.jsonl")
     while True:
@@ -175,12 +183,13 @@ def sequences(folder: Path) -> Iterator[torch.Tensor]:
 
 
 def streamed(folder: Path) -> Counts:
+    """Stream with ``datasets``, one sequence at a time."""
     for sequence in sequences(folder):
         yield len(sequence) - 1
 
 
 def streamed_by_torchdata(folder: Path) -> Counts:
-    """The same sequences in batches, by torchdata's loader, which can be resumed."""
+    """Batch the same sequences with torchdata's resumable ``StatefulDataLoader``."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -192,7 +201,7 @@ def streamed_by_torchdata(folder: Path) -> Counts:
 
 
 def windows(folder: Path) -> Counts:
-    """Random windows of one memory map: no documents, no order, nothing checked."""
+    """Read random windows of one memory map, without documents, order or checks."""
     ids = np.memmap(folder / "ids" / "shard-00000.bin", np.uint16, mode="r")
     generator = np.random.default_rng(0)
     while True:
@@ -202,7 +211,7 @@ def windows(folder: Path) -> Counts:
         yield tokens.numel() + 0 * len(labels)
 
 
-def the_tokenizer(folder: Path) -> Tokenizer:
+def trained_tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(str(folder / "tok" / "tokenizer.tiktoken"))
 
 

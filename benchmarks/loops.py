@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,10 +17,10 @@ from benchmarks.rows import ROOT
 from benchmarks.turns import Turns
 from config import load_config
 from config.job_config import Comm, Count, NonNegative, Section
+from kernels.block_attention import use_block_attention
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
-from runtime.block_attention import use_block_attention
 from runtime.distributed import init_distributed
 
 PROBED = 64
@@ -45,7 +45,7 @@ class Case(Section):
     keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """More of train.py's keys, for the loop "train" only."""
     restarts: Count = 1
-    """How often all loops are started: processes differ in speed by up to a tenth."""
+    """Starts of all loops: processes differ in speed by up to a tenth."""
     warmup: NonNegative = 3
     """Turns before those that count, the first of which is one step in any case."""
     turns: Count
@@ -60,7 +60,7 @@ class Case(Section):
 
 
 class Ready(NamedTuple):
-    """What a loop reports before its first step."""
+    """A loop's report before its first step."""
 
     matmul_precision: str
     probe: list[float] | None
@@ -68,22 +68,30 @@ class Ready(NamedTuple):
 
 
 def train_loop(turns: Turns, case: Case) -> None:
-    """``train.py`` as it is; a step begins where it asks for a step's data."""
+    """``train.py`` as it is; a step begins where it asks for the batch."""
     import train  # It imports much that other loops do not need.
-    from job import resolve
-    from runtime.post_mortem import Witness
+    from data.loader import BatchLoader
+    from data.step_batches import StepBatches
+    from launcher.post_mortem import RankHeartbeat
+    from parallelisms.parallel_dims import ParallelDims
+    from run_spec import RunSpec, resolve
+    from runtime.control import RunControl
 
-    class PatientLoader(train.BatchLoader):
-        n_taken = 0
+    class PacedRun(RunSpec):
+        def build_batches(
+            self, loader: BatchLoader, control: RunControl, dims: ParallelDims
+        ) -> StepBatches:
+            batches = super().build_batches(loader, control, dims)
+            next_batch = batches.next
 
-        def __next__(self) -> Any:
-            if self.n_taken % self.microbatches == 0:
+            def paced(step: int, *, is_writing: bool) -> Any:
                 turns.note = turns.note or Ready(torch.get_float32_matmul_precision(), None)
                 turns.next_step()
-            self.n_taken += 1
-            return super().__next__()
+                return next_batch(step, is_writing=is_writing)
 
-    train.BatchLoader = PatientLoader  # type: ignore[misc]
+            batches.next = paced  # type: ignore[method-assign]
+            return batches
+
     with tempfile.TemporaryDirectory() as folder:
         keys = {
             "job.output_dir": folder,
@@ -105,8 +113,9 @@ def train_loop(turns: Turns, case: Case) -> None:
         texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in keys.items()}
         arguments = [part for key, text in texts.items() for part in (f"--{key}", text)]
         config = load_config(ROOT / "train_configs/debug_model.toml", arguments)
-        job = resolve(config, world_size=case.ranks)
-        train.main(replace(job, args=case.args), Witness({}))
+        run = resolve(config, world_size=case.ranks)
+        paced = PacedRun(**{field.name: getattr(run, field.name) for field in fields(run)})
+        train.main(replace(paced, model_args=case.args), RankHeartbeat({}))
 
 
 def bare_loop(turns: Turns, case: Case, precision: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The loss beside PyTorch's: peak memory above the logits, and time, forward and backward."""
+"""Cross entropy compared with PyTorch's: peak memory above the logits, forward-backward time."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from benchmarks.turns import Loop, Turns
 from config.job_config import Compile, Count, Section
 from metrics.logger import peak_memory_gib
 from optim.loss import cross_entropy_sum
-from runtime.labels import IGNORED
+from runtime.labels import IGNORE_INDEX
 
 
 class Case(Section):
@@ -23,9 +23,10 @@ class Case(Section):
 
 
 def run(case: Case) -> Iterator[Row]:
+    """Yield a row per implementation."""
     deadline = time.monotonic() + case.limit_seconds
     compiled = partial(cross_entropy_sum, compile=Compile(enable=True))
-    losses = {"PyTorch's": of_pytorch, "ours": cross_entropy_sum, "ours, compiled": compiled}
+    losses = {"PyTorch's": pytorch_loss, "ours": cross_entropy_sum, "ours, compiled": compiled}
     for what, loss in losses.items():
         with Loop(loss_loop, case, loss, deadline=deadline) as loop:
             turns = [loop.turn() for _ in range(case.turns)]
@@ -38,21 +39,23 @@ def run(case: Case) -> Iterator[Row]:
         }
 
 
-def of_pytorch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def pytorch_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum the cross entropy of float32 logits (b, s, vocab) over labels (b, s)."""
     flat = logits.float().flatten(0, 1)
-    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def loss_loop(turns: Turns, case: Case, loss: Callable[..., torch.Tensor]) -> None:
+    """Run forward and backward of ``loss`` on random logits in each turn."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (1, case.tokens, case.vocab_size)
     logits = torch.randn(shape, device=device, dtype=torch.bfloat16)
     labels = torch.randint(case.vocab_size, shape[:2], device=device)
     while True:
-        # Not a leaf, like the logits that a model computes.
-        made = logits.requires_grad_() * 1
+        # Not a leaf, like the logits of a model.
+        non_leaf = logits.requires_grad_() * 1
         turns.note = peak_memory_gib(device)
         turns.next_step()
-        loss(made, labels).backward()
+        loss(non_leaf, labels).backward()
         logits.grad = None
-        del made
+        del non_leaf

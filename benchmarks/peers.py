@@ -1,7 +1,7 @@
-"""Loops of other projects, with the model, batch, dtype and settings of the bare loop.
+"""Training loops of other projects on one rank, with the settings of the bare loop.
 
-Each has its own model with the bare loop's weights or, where it takes any module, that very model.
-On one rank.
+Model, batch and dtype are the same. Each loop loads the bare loop's weights into its own model or,
+if it takes any module, trains the bare loop's model.
 """
 
 import os
@@ -27,17 +27,18 @@ from benchmarks.turns import Turns
 from models.llama3 import HUGGING_FACE
 from runtime.compat import configure
 
-MANY = 10**9
+MAX_STEPS = 10**9
 
 
 def transformers_model(case: Case) -> nn.Module:
+    """Build Llama of ``transformers`` with the weights of the bare loop."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    known = HUGGING_FACE.config(case.args) | {"attn_implementation": "sdpa", "use_cache": False}
-    model = LlamaForCausalLM(LlamaConfig(**known))
-    ours = reference_model(case).state_dict()
+    keys = HUGGING_FACE.config(case.args) | {"attn_implementation": "sdpa", "use_cache": False}
+    model = LlamaForCausalLM(LlamaConfig(**keys))
+    weights = reference_model(case).state_dict()
     pairs = HUGGING_FACE.tensors(case.args)
-    model.load_state_dict({pair.theirs[0]: ours[pair.ours] for pair in pairs})
+    model.load_state_dict({pair.hf_names[0]: weights[pair.fqn] for pair in pairs})
     if case.compile:
         for layer in model.model.layers:
             layer.compile(dynamic=False)
@@ -45,16 +46,16 @@ def transformers_model(case: Case) -> nn.Module:
 
 
 def transformers_loop(turns: Turns, case: Case) -> None:
-    """The model of ``transformers`` in the bare loop."""
+    """Train the model of ``transformers`` in the bare loop."""
     model = transformers_model(case)
     plain_steps(turns, case, model, lambda tokens: model(tokens).logits)
 
 
 def trainer_loop(turns: Turns, case: Case) -> None:
-    """The model of ``transformers`` in its ``Trainer``."""
+    """Train the model of ``transformers`` in its ``Trainer``."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Patience(TrainerCallback):
+    class TurnCallback(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             turns.next_step()
 
@@ -62,30 +63,31 @@ def trainer_loop(turns: Turns, case: Case) -> None:
     make_ready(turns, case, lambda tokens: model(tokens).logits)
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=case.batch_size,
-        max_steps=MANY, optim="adamw_torch_fused", learning_rate=3e-5, weight_decay=0.1,
+        max_steps=MAX_STEPS, optim="adamw_torch_fused", learning_rate=3e-5, weight_decay=0.1,
         adam_beta2=0.95, max_grad_norm=1.0, bf16=case.dtype == "bfloat16", report_to=[],
         save_strategy="no", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     tokens, _ = batch_of(case, torch.device("cpu"))
     rows = [{"input_ids": row, "labels": row} for row in tokens] * 10**6
-    Trainer(model, arguments, train_dataset=rows, callbacks=[Patience()]).train()
+    Trainer(model, arguments, train_dataset=rows, callbacks=[TurnCallback()]).train()
 
 
 def lightning_loop(turns: Turns, case: Case) -> None:
-    """Our model in Lightning's ``Trainer``."""
+    """Train the model of Shardloom in Lightning's ``Trainer``."""
     model = reference_model(case)
-    fit_by_lightning(turns, case, model, lambda tokens: model(tokens))
+    fit_with_lightning(turns, case, model, lambda tokens: model(tokens))
 
 
 def transformers_lightning_loop(turns: Turns, case: Case) -> None:
-    """The model of ``transformers`` in Lightning's ``Trainer``."""
+    """Train the model of ``transformers`` in Lightning's ``Trainer``."""
     model = transformers_model(case)
-    fit_by_lightning(turns, case, model, lambda tokens: model(tokens).logits)
+    fit_with_lightning(turns, case, model, lambda tokens: model(tokens).logits)
 
 
-def fit_by_lightning(
+def fit_with_lightning(
     turns: Turns, case: Case, model: nn.Module, logits_of: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
+    """Train ``model`` in Lightning's ``Trainer``; each batch is a step of a turn."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -101,7 +103,7 @@ def fit_by_lightning(
             return F.cross_entropy(logits_of(tokens).float().flatten(0, 1), labels.flatten())
 
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-            # Lightning's own clipping refuses fused optimizers in mixed precision.
+            # Lightning's own clipping rejects fused optimizers in mixed precision.
             nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -109,7 +111,7 @@ def fit_by_lightning(
 
     make_ready(turns, case, logits_of)
     trainer = lightning.Trainer(
-        devices=1, max_steps=MANY, max_epochs=1, logger=False,
+        devices=1, max_steps=MAX_STEPS, max_epochs=1, logger=False,
         precision="bf16-mixed" if case.dtype == "bfloat16" else "32-true",
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=tempfile.mkdtemp(),
@@ -119,10 +121,10 @@ def fit_by_lightning(
 
 
 def torchtitan_loop(turns: Turns, case: Case) -> None:
-    """The model and the ``train_step`` of torchtitan 0.2.2."""
+    """Train the model of torchtitan 0.2.2 with its ``train_step``."""
     if not torch.cuda.is_available():
-        let_torchtitan_have_a_cpu()
-    ours = reference_model(case).state_dict()
+        patch_torchtitan_for_cpu()
+    reference = reference_model(case).state_dict()
     torch.distributed.destroy_process_group()
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -132,16 +134,16 @@ def torchtitan_loop(turns: Turns, case: Case) -> None:
     from torchtitan.train import Trainer
 
     args = case.args
-    theirs = llama3.TransformerModelArgs(
+    titan_args = llama3.TransformerModelArgs(
         dim=args.dim, n_layers=args.n_layers, n_heads=args.n_heads, n_kv_heads=args.n_kv_heads,
         vocab_size=args.vocab_size, max_seq_len=case.seq_len, rope_theta=args.rope_theta,
         norm_eps=args.norm_eps, multiple_of=args.hidden_dim,
         ffn_dim_multiplier=0.99 * args.hidden_dim / (8 * args.dim / 3),
     )  # fmt: skip
-    # By default torchtitan stretches low frequencies, as Llama 3.1 does.
-    theirs.rope_scaling_args.scaling_factor = 1.0
+    # By default torchtitan scales low RoPE frequencies, as Llama 3.1 does.
+    titan_args.rope_scaling_args.scaling_factor = 1.0
     spec = replace(
-        llama3.get_train_spec(), model_args={"case": theirs}, build_tokenizer_fn=None,
+        llama3.get_train_spec(), model_args={"case": titan_args}, build_tokenizer_fn=None,
         build_dataloader_fn=lambda **_: None, state_dict_adapter=None,
     )  # fmt: skip
     register_train_spec("case", spec)
@@ -149,16 +151,21 @@ def torchtitan_loop(turns: Turns, case: Case) -> None:
     config.model.name, config.model.flavor = "case", "case"
     training = config.training
     training.seq_len, training.local_batch_size = case.seq_len, case.batch_size
-    training.steps, training.mixed_precision_param = MANY, case.dtype
+    training.steps, training.mixed_precision_param = MAX_STEPS, case.dtype
     config.optimizer.lr = 3e-5
     config.compile.enable = case.compile
     config.activation_checkpoint.mode = "none"
     config.job.dump_folder = tempfile.mkdtemp()
     trainer = Trainer(config)
     model = trainer.model_parts[0]
-    # A compiled block is wrapped in another module.
-    weights = {name: ours[name.replace("_orig_mod.", "")] for name, _ in model.named_parameters()}
-    weights = {name: in_pairs(weight, name, args.head_dim) for name, weight in weights.items()}
+    # torch.compile adds _orig_mod to the names of compiled blocks.
+    weights = {
+        name: reference[name.replace("_orig_mod.", "")] for name, _ in model.named_parameters()
+    }
+    weights = {
+        name: interleave_rotary_rows(weight, name, args.head_dim)
+        for name, weight in weights.items()
+    }
     model.load_state_dict(weights, strict=False)
     make_ready(turns, case, model)
     tokens, labels = batch_of(case, torch.device("cpu"))
@@ -175,16 +182,16 @@ def torchtitan_loop(turns: Turns, case: Case) -> None:
         trainer.train_step(data)
 
 
-def in_pairs(weight: torch.Tensor, name: str, head_dim: int) -> torch.Tensor:
-    """Reorder the rows of wq and wk: torchtitan rotates neighbours where we rotate halves."""
+def interleave_rotary_rows(weight: torch.Tensor, name: str, head_dim: int) -> torch.Tensor:
+    """Reorder the rows of wq and wk: torchtitan rotates adjacent pairs, Shardloom halves."""
     if ".wq." not in name and ".wk." not in name:
         return weight
     heads = weight.view(-1, 2, head_dim // 2, weight.shape[-1])
     return heads.transpose(1, 2).reshape(weight.shape)
 
 
-def let_torchtitan_have_a_cpu() -> None:
-    """Patch torchtitan, which imports triton kernels and asks for a GPU, and has no switch."""
+def patch_torchtitan_for_cpu() -> None:
+    """Patch torchtitan to run on CPU: it imports triton kernels and queries a GPU."""
     from types import ModuleType, SimpleNamespace
 
     kernels = ModuleType("torchtitan.models.moe.kernels")
@@ -193,9 +200,9 @@ def let_torchtitan_have_a_cpu() -> None:
     configure("torch._utils:_get_available_device_type", lambda: "cpu", key="benchmark")
     from torchtitan.components import metrics
 
-    nothing = metrics.DeviceMemStats(*[0] * 6)
+    no_stats = metrics.DeviceMemStats(*[0] * 6)
     monitor = SimpleNamespace(
-        device_name="", get_peak_stats=lambda: nothing, reset_peak_stats=lambda: None
+        device_name="", get_peak_stats=lambda: no_stats, reset_peak_stats=lambda: None
     )
     metrics.build_device_memory_monitor = lambda: monitor
 

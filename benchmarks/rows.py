@@ -1,6 +1,6 @@
-"""The rows that benchmarks write: what every row has, the file they are kept in, their table.
+"""Result rows of benchmarks: common fields, JSON lines file and Markdown table.
 
-Standard library only, because on a bare machine it is there before any packages are.
+Imports only the standard library, because it runs before packages are installed.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
-# Fields that every row has; None where a benchmark does not measure one.
+# Fields of every row; None if a benchmark does not measure one.
 MEASURED = (
     "tokens_per_second", "mfu_palm", "mfu_causal", "peak_memory_gib", "compile_seconds",
     "first_step_seconds", "problem",
@@ -23,8 +23,8 @@ MACHINE = ("device", "amx", "cores", "torch", "python")
 
 
 def environment(commit: str | None) -> Row:
-    """Where and when a row was measured."""
-    import torch  # Takes a second, and tables do not need it.
+    """Fields that say where and when a row was measured."""
+    import torch  # Takes a second; tables do not need it.
 
     from runtime.compat import find
 
@@ -45,7 +45,7 @@ def environment(commit: str | None) -> Row:
 
 
 def commit_here() -> str | None:
-    """The short hash; + after it says that files differ that a benchmark may depend on."""
+    """Short hash of HEAD, with a + if files that a benchmark may depend on have changed."""
     found = _git("rev-parse", "--short=10", "HEAD")
     changed = _git("status", "--porcelain", "--", ":!docs", ":!tests", ":!benchmarks/results")
     return f"{found.strip()}{'+' if changed else ''}" if found else None
@@ -60,21 +60,21 @@ def _git(*arguments: str) -> str | None:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The name, and on Linux the generation: virtual machines call very different CPUs alike."""
+    """CPU name and, on Linux, family and model, because virtual machines often hide the model."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0]
     except OSError:
         first = ""
     lines = (line.partition(":") for line in first.splitlines())
-    facts = {key.strip(): value.strip() for key, _, value in lines}
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" in facts and "model" in facts:
-        name += f", family {facts['cpu family']} model {facts['model']}"
+    fields = {key.strip(): value.strip() for key, _, value in lines}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in fields and "model" in fields:
+        name += f", family {fields['cpu family']} model {fields['model']}"
     return name
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file but for torn lines; none if there is no file."""
+    """Read all rows of a file; skip torn lines. Empty if the file is missing."""
     if not path.exists():
         return []
     rows = []
@@ -87,7 +87,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append ``rows``; a process that dies meanwhile leaves at most one torn line."""
+    """Append ``rows``; a killed process leaves at most one torn line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_torn = path.exists() and path.read_text()[-1:] not in ("\n", "")
     with path.open("a") as file:
@@ -95,14 +95,14 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def is_measured(rows: list[Row], name: str, settings: Row, here: Row) -> bool:
-    """Whether ``rows`` have this case, from the same commit and a machine like this one."""
+    """Whether ``rows`` contain this case from the same commit and an equal machine."""
     same = {"config": name, "settings": settings}
     same |= {key: here[key] for key in (*MACHINE, "commit")}
     return any(all(row.get(key) == value for key, value in same.items()) for row in rows)
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each measured thing and machine, in the order of the file."""
+    """Last row of each (config, case, what, machine), in file order."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = tuple(row[k] for k in ("config", "case", "what", *MACHINE))
@@ -112,11 +112,11 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def tables(rows: list[Row], columns: list[str]) -> str:
-    """Markdown, a table for each machine: where its rows are from, then a line for each row."""
-    of_machines: dict[tuple[Any, ...], list[Row]] = {}
+    """Render one Markdown table per machine, with the origin of its rows above it."""
+    by_machine: dict[tuple[Any, ...], list[Row]] = {}
     for row in newest(rows):
-        of_machines.setdefault(tuple(row[k] for k in MACHINE), []).append(row)
-    return "\n\n".join(_table(own, columns) for own in of_machines.values())
+        by_machine.setdefault(tuple(row[k] for k in MACHINE), []).append(row)
+    return "\n\n".join(_table(own, columns) for own in by_machine.values())
 
 
 def _table(rows: list[Row], columns: list[str]) -> str:

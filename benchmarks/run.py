@@ -1,9 +1,9 @@
 """Run a benchmark: ``python -m benchmarks.run NAME [--out FILE] [--key value ...]``
 
-NAME is a file of benchmarks/configs: its ``[[cases]]`` run in order, each with what ``[common]``
-says. Overrides are keys of a case, in all of them: ``--turns 5``, ``--shape.n_layers 2``,
-``--keys.compile.enable true``. A case's rows are added to FILE when it is done; those that are
-there already, of this commit and machine, are not measured again, so a run that was cut goes on.
+NAME is a file of benchmarks/configs. Its ``[[cases]]`` run in order, each merged with ``[common]``.
+Overrides set a key in all cases: ``--turns 5``, ``--shape.n_layers 2``, ``--keys.compile.enable
+true``. Rows are appended to FILE after each case. Cases already in FILE from this commit and
+machine are skipped, so the same command resumes an interrupted run.
 """
 
 import argparse
@@ -22,12 +22,13 @@ import torch
 
 from benchmarks.rows import MEASURED, ROOT, Row, append_rows, environment, is_measured, read_rows
 from benchmarks.table import CONFIGS, table_of
-from runtime.machine import let_segments_grow
+from runtime.machine import enable_expandable_segments
 
 BENCHMARKS = ("ceilings", "checkpoint", "data", "loss", "sharding", "startup", "step")
 
 
 def main(arguments: list[str]) -> int:
+    """Run all cases; return 0, 2 for a bad command or config, 3 if the budget ran out."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,13 +36,15 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("name", help=", ".join(sorted(path.stem for path in CONFIGS.glob("*"))))
     parser.add_argument("--out", type=Path, help="rows; default outputs/benchmarks/NAME.jsonl")
-    parser.add_argument("--only", default="", help="the case of this name, or all that contain it")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all of it")
-    parser.add_argument("--commit", help="what rows say where there is no git")
-    parser.add_argument("--packages", type=Path, help="folder of what is not installed, or wheels")
+    parser.add_argument(
+        "--only", default="", help="run the case of this name, or all that contain it"
+    )
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all cases")
+    parser.add_argument("--commit", help="commit of the rows, if there is no git")
+    parser.add_argument("--packages", type=Path, help="folder of packages or wheels to import from")
     options, overrides = parser.parse_known_args(arguments)
     deadline = time.monotonic() + options.budget
-    let_segments_grow()
+    enable_expandable_segments()
     with tempfile.TemporaryDirectory() as scratch:
         if options.packages:
             add_packages(options.packages, Path(scratch))
@@ -51,7 +54,7 @@ def main(arguments: list[str]) -> int:
             print(error, file=sys.stderr)
             return 2
         out = options.out or ROOT / "outputs" / "benchmarks" / f"{options.name}.jsonl"
-        here, is_cut = environment(options.commit), False
+        here, is_interrupted = environment(options.commit), False
         named = [case for case in cases if case["name"] == options.only]
         for case in named or [case for case in cases if options.only in case["name"]]:
             if is_measured(read_rows(out), options.name, case, here):
@@ -59,19 +62,19 @@ def main(arguments: list[str]) -> int:
                 continue
             rows = run_case(case, deadline)
             if rows is None:
-                is_cut = True
-                print(f"{case['name']}: no time is left; the same command goes on", flush=True)
+                is_interrupted = True
+                print(f"{case['name']}: budget exhausted; the same command resumes", flush=True)
                 break
-            facts = {"config": options.name, "case": case["name"], "what": ""} | here
-            whole = facts | dict.fromkeys(MEASURED) | {"settings": case}
+            fields = {"config": options.name, "case": case["name"], "what": ""} | here
+            whole = fields | dict.fromkeys(MEASURED) | {"settings": case}
             append_rows(out, [whole | row for row in rows])
             print(f"{case['name']}: done", flush=True)
     print(f"\n{table_of(out)}\n\nrows: {out}")
-    return 3 if is_cut else 0
+    return 3 if is_interrupted else 0
 
 
 def run_case(settings: Row, deadline: float) -> list[Row] | None:
-    """The case's rows; if it failed, one that says why; None if there was no time left."""
+    """Run a case; return its rows, one row with the problem if it failed, None if out of time."""
     left = deadline - time.monotonic()
     if left <= 1:
         return None
@@ -87,12 +90,12 @@ def run_case(settings: Row, deadline: float) -> list[Row] | None:
         known = getattr(error, "problem", None) or f"{type(error).__name__}: {error}"
         return [{"problem": known.splitlines()[0][:200]}]
     finally:
-        # Loops are processes of their own, and want the whole GPU.
+        # Loops run in their own processes and need the whole GPU.
         torch.cuda.empty_cache()
 
 
 def load_cases(name: str, overrides: Row) -> list[Row]:
-    """Every case of a config, completed and checked; ``ValueError`` says what is wrong with it."""
+    """Load, merge and validate all cases of a config; raise ``ValueError`` if one is invalid."""
     path = CONFIGS / f"{name}.toml"
     known = sorted(file.stem for file in CONFIGS.glob("*.toml"))
     if name not in known:
@@ -110,7 +113,7 @@ def load_cases(name: str, overrides: Row) -> list[Row]:
     merged = [whole_case(case, tables.get("common", {}), overrides) for case in tables["cases"]]
     names = [case.get("name") for case in merged]
     if None in names or len(set(names)) < len(names):
-        raise ValueError(f"{path}: every case needs a name of its own")
+        raise ValueError(f"{path}: every case needs a unique name")
     for case in merged:
         try:
             build_case(case)
@@ -120,13 +123,13 @@ def load_cases(name: str, overrides: Row) -> list[Row]:
 
 
 def whole_case(case: Row, common: Row, overrides: Row) -> Row:
-    """A case with what is common and overridden; one of another benchmark stays as it is."""
+    """Merge ``[common]`` and the overrides into a case, unless it is of another benchmark."""
     is_other = case.get("benchmark", common.get("benchmark")) != common.get("benchmark")
     return case if common and is_other else merge(merge(common, case), overrides)
 
 
 def build_case(settings: Row) -> Any:
-    """What the benchmark's ``run`` takes; ``ValueError`` with every mistake on one line."""
+    """Build the ``Case`` of a benchmark; raise ``ValueError`` with all errors on one line."""
     fields = {k: v for k, v in settings.items() if k not in ("name", "benchmark")}
     from pydantic import ValidationError  # Only here, because --packages may bring it.
 
@@ -138,6 +141,7 @@ def build_case(settings: Row) -> Any:
 
 
 def module_of(settings: Row) -> str:
+    """Module of the case's benchmark; raises ``ValueError`` if it is unknown."""
     name = settings.get("benchmark")
     if name not in BENCHMARKS:
         raise ValueError(f"benchmark: {name!r} is not one of {', '.join(BENCHMARKS)}")
@@ -145,13 +149,13 @@ def module_of(settings: Row) -> str:
 
 
 def merge(base: Row, over: Row) -> Row:
-    """``base`` with the values of ``over``, table by table."""
+    """Merge ``over`` into ``base``, table by table."""
     both = {k: merge(base[k], v) for k, v in over.items() if isinstance(base.get(k), dict)}
     return {**base, **over, **both}
 
 
 def parse_overrides(arguments: list[str]) -> Row:
-    """``["--turns", "5", "--keys.compile.enable=true"]`` to nested tables."""
+    """Parse ``["--turns", "5", "--keys.compile.enable=true"]`` into nested tables."""
     found: Row = {}
     rest = list(arguments)
     while rest:
@@ -171,12 +175,12 @@ def parse_overrides(arguments: list[str]) -> Row:
 
 
 def add_packages(folder: Path, scratch: Path) -> None:
-    """Let packages that are not installed be imported from ``folder``, and from wheels in it."""
+    """Add ``folder`` and the wheels in it to ``sys.path``."""
     if not folder.is_dir():
         raise SystemExit(f"--packages: there is no folder {folder}")
     for wheel in folder.glob("*.whl"):
         ZipFile(wheel).extractall(scratch)
-    # Last, so that what is installed comes first; loops' processes get it too.
+    # At the end, so that installed packages take precedence. Processes of loops inherit it.
     sys.path += [str(folder.resolve()), str(scratch)]
 
 

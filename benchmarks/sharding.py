@@ -31,29 +31,29 @@ from benchmarks.counting import (
 )
 from benchmarks.rows import Row
 from benchmarks.turns import Loop, Turn, Turns
+from build_model import build_sharded_model
+from config import JobConfig
 from config.job_config import (
     ActivationCheckpoint,
     Comm,
     Compile,
     Count,
-    Float8,
     Optimizer,
     Parallelism,
     Section,
     Training,
 )
 from data.loader import Batch
-from forward_backward import WholeModel
+from forward_backward import SPMDRunner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from models.transformer import TransformerBlock
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
+from parallelisms.comm_volume import step_comm_volume
 from parallelisms.materialize import materialize
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims, resolve_degrees
-from parallelisms.parallelize import parallelize
-from parallelisms.traffic import step_traffic
 from runtime.compat import require
 from runtime.distributed import init_distributed
 
@@ -162,7 +162,7 @@ def count_modes(turns: Turns, case: Case) -> None:
 
 @dataclass
 class Trainee:
-    """One rank's model, and its step, which returns the rank's part of the loss."""
+    """One rank's model, and its step, which returns its share of the loss."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -172,21 +172,21 @@ class Trainee:
 def build(mode: Mode, args: TransformerArgs, device: torch.device, *, microbatches: int) -> Trainee:
     """The model of ``mode`` for this rank of the default group, with weights."""
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
-    model = build_on_meta(SPEC, args, torch.float32)
+    config = JobConfig(
+        training=training_of(device),
+        parallelism=mode.settings,
+        compile=Compile(enable=mode.compile),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+    )
     mp_policy = precision(device)
-    parallelism, compile = mode.settings, Compile(enable=mode.compile)
     if mode.kind == "ours":
-        parallelize(
-            model,
-            ParallelDims.build(parallelism, n_ranks, device.type),
-            facts=SPEC,
-            parallelism=parallelism,
-            activation_checkpoint=ActivationCheckpoint(mode="none"),
-            compile=compile,
-            float8=Float8(),
-            mp_policy=mp_policy,
-        )
-    materialize(model, device, seed=0)
+        dims = ParallelDims.build(config.parallelism, n_ranks, device.type)
+        sharded = build_sharded_model(SPEC, args, config, dims, device)
+        sharded.materialize()
+        model, runner = sharded.module, sharded.runner()
+    else:
+        model = build_on_meta(SPEC, args, torch.float32)
+        materialize(model, device, seed=0)
     clip: Callable[[float], Any] = partial(clip_grad_norm_, list(model.parameters()))
     scale = 1
     if mode.kind == "FSDP1":
@@ -201,12 +201,15 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device, *, microbatch
     n_tokens = microbatches * n_ranks * args.max_seq_len
     model.register_forward_pre_hook(lambda *_: mark("forward begins"))
     model.register_forward_hook(lambda *_: mark("forward ends"))
-    runner = WholeModel(model, parallelism=parallelism, compile=compile, device=device)
+    if mode.kind != "ours":
+        runner = SPMDRunner(
+            model, parallelism=config.parallelism, compile=config.compile, device=device
+        )
     needs_autocast = is_alone and device.type == "cuda"
 
     def step() -> torch.Tensor:
         with torch.autocast(device.type, mp_policy.param_dtype, enabled=needs_autocast):
-            loss = runner.train(batches, n_tokens // scale).sum()
+            loss = runner.forward_backward(batches, n_tokens // scale).sum()
         mark("backward ends")
         clip(MAX_NORM)
         optimizer.step()
@@ -216,9 +219,12 @@ def build(mode: Mode, args: TransformerArgs, device: torch.device, *, microbatch
     return Trainee(model, optimizer, step)
 
 
+def training_of(device: torch.device) -> Training:
+    return Training(mixed_precision_param="bfloat16" if device.type == "cuda" else "float32")
+
+
 def precision(device: torch.device) -> MixedPrecisionPolicy:
-    compute: Literal["bfloat16", "float32"] = "bfloat16" if device.type == "cuda" else "float32"
-    return mixed_precision_policy(Training(mixed_precision_param=compute), device)
+    return mixed_precision_policy(training_of(device), device)
 
 
 def apply_fsdp1(
@@ -272,7 +278,7 @@ def closed_form(mode: Mode, case: Case, device: torch.device) -> float | None:
     if mode.kind != "ours":
         return None
     degrees = resolve_degrees(mode.settings, case.ranks)
-    traffic = step_traffic(
+    traffic = step_comm_volume(
         mode.settings,
         precision(device),
         n_parameters=sum(

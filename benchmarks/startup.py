@@ -1,4 +1,4 @@
-"""Time from ``./run_train.sh`` to the end of the first step, and imports' part of it."""
+"""Time from ``./run_train.sh`` to the end of the first step, and time of imports."""
 
 import os
 import resource
@@ -18,12 +18,13 @@ class Case(Section):
     ranks: list[Count]
     imports: list[str]
     repetitions: Count
-    """The fastest counts; one more comes first, to warm the file cache, and does not."""
+    """Runs of which the fastest counts, after one that warms the file cache."""
     keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Keys of train.py that differ from its default run."""
+    """Overrides of train.py's default run."""
 
 
 def run(case: Case) -> Iterator[Row]:
+    """Yield a row per number of ranks and per imported module."""
     for ranks in case.ranks:
         found = [first_step(ranks, case) for _ in range(case.repetitions + 1)][1:]
         seconds, cpu = (min(kind) for kind in zip(*found, strict=True))
@@ -36,7 +37,7 @@ def run(case: Case) -> Iterator[Row]:
 
 
 def first_step(ranks: int, case: Case) -> tuple[float, float]:
-    """Seconds to the line of the first step, and CPU seconds of all processes of the whole run."""
+    """Seconds to the log line of the first step, and CPU seconds of all processes of the run."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {"training.steps": 1, "job.output_dir": folder, **case.keys}
         arguments = [f"--{key}={value}" for key, value in keys.items()]
@@ -50,22 +51,24 @@ def first_step(ranks: int, case: Case) -> tuple[float, float]:
             text=True,
         )
         assert process.stdout is not None
-        seen: list[str] = []
+        lines: list[str] = []
         for line in process.stdout:
-            seen.append(line)
+            lines.append(line)
             if "step     1  loss" in line:
                 seconds = time.perf_counter() - begin
                 process.communicate()
                 return seconds, children_cpu() - before
-    raise RuntimeError(f"the run failed: {''.join(seen[-3:])}")
+    raise RuntimeError(f"the run failed: {''.join(lines[-3:])}")
 
 
 def import_seconds(module: str) -> tuple[float, float]:
+    """Wall and CPU seconds of importing ``module`` in a new process."""
     before, begin = children_cpu(), time.perf_counter()
     subprocess.run([sys.executable, "-c", f"import {module}"], cwd=ROOT, check=True)
     return time.perf_counter() - begin, children_cpu() - before
 
 
 def children_cpu() -> float:
+    """CPU seconds of all finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

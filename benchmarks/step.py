@@ -1,7 +1,7 @@
-"""A step of ``train.py`` beside a bare loop and beside peers, or alone on a GPU.
+"""Step time of ``train.py``, compared with a bare loop and peers, or alone on a GPU.
 
-Loops take turns step by step. A ratio is the median over turns of the bare loop's time by the
-loop's own in the same turn: above 1 is faster than the bare loop.
+Loops alternate step by step. A ratio is the median over turns of the bare loop's time divided by
+the loop's time in the same turn: above 1 is faster than the bare loop.
 """
 
 import statistics
@@ -22,11 +22,12 @@ from models import find_model
 from models.meta import build_on_meta
 
 LOOPS: dict[str, Callable[..., None]] = {"train": train_loop, "bare": bare_loop, **PEERS}
-# How much logits of the same weights may differ in float32, relative to the largest.
+# Bound on the relative difference of float32 logits of the same weights.
 PARITY = 1e-4
 
 
 def run(case: Case) -> Iterator[Row]:
+    """Yield a row per loop. Raises ``ValueError`` for an unknown loop."""
     if unknown := set(case.loops) - LOOPS.keys():
         raise ValueError(f"loops: {', '.join(sorted(unknown))} not one of {', '.join(LOOPS)}")
     deadline = time.monotonic() + case.limit_seconds
@@ -51,10 +52,10 @@ def run(case: Case) -> Iterator[Row]:
                     print(error)
                     problems[name] = error.problem
                     continue
-                # The bare loop after it is told what train.py chose; peers choose for themselves.
+                # The bare loop uses the matmul precision of train.py; peers choose their own.
                 precision = loop.ready.matmul_precision if name == "train" else precision
                 loops[name], probes[name] = loop, loop.ready.probe
-            for name, turn in turns_that_count(case, loops):
+            for name, turn in measured_turns(case, loops):
                 turns[name].append(turn)
     has_bare = "bare" in case.loops and "bare" not in problems
     for name in case.loops:
@@ -69,8 +70,8 @@ def run(case: Case) -> Iterator[Row]:
         yield {"what": name} | row
 
 
-def turns_that_count(case: Case, loops: dict[str, Loop]) -> Iterator[tuple[str, Turn]]:
-    """Take turns back and forth, so that no loop always comes after the same other one."""
+def measured_turns(case: Case, loops: dict[str, Loop]) -> Iterator[tuple[str, Turn]]:
+    """Alternate the order of loops, so that none always follows the same other loop."""
     for number in range(case.warmup + case.turns):
         for name in list(loops)[:: 1 if number % 2 else -1]:
             turn = loops[name].turn(case.steps_per_turn)
@@ -79,6 +80,7 @@ def turns_that_count(case: Case, loops: dict[str, Loop]) -> Iterator[tuple[str, 
 
 
 def measured(case: Case, first: Turn, turns: list[Turn]) -> Row:
+    """Medians, rates and MFU of one loop's turns."""
     seconds = statistics.median(turn.seconds for turn in turns) / case.steps_per_turn
     cpu_seconds = statistics.median(turn.cpu_seconds for turn in turns) / case.steps_per_turn
     rate = case.ranks * case.batch_size * case.seq_len / seconds
@@ -89,7 +91,7 @@ def measured(case: Case, first: Turn, turns: list[Turn]) -> Row:
         seq_len=case.seq_len,
     )  # fmt: skip
     peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
-    palm, causal = (peak and rate / case.ranks * part / peak for part in flops)
+    palm, causal = (peak and rate / case.ranks * count / peak for count in flops)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_per_second": rate,
@@ -105,15 +107,16 @@ def measured(case: Case, first: Turn, turns: list[Turn]) -> Row:
 
 
 def compared(bare: list[Turn], own: list[Turn]) -> Row:
+    """Median ratios of wall and CPU time to the bare loop."""
     pairs = list(zip(bare, own, strict=True))
     by_wall = [b.seconds / o.seconds for b, o in pairs]
     by_cpu = [b.cpu_seconds / o.cpu_seconds for b, o in pairs]
     return {"ratio_wall": statistics.median(by_wall), "ratio_cpu": statistics.median(by_cpu)}
 
 
-def parity_problem(ours: list[float] | None, theirs: list[float] | None) -> str | None:
-    """How it shows that two loops have different models; None also if one has no logits."""
-    if ours is None or theirs is None:
+def parity_problem(bare: list[float] | None, own: list[float] | None) -> str | None:
+    """Describe a difference of logits between two loops; None if equal or if one has no logits."""
+    if bare is None or own is None:
         return None
-    distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / max(map(abs, ours))
+    distance = max(abs(a - b) for a, b in zip(bare, own, strict=True)) / max(map(abs, bare))
     return f"another model: logits differ by {distance:.1e}" if distance > PARITY else None

@@ -1,8 +1,8 @@
-"""Tables of rows: ``python -m benchmarks.table [FILE.jsonl ...] [--draw PICTURE]``
+"""Render tables of rows: ``python -m benchmarks.table [FILE.jsonl ...] [--draw PICTURE]``
 
-Without files, those of the documentation are written anew from the committed rows: what stands
-between ``<!-- rows: FILE.jsonl -->`` and ``<!-- end of rows -->`` is never typed by hand.
-``--draw`` makes the picture of docs/data_parallel.md of rows of ``data_parallel``.
+Without files, renders the tables in the documentation from the committed rows, between
+``<!-- rows: FILE.jsonl -->`` and ``<!-- end of rows -->``. ``--draw`` plots rows of
+``data_parallel`` for docs/data_parallel.md.
 """
 
 import argparse
@@ -18,20 +18,20 @@ MARKED = re.compile(r"(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)", re.DOT
 
 
 def table_of(path: Path) -> str:
-    """The table of a file's rows, with the columns that their config asks for."""
+    """Render the rows of a file, with the columns of their config."""
     rows = read_rows(path)
     if not rows:
         return "(no rows yet)"
     configs = list(dict.fromkeys(row["config"] for row in rows))
-    of_configs = []
+    by_config = []
     for config in configs:
         columns = tomllib.loads((CONFIGS / f"{config}.toml").read_text())["columns"]
-        of_configs.append(tables([row for row in rows if row["config"] == config], columns))
-    return "\n\n".join(of_configs)
+        by_config.append(tables([row for row in rows if row["config"] == config], columns))
+    return "\n\n".join(by_config)
 
 
 def rendered(page: str) -> str:
-    """A page with its tables made anew from the committed rows."""
+    """Return ``page`` with its tables rendered from the committed rows."""
     return MARKED.sub(lambda m: f"{m[1]}\n{table_of(RESULTS / m[2])}\n\n{m[3]}", page)
 
 
@@ -43,10 +43,10 @@ def main() -> None:
     for file in options.files:
         print(table_of(file), end="\n\n")
     if options.draw:
-        from benchmarks.picture import draw_modes  # It imports an optional package.
+        from benchmarks.plot import plot_modes  # Imports an optional package.
 
         rows = [row for file in options.files for row in read_rows(file)]
-        draw_modes(newest(rows), options.draw)
+        plot_modes(newest(rows), options.draw)
     for page in [] if options.files else PAGES:
         page.write_text(rendered(page.read_text()))
 

@@ -1,7 +1,7 @@
-"""Loops that take turns: processes that stand still between steps until it is their turn.
+"""Interleaved loops: processes that block between steps until the parent gives them a turn.
 
-Whatever else the machine does slows all of them alike, so ratios hold where rates do not.
-Benchmarks of steps all take their times here.
+Load on the machine slows all loops alike, so ratios are stable where rates are not. All benchmarks
+of steps are timed here.
 """
 
 import os
@@ -18,31 +18,31 @@ import torch
 
 from metrics.logger import peak_memory_gib
 from runtime.compat import find
-from runtime.machine import usable_cpus
+from runtime.machine import available_cpus
 
 
 class Turn(NamedTuple):
-    """One turn, over all ranks: the longest time, and the sums of CPU time and memory."""
+    """Measurements of one turn over all ranks: maximal time, sums of CPU time and memory."""
 
     seconds: float
     cpu_seconds: float
     peak_gib: float
     compile_seconds: float
     note: Any
-    """What rank 0 noted."""
+    """``Turns.note`` of rank 0."""
 
 
 class Turns:
-    """The turns as the loop itself sees them, in its own process."""
+    """Turns as seen by the loop in its own process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._left, self._begin = connection, 0, (0.0, 0.0)
         self._is_ready = False
         self.note: Any = None
-        """Sent along with a turn's measurements; before the first turn, to say that it is ready."""
+        """Any value, sent with the measurements of a turn and once when the loop is ready."""
 
     def next_step(self) -> None:
-        """Call this where a step begins: it ends the one before, and may wait for the next turn."""
+        """Mark the start of a step; at the end of a turn, send its times and wait for the next."""
         if self._left == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -55,39 +55,39 @@ class Turns:
             try:
                 self._left = self._connection.recv()
             except EOFError:
-                # Nobody listens any more, and threads that read ahead would go on for ever.
+                # The parent is gone; prefetch threads would keep this process alive.
                 os._exit(0)
             self._begin = time.perf_counter(), time.process_time()
         self._left -= 1
 
 
 def compile_seconds() -> float:
-    """Seconds that this process has spent in torch.compile."""
+    """Seconds that this process spent in torch.compile."""
     path = "torch._dynamo.utils:calculate_time_spent"
-    # Nothing was compiled where the compiler was not even imported.
+    # If the compiler is not imported, nothing was compiled.
     if path.partition(":")[0] not in sys.modules or (spent := find(path)) is None:
         return 0.0
     return float(spent().get("total_wall_time", 0.0))
 
 
 class LoopError(Exception):
-    """A loop failed; the message is its traceback."""
+    """Failure of a loop; the message is its traceback."""
 
     @property
     def problem(self) -> str:
-        """The traceback's last line, short enough for a table."""
+        """Last line of the traceback, shortened for a table."""
         return str(self).strip().splitlines()[-1][:200].replace("|", "/")
 
 
 class Loop:
-    """A loop's processes, one for each rank, seen from outside. As a context, it ends them."""
+    """Handle of a loop's processes, one per rank; a context manager that stops them."""
 
     def __init__(
         self, work: Callable[..., None], *args: Any, ranks: int = 1, deadline: float
     ) -> None:
-        """Start ``work(turns, *args)``, which calls ``turns.next_step()`` for ever, on each rank.
+        """Start ``work(turns, *args)`` on each rank; it calls ``turns.next_step()`` in a loop.
 
-        ``deadline``, on ``time.monotonic()``: after it, every wait raises ``TimeoutError``.
+        After ``deadline`` (``time.monotonic()``) every wait raises ``TimeoutError``.
         """
         self._deadline = deadline
         self._processes, self._connections = [], []
@@ -96,33 +96,33 @@ class Loop:
             port = free.getsockname()[1]
         context = get_context("spawn")
         for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, rank, ranks, port, work, args)
+            parent_end, child_end = context.Pipe()
+            arguments = (child_end, rank, ranks, port, work, args)
             process = context.Process(target=_run, args=arguments, daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._connections.append(ours)
+            self._connections.append(parent_end)
         try:
             self.ready = self._receive()[0]
-            """What rank 0 noted before its first step."""
+            """``Turns.note`` of rank 0 before its first step."""
         except BaseException as error:
             self.__exit__(error)
             raise
 
     def turn(self, steps: int = 1) -> Turn:
-        """Let the loop make ``steps``."""
+        """Run ``steps`` steps; return their measurements."""
         for connection in self._connections:
             connection.send(steps)
-        of_ranks = self._receive()
-        seconds, cpu, memory, compiling, _ = zip(*of_ranks, strict=True)
-        return Turn(max(seconds), sum(cpu), sum(memory), max(compiling), of_ranks[0].note)
+        by_rank = self._receive()
+        seconds, cpu, memory, compiling, _ = zip(*by_rank, strict=True)
+        return Turn(max(seconds), sum(cpu), sum(memory), max(compiling), by_rank[0].note)
 
     def _receive(self) -> list[Any]:
         answers = []
         for rank, connection in enumerate(self._connections):
             if not connection.poll(max(0.0, self._deadline - time.monotonic())):
-                raise TimeoutError(f"rank {rank} was not done in time")
+                raise TimeoutError(f"rank {rank}: timed out")
             try:
                 answers.append(connection.recv())
             except EOFError:
@@ -156,11 +156,11 @@ def _run(
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ |= {name: str(value) for name, value in names.items()}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    torch.set_num_threads(max(1, usable_cpus() // ranks))
-    # What loops print is dropped; errors go through the connection.
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
+    torch.set_num_threads(max(1, available_cpus() // ranks))
+    # Drop the output of loops; errors go through the connection.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     try:
         work(Turns(connection), *args)
     except BaseException:

@@ -1,8 +1,8 @@
-"""Save, publish, find and load checkpoints. Owns names, folders and proofs, never tensors.
+"""Save, commit, verify and load checkpoints.
 
-A checkpoint is written to a temporary folder of its own, hashed as it is written, listed in a
-manifest, fsynced and renamed to ``step-00000100``: visible means complete. The newest is the newest
-that verifies. A thread writes; the collectives, and the renaming, are the trainer's own.
+A checkpoint is written to a temporary folder, hashed while it is written, listed in a manifest,
+fsynced and renamed to ``step-00000100``: visible means complete. Loading takes the newest that
+verifies. A thread writes; the main thread runs the collectives and the rename.
 """
 
 import shutil
@@ -20,46 +20,51 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from checkpoint.manifest import NAME, read_manifest, sync_folder
-from checkpoint.storage import Entry, Reader, read_index, write_parts
-from checkpoint.store import (
+from checkpoint.checkpoint_dir import (
     delete,
-    problems_of,
-    published,
+    list_checkpoints,
     purge,
+    quarantine,
     read_state,
-    seal,
-    set_aside,
     sizes_of,
+    verify_checkpoint,
+    write_metadata,
 )
+from checkpoint.manifest import MANIFEST_FILE, read_manifest
+from checkpoint.tensor_files import Reader, TensorRecord, read_index, write_tensor_file
 from config import ConfigError
 from config.job_config import Checkpoint
+from runtime.filesystem import fsync_folder
 from runtime.log import logger
-from runtime.together import RankFailure, gather, on_first
+from runtime.object_collectives import RankFailure, gather_to_rank0, run_on_rank0
 
 
 class Stateful(Protocol):
+    """Protocol of ``torch.distributed.checkpoint.stateful.Stateful``."""
+
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
-class Save:
-    """A save that was begun."""
+class PendingSave:
+    """A save between ``begin`` and ``finish``."""
 
     step: int
     scratch: Path
     values: dict[str, Any]
-    written: Future[tuple[dict[str, Any], dict[str, Entry]]]
+    written: Future[tuple[dict[str, Any], dict[str, TensorRecord]]]
 
 
 class Checkpointer:
-    """``tensors`` go through DCP, any mesh to any mesh. ``values`` are JSON: what is saved is the
-    union over ranks of their state dicts, and ranks that disagree on a key are an error.
+    """Checkpoints of one run. Construction is collective, as are the methods that say so.
 
-    ``facts`` go into the manifest. ``check`` is called with the manifest of the checkpoint to
-    resume from, and raises ``ConfigError`` if it is another run's. ``tell`` is called with each
-    step published.
+    ``tensor_states`` are saved by DCP and load on any mesh. Of ``json_states``, the union of all
+    ranks' state dicts is saved as JSON, and a save fails if ranks disagree on a key.
+
+    ``metadata`` goes into the manifest. ``validate`` is called with the manifest of the checkpoint
+    to resume from, and raises ``ConfigError`` if it belongs to another run. ``on_saved`` is called
+    with the step of each committed checkpoint.
     """
 
     def __init__(
@@ -67,50 +72,50 @@ class Checkpointer:
         folder: Path,
         config: Checkpoint,
         *,
-        tensors: dict[str, Stateful],
-        values: dict[str, Stateful],
-        facts: dict[str, Any],
-        check: Callable[[dict[str, Any]], None],
-        tell: Callable[[int], None] = lambda step: None,
+        tensor_states: dict[str, Stateful],
+        json_states: dict[str, Stateful],
+        metadata: dict[str, Any],
+        validate: Callable[[dict[str, Any]], None],
+        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._folder, self._config = folder, config
-        self._tensors, self._values = tensors, values
-        self._facts, self._check, self._tell = facts, check, tell
+        self._tensor_states, self._json_states = tensor_states, json_states
+        self._metadata, self._validate, self._on_saved = metadata, validate, on_saved
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self.attempt: str = on_first(lambda: uuid.uuid4().hex)
-        """Names this attempt, which lasts until the end, or until the next ``load_latest``."""
-        self.newest = 0
-        """Step of the newest checkpoint that this attempt loaded or published; 0: none."""
+        self.attempt: str = run_on_rank0(lambda: uuid.uuid4().hex)
+        """ID of this attempt; ``load_latest`` begins another one."""
+        self.newest_step = 0
+        """Step of the newest checkpoint that this attempt loaded or saved; 0: none."""
         self.parent: str | None = None
-        """The attempt that saved what this one resumed from."""
+        """ID of the attempt that this one resumed from."""
         self._lineage: dict[str, Any] = {"run": self.attempt, "parent": None}
         self._verified: set[str] = set()
-        self._save: Save | None = None
+        self._pending: PendingSave | None = None
         self._items: list[WriteItem] | None = None
-        self._host: dict[Any, torch.Tensor] = {}
+        self._host_buffers: dict[Any, torch.Tensor] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        # A thread of its own, for it may have to read, and hash, whole checkpoints to verify them.
+        # A separate thread, because verifying reads and hashes whole checkpoints.
         self._purger = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retention")
         self._purged: Future[None] | None = None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes what was begun."""
-        return self._save is not None and not self._save.written.done()
+        """Whether this rank is still writing the pending save."""
+        return self._pending is not None and not self._pending.written.done()
 
     def is_due(self, step: int) -> bool:
-        """Whether ``step`` is one to save."""
+        """Whether a checkpoint is due at ``step``."""
         return self._config.enable and step % self._config.interval == 0
 
     def is_overdue(self, step: int) -> bool:
-        """Whether more steps would be lost now than may be lost."""
-        most = self._config.max_unsaved_steps or 3 * self._config.interval
-        return self._config.enable and step - self.newest > most
+        """Whether more steps than ``max_unsaved_steps`` have passed since the last checkpoint."""
+        limit = self._config.max_unsaved_steps or 3 * self._config.interval
+        return self._config.enable and step - self.newest_step > limit
 
     def save(self, step: int, *, wait: bool) -> None:
-        """Save the state of ``step``: on return it is published, or its failure is logged.
+        """Save the state of ``step``; a failure is logged, not raised. Collective.
 
-        With ``async_mode`` async, and not ``wait``, a later ``finish`` does that. A collective.
+        With ``async_mode = "async"`` and without ``wait``, a later ``finish`` commits it.
         """
         self.finish()
         self.begin(step)
@@ -118,56 +123,57 @@ class Checkpointer:
             self.finish()
 
     def begin(self, step: int) -> None:
-        """Start to save the state of ``step``; it may change as soon as this returns. A collective.
+        """Begin to save the state of ``step``, which may change once this returns. Collective.
 
-        With ``async_mode`` async, the state is copied to host memory and written meanwhile. Errors
-        are logged by ``finish``, which must come before the next ``begin``.
+        With ``async_mode = "async"``, a thread writes a copy in host memory. ``finish`` logs its
+        errors, and must be called before the next ``begin``.
         """
-        assert self._save is None, "the last save was not finished"
+        assert self._pending is None, "finish() the pending save first"
         try:
-            scratch = on_first(partial(self._open_scratch, step))
-            state = {name: stateful.state_dict() for name, stateful in self._tensors.items()}
+            scratch = run_on_rank0(partial(self._open_scratch, step))
+            state = {name: stateful.state_dict() for name, stateful in self._tensor_states.items()}
             planner = dcp.DefaultSavePlanner()
             planner.set_up_planner(state, is_coordinator=self._rank == 0)
-            # What a rank writes is the same at every save; it may be nothing.
-            self._items = _plan(planner) if self._items is None else self._items
-            values = {name: deepcopy(s.state_dict()) for name, s in self._values.items()}
+            # Planned once: a rank writes the same items at every save. It may have none.
+            self._items = _plan_writes(planner) if self._items is None else self._items
+            values = {name: deepcopy(s.state_dict()) for name, s in self._json_states.items()}
         except RankFailure as error:
-            self._tell_failure(step, error)
+            self._log_failure(step, error)
             return
         path = scratch / f"rank-{self._rank:05d}.bin"
-        written: Future[tuple[dict[str, Any], dict[str, Entry]]] = Future()
+        written: Future[tuple[dict[str, Any], dict[str, TensorRecord]]] = Future()
         try:
             resolve: Callable[[WriteItem], Any] = planner.resolve_data
             if self._config.async_mode == "async":
-                resolve = self._stage(planner, self._items)
-            written = self._writer.submit(write_parts, path, self._items, resolve)
-        except Exception as error:  # On this rank alone: the others hear of it in ``finish``.
+                resolve = self._copy_to_host(planner, self._items)
+            written = self._writer.submit(write_tensor_file, path, self._items, resolve)
+        except Exception as error:  # On this rank only: ``finish`` raises it on all ranks.
             written.set_exception(error)
-        self._save = Save(step, scratch, values, written)
+        self._pending = PendingSave(step, scratch, values, written)
         if self._config.async_mode == "disabled":
             written.exception()
 
     def finish(self) -> Path | None:
-        """Wait for the save that was begun, publish it and return its folder. A collective.
+        """Wait for the pending save, commit it and return its folder. Collective.
 
-        None: nothing was begun, or it failed, which is logged; older checkpoints are untouched.
+        Returns None if none is pending or if it failed, which is logged. Older checkpoints are
+        untouched.
         """
-        save, self._save = self._save, None
+        save, self._pending = self._pending, None
         if save is None:
             return None
         try:
-            parts = gather(lambda: (save.values, save.written.result()))
-            folder = on_first(partial(self._publish, save, parts))
+            parts = gather_to_rank0(lambda: (save.values, save.written.result()))
+            folder = run_on_rank0(partial(self._commit, save, parts))
         except RankFailure as error:
-            self._tell_failure(save.step, error)
+            self._log_failure(save.step, error)
             if self._rank == 0:
                 shutil.rmtree(save.scratch, ignore_errors=True)
             return None
-        self.newest = save.step
+        self.newest_step = save.step
         self._verified.add(folder.name)
-        self._tell(save.step)
-        logger.info("saved %s", folder)
+        self._on_saved(save.step)
+        logger.info("checkpoint: saved %s", folder)
         if self._rank == 0 and self._config.keep_latest_k:
             self._purged = self._purger.submit(self._purge)
         return folder
@@ -177,59 +183,63 @@ class Checkpointer:
         try:
             purge(self._folder, keep=keep, keep_every=every, verified=self._verified)
         except OSError as error:
-            logger.warning("older checkpoints were not deleted: %s", error)
+            logger.warning("checkpoint: older ones were not deleted: %s", error)
 
     def close(self) -> None:
-        """Wait for both threads: one may be deleting old checkpoints."""
+        """Wait for the writer and the retention thread, and stop both."""
         self._writer.shutdown()
         self._purger.shutdown()
 
-    def load_latest(self, *, leave: Collection[str] = ()) -> int | None:
-        """Restore the newest checkpoint that verifies; return its step, None if there is none.
+    def load_latest(self, *, skip: Collection[str] = ()) -> int | None:
+        """Load the newest checkpoint that verifies; return its step, None if there is none.
 
-        ``leave``: values that stay as they are. Raises ``ConfigError`` if the checkpoint is not of
-        this run, or if there are checkpoints and none verifies. A collective.
+        Collective. ``skip``: names of ``values`` not to load. Quarantines damaged checkpoints that
+        are newer. Raises ``ConfigError`` if the checkpoint belongs to another run, or if none of
+        those found verifies.
         """
         if not self._config.enable:
             return None
-        assert self._save is None, "a save is not finished"
+        assert self._pending is None, "finish() the pending save first"
         if self._purged is not None:
             self._purged.result()
         damaged: dict[Path, list[str]] = {}
-        for folder in on_first(partial(published, self._folder)):
+        for folder in run_on_rank0(partial(list_checkpoints, self._folder)):
             problems = _verify(folder)
             if problems:
                 damaged[folder] = problems
                 continue
-            manifest = on_first(partial(read_manifest, folder))
-            self._check(manifest)
-            self._load(folder, manifest, self._tensors)
-            self._load_values(folder, leave)
-            # Only now: where nothing verifies, everything stays in its place.
+            manifest = run_on_rank0(partial(read_manifest, folder))
+            self._validate(manifest)
+            self._load(folder, manifest, self._tensor_states)
+            self._load_values(folder, skip)
+            # Only now: if no checkpoint verifies, none is renamed.
             for bad, found in damaged.items():
-                aside = on_first(partial(set_aside, bad, "corrupt"))
-                logger.warning("checkpoint set aside as %s: %s", aside, "; ".join(found))
+                renamed = run_on_rank0(partial(quarantine, bad, "corrupt"))
+                logger.warning("checkpoint: quarantined as %s: %s", renamed, "; ".join(found))
             self._verified.add(folder.name)
             self._begin_lineage(manifest, run=manifest["run"])
-            self.parent, self.attempt = manifest["attempt"], on_first(lambda: uuid.uuid4().hex)
-            self.newest = manifest["step"]
-            return self.newest
+            self.parent, self.attempt = manifest["attempt"], run_on_rank0(lambda: uuid.uuid4().hex)
+            self.newest_step = manifest["step"]
+            return self.newest_step
         if damaged:
             found = [problem for problems in damaged.values() for problem in problems]
-            text = "no checkpoint verifies, so nothing was loaded or changed; start another name"
+            text = "no checkpoint verifies; nothing was loaded or changed, set another name"
             raise ConfigError([f"job.name: {text}: {'; '.join(found)}"])
         return None
 
     def load_initial(self, model: Stateful) -> None:
-        """Take the weights from ``initial_load_path``; ``ConfigError`` if it does not verify."""
+        """Load only the weights, from ``initial_load_path``. Collective. Mutates ``model``.
+
+        Raises ``ConfigError`` if the checkpoint does not verify or does not match the model.
+        """
         folder = Path(self._config.initial_load_path)
-        if not on_first((folder / NAME).exists):
-            text = f"{folder} has no {NAME}, as checkpoints have, nor Hugging Face's config.json"
+        if not run_on_rank0((folder / MANIFEST_FILE).exists):
+            text = f"{folder} has no {MANIFEST_FILE} (Shardloom), nor config.json (Hugging Face)"
             raise ConfigError([f"checkpoint.initial_load_path: {text}"])
         problems = _verify(folder)
         if problems:
             raise ConfigError([f"checkpoint.initial_load_path: {problem}" for problem in problems])
-        manifest = on_first(partial(read_manifest, folder))
+        manifest = run_on_rank0(partial(read_manifest, folder))
         self._load(folder, manifest, {"model": model})
         self._begin_lineage(manifest, run=self.attempt)
 
@@ -238,75 +248,83 @@ class Checkpointer:
         self._lineage = {"run": run, "parent": parent}
 
     def _open_scratch(self, step: int) -> Path:
-        """A new folder to write to. What earlier attempts left behind goes first: it takes room."""
+        """Create a temporary folder; first delete those of earlier attempts, to free disk space."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         delete([*self._folder.glob(".tmp-step-*"), *self._folder.glob(".trash-*")])
         scratch = self._folder / f".tmp-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         scratch.mkdir(mode=0o700)
         return scratch
 
-    def _stage(
+    def _copy_to_host(
         self, planner: dcp.DefaultSavePlanner, items: list[WriteItem]
     ) -> Callable[[WriteItem], torch.Tensor]:
-        """Copy this rank's items to host memory, which is kept for the next save."""
+        """Copy this rank's items to host buffers, which all saves reuse."""
         for item in items:
             tensor: Any = planner.resolve_data(item)
             is_cuda = tensor.device.type == "cuda"
-            if item.index not in self._host:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
-                self._host[item.index] = host
-            self._host[item.index].copy_(tensor.detach(), non_blocking=True)
+            if item.index not in self._host_buffers:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
+                self._host_buffers[item.index] = buffer
+            self._host_buffers[item.index].copy_(tensor.detach(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return lambda item: self._host[item.index]
+        return lambda item: self._host_buffers[item.index]
 
-    def _publish(self, save: Save, parts: list[Any]) -> Path:
+    def _commit(self, save: PendingSave, parts: list[Any]) -> Path:
+        """Write the manifest and rename the scratch folder: from then on the checkpoint exists."""
         state: dict[str, Any] = reduce(merge, (values for values, _ in parts), {})
         written = {f"rank-{rank:05d}.bin": part for rank, (_, part) in enumerate(parts)}
-        facts = {"step": save.step, "world_size": self._world_size, "attempt": self.attempt}
-        seal(save.scratch, written, state=state, facts={**facts, **self._lineage, **self._facts})
-        sync_folder(save.scratch)
+        origin = {"step": save.step, "world_size": self._world_size, "attempt": self.attempt}
+        write_metadata(
+            save.scratch,
+            written,
+            state=state,
+            metadata={**origin, **self._lineage, **self._metadata},
+        )
+        fsync_folder(save.scratch)
         folder = self._folder / f"step-{save.step:08d}"
         if folder.exists():
-            # The same step again, after a failed verification or an extended run: never overwrite.
-            set_aside(folder, "replaced")
+            # The step was saved before, as after a failed verification. Never overwrite.
+            quarantine(folder, "replaced")
         save.scratch.rename(folder)
-        sync_folder(self._folder)
+        fsync_folder(self._folder)
         return folder
 
-    def _tell_failure(self, step: int, error: Exception) -> None:
-        text = "ALARM: step %d was not saved (newest checkpoint: %s): %s"
-        logger.error(text, step, self.newest or "none", error)
+    def _log_failure(self, step: int, error: Exception) -> None:
+        text = "ALARM: checkpoint save failed at step %d (newest checkpoint: %s): %s"
+        logger.error(text, step, self.newest_step or "none", error)
 
-    def _load(self, folder: Path, manifest: dict[str, Any], tensors: dict[str, Stateful]) -> None:
-        state = {name: stateful.state_dict() for name, stateful in tensors.items()}
+    def _load(
+        self, folder: Path, manifest: dict[str, Any], tensor_states: dict[str, Stateful]
+    ) -> None:
+        state = {name: stateful.state_dict() for name, stateful in tensor_states.items()}
         wanted = {f"{name}.{key}": t for name, part in state.items() for key, t in part.items()}
-        index: dict[str, Entry] = {}
+        index: dict[str, TensorRecord] = {}
 
         def differences() -> tuple[list[str], set[str]]:
             index.update(read_index(folder, sizes_of(manifest)))
-            ours = {fqn for fqn in index if fqn.partition(".")[0] in tensors}
-            # Initial weights may come in another dtype; a run that resumes must keep its own.
-            has_dtype = tensors is self._tensors
-            return _differences(index, wanted, has_dtype=has_dtype), ours - wanted.keys()
+            saved = {fqn for fqn in index if fqn.partition(".")[0] in tensor_states}
+            # Initial weights may have another dtype; on resume the dtypes must match.
+            match_dtype = tensor_states is self._tensor_states
+            return _differences(index, wanted, match_dtype=match_dtype), saved - wanted.keys()
 
-        answers = gather(differences)
-        problems = on_first(partial(_merge_differences, answers))
+        answers = gather_to_rank0(differences)
+        problems = run_on_rank0(partial(_merge_differences, answers))
         if problems:
-            text = f"{folder} is of another model: {'; '.join(problems)}"
+            text = f"{folder} does not match the model: {'; '.join(problems)}"
             raise ConfigError([f"model.name, flavor or vocab_size: {text}"])
         dcp.load(state, storage_reader=Reader(folder, index))
-        for name, stateful in tensors.items():
+        for name, stateful in tensor_states.items():
             stateful.load_state_dict(state[name])
 
-    def _load_values(self, folder: Path, leave: Collection[str]) -> None:
-        state = on_first(partial(read_state, folder))
-        for name in self._values.keys() - leave:
-            self._values[name].load_state_dict(state[name])
+    def _load_values(self, folder: Path, skip: Collection[str]) -> None:
+        state = run_on_rank0(partial(read_state, folder))
+        for name in self._json_states.keys() - skip:
+            self._json_states[name].load_state_dict(state[name])
 
 
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The union of two nested dicts; raise ``ValueError`` where they disagree."""
+    """Union of two nested dicts; raise ``ValueError`` if they disagree on a key."""
     union = dict(first)
     for key, value in second.items():
         if isinstance(value, dict) and isinstance(union.get(key, {}), dict):
@@ -316,13 +334,13 @@ def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return union
 
 
-def _plan(planner: dcp.DefaultSavePlanner) -> list[WriteItem]:
-    """What this rank is to write; what several ranks hold, one of them writes. A collective."""
-    plans = gather(lambda: _tensors_only(planner.create_local_plan()))
-    shares: list[SavePlan] = []
-    on_first(lambda: shares.extend(planner.create_global_plan(plans)[0]))
+def _plan_writes(planner: dcp.DefaultSavePlanner) -> list[WriteItem]:
+    """Plan this rank's writes; of replicated shards, one rank writes each. Collective."""
+    plans = gather_to_rank0(lambda: _tensors_only(planner.create_local_plan()))
+    by_rank: list[SavePlan] = []
+    run_on_rank0(lambda: by_rank.extend(planner.create_global_plan(plans)[0]))
     mine: list[Any] = [None]
-    dist.scatter_object_list(mine, shares or None)
+    dist.scatter_object_list(mine, by_rank or None)
     return planner.finish_plan(mine[0]).items
 
 
@@ -334,28 +352,30 @@ def _tensors_only(plan: SavePlan) -> SavePlan:
 
 
 def _verify(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint. A collective: each rank hashes a share of the files."""
-    found = gather(partial(problems_of, folder, dist.get_rank(), dist.get_world_size()))
-    return on_first(lambda: sorted({problem for problems in found for problem in problems}))
+    """Verify a checkpoint, each rank a part of its files; return the problems. Collective."""
+    found = gather_to_rank0(
+        partial(verify_checkpoint, folder, dist.get_rank(), dist.get_world_size())
+    )
+    return run_on_rank0(lambda: sorted({problem for problems in found for problem in problems}))
 
 
 def _differences(
-    index: dict[str, Entry], wanted: dict[str, torch.Tensor], *, has_dtype: bool
+    index: dict[str, TensorRecord], wanted: dict[str, torch.Tensor], *, match_dtype: bool
 ) -> list[str]:
     found = []
     for fqn, tensor in wanted.items():
         want = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         if fqn not in index:
-            found.append(f"it has no {fqn}")
+            found.append(f"missing tensor {fqn}")
             continue
         have = (index[fqn].dtype, index[fqn].shape)
-        if have[not has_dtype :] != want[not has_dtype :]:
-            found.append(f"its {fqn} is {have[0]} {have[1]}, not {want[0]} {want[1]}")
+        if have[not match_dtype :] != want[not match_dtype :]:
+            found.append(f"tensor {fqn} is {have[0]} {have[1]}, not {want[0]} {want[1]}")
     return found
 
 
 def _merge_differences(answers: list[tuple[list[str], set[str]]]) -> list[str]:
-    """The first of each kind. Left over is what no rank wants, as stages want different tensors."""
-    left_over = set.intersection(*(unread for _, unread in answers))
+    """First difference of each kind. A tensor is unexpected if no rank, of any stage, wants it."""
+    unexpected = set.intersection(*(unread for _, unread in answers))
     found = sorted({problem for problems, _ in answers for problem in problems})
-    return found[:1] + [f"it also has {fqn}" for fqn in sorted(left_over)[:1]]
+    return found[:1] + [f"unexpected tensor {fqn}" for fqn in sorted(unexpected)[:1]]

@@ -1,7 +1,6 @@
-"""The list that makes a folder a checkpoint: facts of its run, and every file's size and hash."""
+"""Checkpoint manifest: metadata of the run, and size and hash of every file."""
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,24 +8,29 @@ from typing import Any
 
 import xxhash
 
-from checkpoint.storage import HashedFile, describe_file, read_file
+from checkpoint.tensor_files import HashedFile, describe_file, read_file
 
-NAME = "manifest.json"
-# A name and nothing more: it cannot lead out of the folder.
+MANIFEST_FILE = "manifest.json"
+# No path separators: a name cannot lead out of the checkpoint directory.
 FILE_NAME = re.compile(r"\w[\w.-]*")
 
 
-def write_manifest(folder: Path, files: dict[str, dict[str, Any]], facts: dict[str, Any]) -> None:
-    """Write and fsync ``manifest.json`` for ``files``, each with its size and hash."""
-    content = {**facts, "files": files}
-    file = HashedFile(folder / NAME)
+def write_manifest(
+    folder: Path, files: dict[str, dict[str, Any]], metadata: dict[str, Any]
+) -> None:
+    """Write and fsync ``manifest.json``: ``metadata``, and ``files`` with their sizes and hashes.
+
+    Raises ``FileExistsError`` if there is one.
+    """
+    content = {**metadata, "files": files}
+    file = HashedFile(folder / MANIFEST_FILE)
     file.write(json.dumps({"checksum": _checksum(content), **content}, indent=1).encode())
     file.close()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest; raise ``ValueError`` if there is none, or it is not what was written."""
-    path = folder / NAME
+    """Read the manifest; raise ``ValueError`` if it is missing, malformed or damaged."""
+    path = folder / MANIFEST_FILE
     try:
         content = json.loads(read_file(path))
         checksum = content.pop("checksum")
@@ -34,20 +38,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if checksum != _checksum(content):
-        raise ValueError(f"{path}: contents are not what was saved")
+        raise ValueError(f"{path}: checksum mismatch")
     for name in files:
         if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"{path}: {name!r} is not the name of a file")
+            raise ValueError(f"{path}: {name!r} is not a plain file name")
     return content
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """The manifest lists all hashes but its own; this is that one."""
+    """Hash of the manifest's own content, which its list of files cannot contain."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def faults(folder: Path, files: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """What is wrong with the files ``names``: missing, or not what was written."""
+def verify_files(folder: Path, files: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Hash the files ``names``; return a problem for each that is missing or was changed."""
     found = []
     for name in names:
         try:
@@ -56,14 +60,5 @@ def faults(folder: Path, files: dict[str, Any], names: Iterable[str]) -> list[st
             found.append(f"{folder / name}: {error.strerror or error}")
             continue
         if actual != files[name]:
-            found.append(f"{folder / name}: contents are not what was saved")
+            found.append(f"{folder / name}: size or hash mismatch")
     return found
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in ``folder`` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

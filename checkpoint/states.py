@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the model and the optimizer, by FQN, so that it loads on any mesh."""
+"""State of the model and the optimizer, keyed by FQN so that it loads on any mesh."""
 
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 
 class ModelState:
+    """``Stateful`` for a model's parameters and persistent buffers."""
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
@@ -25,9 +27,9 @@ class ModelState:
 
 
 class OptimizerState:
-    """Keys are flat (``state.<FQN>.exp_avg``), so pipeline stages and layouts never collide.
+    """``Stateful`` with flat keys (``state.<FQN>.exp_avg``): pipeline stages never collide.
 
-    Only tensors: learning rates and other options are the configuration's to say, also on resume.
+    Tensors only: on resume, the learning rate and other options come from the configuration.
     """
 
     _options = StateDictOptions(flatten_optimizer_state_dict=True)

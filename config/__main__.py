@@ -1,4 +1,4 @@
-"""``python -m config help`` prints every key; ``... schema`` writes ``config/schema.json``."""
+"""``python -m config help`` prints all keys; ``python -m config schema`` writes the JSON schema."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Every TOML table and every key of a run, with its range and one line on what it does.
+"""All TOML tables and keys of a run, with types, ranges and defaults.
 
-Sections are frozen and strict: nothing is coerced, an unknown key is an error. The text under a
-field is its help (``./run_train.sh --help``) and its description in ``config/schema.json``.
+Sections are frozen and strict: pydantic coerces nothing and rejects unknown keys. The docstring
+under a field is its help text (``./run_train.sh --help``) and its description in
+``config/schema.json``.
 """
 
 from pathlib import Path
@@ -28,9 +29,10 @@ class Section(BaseModel):
 
 class Job(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] = "default"
-    """Name of the run; a run of the same output_dir and name resumes."""
+    """Name of the run: 1 to 64 letters, digits, `_`, `.` or `-`. A run with the same output_dir and
+    name resumes."""
     output_dir: Annotated[str, Field(min_length=1)] = "outputs"
-    """Folder of all runs; this one writes to <output_dir>/<name>/."""
+    """Directory of all runs. This run writes to <output_dir>/<name>/."""
 
     @property
     def folder(self) -> Path:
@@ -39,11 +41,12 @@ class Job(Section):
 
 class Model(Section):
     name: str = "llama3"
-    """Model family: a key of models.MODEL_SPECS, or module:attribute of a ModelSpec of your own."""
+    """Model family: a key of models.MODEL_SPECS, or module:attribute of your own ModelSpec."""
     flavor: str = "debugmodel"
-    """Size within the family, e.g. debugmodel, 8B."""
+    """Size within the family, for example debugmodel or 8B."""
     vocab_size: Count | None = None
-    """Rows of the embedding. Absent: the tokenizer's vocabulary, rounded up to a multiple of 64."""
+    """Rows of the embedding. Absent: the tokenizer's vocabulary size rounded up to a multiple of
+    64."""
 
 
 Packing = Literal["concat", "best_fit"]
@@ -51,24 +54,26 @@ Packing = Literal["concat", "best_fit"]
 
 class DataSource(Section):
     type: Literal["builtin", "files", "tokens", "c4", "huggingface"] = "files"
-    """builtin: source text of Python and torch. files: local text. tokens: what tools.prepare or
-    Megatron-LM tokenized. c4, huggingface: streamed."""
+    """Kind of source. builtin: source code of Python and PyTorch. files: local text. tokens: output
+    of tools.prepare or Megatron-LM's preprocessing. c4, huggingface: streamed from the Hugging Face
+    Hub."""
     path: str = ""
-    """files: a glob of .txt, .jsonl or .parquet (** recurses). tokens: a folder, or a glob of .idx.
-    huggingface: the dataset's name."""
+    """files: a glob of .txt, .jsonl or .parquet files (** recurses). tokens: a directory, or a glob
+    of .idx files. huggingface: the dataset's name."""
     subset: str = ""
-    """huggingface: configuration of the dataset, e.g. "en"."""
+    """huggingface: configuration of the dataset, for example "en"."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text in .jsonl, .parquet and huggingface sources."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Share of the tokens, beside the other sources' weights."""
+    """Relative sampling weight in tokens. The source's fraction is its weight over the sum of
+    weights."""
     repeat: bool = True
-    """Begin again after the last document. Else the others go on without it, and when the last of
-    them has ended, so has the run."""
+    """Restart the source when it is exhausted. If false, it drops out of the mixture; training
+    stops when all sources have."""
 
     name: str = ""
-    """What it is called in messages and metrics. Absent: the last part of its path that is no
-    pattern, or its type."""
+    """Label of the source in messages and metrics. Absent: the last path component without
+    wildcards, or the type."""
 
     @property
     def label(self) -> str:
@@ -78,75 +83,80 @@ class DataSource(Section):
 
 class Data(Section):
     source: Literal["builtin", "files", "tokens", "c4", "huggingface"] = "builtin"
-    """What is read, if it is one source: the type, as in [[data.sources]]."""
+    """Type of the only source, as in [[data.sources]]."""
     path: str = ""
-    """As in [[data.sources]], like the next two."""
+    """Path of the only source, as in [[data.sources]]."""
     subset: str = ""
-    """Of a huggingface dataset."""
+    """Configuration of a huggingface dataset."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text."""
     sources: list[DataSource] = []
-    """[[data.sources]]: a mixture, instead of source, path, subset and text_key."""
+    """[[data.sources]]: a mixture of sources. Replaces source, path, subset and text_key."""
     tokenizer: Annotated[str, Field(min_length=1)] = "bytes"
-    """bytes; a tiktoken encoding (cl100k_base); a .tiktoken/.model rank file; a tokenizer.json."""
+    """bytes; the name of a tiktoken encoding (cl100k_base); a .tiktoken or .model rank file; or a
+    tokenizer.json."""
     packing: Packing = "concat"
-    """concat: documents follow each other and are cut where a sequence ends. best_fit: documents
-    that fit into a sequence are not cut, what is left over is filled, and no label is of another
-    document."""
+    """Packing of documents into sequences. concat: concatenate, and split at sequence ends.
+    best_fit: split only documents longer than a sequence, pad the rest of a sequence, and never
+    predict a token of another document."""
     document_mask: bool = False
     """Attend only within a document, and restart positions at each document."""
     validation_percent: Annotated[float, Field(ge=0.0, le=50.0)] = 2.0
-    """Percent of builtin or local documents held out, chosen by a hash of path and row."""
+    """Percent of the documents of builtin, files and tokens sources held out for validation,
+    selected by a hash of path and row; at least one document."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """A record without text, that is not UTF-8 or not JSON. error: end, and say where it is. skip:
-    go on with the next one, and count."""
+    """Policy for a record without text, or one that is not valid UTF-8 or JSON. error: stop and
+    report its location. skip: count it and continue with the next record."""
     max_bad_records: Count = 1000
-    """skip: more of them, counted each time they are read, end the run."""
+    """With on_bad_record skip: stop after more bad records than this, counted each time one is
+    read."""
     prefetch: Count = 2
-    """Microbatches prepared ahead, in a thread."""
+    """Microbatches that a background thread prepares ahead."""
 
     @property
     def mixture(self) -> list[DataSource]:
-        """The sources, however they are given."""
+        """All sources of the run, also if there is only one."""
         one = {key: getattr(self, key) for key in ("path", "subset", "text_key")}
         return list(self.sources) or [DataSource(type=self.source, **one)]
 
 
 class BatchSizePhase(Section):
     steps: Count
-    """Optimizer updates with this batch size."""
+    """Optimizer steps with this batch size."""
     global_batch_size: Count
     """Sequences per step over all ranks."""
 
 
 class Training(Section):
     steps: Count = 1000
-    """Optimizer updates of the whole run."""
+    """Optimizer steps of the whole run."""
     seq_len: Count = 2048
     """Tokens per sequence."""
     local_batch_size: Count = 8
-    """Sequences per microbatch on each data-parallel rank; a pipeline cuts it further."""
+    """Sequences per microbatch on each data-parallel rank. A pipeline splits it further."""
     global_batch_size: Count | None = None
-    """Sequences per step over all ranks; more than one microbatch each accumulates gradients.
+    """Sequences per step over all ranks. More than one microbatch per rank accumulates gradients.
     Absent: one microbatch on every rank."""
     batch_size_ramp: list[BatchSizePhase] = []
-    """[[training.batch_size_ramp]]: phases with smaller batches, which the run begins with."""
+    """[[training.batch_size_ramp]]: phases with smaller, growing batches at the start of the
+    run."""
     dtype: Dtype = "float32"
     """Dtype of weights, gradients and optimizer state. float64 runs everything in float64."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of compute. auto: bfloat16 where the hardware has it, else float32. The loss is
-    computed in float32 at least."""
+    """Compute dtype of forward and backward. auto: bfloat16 if the hardware supports it, else
+    float32. The loss is always computed in float32 or float64."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of gradient reduction over data-parallel ranks."""
+    """Dtype of gradient reductions over data-parallel ranks."""
     max_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    """Global gradient norm to clip to."""
+    """Maximum global L2 norm of the gradients; larger gradients are clipped."""
     gc_freq: Count = 50
-    """Steps between garbage collections, which otherwise stall ranks at random."""
+    """Steps between Python garbage collections, which run on all ranks at the same step."""
 
 
 class Optimizer(Section):
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: hidden matrices by Muon, all else by AdamW, with the same lr and weight_decay."""
+    """adamw; or muon: Muon for hidden matrices and AdamW for all other parameters, with the same lr
+    and weight_decay."""
     lr: Annotated[float, Field(gt=0.0)] = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -154,27 +164,28 @@ class Optimizer(Section):
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of AdamW's second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW's epsilon, added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    """Decoupled weight decay, on matrices only: not on norms, biases and embeddings."""
+    """Decoupled weight decay. Applies to matrices only, not to norms, biases and embeddings."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """Decay of Muon's momentum, which is Nesterov's."""
+    """Decay of Muon's Nesterov momentum."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of moments and momentum of float32 weights. bfloat16 halves their memory."""
+    """Dtype of moments and momentum if weights are float32. bfloat16 halves their memory."""
 
 
 class LrScheduler(Section):
     warmup_steps: NonNegative = 200
     """Steps of linear warmup from 0."""
     decay_ratio: Fraction = 1.0
-    """Share of total_steps spent decaying at the end: 1.0 starts after warmup, 0.2 holds first
-    (warmup-stable-decay), 0.0 never decays."""
+    """Fraction of total_steps spent decaying, at the end. 1.0 decays from the end of warmup, 0.2 is
+    warmup-stable-decay, 0.0 never decays."""
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     total_steps: Count | None = None
-    """Horizon of the schedule. Absent: training.steps. Set it to extend a run on the same curve."""
+    """Length of the schedule in steps, at least training.steps. Set it to extend a run later on the
+    same curve. Absent: training.steps."""
 
 
 ContextParallelMethod = Literal["ulysses", "allgather"]
@@ -183,190 +194,198 @@ PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroB
 
 class Parallelism(Section):
     data_parallel: Literal["fsdp2", "simple_fsdp", "ddp"] = "fsdp2"
-    """fsdp2: each rank keeps a shard of weights, gradients and optimizer state. simple_fsdp: the
-    same, as DTensor operations that a compiler can see. ddp: each rank keeps everything."""
+    """fsdp2: FSDP2 shards weights, gradients and optimizer state. simple_fsdp: the same sharding as
+    DTensor operations, visible to torch.compile. ddp: each rank keeps a full replica."""
     data_parallel_replicate_degree: Count = 1
-    """Copies of the sharded model (HSDP). With ddp: all the ranks that are left."""
+    """Replicas of the sharded model (HSDP). With ddp, all remaining ranks replicate."""
     data_parallel_shard_degree: Literal[-1] | Count = -1
-    """Ranks that share one copy of the weights (FSDP). -1: the ranks that are left."""
+    """Ranks that shard one replica (FSDP). -1: all remaining ranks."""
     tensor_parallel_degree: Count = 1
-    """Ranks that split each matrix, with sequence parallelism between them."""
+    """Ranks that shard each weight matrix, with sequence parallelism between matrices."""
     tensor_parallel_async: bool = False
-    """Overlap the collectives of tensor parallelism with its matrix products, in compiled code."""
+    """Async tensor parallelism: overlap its collectives with the GEMMs. Needs GPUs and
+    compile.enable."""
     context_parallel_degree: Count = 1
-    """Ranks that split each sequence."""
+    """Ranks that shard each sequence."""
     context_parallel_method: ContextParallelMethod = "ulysses"
-    """How attention sees the whole sequence. ulysses: each rank attends with some of the heads.
-    allgather: keys and values are gathered; for any number of heads."""
+    """Communication of context-parallel attention. ulysses: all-to-all, so each rank attends over
+    the whole sequence with some of the heads. allgather: all-gather keys and values; any number of
+    heads."""
     pipeline_parallel_degree: Count = 1
-    """Ranks that split the layers."""
+    """Ranks that split the layers into pipeline stages."""
     pipeline_parallel_schedule: PipelineSchedule = "1F1B"
-    """Order of a step's forwards and backwards. 1F1B: keeps few activations. GPipe: all forwards
-    first. Interleaved1F1B: several stages on each rank, to wait less. InterleavedZeroBubble: also
-    fills the waiting with gradients of weights (experimental)."""
+    """Pipeline schedule. 1F1B: stores few activations. GPipe: all forwards first. Interleaved1F1B:
+    several stages per rank, so a smaller bubble. InterleavedZeroBubble: also fills the bubble with
+    weight gradients (experimental)."""
     pipeline_parallel_microbatch_size: Count = 1
-    """Sequences that travel together: training.local_batch_size is cut into these."""
+    """Sequences per pipeline microbatch. Must divide training.local_batch_size."""
     pipeline_parallel_stages_per_rank: Annotated[int, Field(ge=2)] = 2
     """Stages on each rank with an interleaved schedule."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
-    """How many layers the embedding counts as when layers are dealt out to stages."""
+    """Number of layers that the embedding counts as when layers are assigned to stages."""
     pipeline_parallel_last_stage_less_layers: NonNegative = 1
-    """How many layers the output counts as."""
+    """Number of layers that the output counts as when layers are assigned to stages."""
     expert_parallel_degree: Count = 1
-    """Ranks that split the experts."""
+    """Ranks that shard the experts of MoE layers. Must divide data_parallel_shard_degree times
+    context_parallel_degree times tensor_parallel_degree."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Count = "default"
-    """Free gathered weights after forward. default: yes, but for the last unit, and not in a
-    pipeline, which would gather them for every microbatch, nor on one rank, whose weights are only
-    cast. never: keep them for the whole step. An integer: keep them spread over groups of that many
-    ranks."""
+    """When to free gathered weights. always: after each forward. never: keep them for the whole
+    step (simple_fsdp: until backward). An integer: reshard to groups of that many ranks. default:
+    as always, but as never for the last unit, on one rank, and in an fsdp2 pipeline, which would
+    gather them for every microbatch."""
     fsdp_reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
-    """When gradients are reduced to shards. last_microbatch: less traffic, but until then every
-    rank holds whole gradients. A pipeline of fsdp2 does that in any case."""
+    """When to reduce-scatter gradients. last_microbatch: less communication, but every rank holds
+    unsharded gradients until then. An fsdp2 pipeline always does so."""
     fsdp_forward_prefetch: NonNegative = 0
-    """Units gathered ahead in forward, at the price of their memory; 0: PyTorch's own order. A
-    unit is a block with its experts."""
+    """Units (a block with its experts) to all-gather ahead in forward; each costs its memory. 0:
+    PyTorch's default order."""
     fsdp_backward_prefetch: NonNegative = 0
-    """Units gathered ahead in backward, more than one at the price of their memory; 0: PyTorch's
-    own order, one ahead. A unit is a block with its experts."""
+    """Units (a block with its experts) to all-gather ahead in backward; each beyond the first costs
+    its memory. 0: PyTorch's default order, one ahead."""
     fsdp_cpu_offload: bool = False
-    """Keep shards, gradients and optimizer state in host memory, and update them there."""
+    """Keep sharded weights, gradients and optimizer state in host memory, and run the optimizer
+    there."""
 
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
-    """What backward recomputes. full: every block. none: nothing, but what frees gathered weights
-    under simple_fsdp. memory_budget: what the compiler finds cheapest."""
+    """Activations to recompute in backward. full: those of every block. selective: see the next
+    key. memory_budget: the compiler chooses. none: nothing, except what frees gathered weights
+    under simple_fsdp."""
     selective: Literal["op"] | Count = "op"
-    """With mode selective. op: keep attention and every second matmul, recompute the rest.
-    An integer n: recompute every n-th block as a whole."""
+    """With mode selective. op: save attention and every second matmul, recompute the rest. An
+    integer n: recompute every n-th block completely."""
     memory_budget: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """With mode memory_budget, what of a compiled block's activations is kept. 1: what the compiler
-    would keep by itself. 0: only the block's inputs."""
+    """With mode memory_budget: fraction of a compiled block's activations to keep. 1: the
+    compiler's default. 0: only the block's inputs."""
 
 
 class Compile(Section):
     enable: bool = False
-    """torch.compile each block, and the loss."""
+    """Apply torch.compile to each block and to the loss."""
     backend: Annotated[str, Field(min_length=1)] = "inductor"
     """Backend of torch.compile."""
 
 
 class Float8(Section):
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Products of the blocks' linear layers in float8. tensorwise: one scale for a matrix, the
-    faster. rowwise: one for each row, the more exact."""
+    """Run the GEMMs of the blocks' linear layers in float8. tensorwise: one scale per tensor
+    (fastest). rowwise: one scale per row (more accurate)."""
     skip: list[str] = []
-    """Layers whose names have one of these parts stay as they are, such as `0.attention`."""
+    """Substrings of FQNs: matching linear layers are not converted, for example `0.attention`."""
     skip_small: bool = True
-    """Leave out layers too small to pay."""
+    """Do not convert layers that are too small to run faster in float8."""
     emulate: bool = False
-    """Round to float8, but multiply in float32: for tests, on devices without float8."""
+    """Round to float8 but multiply in float32, for tests on devices without float8."""
 
 
 class Checkpoint(Section):
     enable: bool = True
     """Save checkpoints, and resume from the newest verified one."""
     interval: Count = 500
-    """Steps between checkpoints; the last step is always saved."""
+    """Steps between checkpoints. The last step is always saved."""
     keep_latest_k: NonNegative = 3
-    """Checkpoints to keep; 0 keeps all."""
+    """Number of newest checkpoints to keep. 0 keeps all."""
     keep_every: NonNegative = 0
-    """Keep checkpoints of multiples of that many steps for good; 0: none."""
+    """Never delete checkpoints of multiples of this many steps. Must be a multiple of interval; 0:
+    none."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """async: copy the state to host memory, and write it while training goes on."""
+    """async: copy the state to host memory, and write it while training continues."""
     max_unsaved_steps: Count | None = None
-    """A save that fails is an alarm; so many steps without a new checkpoint end the run.
-    Absent: three intervals."""
+    """Failed saves are logged. If no checkpoint succeeds for this many steps, stop with exit code
+    1. Absent: 3 * interval."""
     initial_load_path: str = ""
-    """Checkpoint or Hugging Face folder to take the weights from when the run has no checkpoint of
-    its own."""
+    """Checkpoint or Hugging Face model directory to load initial weights from. Ignored if the run
+    has a checkpoint."""
 
 
 class Numerics(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is not finite never updates the weights. stop: end the run there.
-    skip: go on with the next step."""
+    """Policy for a nonfinite loss or gradient; the update is skipped in any case. stop: end the run
+    with exit code 93. skip: continue with the next step."""
     max_skipped: Count = 3
-    """skip: so many steps in a row that are not finite end the run."""
+    """With on_nonfinite skip: end the run after this many consecutive nonfinite steps."""
     on_spike: Literal["ignore", "rollback"] = "ignore"
-    """A loss or gradient norm far above the recent ones. rollback: go back to the newest verified
-    checkpoint and leave out the data since then."""
+    """Policy for a loss or gradient norm far above the recent ones. rollback: load the newest
+    verified checkpoint and skip the data read since."""
     spike_window: Annotated[int, Field(ge=8)] = 128
-    """Steps that a spike is compared with."""
+    """Number of recent steps to compare with."""
     spike_sigmas: Annotated[float, Field(gt=0.0)] = 6.0
-    """Standard deviations above their mean that make a spike."""
+    """Standard deviations above the window's mean that count as a spike."""
     max_rollbacks: Count = 3
-    """Rollbacks in a run; one more ends it."""
+    """Rollbacks per run. One more spike ends the run."""
     replica_check_freq: NonNegative = 0
-    """Steps between bitwise comparisons of replicas; 0: only before the first step."""
+    """Steps between bitwise comparisons of data-parallel replicas. 0: only before the first
+    step."""
 
 
 class Experts(Section):
     balance_loss: Annotated[float, Field(ge=0.0)] = 1e-2
-    """Weight of the loss that evens out the experts' load in each sequence; 0: none."""
+    """Weight of the sequence-wise auxiliary load-balancing loss (arXiv 2412.19437). 0: off."""
     balance_bias_rate: Annotated[float, Field(ge=0.0)] = 0.0
-    """How far the bias in an expert's choice moves in a step, against its load; 0: not at all."""
+    """Step size of the router bias that balances load without a loss (arXiv 2408.15664). 0: off."""
 
 
 class Validation(Section):
     enable: bool = True
-    """Measure the loss on held-out documents."""
+    """Evaluate the loss on held-out documents."""
     freq: Count = 100
-    """Steps between validations; one is made before the first step and one after the last."""
+    """Steps between validations. One also runs before the first step and after the last."""
     steps: Count = 10
-    """Batches per validation, the same ones every time."""
+    """Batches per validation, the same ones each time."""
     sample_tokens: NonNegative = 0
-    """Tokens of text the model writes at the end of the run; 0: none."""
+    """Tokens to sample from the model at the end of the run. 0: none."""
     sample_prompt: str = ""
-    """What that text starts with."""
+    """Prompt of that sample."""
 
 
 class Metrics(Section):
     log_freq: Count = 10
     """Steps between log lines."""
     enable_ledger: bool = False
-    """Write what each step consumed to ledger/; `python -m tools.check_ledger` reads it."""
+    """Record the data consumed by each step in ledger/, for `python -m tools.check_ledger`."""
     straggler_window: NonNegative = 0
-    """Steps after which the ranks' compute times are compared, to name those that are slow in three
-    windows; 0: never."""
+    """Steps between comparisons of the ranks' compute times. A rank slow in three consecutive
+    windows is logged. 0: off."""
     enable_tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    """Write TensorBoard events in addition to metrics.jsonl."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
-    """Peak TFLOP/s of one device for MFU. Absent: known for common GPUs, else MFU is n/a."""
+    """Peak TFLOP/s of one device, for MFU. Absent: a built-in value for common GPUs, else MFU is
+    n/a."""
 
 
 class Profiling(Section):
     enable_trace: bool = False
-    """Write a torch profiler trace of every rank to traces/."""
+    """Write torch.profiler traces of every rank to traces/."""
     trace_freq: Annotated[int, Field(ge=3)] = 100
-    """Steps between traces, each of the last 2 of them, and between memory snapshots."""
+    """Steps between traces, each of which covers the last 2 steps, and between memory snapshots."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots to traces/ (view at pytorch.org/memory_viz)."""
 
 
 class Comm(Section):
     init_timeout_seconds: Count = 600
-    """Limit of a collective until the first step is done."""
+    """Timeout of collectives, in seconds, until the first step is done."""
     train_timeout_seconds: Count = 300
-    """Limit of a collective afterwards, and of what others wait for, such as a save."""
+    """Timeout of collectives, in seconds, after the first step. Also bounds waits such as for a
+    save."""
 
 
 class Debug(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seeds the weights and the order of the data."""
-    deterministic: bool = False
-    """Deterministic kernels only; slower."""
-    determinism: Literal["same_mesh", "elastic"] = "same_mesh"
-    """Which runs are equal bit for bit. same_mesh: those on equal meshes. elastic: also those whose
-    data_parallel_shard_degree, a power of two, differs; gradients are added in a fixed order."""
+    """Seed of the initial weights and the data order."""
+    deterministic: bool | Literal["elastic"] = False
+    """Use deterministic kernels only, which are slower: equal bit for bit on equal meshes.
+    "elastic": also on any data_parallel_shard_degree that is a power of two."""
 
     @property
     def is_elastic(self) -> bool:
-        return self.determinism == "elastic"
+        return self.deterministic == "elastic"
 
 
 class JobConfig(Section):
-    """A whole run. Only what checks or starts one takes it; everything else takes a section."""
+    """Configuration of a whole run. Only what validates or starts a run takes it; other code takes
+    a section."""
 
     job: Job = Job()
     model: Model = Model()

@@ -1,6 +1,6 @@
-"""A TOML file and ``--section.key value`` overrides become one validated ``JobConfig``.
+"""Load a TOML file and ``--section.key value`` overrides into one validated ``JobConfig``.
 
-Precedence: command line, then file, then defaults. Every mistake is reported at once.
+Precedence: command line, then file, then defaults. All errors are reported together.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from config.job_config import JobConfig
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration, one message per mistake."""
+    """Invalid configuration; ``messages`` has one text per error."""
 
     def __init__(self, messages: list[str]) -> None:
         super().__init__("\n".join(messages))
@@ -24,56 +24,56 @@ class ConfigError(ValueError):
 
 
 def load_config(path: Path, overrides: list[str]) -> JobConfig:
-    """Read ``path``, apply ``overrides``; raise ``ConfigError`` naming every bad key."""
+    """Read ``path`` and apply ``overrides``. Raises ``ConfigError`` that names every bad key."""
     try:
         tables = tomli.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # not a file, not UTF-8, not TOML
         raise ConfigError([f"{path}: {error}"]) from None
     scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
-    mistakes = [f"{path}: {key} must stand in a [table]" for key in scalars]
+    errors = [f"{path}: {key} must be in a [table]" for key in scalars]
     tables = {key: value for key, value in tables.items() if key not in scalars}
     from_command_line, malformed = parse_overrides(overrides)
-    mistakes += malformed
+    errors += malformed
     for key, value in from_command_line.items():
         section, _, name = key.partition(".")
         tables.setdefault(section, {})[name] = value
     try:
         config = JobConfig.model_validate(tables)
     except ValidationError as error:
-        mistakes += _messages(error, path, set(from_command_line))
-    if mistakes:
-        raise ConfigError(mistakes)
+        errors += _messages(error, path, set(from_command_line))
+    if errors:
+        raise ConfigError(errors)
     return config
 
 
 def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """``["--a.b", "1", "--c.d=x"]`` to the values ``{"a.b": 1, "c.d": "x"}``, and the mistakes."""
+    """Parse ``["--a.b", "1", "--c.d=x"]`` to ``{"a.b": 1, "c.d": "x"}``, and list all errors."""
     values: dict[str, Any] = {}
-    mistakes = []
+    errors = []
     rest = list(arguments)
     while rest:
         key, is_given, raw = rest.pop(0).partition("=")
         if not is_given and key.startswith("--") and rest and not rest[0].startswith("--"):
             is_given, raw = "=", rest.pop(0)
         if not re.fullmatch(r"--[^.]+\.[^.]+", key):
-            mistakes.append(f"command line: {key!r} is not --section.key; see --help")
+            errors.append(f"command line: {key!r} is not --section.key; see --help")
         elif not is_given:
-            mistakes.append(f"command line: {key} needs a value: {key} VALUE or {key}=VALUE")
+            errors.append(f"command line: {key} needs a value: {key} VALUE or {key}=VALUE")
         elif not _is_unicode(key + raw):
-            mistakes.append(f"command line: {key}: {raw!r} is not UTF-8")
+            errors.append(f"command line: {key}: {raw!r} is not UTF-8")
         else:
             key = key.removeprefix("--")
             values[key] = _parse_value(key, raw)
-    return values, mistakes
+    return values, errors
 
 
 def dump_toml(config: JobConfig) -> str:
-    """The resolved configuration, every key spelled out; loading it gives ``config`` again."""
+    """TOML text of all keys, defaults included. Loading it gives an equal ``config``."""
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def _is_unicode(text: str) -> bool:
-    """False for bytes that are not UTF-8: Python makes them characters that no file can hold."""
+    """Whether ``text`` is valid UTF-8. Python decodes invalid argument bytes to lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -82,15 +82,15 @@ def _is_unicode(text: str) -> bool:
 
 
 def _parse_value(key: str, raw: str) -> Any:
-    """A TOML value if it reads as one; a text key takes what was typed, quotes or not."""
+    """Parse ``raw`` as a TOML value, else return it. A string key needs no quotes."""
     section, _, name = key.partition(".")
     field = _fields(section).get(name)
     try:
         (value,) = tomli.loads(f"value = {raw}").values()
-    except (ValueError, RecursionError):  # not TOML, or, with line breaks in it, several values
+    except (ValueError, RecursionError):  # not TOML, or several values on several lines
         return raw
-    is_text = field is not None and field.annotation is str
-    return raw if is_text and not isinstance(value, str) else value
+    is_string = field is not None and field.annotation is str
+    return raw if is_string and not isinstance(value, str) else value
 
 
 def _fields(section: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _fields(section: str) -> dict[str, Any]:
 
 
 def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -> list[str]:
-    """One line per key: failures of a union's several branches are one mistake."""
+    """One message per key, because pydantic reports each branch of a union separately."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors():
         key = _key(item["loc"])
@@ -109,17 +109,19 @@ def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -
         reasons.setdefault(key, [])
         if reason + value not in reasons[key]:
             reasons[key].append(reason + value)
-    typed = from_command_line | {key.partition(".")[0] for key in from_command_line}
-    origin = {key: "command line" if key in typed else str(path) for key in reasons}
+    overridden = from_command_line | {key.partition(".")[0] for key in from_command_line}
+    origin = {key: "command line" if key in overridden else str(path) for key in reasons}
     return [f"{origin[key]}: {key}: {' or '.join(texts)}" for key, texts in reasons.items()]
 
 
-def _key(place: tuple[int | str, ...]) -> str:
-    """``section.name``, or ``section.name[0].key`` in an array of tables; what may follow, names of
-    a union's branches, is left out."""
-    key = ".".join(str(part) for part in place[:2])
-    if len(place) > 2 and isinstance(place[2], int):
-        key += f"[{place[2]}]" + "".join(f".{part}" for part in place[3:4])
+def _key(location: tuple[int | str, ...]) -> str:
+    """``section.name``, or ``section.name[0].key`` in an array of tables.
+
+    Names of union branches, which pydantic appends, are dropped.
+    """
+    key = ".".join(str(part) for part in location[:2])
+    if len(location) > 2 and isinstance(location[2], int):
+        key += f"[{location[2]}]" + "".join(f".{part}" for part in location[3:4])
     return key
 
 
@@ -137,6 +139,6 @@ def _unknown(key: str) -> str:
         hint = f"; did you mean [{near[0]}]?" if near else ""
         return f"unknown table{hint}"
     near = difflib.get_close_matches(name, _fields(section), n=1)
-    elsewhere = [s for s in JobConfig.model_fields if name in _fields(s)]
-    candidates = [f"{section}.{n}" for n in near] or [f"{s}.{name}" for s in elsewhere[:1]]
+    other_sections = [s for s in JobConfig.model_fields if name in _fields(s)]
+    candidates = [f"{section}.{n}" for n in near] or [f"{s}.{name}" for s in other_sections[:1]]
     return "unknown key" + (f"; did you mean {candidates[0]}?" if candidates else "")

@@ -1,8 +1,8 @@
-"""The global batch size as a function of the step alone: nothing to save, nothing to restore.
+"""Batch size ramp: the global batch size is a function of the step alone, so it has no state.
 
-A ramp of the batch size (arXiv 2005.14165, section 2.3), which Megatron-LM calls rampup and
-arXiv 2505.23971 batch size warmup: early in training small batches are enough, because the noise of
-their gradients is small beside the gradients themselves (arXiv 1812.06162).
+Source: arXiv 2005.14165, section 2.3. Megatron-LM calls it rampup, arXiv 2505.23971 batch size
+warmup. Small batches are enough early in training, because gradients are then large compared to
+their noise (arXiv 1812.06162).
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ Ramp = Sequence[Sequence[int]]
 
 
 def batch_size_of(step: int, ramp: Ramp, final: int) -> int:
-    """Sequences of step ``step`` (1-based); ``final`` after the ramp."""
+    """Global batch size of ``step`` (from 1), in sequences; ``final`` after the ramp."""
     return sequences_in(step, ramp, final) - sequences_in(step - 1, ramp, final)
 
 
 def sequences_in(steps: int, ramp: Ramp, final: int) -> int:
-    """Sequences of the first ``steps`` steps together."""
+    """Total number of sequences in the first ``steps`` steps."""
     total = 0
     for length, size in ramp:
         total += min(length, steps) * size

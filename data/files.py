@@ -1,4 +1,4 @@
-"""What all files of documents have in common: names, keys, places, and samples of documents."""
+"""Helpers shared by document readers: relative names, hashes per record, shard lookup, sampling."""
 
 import hashlib
 import os
@@ -8,25 +8,25 @@ from pathlib import Path
 
 import numpy as np
 
-# How many documents, spread over all, stand for the contents in a fingerprint.
-FINGERPRINTED = 64
+# Number of evenly spaced documents whose contents a fingerprint hashes.
+FINGERPRINT_SAMPLES = 64
 
 
-def named(pattern: str, paths: list[Path]) -> list[tuple[Path, str]]:
-    """(path, name) of each path that a glob found; names do not depend on where the tree lies."""
+def relative_names(pattern: str, paths: list[Path]) -> list[tuple[Path, str]]:
+    """(path, name) of each path that a glob found; names are relative to the glob's fixed part."""
     root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
     return [(path, path.relative_to(root).as_posix()) for path in paths]
 
 
-def name_key(name: str) -> int:
-    """A uniform uint64 from a name, the same on every machine."""
+def name_hash(name: str) -> int:
+    """Hash a name to a uniform uint64, the same on every machine (BLAKE2b)."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def record_keys(name: str, count: int) -> np.ndarray:
-    """A uniform uint64 per record of a file: splitmix64, started at the file's key."""
+def record_hashes(name: str, count: int) -> np.ndarray:
+    """Hash each record of a file to a uniform uint64 (count,): splitmix64 seeded with the name."""
     with np.errstate(over="ignore"):
-        z = np.uint64(name_key(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
+        z = np.uint64(name_hash(name)) + np.arange(count, dtype=np.uint64) * np.uint64(
             0x9E3779B97F4A7C15
         )
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -34,12 +34,12 @@ def record_keys(name: str, count: int) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def locate(ends: list[int], index: int) -> tuple[int, int]:
-    """The file of document ``index``, and its place there. ``ends``: documents up to each's end."""
-    file = bisect_right(ends, index)
-    return file, int(index) - (ends[file - 1] if file else 0)
+def find_shard(ends: list[int], index: int) -> tuple[int, int]:
+    """(shard, index within it) of document ``index``; ``ends``: cumulative document counts."""
+    shard = bisect_right(ends, index)
+    return shard, int(index) - (ends[shard - 1] if shard else 0)
 
 
-def spread(count: int, at_most: int) -> range:
-    """Up to ``at_most`` of ``count`` indices, evenly spread over them."""
+def evenly_spaced(count: int, at_most: int) -> range:
+    """At most ``at_most`` evenly spaced indices below ``count``."""
     return range(0, count, count // at_most + 1)

@@ -1,8 +1,8 @@
-"""Several sources as one: each row of the global batch draws documents by shares of tokens.
+"""Mixture of sources: each row of the global batch samples documents by weights of tokens.
 
-A row takes its next document from the source that is farthest behind its share, so that on every
-row the shares stay within a few documents of the weights. Rows begin at different places of that
-cycle, so that a global batch has the shares too. Only the row's own past decides.
+A row takes its next document from the source that is farthest behind its weight, so every row stays
+within a few documents of the weights. Rows start at different points of that cycle, so a global
+batch has these proportions too. The choice depends only on the row's own past.
 """
 
 import hashlib
@@ -16,18 +16,18 @@ from data.sources import Document, Source
 from data.tokenizer import Tokenizer
 
 MAX_EMPTY_DOCUMENTS = 100_000
-END: Any = object()
+END_OF_SOURCE: Any = object()
 
 
 class Mixture:
-    """Sources, and each one's share of the tokens."""
+    """Sources, and the weight of each in tokens."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] = (1.0,)) -> None:
         assert len(sources) == len(weights), "a weight for each source"
         self.sources, self.weights = tuple(sources), tuple(weights)
         self.description = "; ".join(source.description for source in sources)
         self.fingerprint = sources[0].fingerprint
-        """Equal for mixtures that give equal documents in equal order."""
+        """Equal for mixtures with the same documents in the same order."""
         if len(sources) > 1:
             parts = [f"{s.fingerprint} {w}" for s, w in zip(sources, weights, strict=True)]
             self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -36,63 +36,64 @@ class Mixture:
     def choose(
         self, row: int, taken: Sequence[int], tokens: Sequence[int], live: Sequence[int]
     ) -> int:
-        """The next of the ``live`` sources, given the documents and tokens taken from each."""
+        """Choose the next of the ``live`` sources, given the documents and tokens taken of each."""
         if len(live) == 1:
             return live[0]
-        # Documents of a source that was not read yet are taken to be as long as any source's.
+        # A source that was not read yet is assumed to have the longest documents of all.
         means = [n / max(count, 1) for n, count in zip(tokens, taken, strict=True)]
         longest = max(means) or 1.0
 
         def progress(i: int) -> float:
-            ahead = self._head_start(row, i) * (means[i] or longest)
-            return (tokens[i] + ahead) / self.weights[i]
+            head_start = self._head_start(row, i) * (means[i] or longest)
+            return (tokens[i] + head_start) / self.weights[i]
 
         return min(live, key=progress)
 
     def _head_start(self, row: int, source: int) -> float:
-        """In documents. Exponential, so that a source is the first as often as its weight says."""
+        """Exponential, in documents, so that P(source is first) is proportional to its weight."""
         key = row, source
         if key not in self._head_starts:
             digest = hashlib.blake2b(b"%d %d" % key, digest_size=7).digest()
-            # 53 bits are all that a float has.
+            # A float64 has 53 significant bits.
             uniform = (int.from_bytes(digest, "little") >> 3) / 2**53
             self._head_starts[key] = -math.log1p(-uniform)
         return self._head_starts[key]
 
 
 class RowState(NamedTuple):
-    """Where a row is: counts for each source, and a place in the next document."""
+    """Position of a row: counts for each source, and an offset in the next document."""
 
     taken: tuple[int, ...]
-    """Documents of each source before the next one."""
+    """Number of documents of each source before the next one."""
     tokens: tuple[int, ...]
     """Their tokens."""
     bad: int
-    """How many of them all could not be read."""
+    """Number of those documents, over all sources, that could not be read."""
     source: int
-    """The next document's."""
+    """Source of the next document."""
     token: int
-    """Where to begin in that document; with best_fit, which sequence of those packed from it on."""
+    """First token to read of that document; with best_fit, the next sequence of the window."""
 
     @property
     def document(self) -> int:
-        """The next document's number, counted over all sources."""
+        """Number of documents before the next one, over all sources."""
         return sum(self.taken)
 
     @property
     def place(self) -> tuple[int, int]:
+        """(document, token), as the ledger writes it."""
         return self.document, self.token
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict() | {"taken": list(self.taken), "tokens": list(self.tokens)}
 
     @classmethod
-    def of_json(cls, saved: dict[str, Any]) -> "RowState":
+    def from_json(cls, saved: dict[str, Any]) -> "RowState":
         return cls(**saved | {name: tuple(saved[name]) for name in ("taken", "tokens")})
 
 
-class MixedRow:
-    """The documents of one row, tokenized."""
+class RowStream:
+    """Tokenized documents of one row."""
 
     def __init__(
         self,
@@ -114,13 +115,13 @@ class MixedRow:
         self._live = list(range(len(self._streams)))
 
     def read(self) -> tuple[RowState, np.ndarray] | None:
-        """The next document that has tokens, and the state before it; None if all have ended."""
+        """Return the state before the next nonempty document and its ids (s,); None at the end."""
         n_empty = 0
         while self._live:
             chosen = self._mixture.choose(self.row, self._taken, self._tokens, self._live)
             before = self.state._replace(source=chosen)
-            document = next(self._streams[chosen], END)
-            if document is END:
+            document = next(self._streams[chosen], END_OF_SOURCE)
+            if document is END_OF_SOURCE:
                 self._live.remove(chosen)
                 continue
             self._taken[chosen] += 1
@@ -133,18 +134,18 @@ class MixedRow:
                 return before, document
             n_empty += 1
             if n_empty == MAX_EMPTY_DOCUMENTS:
-                text = f"{MAX_EMPTY_DOCUMENTS:,} documents in a row have no text"
+                text = f"{MAX_EMPTY_DOCUMENTS:,} consecutive documents have no text"
                 raise ValueError(f"data: {self._mixture.description}: {text}")
         return None
 
     @property
     def state(self) -> RowState:
-        """The state after everything that was read."""
+        """State after all documents read so far."""
         return RowState(tuple(self._taken), tuple(self._tokens), self._bad, source=0, token=0)
 
     def _check_ids(self, ids: np.ndarray, before: RowState) -> None:
-        """Raise ``ValueError`` for a foreign id: a sharded embedding would make zeros of it."""
-        # Seen as unsigned, a negative id is a large one.
+        """Raise ``ValueError`` for ids out of range: a sharded embedding would return zeros."""
+        # Viewed as unsigned, a negative id is large.
         is_signed = ids.dtype.kind == "i"
         if (ids.view(f"u{ids.itemsize}") if is_signed else ids).max() < self._vocab_size:
             return

@@ -1,7 +1,7 @@
-"""Where text comes from: each row's documents, in the same order on any number of ranks.
+"""Data sources: the documents of each row, in the same order on any number of ranks.
 
 A global batch has a fixed number of rows. Row ``r`` of ``n`` reads documents r, r + n, r + 2n, ...
-of an endless order, so what a step consumes depends on the seed and the step alone.
+of an endless shuffled order, so a step's data depend only on the seed and the step.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from config.job_config import Data, DataSource
-from data.files import FINGERPRINTED, spread
+from data.files import FINGERPRINT_SAMPLES, evenly_spaced
 from data.text_files import TextFiles, builtin_files, matching_files
 from data.token_files import TokenFiles, open_token_files
 from data.tokenizer import Tokenizer
@@ -22,45 +22,45 @@ from runtime.log import logger
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 Document = str | np.ndarray | None
-"""Text, or its ids as they are trained on, markers included. None: it cannot be read."""
+"""Text, or its token ids (s,) with bos and eos; None if it cannot be read."""
 
 
 class Source(Protocol):
     fingerprint: str
-    """Equal for sources that give equal documents in equal order."""
+    """Equal for sources with the same documents in the same order."""
     description: str
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
-        """The row's documents from its ``start``-th on; without end, if the source repeats."""
+        """Iterate over the row's documents from its ``start``-th; endless if the source repeats."""
         ...
 
     @property
     def n_documents(self) -> int | None:
-        """Documents in one epoch, over all rows; None: not known."""
+        """Number of documents in one epoch, over all rows; None if unknown."""
         ...
 
 
 class Documents(Protocol):
-    """Documents that can be read by index, in their natural order."""
+    """Documents by index, in their order on disk; ``ValueError`` if one cannot be read."""
 
     @property
-    def keys(self) -> np.ndarray:
-        """For each document, the uniform uint64 that decides whether it is held out."""
+    def split_hashes(self) -> np.ndarray:
+        """Uniform uint64 per document that decides whether it is held out."""
         ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Document: ...
 
 
-class Lenient:
-    """Documents, with None for each that cannot be read."""
+class SkipBadRecords:
+    """Returns None in place of documents that cannot be read, and logs them."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
 
     @property
-    def keys(self) -> np.ndarray:
-        return self._documents.keys
+    def split_hashes(self) -> np.ndarray:
+        return self._documents.split_hashes
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -69,12 +69,12 @@ class Lenient:
         try:
             return self._documents[index]
         except ValueError as error:
-            logger.warning("skipped: %s", error)
+            logger.warning("data: skipped bad record: %s", error)
             return None
 
 
 class ShuffledDocuments:
-    """Documents that can be read by index, in another seeded order each epoch."""
+    """Source that reads documents in another seeded order each epoch."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class ShuffledDocuments:
         repeat: bool = True,
     ) -> None:
         if len(documents) == 0:
-            raise ValueError("data.path: there is no document")
+            raise ValueError("data.path: no documents")
         if len(indices) == 0:
             raise ValueError(
-                f"data: none of {len(documents):,} documents is for {name};"
+                f"data: none of the {len(documents):,} documents is left for {name};"
                 " see data.validation_percent"
             )
         self._documents, self._indices, self._seed = documents, indices, seed
@@ -98,59 +98,59 @@ class ShuffledDocuments:
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         self.description = f"{len(indices):,} documents for {name}"
-        # Rows may be in two epochs at a time, so two orders serve them all.
+        # At any time rows are in at most two epochs, so two permutations are enough.
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
         counter = start * n_rows + row
         while self._repeat or counter < len(self._indices):
-            epoch, place = divmod(counter, len(self._indices))
-            yield self._documents[self._order(epoch)[place]]
+            epoch, index = divmod(counter, len(self._indices))
+            yield self._documents[self._order(epoch)[index]]
             counter += n_rows
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        # NumPy promises the same raw draws in every release, but not the same permutations.
-        draws = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._indices))
-        return self._indices[np.argsort(draws, kind="stable")]
+        # NumPy guarantees the same raw random numbers in every release, but not permutations.
+        sort_keys = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._indices))
+        return self._indices[np.argsort(sort_keys, kind="stable")]
 
 
 def build_sources(
     config: Data, seed: int, *, with_held_out: bool = True, tokenizer: Tokenizer | None = None
 ) -> tuple[list[Source], dict[str, Source]]:
-    """Each source's training documents, and held-out ones by the source's label.
+    """Build the training sources, and the held-out ones by the source's label.
 
-    If ``tokenizer`` is given, it must be that of sources that are tokenized already. A hash of a
-    file's relative path (and a table's row) decides what is held out, so the split is the same on
-    every machine. Raises ``ValueError`` that names what is missing.
+    Sources of token ids must match ``tokenizer``, if it is given. A hash of each file's relative
+    path (and table row) decides whether it is held out, so the split is the same on every machine.
+    Raises ``ValueError`` for missing or bad data, ``OSError`` if reading fails.
     """
     train, held_out = [], {}
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
     for source in config.mixture:
-        with naming(source, config):
+        with with_source_name(source, config):
             if source.type == "tokens" and tokenizer is not None:
                 check_tokenizer(open_token_files(source.path), tokenizer, config.tokenizer)
-            one, other = _build_source(
+            train_source, held_out_source = _build_source(
                 source, percent, seed, with_held_out=with_held_out, skips_bad=skips_bad
             )
-        train.append(one)
-        if other is not None:
-            held_out[source.label] = other
+        train.append(train_source)
+        if held_out_source is not None:
+            held_out[source.label] = held_out_source
     return train, held_out
 
 
 def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer, name: str) -> None:
-    """Raise ``ValueError`` unless ``files`` have ids of ``tokenizer``, as far as they tell."""
-    theirs = files.tokenizer_fingerprint
-    if theirs is not None and theirs != tokenizer.fingerprint:
-        raise ValueError(f"data.path: the ids are not those of data.tokenizer, {name}")
+    """Raise ``ValueError`` if the metadata of ``files`` do not match ``tokenizer``."""
+    fingerprint = files.tokenizer_fingerprint
+    if fingerprint is not None and fingerprint != tokenizer.fingerprint:
+        raise ValueError(f"data.path: tokenized with another tokenizer than data.tokenizer {name}")
     if files.max_id is not None and files.max_id >= tokenizer.n_vocab:
-        text = f"an id is {files.max_id}; data.tokenizer, {name}, has {tokenizer.n_vocab}"
+        text = f"token id {files.max_id} exceeds data.tokenizer {name} of size {tokenizer.n_vocab}"
         raise ValueError(f"data.path: {text}")
 
 
 @contextmanager
-def naming(source: DataSource, config: Data) -> Iterator[None]:
-    """Have an error say which of several sources it is about."""
+def with_source_name(source: DataSource, config: Data) -> Iterator[None]:
+    """Prefix errors with the label of ``source``, if there are several sources."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -165,16 +165,16 @@ def _build_source(
     config: DataSource, percent: float, seed: int, *, with_held_out: bool, skips_bad: bool
 ) -> tuple[Source, Source | None]:
     if config.type in ("c4", "huggingface"):
-        # datasets takes a second to import, so only those who need it wait.
+        # Imported here, because datasets takes a second to import.
         from data.tables import hub_streams
 
         return hub_streams(config, with_held_out, skips_bad=skips_bad)
     documents, fingerprint = open_documents(config, skips_bad=skips_bad)
-    keys = documents.keys
-    is_held_out = keys < np.uint64(percent / 100 * 2**64)
-    if percent > 0 and len(keys) > 1 and not is_held_out.any():
-        # However few the documents, at least one is held out.
-        is_held_out = keys == keys.min()
+    hashes = documents.split_hashes
+    is_held_out = hashes < np.uint64(percent / 100 * 2**64)
+    if percent > 0 and len(hashes) > 1 and not is_held_out.any():
+        # Hold out at least one document, however few there are.
+        is_held_out = hashes == hashes.min()
     build = partial(ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint)
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if percent == 0 or not with_held_out:
@@ -183,18 +183,18 @@ def _build_source(
 
 
 def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Documents, str]:
-    """A source's documents, by index, and a fingerprint; ``ValueError`` names what is missing.
+    """Open a source's documents by index; return them and their fingerprint.
 
-    ``skips_bad``: those that cannot be read are None.
+    ``skips_bad``: documents that cannot be read are None. Raises ``ValueError`` for missing files.
     """
     if config.type == "tokens":
         tokenized = open_token_files(config.path)
-        return Lenient(tokenized) if skips_bad else tokenized, tokenized.fingerprint
+        return SkipBadRecords(tokenized) if skips_bad else tokenized, tokenized.fingerprint
     if config.type in ("c4", "huggingface"):
         from data.tables import HubTable
 
         table = HubTable(config, skips_bad=skips_bad)
-        return Lenient(table) if skips_bad else table, _fingerprint(table.name, table)
+        return SkipBadRecords(table) if skips_bad else table, _fingerprint(table.name, table)
     is_builtin = config.type == "builtin"
     files = builtin_files() if is_builtin else matching_files(config.path)
     documents: Documents
@@ -205,15 +205,15 @@ def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Docu
     else:
         documents = TextFiles(files, encoding_errors="replace" if is_builtin else "strict")
     if skips_bad:
-        documents = Lenient(documents)
+        documents = SkipBadRecords(documents)
     listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
     return documents, _fingerprint(listing, documents)
 
 
 def _fingerprint(listing: str, documents: Documents) -> str:
-    """Hash of ``listing``, which says what is read, and of a few documents spread over it."""
+    """Hash of ``listing``, which names the files, and of evenly spaced documents."""
     digest = hashlib.sha256(listing.encode())
-    for index in spread(len(documents), FINGERPRINTED):
+    for index in evenly_spaced(len(documents), FINGERPRINT_SAMPLES):
         document = documents[index]
         if isinstance(document, np.ndarray):
             digest.update(document.tobytes())

@@ -1,4 +1,4 @@
-"""Documents in the rows of tables, read through Hugging Face's ``datasets``: local or streamed."""
+"""Documents in rows of tables, read by Hugging Face ``datasets`` from files or the hub."""
 
 import gzip
 import hashlib
@@ -16,14 +16,14 @@ import datasets
 import numpy as np
 
 from config.job_config import DataSource
-from data.files import locate, record_keys
+from data.files import find_shard, record_hashes
 
 C4 = ("allenai/c4", "en", "text")
 COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 
 
 class Tables:
-    """Rows of .jsonl and .parquet files, memory-mapped after a first conversion to Arrow."""
+    """Rows of .jsonl and .parquet files; converted to Arrow once, then memory-mapped."""
 
     def __init__(
         self, files: list[tuple[Path, str]], text_key: str, *, skips_bad: bool = False
@@ -31,10 +31,10 @@ class Tables:
         others = [str(path) for path, _ in files if not (_is_json(path) or _is_parquet(path))]
         if others:
             more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            text = f"data.path mixes tables with plain text files: {', '.join(others[:3])}{more}"
-            raise ValueError(f"{text}; two [[data.sources]] can be read beside each other")
+            text = f"data.path: mixes tables with plain text files: {', '.join(others[:3])}{more}"
+            raise ValueError(f"{text}; use two [[data.sources]]")
         self._files = files
-        # The column by itself: reading a row of the whole table takes several times as long.
+        # Only the text column, because reading a row of all columns takes several times as long.
         self._columns = [_read_table(path, text_key, skips_bad).data[text_key] for path, _ in files]
         self._ends = list(accumulate(map(len, self._columns)))
 
@@ -42,7 +42,7 @@ class Tables:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> str | None:
-        table, row = locate(self._ends, index)
+        table, row = find_shard(self._ends, index)
         try:
             return self._columns[table][row].as_py()
         except UnicodeDecodeError as error:
@@ -50,15 +50,15 @@ class Tables:
             raise ValueError(f"{path}: row {row} is not UTF-8: {error}") from None
 
     @property
-    def keys(self) -> np.ndarray:
-        """For each row, a uniform uint64 that depends only on its file's name and its number."""
+    def split_hashes(self) -> np.ndarray:
+        """Uniform uint64 per row that depends only on its file's name and its row number."""
         names = (name for _, name in self._files)
         columns = zip(names, self._columns, strict=True)
-        return np.concatenate([record_keys(name, len(column)) for name, column in columns])
+        return np.concatenate([record_hashes(name, len(column)) for name, column in columns])
 
 
 class HubTable:
-    """The split "train" of a hub dataset, downloaded whole and memory-mapped."""
+    """Split "train" of a hub dataset, downloaded completely and memory-mapped."""
 
     def __init__(self, config: DataSource, *, skips_bad: bool = False) -> None:
         name, subset, text_key = _hub_name(config)
@@ -66,9 +66,9 @@ class HubTable:
             table = datasets.load_dataset(name, subset or None, split="train")
         except Exception as error:  # datasets raises its own and the network's errors
             raise ValueError(f"data.path: cannot load {name} (train): {error}") from error
-        fault = _column_fault(table, text_key, name, skips_bad=skips_bad)
-        if fault:
-            raise ValueError(f"data.text_key: {fault}")
+        problem = _column_error(table, text_key, name, skips_bad=skips_bad)
+        if problem:
+            raise ValueError(f"data.text_key: {problem}")
         self._column = table.data[text_key]
         self.name, self._key = f"{name}/{subset}/{text_key}", name
 
@@ -79,15 +79,15 @@ class HubTable:
         return self._column[index].as_py()
 
     @property
-    def keys(self) -> np.ndarray:
-        return record_keys(self._key, len(self))
+    def split_hashes(self) -> np.ndarray:
+        return record_hashes(self._key, len(self))
 
 
 class HubStream:
-    """One split of a hub dataset, streamed in its own order, the same every epoch.
+    """Streams one split of a hub dataset in its stored order, the same every epoch.
 
-    A row of the batch reads files of its own; where there are fewer files than rows, the rows that
-    share one take turns. To resume, a row reads past what it had before.
+    Each row of the batch reads its own files. If there are fewer files than rows, rows that share
+    files alternate. Resume re-reads and discards all documents before the row's position.
     """
 
     n_documents = None
@@ -112,14 +112,14 @@ class HubStream:
             raise ValueError(f"data.path: cannot open {name} ({split}): {error}") from error
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[str | None]:
-        n_shares = min(n_rows, self._dataset.num_shards)
-        share, turn = row % n_shares, row // n_shares
-        turns = len(range(share, n_rows, n_shares))
-        mine = self._dataset.shard(n_shares, share)
+        n_shards = min(n_rows, self._dataset.num_shards)
+        index, turn = row % n_shards, row // n_shards
+        n_turns = len(range(index, n_rows, n_shards))
+        shard = self._dataset.shard(n_shards, index)
         number = 0
         while True:
             first = number
-            for record in self._read(islice(mine, turn, None, turns), row, number):
+            for record in self._read(islice(shard, turn, None, n_turns), row, number):
                 text = record.get(self._text_key)
                 if number >= start and (isinstance(text, str) or self._skips_bad):
                     yield text if isinstance(text, str) else None
@@ -129,7 +129,7 @@ class HubStream:
                 number += 1
             if number == first and self._repeat:
                 raise ValueError(
-                    f"data.path: {self.description}, has no document for row {row} of {n_rows}"
+                    f"data.path: {self.description}: no document for row {row} of {n_rows}"
                 )
             if not self._repeat:
                 return
@@ -137,7 +137,7 @@ class HubStream:
     def _read(
         self, records: Iterator[dict[str, Any]], row: int, number: int
     ) -> Iterator[dict[str, Any]]:
-        """Have errors name what cannot be read: ``ValueError`` for contents, else ``OSError``."""
+        """Add the document to errors: ``ValueError`` for bad contents, else ``OSError``."""
         try:
             for record in records:
                 yield record
@@ -151,7 +151,7 @@ class HubStream:
 def hub_streams(
     config: DataSource, with_held_out: bool, *, skips_bad: bool
 ) -> tuple[HubStream, HubStream | None]:
-    """The split "train" of the dataset that ``config`` names, and "validation" if asked for."""
+    """Open the splits "train" and, if ``with_held_out``, "validation" of a hub dataset."""
     name, subset, text_key = _hub_name(config)
     build = partial(HubStream, name, subset, text_key=text_key, skips_bad=skips_bad)
     train = build("train", repeat=config.repeat)
@@ -160,7 +160,7 @@ def hub_streams(
 
 
 def _hub_name(config: DataSource) -> tuple[str, str, str]:
-    """The dataset, its configuration and the column of texts."""
+    """(dataset, configuration, text column) of ``config``."""
     return C4 if config.type == "c4" else (config.path, config.subset, config.text_key)
 
 
@@ -173,7 +173,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
-    """The table, its texts checked to be text; with ``skips_bad``, those that are not are null."""
+    """Read a table and check its text column; with ``skips_bad``, bad texts are null."""
     if path.stat().st_size == 0:
         raise ValueError(f"data.path: {path} is empty")
     is_json = _is_json(path)
@@ -183,16 +183,16 @@ def _read_table(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
         else:
             table = datasets.Dataset.from_parquet(str(path))
     except Exception as error:  # datasets raises its own and pyarrow's errors
-        line = _bad_line(path, text_key, skips_bad) if is_json else ""
+        line = _first_bad_line(path, text_key, skips_bad) if is_json else ""
         raise ValueError(line or f"{path}: {error.__cause__ or error!r}") from error
-    fault = _column_fault(table, text_key, str(path), skips_bad=skips_bad)
-    if fault:
-        raise ValueError(f"data.text_key: {fault}")
+    problem = _column_error(table, text_key, str(path), skips_bad=skips_bad)
+    if problem:
+        raise ValueError(f"data.text_key: {problem}")
     return table
 
 
-def _column_fault(table: datasets.Dataset, text_key: str, name: str, *, skips_bad: bool) -> str:
-    """Why the column is not all text (with ``skips_bad``, text or null); "" if it is."""
+def _column_error(table: datasets.Dataset, text_key: str, name: str, *, skips_bad: bool) -> str:
+    """Error if the column is not all text (with ``skips_bad``, text or null), else ""."""
     if text_key not in table.column_names:
         return f"{name} has no column {text_key!r}, only {', '.join(table.column_names)}"
     dtype = getattr(table.features[text_key], "dtype", "nested")
@@ -205,31 +205,31 @@ def _column_fault(table: datasets.Dataset, text_key: str, name: str, *, skips_ba
 
 
 def _read_lines(path: Path, text_key: str, skips_bad: bool) -> datasets.Dataset:
-    """A row for each line that is not blank; with ``skips_bad``, a bad line makes a null.
+    """Read one row per nonblank line; with ``skips_bad``, bad lines become null.
 
-    pyarrow's own JSON reader would guess types: it makes a date of a text that looks like one.
+    pyarrow's JSON reader guesses types: it turns texts that look like dates into dates.
     """
     status = path.stat()
-    # A conversion that was made before is found again by these.
-    facts = {"path": str(path.resolve()), "text_key": text_key, "skips_bad": skips_bad}
-    facts |= {"size": status.st_size, "time": status.st_mtime_ns}
+    # datasets finds an earlier conversion in its cache by these.
+    cache_keys = {"path": str(path.resolve()), "text_key": text_key, "skips_bad": skips_bad}
+    cache_keys |= {"size": status.st_size, "time": status.st_mtime_ns}
     features = datasets.Features({text_key: datasets.Value("large_string")})
-    return datasets.Dataset.from_generator(_texts, features=features, gen_kwargs=facts)
+    return datasets.Dataset.from_generator(_texts, features=features, gen_kwargs=cache_keys)
 
 
 def _texts(
-    path: str, text_key: str, skips_bad: bool, **facts: int
+    path: str, text_key: str, skips_bad: bool, **cache_keys: int
 ) -> Iterator[dict[str, str | None]]:
     for line in _lines(Path(path)):
-        text, fault = _text_of(line, text_key)
-        if fault and not skips_bad:
-            raise ValueError(fault)
+        text, problem = _text_of(line, text_key)
+        if problem and not skips_bad:
+            raise ValueError(problem)
         if line.strip():
             yield {text_key: text}
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The file's lines, decompressed; ``OSError`` if a compressed file is torn."""
+    """Lines of the file, decompressed; ``OSError`` if a compressed file is truncated or corrupt."""
     try:
         if path.suffix == ".zst":
             yield from _split(_decompressed(path))
@@ -237,28 +237,28 @@ def _lines(path: Path) -> Iterator[bytes]:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
                 yield from file
     except (EOFError, zlib.error) as error:
-        raise OSError(f"it is torn: {error}") from error
+        raise OSError(f"truncated or corrupt: {error}") from error
 
 
 def _decompressed(path: Path) -> Iterator[bytes]:
-    # Only those who have such files need the package.
+    # Imported here, because only .zst files need the package.
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor().decompressobj()
-    is_within = False
+    is_in_frame = False
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             while chunk:
                 try:
                     yield decompressor.decompress(chunk)
                 except zstandard.ZstdError as error:
-                    raise OSError(f"it is torn: {error}") from error
-                is_within, chunk = not decompressor.eof, decompressor.unused_data
+                    raise OSError(f"truncated or corrupt: {error}") from error
+                is_in_frame, chunk = not decompressor.eof, decompressor.unused_data
                 if decompressor.eof:
                     decompressor = zstandard.ZstdDecompressor().decompressobj()
-    if is_within:
-        # The package's own reader would say nothing.
-        raise OSError("it is torn: it ends within a frame")
+    if is_in_frame:
+        # zstandard does not report this itself.
+        raise OSError("truncated or corrupt: ends within a frame")
 
 
 def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -270,24 +270,26 @@ def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def _bad_line(path: Path, text_key: str, skips_bad: bool) -> str:
-    """The first bad line of JSON and what is wrong with it, "" if there is none. With ``skips_bad``
-    only a torn file is bad, or one of blank lines alone."""
+def _first_bad_line(path: Path, text_key: str, skips_bad: bool) -> str:
+    """Error of the first bad line of JSON, "" if there is none.
+
+    With ``skips_bad`` only truncated or corrupt files and those of only blank lines are errors.
+    """
     start, is_blank = 0, True
     try:
         for number, line in enumerate(_lines(path), start=1):
-            fault = "" if skips_bad else _text_of(line, text_key)[1]
-            if fault:
-                return f"{path}, line {number}, byte {start}: {fault}"
+            problem = "" if skips_bad else _text_of(line, text_key)[1]
+            if problem:
+                return f"{path}, line {number}, byte {start}: {problem}"
             start += len(line)
             is_blank = is_blank and not line.strip()
     except (OSError, ImportError) as error:
         return f"{path}, after byte {start} of its text: {error}"
-    return f"{path} has blank lines alone" if is_blank else ""
+    return f"{path} has only blank lines" if is_blank else ""
 
 
 def _text_of(line: bytes, text_key: str) -> tuple[str | None, str]:
-    """The text of a line of JSON, "" if it is blank; or None, and what is wrong with it."""
+    """(text of a line of JSON, ""), ("", "") if it is blank, or (None, error)."""
     if not line.strip():
         return "", ""
     try:
@@ -299,7 +301,7 @@ def _text_of(line: bytes, text_key: str) -> tuple[str | None, str]:
         text = record[text_key]
         if not isinstance(text, str):
             return None, f"data.text_key: {text_key!r} is {reprlib.repr(text)}, not text"
-        # JSON can spell half a surrogate pair, which no UTF-8 can.
+        # JSON can escape a lone surrogate, which UTF-8 cannot encode.
         text.encode()
     except json.JSONDecodeError as error:
         return None, f"{error.msg}, column {error.colno}"

@@ -1,4 +1,4 @@
-"""Plain text files as documents, and a corpus that every machine has: Python's source."""
+"""Plain text files as documents; the builtin corpus, source code of Python and torch."""
 
 import glob
 import importlib.util
@@ -11,20 +11,19 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data.files import locate, name_key, named
+from data.files import find_shard, name_hash, relative_names
 
-# Long files are read in pieces, so that a row does not dwell on one file for many steps.
+# Size of the pieces of long files, so that a row does not read one file for many steps.
 PIECE_BYTES = 1 << 14
-NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
 
 def builtin_files() -> list[tuple[Path, str]]:
-    """(path, name) of the sources of the standard library and of torch, their tests left out.
+    """(path, name) of the Python files of the standard library and of torch, without tests.
 
-    Read in place. Contents vary with the Python and torch versions, so losses on them compare only
-    within one machine.
+    Contents vary with the Python and torch versions, so losses are comparable only on one machine.
     """
-    # Located without importing it, which takes seconds.
+    # find_spec does not import torch, which would take seconds.
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
@@ -40,38 +39,37 @@ def builtin_files() -> list[tuple[Path, str]]:
 
 
 def matching_files(pattern: str) -> list[tuple[Path, str]]:
-    """(path, name) of what the glob ``data.path`` matches; raise ``ValueError`` if nothing."""
+    """(path, name) of the files that the glob matches; ``ValueError`` if there are none."""
     paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
     if not paths:
         text = f"data.path: no file matches {pattern!r}"
         if Path(pattern).is_dir():
             text += f"; it is a folder: try {pattern.rstrip('/')}/**/*.txt"
         raise ValueError(text)
-    return named(pattern, paths)
+    return relative_names(pattern, paths)
 
 
 class TextFiles:
-    """Pieces of about 16 KiB, cut after a line where one ends soon; the files stay in place."""
+    """Pieces of about 16 KiB of text files, split after a line if one ends soon."""
 
     def __init__(self, files: list[tuple[Path, str]], *, encoding_errors: str) -> None:
         self._files, self._errors = files, encoding_errors
         counts = [-(-path.stat().st_size // PIECE_BYTES) for path, _ in files]
         self._ends = list(accumulate(counts))
-        keys = [name_key(name) for _, name in files]
+        hashes = [name_hash(name) for _, name in files]
         if sum(count > 0 for count in counts) == 1:
-            # Nothing could be held out of a single file if it were taken as a whole.
+            # A single file is split by pieces, because otherwise nothing could be held out.
             (name, count), *_ = ((n, c) for (_, n), c in zip(files, counts, strict=True) if c > 0)
-            keys = [name_key(f"{name} {piece}") for piece in range(count)]
+            hashes = [name_hash(f"{name} {piece}") for piece in range(count)]
             counts = [1] * count
-        self.keys = np.repeat(np.array(keys, np.uint64), counts)
-        """For each piece, a uniform uint64 made of its file's name; where there is a single file,
-        of the piece's number too."""
+        self.split_hashes = np.repeat(np.array(hashes, np.uint64), counts)
+        """Uniform uint64 per piece: hash of its file's name, and of its number in a single file."""
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> str:
-        file, piece = locate(self._ends, index)
+        file, piece = find_shard(self._ends, index)
         path, _ = self._files[file]
         start, content = _read_piece(path, piece)
         try:
@@ -83,23 +81,23 @@ class TextFiles:
 
 def _python_files(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
-        # Not entered at all: installed packages are many times the library.
-        subfolders[:] = set(subfolders) - NOT_LIBRARY
+        # Do not walk these: installed packages are many times the size of the library.
+        subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _read_piece(path: Path, piece: int) -> tuple[int, bytes]:
-    """Where the piece starts in the file, and its bytes."""
+    """(offset in the file, bytes) of a piece."""
     with path.open("rb") as file:
-        start, end = _cut(file, piece), _cut(file, piece + 1)
+        start, end = _piece_start(file, piece), _piece_start(file, piece + 1)
         file.seek(start)
         return start, file.read(end - start)
 
 
-def _cut(file: BinaryIO, piece: int) -> int:
-    """Where a piece starts: after the line, or else character, that crosses piece * PIECE_BYTES.
+def _piece_start(file: BinaryIO, piece: int) -> int:
+    """Offset of a piece: after the line, or else character, that crosses piece * PIECE_BYTES.
 
-    A line that goes on for another PIECE_BYTES is cut, so that every piece is shorter than two.
+    Lines longer than another PIECE_BYTES are split, so every piece is shorter than 2 PIECE_BYTES.
     """
     start = piece * PIECE_BYTES
     if piece == 0:
@@ -108,5 +106,5 @@ def _cut(file: BinaryIO, piece: int) -> int:
     line = file.readline(PIECE_BYTES)
     if line.endswith(b"\n") or len(line) < PIECE_BYTES:
         return start - 1 + len(line)
-    # UTF-8 continues a character with at most three bytes of the form 10xxxxxx.
+    # A UTF-8 character has at most three continuation bytes (10xxxxxx).
     return start + next((i for i in range(3) if line[1 + i] & 0xC0 != 0x80), 3)

@@ -1,7 +1,7 @@
-"""Documents that were tokenized before, memory-mapped: what tools.prepare or Megatron-LM wrote.
+"""Pretokenized documents, memory-mapped: folders of tools.prepare, or files of Megatron-LM.
 
-A prepared folder has ``index.json`` and shards: ``shard-00000.bin`` has the ids of its documents
-one after the other, each complete (bos, ids, eos), ``shard-00000.ends`` where each of them ends.
+A prepared folder has ``index.json`` and shards: ``shard-00000.bin`` holds the concatenated ids of
+its documents with bos and eos, ``shard-00000.ends`` the end of each document.
 """
 
 import glob
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.files import FINGERPRINTED, locate, named, record_keys, spread
+from data.files import FINGERPRINT_SAMPLES, evenly_spaced, find_shard, record_hashes, relative_names
 
-INDEX_FILE = "index.json"
+TOKEN_INDEX_FILE = "index.json"
 BEGUN_FILE = "begun.json"
 FORMAT = 1
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32")}
@@ -32,70 +32,70 @@ MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
-# Each takes two file descriptors, and a process may often have no more than 1024.
-MAPPED_PARTS = 256
+# A shard needs two file descriptors, and the limit of a process is often 1024.
+MAX_MAPPED_SHARDS = 256
 
-# A document's number in a part, to the place of its first id and that after its last.
+# Maps a document's index in a shard to the (start, end) of its ids.
 Bounds = Callable[[int], tuple[int, int]]
 
 
-class Part(NamedTuple):
-    """A file of ids, and how to find where in it each document is."""
+class TokenShard(NamedTuple):
+    """A file of token ids, and the bounds of its documents."""
 
     name: str
     path: Path
     dtype: np.dtype
     n_documents: int
     fingerprint: str
-    """A hash of the contents, if there is one; else one of their size and a few documents."""
+    """Hash of the contents; for Megatron-LM, of the sizes and a few documents."""
     map_bounds: Callable[[], Bounds]
 
 
 class TokenFiles:
-    """Documents of ids. The files used last are memory-mapped; only what is read takes memory."""
+    """Documents of token ids. Memory-maps the most recently used files."""
 
     def __init__(
-        self, parts: list[Part], *, tokenizer_fingerprint: str | None, max_id: int | None
+        self, shards: list[TokenShard], *, tokenizer_fingerprint: str | None, max_id: int | None
     ) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(part.n_documents for part in parts))
+        self._shards = shards
+        self._ends = list(accumulate(shard.n_documents for shard in shards))
         self.tokenizer_fingerprint = tokenizer_fingerprint
-        """As in ``Tokenizer``; None: the files do not say."""
+        """Of ``Tokenizer``; None if the files do not store it."""
         self.max_id = max_id
-        """The largest id there is; None: the files do not say."""
-        self._mapped = lru_cache(maxsize=MAPPED_PARTS)(self._map)
-        lines = "\n".join(f"{part.name} {part.fingerprint}" for part in parts)
+        """Largest id of all documents; None if the files do not store it."""
+        self._mapped = lru_cache(maxsize=MAX_MAPPED_SHARDS)(self._map)
+        lines = "\n".join(f"{shard.name} {shard.fingerprint}" for shard in shards)
         self.fingerprint = hashlib.sha256(lines.encode()).hexdigest()
-        """Equal for files that give equal documents in equal order."""
+        """Equal for files with the same documents in the same order."""
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The ids (s,) of a document, a view of the file; ``ValueError`` if its bounds are bad."""
+        """Ids (s,) of a document, a view of the file; ``ValueError`` if its bounds are invalid."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        number, document = locate(self._ends, index)
+        number, document = find_shard(self._ends, index)
         ids, bounds = self._mapped(number)
         start, end = bounds(document)
         return ids[start:end]
 
     @property
-    def keys(self) -> np.ndarray:
-        """For each document, a uniform uint64 that depends only on its file's name and its number.
+    def split_hashes(self) -> np.ndarray:
+        """Uniform uint64 per document that depends only on its file's name and its index.
 
-        Computed at every call, not kept: there is one for each document.
+        Computed at every call, because keeping one for each document would take memory.
         """
-        keys = np.empty(len(self), np.uint64)
-        for part, end in zip(self._parts, self._ends, strict=True):
-            keys[end - part.n_documents : end] = record_keys(part.name, part.n_documents)
-        return keys
+        hashes = np.empty(len(self), np.uint64)
+        for shard, end in zip(self._shards, self._ends, strict=True):
+            hashes[end - shard.n_documents : end] = record_hashes(shard.name, shard.n_documents)
+        return hashes
 
     def _map(self, number: int) -> tuple[np.ndarray, Bounds]:
-        part = self._parts[number]
-        # A file that does not open is no mistake in the data: a restart may help.
+        shard = self._shards[number]
+        # A file that cannot be opened is not bad data, because a restart may help.
         try:
-            return _map_file(part.path, part.dtype), part.map_bounds()
+            return _map_file(shard.path, shard.dtype), shard.map_bounds()
         except ValueError as error:
             if isinstance(error.__cause__, OSError):
                 raise OSError(str(error)) from error
@@ -103,104 +103,104 @@ class TokenFiles:
 
 
 def open_token_files(path: str) -> TokenFiles:
-    """Open a folder of tools.prepare, an .idx file of Megatron-LM, or all such that a glob finds.
+    """Open a folder of tools.prepare, an .idx file of Megatron-LM, or all that match a glob.
 
-    Raises ``ValueError`` for what is missing or not as long as it should be; contents are not read.
+    Raises ``ValueError`` for missing files and wrong sizes; does not read the contents.
     """
-    parts: list[Part] = []
+    shards: list[TokenShard] = []
     tokenizers: dict[str, Path] = {}
     max_ids: list[int | None] = []
-    for place, name in _matching(path):
-        if place.suffix == ".idx":
-            parts.append(_megatron_part(place, name))
+    for found, name in _match_paths(path):
+        if found.suffix == ".idx":
+            shards.append(_megatron_shard(found, name))
             max_ids.append(None)
             continue
-        index = read_index(place)
-        parts += _prepared_parts(place, name, index)
-        tokenizers.setdefault(index["tokenizer"]["fingerprint"], place)
+        index = read_index(found)
+        shards += _prepared_shards(found, name, index)
+        tokenizers.setdefault(index["tokenizer"]["fingerprint"], found)
         max_ids += [shard["max_id"] for shard in index["shards"] if shard["documents"]]
     if len(tokenizers) > 1:
         first, second = list(tokenizers.values())[:2]
-        raise ValueError(f"data.path: {first} and {second} are of different tokenizers")
-    if not any(part.n_documents for part in parts):
+        raise ValueError(f"data.path: {first} and {second} have different tokenizers")
+    if not any(shard.n_documents for shard in shards):
         raise ValueError(f"data.path: {path} has no documents")
     known = [max_id for max_id in max_ids if max_id is not None]
     return TokenFiles(
-        parts,
+        shards,
         tokenizer_fingerprint=next(iter(tokenizers), None),
         max_id=max(known) if len(known) == len(max_ids) else None,
     )
 
 
-def _matching(path: str) -> list[tuple[Path, str]]:
-    """(path, name) of folders and .idx files; the name does not depend on where they all lie."""
+def _match_paths(path: str) -> list[tuple[Path, str]]:
+    """(path, name) of folders and .idx files; names are relative to the glob's fixed part."""
     if path and os.path.exists(path):
-        places = [(Path(path), "" if os.path.isdir(path) else Path(path).name)]
+        matches = [(Path(path), "" if os.path.isdir(path) else Path(path).name)]
     else:
-        found = [Path(place) for place in sorted(glob.glob(path, recursive=True))]
-        # A glob may find both files of Megatron-LM: a .bin beside an .idx belongs to it.
-        found = [p for p in found if p.suffix != ".bin" or not p.with_suffix(".idx").exists()]
-        places = named(path, found)
-    if not places:
+        paths = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+        # A glob may match both files of Megatron-LM: a .bin beside an .idx belongs to it.
+        paths = [p for p in paths if p.suffix != ".bin" or not p.with_suffix(".idx").exists()]
+        matches = relative_names(path, paths)
+    if not matches:
         raise ValueError(f"data.path: no folder and no .idx file matches {path!r}")
-    for place, _ in places:
-        if place.suffix != ".idx" and not place.is_dir():
-            text = f"{place} is neither a folder of tools.prepare nor an .idx file"
+    for match, _ in matches:
+        if match.suffix != ".idx" and not match.is_dir():
+            text = f"{match} is neither a folder of tools.prepare nor an .idx file"
             raise ValueError(f"data.path: {text}")
-    return places
+    return matches
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What ``index.json`` says; raise ``ValueError`` if it is not what was written."""
-    path = folder / INDEX_FILE
+    """Read and verify ``index.json``; raise ``ValueError`` if it is missing or corrupt."""
+    path = folder / TOKEN_INDEX_FILE
     try:
         index = json.loads(path.read_bytes())
         version, checksum = index["format"], index.pop("checksum")
     except FileNotFoundError:
         begun = (folder / BEGUN_FILE).exists()
-        hint = "; tools.prepare is not done with it" if begun else ""
-        raise ValueError(f"data.path: {folder} has no {INDEX_FILE}{hint}") from None
+        hint = "; tools.prepare has not finished it" if begun else ""
+        raise ValueError(f"data.path: {folder} has no {TOKEN_INDEX_FILE}{hint}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"data.path: {path}: not an index: {error!r}") from None
     if version != FORMAT:
-        raise ValueError(f"data.path: {path}: its format is {version!r}, not {FORMAT}")
+        raise ValueError(f"data.path: {path}: format is {version!r}, not {FORMAT}")
     if checksum != _checksum(index):
-        raise ValueError(f"data.path: {path}: contents are not what was written")
+        raise ValueError(f"data.path: {path}: checksum mismatch")
     if index["dtype"] not in DTYPES:
         known = ", ".join(DTYPES)
-        raise ValueError(f"data.path: {path}: its dtype is {index['dtype']!r}, not one of {known}")
+        raise ValueError(f"data.path: {path}: dtype is {index['dtype']!r}, not one of {known}")
     for shard in index["shards"]:
         if not SHARD_FILE.fullmatch(shard["file"]):
-            raise ValueError(f"data.path: {path}: {shard['file']!r} is not the name of a shard")
+            raise ValueError(f"data.path: {path}: {shard['file']!r} is not a shard's name")
     return index
 
 
-def index_text(index: dict[str, Any]) -> bytes:
-    """The contents of ``index.json``, which ``read_index`` reads."""
+def encode_index(index: dict[str, Any]) -> bytes:
+    """Contents of ``index.json`` with its checksum, for ``read_index``."""
     return json.dumps({**index, "checksum": _checksum(index)}, indent=1).encode()
 
 
 def _checksum(index: dict[str, Any]) -> str:
-    """The index lists all hashes but its own; this is that one."""
+    """SHA-256 of the index, which lists those of all other files."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
-def dtype_of(n_vocab: int) -> str:
-    """The smallest dtype that holds all ids below ``n_vocab``."""
+def smallest_dtype(n_vocab: int) -> str:
+    """Name of the smallest dtype that holds all ids below ``n_vocab``."""
     return next(name for name, dtype in DTYPES.items() if n_vocab - 1 <= np.iinfo(dtype).max)
 
 
 def check_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> None:
-    """Raise ``ValueError`` if a file of a shard is missing, or not as long as its facts say."""
+    """Raise ``ValueError`` if a file of a shard is missing or does not have its recorded size."""
     path = folder / shard["file"]
     _check_size(path, shard["tokens"] * dtype.itemsize)
     _check_size(path.with_suffix(".ends"), shard["documents"] * ENDS_DTYPE.itemsize)
 
 
 def verify(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Hash the files of a prepared folder, one by one: the path, and what is wrong, "" if nothing.
+    """Hash each file of a prepared folder; yield its path and the problem, or "".
 
-    Raises ``ValueError`` if there is no index to compare with.
+    Raises ``ValueError`` if the index is missing or corrupt.
     """
     index = read_index(folder)
     for shard in index["shards"]:
@@ -210,20 +210,20 @@ def verify(folder: Path) -> Iterator[tuple[Path, str]]:
             try:
                 with file.open("rb") as content:
                     actual = hashlib.file_digest(content, "sha256").hexdigest()
-                yield file, "" if actual == expected else "contents are not what was written"
+                yield file, "" if actual == expected else "SHA-256 mismatch"
             except OSError as error:
                 yield file, error.strerror or str(error)
 
 
-def _prepared_parts(folder: Path, name: str, index: dict[str, Any]) -> Iterator[Part]:
+def _prepared_shards(folder: Path, name: str, index: dict[str, Any]) -> Iterator[TokenShard]:
     dtype = DTYPES[index["dtype"]]
     for shard in index["shards"]:
         check_sizes(folder, shard, dtype)
         path, n_tokens = folder / shard["file"], shard["tokens"]
         ends_path = path.with_suffix(".ends")
-        # The first and the last end are checked now, the others as they are used.
+        # This checks the first and the last end; the others are checked on access.
         _prepared_bounds(ends_path, n_tokens)
-        yield Part(
+        yield TokenShard(
             name=PurePosixPath(name, path.stem).as_posix(),
             path=path,
             dtype=dtype,
@@ -245,34 +245,34 @@ def _prepared_bounds(path: Path, n_tokens: int) -> Bounds:
         end = int(ends[document])
         if not 0 <= start < end <= n_tokens:
             where = f"{path}, byte {document * ENDS_DTYPE.itemsize}: document {document}"
-            raise ValueError(f"data.path: {where} is from {start} to {end} of {n_tokens} tokens")
+            raise ValueError(f"data.path: {where} spans {start} to {end} of {n_tokens} tokens")
         return start, end
 
     return bounds
 
 
-def _megatron_part(path: Path, name: str) -> Part:
+def _megatron_shard(path: Path, name: str) -> TokenShard:
     try:
         with path.open("rb") as file:
             header = file.read(MEGATRON_HEADER.size)
     except OSError as error:
         raise ValueError(f"data.path: {path}: {error.strerror}") from None
     if len(header) < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
-        raise ValueError(f"data.path: {path}: not an index of Megatron-LM (MMIDIDX)")
+        raise ValueError(f"data.path: {path}: not a Megatron-LM index (MMIDIDX)")
     _, version, code, n_sequences, n_indices = MEGATRON_HEADER.unpack(header)
     if version != 1:
-        raise ValueError(f"data.path: {path}: its version is {version}, not 1")
+        raise ValueError(f"data.path: {path}: version is {version}, not 1")
     if code not in MEGATRON_DTYPES:
-        raise ValueError(f"data.path: {path}: its dtype has code {code}: not whole numbers")
+        raise ValueError(f"data.path: {path}: dtype code {code} is not an integer type")
     _check_size(path, MEGATRON_HEADER.size + 12 * n_sequences + 8 * n_indices)
     dtype = np.dtype(MEGATRON_DTYPES[code]).newbyteorder("<")
     lengths, pointers, indices = _megatron_arrays(path, n_sequences)
     if n_indices == 0 or indices[0] != 0 or indices[-1] != n_sequences:
-        raise ValueError(f"data.path: {path}: its documents are not all {n_sequences} sequences")
+        raise ValueError(f"data.path: {path}: documents do not cover all {n_sequences} sequences")
     n_bytes = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if n_sequences else 0
     ids_path = path.with_suffix(".bin")
     _check_size(ids_path, n_bytes)
-    part = Part(
+    shard = TokenShard(
         name=name,
         path=ids_path,
         dtype=dtype,
@@ -280,11 +280,11 @@ def _megatron_part(path: Path, name: str) -> Part:
         fingerprint=f"{dtype.name} {n_indices} {n_sequences} {n_bytes}",
         map_bounds=partial(_megatron_bounds, path, n_sequences, dtype.itemsize, n_bytes),
     )
-    return part._replace(fingerprint=f"{part.fingerprint} {_sample(part)}")
+    return shard._replace(fingerprint=f"{shard.fingerprint} {_sample_hash(shard)}")
 
 
 def _megatron_arrays(path: Path, n_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each sequence's number of ids and first byte; each document's first sequence."""
+    """(lengths in ids, offsets in bytes) of sequences, and first sequence of each document."""
     raw = _map_file(path, np.dtype(np.uint8))
     lengths = MEGATRON_HEADER.size
     pointers = lengths + 4 * n_sequences
@@ -309,17 +309,17 @@ def _megatron_bounds(path: Path, n_sequences: int, itemsize: int, n_bytes: int) 
         start, size = int(pointers[first]), int(lengths[first:last].sum()) * itemsize
         end = int(pointers[last - 1]) + int(lengths[last - 1]) * itemsize
         if not 0 <= start <= end <= n_bytes or start % itemsize or end - start != size:
-            raise ValueError(f"{where} is from byte {start} to {end} of {n_bytes}, and has {size}")
+            raise ValueError(f"{where} spans bytes {start} to {end} of {n_bytes}, but has {size}")
         return start // itemsize, end // itemsize
 
     return bounds
 
 
-def _sample(part: Part) -> str:
-    """Hash of the beginnings of a few documents spread over the file."""
+def _sample_hash(shard: TokenShard) -> str:
+    """Hash of the beginnings of evenly spaced documents."""
     digest = hashlib.sha256()
-    ids, bounds = _map_file(part.path, part.dtype), part.map_bounds()
-    for document in spread(part.n_documents, FINGERPRINTED):
+    ids, bounds = _map_file(shard.path, shard.dtype), shard.map_bounds()
+    for document in evenly_spaced(shard.n_documents, FINGERPRINT_SAMPLES):
         start, end = bounds(document)
         digest.update(b"%d %d " % (start, end) + ids[start : min(end, start + 4096)].tobytes())
     return digest.hexdigest()
@@ -335,12 +335,12 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
-    """The file's contents, read-only; ``ValueError`` if it is not there any more."""
+    """Memory-map the file read-only; raise ``ValueError`` if that fails."""
     try:
         if path.stat().st_size == 0:
             # An empty file cannot be mapped.
             return np.empty(0, dtype)
-        # A view, because slices of np.memmap itself are slow.
+        # A plain ndarray view, because slicing np.memmap is slow.
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:
         raise ValueError(f"data.path: {path}: {error}") from error

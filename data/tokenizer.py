@@ -1,4 +1,4 @@
-"""Text to token ids and back: four kinds of tokenizer behind one small class."""
+"""Tokenizers: bytes, tiktoken encodings, rank files and Hugging Face tokenizer.json."""
 
 import base64
 import hashlib
@@ -16,15 +16,15 @@ from runtime.log import logger
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<|endoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
-# Llama 3's split of text into words, as its tokenizer was published.
+# The published pre-tokenization pattern of Llama 3.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_RESERVED = 256
-# A text that cannot be split into words as a whole is split in parts of so many characters.
-MOST_CHARACTERS = 1 << 16
-# The published .tiktoken files by their number of ranks, with pattern and special tokens as in
+# Chunk size for texts that exceed the stack of tiktoken's regex engine.
+CHUNK_CHARACTERS = 1 << 16
+# Pattern and special tokens of the published .tiktoken files, by number of ranks. Source:
 # tiktoken_ext/openai_public.py of tiktoken 0.14.
 PUBLISHED = {
     50_256: (  # gpt2, r50k_base
@@ -55,21 +55,23 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Tokenizer:
+    """Encodes text to token ids and back."""
+
     encode: Callable[[str], np.ndarray]
-    """Text to int64 ids; markers in the text are text."""
+    """Text to ids (s,) int64; special tokens in the text are encoded as plain text."""
     decode: Callable[[list[int]], str]
-    """Ids to text; an id that no token has is left out."""
+    """Ids to text; unassigned ids are skipped."""
     n_vocab: int
-    """All ids are below it."""
+    """Exclusive upper bound of all ids."""
     bos_id: int
     eos_id: int
     fingerprint: str
-    """Equal for tokenizers that give equal ids."""
+    """Equal for tokenizers that encode equally."""
     byte_lengths: np.ndarray | None = None
-    """The length of each token's text (n_vocab,), 0 for markers; None: not known token by token."""
+    """UTF-8 bytes of each token (n_vocab,), 0 for special tokens; None if unknown."""
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The ids (s,) int64 that are trained on: the text's between two markers."""
+        """Encode a document to ids (s,) int64, between bos and eos."""
         ids = self.encode(text)
         document = np.empty(len(ids) + 2, np.int64)
         document[0], document[1:-1], document[-1] = self.bos_id, ids, self.eos_id
@@ -77,7 +79,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Build what ``data.tokenizer`` names; raise ``ValueError`` that says what was tried."""
+    """Load the tokenizer that ``data.tokenizer`` names; raise ``ValueError`` if that fails."""
     path = Path(name)
     if name == "bytes":
         return _from_tiktoken(_byte_encoding())
@@ -93,16 +95,14 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         return _from_tiktoken(tiktoken.get_encoding(name))
     except OSError as error:
-        raise ValueError(
-            f"data.tokenizer: {name} is downloaded on first use, and that failed: {error}"
-        ) from error
+        raise ValueError(f"data.tokenizer: cannot download {name}: {error}") from error
 
 
 def _byte_encoding() -> tiktoken.Encoding:
-    """A token per byte: no training, no file, any text."""
+    """Encoding with one token per byte; needs no file and encodes any text."""
     return tiktoken.Encoding(
         name="bytes",
-        # Nothing merges; this only bounds the pieces that tiktoken works on.
+        # There are no merges; the pattern only bounds the length of the words in tiktoken.
         pat_str=r"(?s).{1,64}",
         mergeable_ranks={bytes([value]): value for value in range(256)},
         special_tokens={"<|begin_of_text|>": 256, "<|end_of_text|>": 257},
@@ -110,10 +110,10 @@ def _byte_encoding() -> tiktoken.Encoding:
 
 
 def _rank_file_encoding(path: Path) -> tiktoken.Encoding:
-    """The base64 rank file with the pattern and special tokens that belong to it."""
+    """Encoding of a base64 rank file, with its pattern and special tokens."""
     ranks = _read_ranks(path)
-    pattern, special_tokens, of = _pattern_of(path, len(ranks))
-    logger.info("tokenizer: %s: %s ranks, with the pattern of %s", path, f"{len(ranks):,}", of)
+    pattern, special_tokens, origin = _pattern_of(path, len(ranks))
+    logger.info("tokenizer: %s: %s ranks, pattern of %s", path, f"{len(ranks):,}", origin)
     return tiktoken.Encoding(
         name=path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
     )
@@ -132,7 +132,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         except ValueError:
             where = f"{path}, line {number}"
             raise ValueError(f"data.tokenizer: {where}: not a token and its rank") from None
-    # tiktoken would panic at the first byte that is missing, and mistake a doubled rank.
+    # tiktoken would panic at a missing byte, and decode a duplicate rank wrongly.
     if any(bytes([value]) not in ranks for value in range(256)):
         raise ValueError(f"data.tokenizer: {path}: not all 256 single bytes have a rank")
     if sorted(ranks.values()) != list(range(len(lines))):
@@ -141,18 +141,18 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _pattern_of(path: Path, n_ranks: int) -> tuple[str, dict[str, int], str]:
-    """The pattern that splits text into words, the special tokens, and whose both are.
+    """Pattern that splits text into words, special tokens, and the origin of both.
 
-    A rank file has neither. ``.model`` is Llama 3's. Those for ``NAME.tiktoken`` are in
-    ``NAME.tiktoken.json`` beside it, if it is there: ``{"pattern": ..., "special_tokens": {...}}``,
-    as tools/train_tokenizer.py writes it. Else the published files are known by their number of
-    ranks, and any other file is taken as Llama 3's.
+    A rank file contains neither. ``.model`` files are Llama 3's. ``NAME.tiktoken`` may have a
+    companion ``NAME.tiktoken.json`` from tools/train_tokenizer.py: ``{"pattern": ...,
+    "special_tokens": {...}}``. Without one, the number of ranks identifies the published files;
+    all other files are treated as Llama 3's.
     """
     companion = path.with_name(f"{path.name}.json")
     if path.suffix == ".tiktoken" and companion.exists():
         return *_read_companion(companion, n_ranks), companion.name
     if path.suffix == ".tiktoken" and n_ranks in PUBLISHED:
-        return *PUBLISHED[n_ranks], "OpenAI's file of so many"
+        return *PUBLISHED[n_ranks], "OpenAI's published file"
     names = ["<|begin_of_text|>", "<|end_of_text|>"]
     names += [f"<|reserved_special_token_{i}|>" for i in range(LLAMA3_RESERVED - len(names))]
     return LLAMA3_PATTERN, {name: n_ranks + i for i, name in enumerate(names)}, "Llama 3"
@@ -171,18 +171,18 @@ def _read_companion(path: Path, n_ranks: int) -> tuple[str, dict[str, int]]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"data.tokenizer: {path}: {error}") from None
     if len({*ids}) < len(ids) or any(not n_ranks <= i < 2**31 for i in ids):
-        text = f"special tokens need ids of their own, from {n_ranks} on"
+        text = f"special tokens need unique ids, from {n_ranks} on"
         raise ValueError(f"data.tokenizer: {path}: {text}")
     ranks = {bytes([value]): value for value in range(256)}
     try:
         words = tiktoken.Encoding(
             "words", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
         )
-        left_out = [text for text in SAMPLES if words.decode(words.encode_ordinary(text)) != text]
+        unmatched = [text for text in SAMPLES if words.decode(words.encode_ordinary(text)) != text]
     except ValueError as error:
         raise ValueError(f"data.tokenizer: {path}: the pattern: {error}") from None
-    if left_out:
-        text = f"the pattern does not match all of {left_out[0][:40]!r}"
+    if unmatched:
+        text = f"the pattern does not match all of {unmatched[0][:40]!r}"
         raise ValueError(f"data.tokenizer: {path}: {text}")
     return pattern, special_tokens
 
@@ -199,18 +199,18 @@ def _from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
         try:
             return encoding.encode_to_numpy(text, disallowed_special=()).astype(np.int64)
         except ValueError:
-            # Its regular expressions run out of stack at about a million blanks in a row.
-            if len(text) <= MOST_CHARACTERS:
+            # tiktoken's regex engine overflows its stack at about a million consecutive blanks.
+            if len(text) <= CHUNK_CHARACTERS:
                 raise
-            starts = range(0, len(text), MOST_CHARACTERS)
-            return np.concatenate([encode(text[i : i + MOST_CHARACTERS]) for i in starts])
+            starts = range(0, len(text), CHUNK_CHARACTERS)
+            return np.concatenate([encode(text[i : i + CHUNK_CHARACTERS]) for i in starts])
 
     return Tokenizer(
         encode=encode,
         decode=lambda ids: encoding.decode([i for i in ids if i in used]),
         n_vocab=encoding.n_vocab,
-        bos_id=_marker(special, BOS_NAMES, encoding.name),
-        eos_id=_marker(special, EOS_NAMES, encoding.name),
+        bos_id=_find_special_id(special, BOS_NAMES, encoding.name),
+        eos_id=_find_special_id(special, EOS_NAMES, encoding.name),
         fingerprint=digest.hexdigest(),
         byte_lengths=_byte_lengths(encoding, encoding.n_vocab),
     )
@@ -229,8 +229,8 @@ def _from_tokenizer_json(path: Path) -> Tokenizer:
         encode=encode,
         decode=decode,
         n_vocab=n_vocab,
-        bos_id=_marker(special, BOS_NAMES, str(path)),
-        eos_id=_marker(special, EOS_NAMES, str(path)),
+        bos_id=_find_special_id(special, BOS_NAMES, str(path)),
+        eos_id=_find_special_id(special, EOS_NAMES, str(path)),
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
         byte_lengths=None if encoding is None else _byte_lengths(encoding, n_vocab),
     )
@@ -243,7 +243,7 @@ def _byte_lengths(encoding: tiktoken.Encoding, n_vocab: int) -> np.ndarray:
     return lengths
 
 
-def _marker(special: dict[str, int], names: tuple[str, ...], where: str) -> int:
+def _find_special_id(special: dict[str, int], names: tuple[str, ...], where: str) -> int:
     for name in names:
         if name in special:
             return special[name]

@@ -1,4 +1,4 @@
-"""A Hugging Face ``tokenizer.json`` on tiktoken, which is faster, if both give the same ids."""
+"""Run a Hugging Face ``tokenizer.json`` on tiktoken, which is faster, if both give the same ids."""
 
 import json
 import random
@@ -14,22 +14,22 @@ from tokenizers import Tokenizer
 
 from runtime.log import logger
 
-# What a pattern may be made of: both regex engines read all of this alike. They may differ on "$"
-# and "^" (lines or the text), "." and {1,3}+ (greedy or possessive), and classes in classes.
+# Syntax that both regex engines interpret alike. They may differ on "$" and "^" (lines or text),
+# "." and {1,3}+ (greedy or possessive), and nested classes.
 _PROPERTY = r"\\p\{[A-Z][a-z]?\}|\\[sSrnt/]"
 _PLAIN_PATTERN = re.compile(
     rf"""(?: {_PROPERTY} | [A-Za-z0-9\ '/_]        # a character
     | \[\^? (?: {_PROPERTY} | [A-Za-z0-9\ '/_] )+ \]    # a class of characters
-    | (?: [?*+] \+? | \{{\d+(?:,\d*)?\}} ) (?![?*+{{])   # how many, of what is before
+    | (?: [?*+] \+? | \{{\d+(?:,\d*)?\}} ) (?![?*+{{])   # a quantifier
     | \(\?i: [sdmtlvre'|\[\]]+ \)                     # English endings such as 'll, in any case
     | \(\?[:!] | \) | \|
     )+""",
     re.VERBOSE,
 )
-# Split(regex) is the pre-tokenizer of Llama 3, Qwen and GPT-4's likes; ByteLevel alone has GPT-2's.
+# Llama 3, Qwen and GPT-4 use Split(regex) before ByteLevel; ByteLevel alone has GPT-2's pattern.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# Texts that tokenizers are known to differ on.
+# Texts on which tokenizers are known to differ.
 SAMPLES = (
     "",
     "Hello, the other world's 12345 words.\r\n\n  \t end",
@@ -52,22 +52,21 @@ SAMPLES = (
     "a\u1c8a a\U00010d40 1\U00010d40 a\U0002ebf0 a\U0001e030 a\U00031350 a\U000323b0 a\U00010ed0",
     "x" * 3000 + " " * 3000 + "ab" * 2000 + "\n" * 500 + "!" * 500 + "7" * 500 + "é" * 500,
 )
-# One or more of every kind of character that patterns tell apart.
+# One or more of each kind of character that patterns distinguish.
 _KINDS = (
     "aszSTLdmrevll AZ'ſ019 \t\n\r\x0b\x85\xa0\u2028\u3000ßéΩǅʰªא漢か가\u0301\u0903\u20dd"
     "٣½Ⅷ²!\"#/_-(){}«»‿—$€+^©👋🏽\u200d\0\x1b\xad\ue000\U000e0001\u0378 \n''"
 )
-_MOST_RANDOM = 0x32400  # beyond it, all but a few code points are unassigned
+_MAX_RANDOM_CODE_POINT = 0x32400  # beyond it, all but a few code points are unassigned
 
 
 def build_codec(
     tokenizer: Tokenizer, path: Path
 ) -> tuple[Callable[[str], np.ndarray], Callable[[list[int]], str], tiktoken.Encoding | None]:
-    """Encode and decode as ``tokenizer`` does, with tiktoken if that is proved to be the same; its
-    encoding is the third value, else None.
+    """Build encode and decode of ``tokenizer``; on tiktoken if it provably gives the same ids.
 
-    Markers in the text are text. Mutates ``tokenizer``, so that documents stay whole whatever its
-    file says.
+    Returns (encode, decode, the tiktoken encoding or None). Special tokens in the text are encoded
+    as plain text. Mutates ``tokenizer``: turns off truncation and padding, whatever its file says.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -81,20 +80,20 @@ def build_codec(
 
     content = json.loads(tokenizer.to_str())
     try:
-        encoding = _as_tiktoken(content, tokenizer)
+        encoding = _build_tiktoken(content, tokenizer)
         fast_encode = _build_fast_encode(encoding, content, tokenizer, encode)
         fast_decode = _build_fast_decode(encoding)
         for text in _samples(encoding):
             ids = encode(text)
             is_same = np.array_equal(ids, fast_encode(text))
             if not is_same or decode(ids.tolist()) != fast_decode(ids.tolist()):
-                raise _NotSame(f"{text[:40]!r} has other ids")
-    except _NotSame as reason:
-        logger.info("tokenizer: %s runs on tokenizers, not on tiktoken: %s", path, reason)
+                raise _Mismatch(f"{text[:40]!r} has other ids")
+    except _Mismatch as reason:
+        logger.info("tokenizer: %s: using tokenizers, not tiktoken: %s", path, reason)
         return encode, decode, None
-    logger.info("tokenizer: %s runs on tiktoken, which gives the same ids", path)
-    # A new one: its regular expressions are faster in the thread that uses them first, which should
-    # be the one that reads the data.
+    logger.info("tokenizer: %s: using tiktoken, which gives the same ids", path)
+    # A fresh encoding, because regexes are fastest in the thread that uses them first, which should
+    # be the data loader's.
     unused = tiktoken.Encoding(
         encoding.name,
         pat_str=encoding._pat_str,
@@ -104,75 +103,75 @@ def build_codec(
     return _build_fast_encode(unused, content, tokenizer, encode), fast_decode, encoding
 
 
-class _NotSame(Exception):
-    """Why tiktoken does, or may, give other ids."""
+class _Mismatch(Exception):
+    """Raised if tiktoken gives, or may give, other ids."""
 
 
-def _as_tiktoken(content: dict[str, Any], tokenizer: Tokenizer) -> tiktoken.Encoding:
-    """tiktoken with the same vocabulary and pattern; raise ``_NotSame`` if ids may still differ."""
+def _build_tiktoken(content: dict[str, Any], tokenizer: Tokenizer) -> tiktoken.Encoding:
+    """Build a tiktoken encoding of the same vocabulary; raise ``_Mismatch`` if ids may differ."""
     model, decoder = content["model"], content["decoder"] or {}
     if model["type"] != "BPE" or decoder.get("type") != "ByteLevel":
-        raise _NotSame("no byte-level BPE")
+        raise _Mismatch("not a byte-level BPE")
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     if given := [name for name in options if model.get(name)]:
-        raise _NotSame(f"it has {given[0]}")
+        raise _Mismatch(f"the model has {given[0]}")
     pattern = _pattern(content["pre_tokenizer"] or {})
     added = {token["content"]: token["id"] for token in content["added_tokens"]}
     ordinary = {token: i for token, i in model["vocab"].items() if token not in added}
     if model.get("ignore_merges") and len(ordinary) < len(model["vocab"]):
-        raise _NotSame("an added token may be read as a word")
+        raise _Mismatch("an added token may be matched as a word")
     try:
         ranks = {bytes(BYTE_OF[char] for char in token): i for token, i in ordinary.items()}
     except KeyError as char:
-        raise _NotSame(f"{char} stands for no byte") from None
+        raise _Mismatch(f"{char} is not in the byte alphabet") from None
     if any(bytes([value]) not in ranks for value in range(256)):
-        raise _NotSame("not all 256 single bytes are tokens")
+        raise _Mismatch("not all 256 single bytes are tokens")
     if len({*ranks.values(), *added.values()}) < len(ranks) + len(added):
-        raise _NotSame("two tokens have the same id")
+        raise _Mismatch("two tokens have the same id")
     if any(_decoded(token) != token.encode() for token in added):
-        raise _NotSame("an added token reads as bytes")
+        raise _Mismatch("an added token decodes as bytes")
     _check_merges(ordinary, model, tokenizer)
     try:
         return tiktoken.Encoding(
             name="json", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added
         )
     except ValueError as error:
-        raise _NotSame(f"tiktoken does not take the pattern: {error}") from None
+        raise _Mismatch(f"tiktoken rejects the pattern: {error}") from None
 
 
 def _pattern(pre_tokenizer: dict[str, Any]) -> str:
     parts = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     types = [part.get("type") for part in parts]
     if types not in (["ByteLevel"], ["Split", "ByteLevel"]) or parts[-1]["add_prefix_space"]:
-        raise _NotSame("the pre-tokenizer is no Split and ByteLevel")
+        raise _Mismatch("the pre-tokenizer is not Split and ByteLevel")
     if parts[-1]["use_regex"] != (len(parts) == 1):
-        raise _NotSame("text is split twice, or not at all")
+        raise _Mismatch("text is split twice, or not at all")
     if len(parts) == 1:
         return _GPT2_PATTERN
     pattern = parts[0]["pattern"].get("Regex", "")
     if parts[0]["behavior"] != "Isolated" or parts[0]["invert"]:
-        raise _NotSame("what the pattern matches are not the words")
+        raise _Mismatch("the pattern does not match the words themselves")
     if not _PLAIN_PATTERN.fullmatch(pattern):
-        raise _NotSame(f"the pattern may mean something else to tiktoken: {pattern}")
+        raise _Mismatch(f"the pattern may match differently in tiktoken: {pattern}")
     return pattern
 
 
 def _check_merges(ordinary: dict[str, int], model: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise ``_NotSame`` unless merging by ids is merging by the list.
+    """Raise ``_Mismatch`` unless merging by ids equals merging by the list.
 
     tokenizers merges neighbours that are a pair of its list, in the list's order. tiktoken merges
-    any neighbours that are a token together, the lowest id first, and takes words that are a token
-    as they are. With the list in the order of ids, they differ only where two neighbours are a
-    token together, but no pair of the list. All merges that made the two were within that token's
-    bytes, so these bytes alone, merged by the list, end as the same two. There must be no such
-    token. One whose bytes end as three or more is never made of two, so it is only ever a word.
+    any neighbours that together are a token, lowest id first, and does not split words that are a
+    token. If the list is in the order of ids, they differ only where two neighbours together are a
+    token but not a pair of the list. All merges that made these two were within that token's bytes,
+    so merging its bytes alone by the list also ends with these two. No token may end like that.
+    Tokens that end as three or more are never merged from two, so they only match whole words.
     """
     try:
         results = [ordinary[left + right] for left, right in model["merges"]]
     except KeyError as result:
-        raise _NotSame(f"{result} is merged, and no ordinary token") from None
+        raise _Mismatch(f"{result} is a merge result, but not an ordinary token") from None
     if any(first > second for first, second in pairwise(results)):
-        raise _NotSame("merges are not in the order of ids")
+        raise _Mismatch("merges are not in the order of ids")
     bpe = tokenizer.model
     bpe.ignore_merges = False
     try:
@@ -181,7 +180,7 @@ def _check_merges(ordinary: dict[str, int], model: dict[str, Any], tokenizer: To
         bpe.ignore_merges = model["ignore_merges"]
     for token, count in n_parts.items():
         if count == 2 or (count > 2 and not model["ignore_merges"]):
-            raise _NotSame(f"the merges do not make {token!r}")
+            raise _Mismatch(f"the merges do not produce {token!r}")
 
 
 def _build_fast_encode(
@@ -190,23 +189,23 @@ def _build_fast_encode(
     tokenizer: Tokenizer,
     encode: Callable[[str], np.ndarray],
 ) -> Callable[[str], np.ndarray]:
-    """Encode with tiktoken; ``encode`` serves the few texts that tiktoken cannot take."""
+    """Build an encode on tiktoken; falls back to ``encode`` for the few texts it cannot encode."""
     normalize: Callable[[str], str] = str
     if content["normalizer"] is not None:
         if content["normalizer"]["type"] != "NFC":
-            raise _NotSame("it normalizes other than by NFC")
-        # Not Python's own, whose version of Unicode may be another.
+            raise _Mismatch("the normalizer is not NFC")
+        # Not unicodedata, because its Unicode version may be another.
         normalize = tokenizer.normalizer.normalize_str
-    # These are found in text before it is split into words.
-    cut_out = [token["content"] for token in content["added_tokens"] if not token["special"]]
+    # Added tokens are matched before text is split into words.
+    added_tokens = [token["content"] for token in content["added_tokens"] if not token["special"]]
 
     def fast_encode(text: str) -> np.ndarray:
         normal = text if text.isascii() else normalize(text)
-        if any(token in text or token in normal for token in cut_out):
+        if any(token in text or token in normal for token in added_tokens):
             return encode(text)
         try:
             return encoding.encode_to_numpy(normal, disallowed_special=()).astype(np.int64)
-        except ValueError:  # its regex engine runs out of stack at very many blanks in a row
+        except ValueError:  # the regex engine overflows its stack at very many blanks
             return encode(text)
 
     return fast_encode
@@ -218,28 +217,28 @@ def _build_fast_decode(encoding: tiktoken.Encoding) -> Callable[[list[int]], str
 
 
 def _samples(encoding: tiktoken.Encoding) -> list[str]:
-    """Hard texts, the special tokens as text, and random ones, the same every time."""
-    draw = random.Random(0)
+    """Test texts: difficult ones, special tokens as text, and random ones with a fixed seed."""
+    generator = random.Random(0)
     tokens = sorted(encoding._mergeable_ranks)
-    characters = [chr(i) for i in range(_MOST_RANDOM) if not 0xD800 <= i < 0xE000]
+    characters = [chr(i) for i in range(_MAX_RANDOM_CODE_POINT) if not 0xD800 <= i < 0xE000]
     texts = [*SAMPLES, " ".join(encoding.special_tokens_set), "".join(encoding.special_tokens_set)]
     for _ in range(200):
-        texts.append("".join(draw.choices(_KINDS, k=60)))
-        texts.append("".join(draw.choices(characters, k=20)))
-        texts.append(b"".join(draw.choices(tokens, k=30)).decode(errors="replace"))
-        texts.append(bytes(draw.choices(range(128), k=40)).decode())
+        texts.append("".join(generator.choices(_KINDS, k=60)))
+        texts.append("".join(generator.choices(characters, k=20)))
+        texts.append(b"".join(generator.choices(tokens, k=30)).decode(errors="replace"))
+        texts.append(bytes(generator.choices(range(128), k=40)).decode())
     return texts
 
 
 def _decoded(token: str) -> bytes:
-    """As the ByteLevel decoder does: characters of its alphabet are bytes, even in a marker."""
+    """Decode like ByteLevel: characters of its alphabet are bytes, even in special tokens."""
     if all(char in BYTE_OF for char in token):
         return bytes(BYTE_OF[char] for char in token)
     return token.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in GPT-2's vocabulary, as published.
+    """Map the characters of GPT-2's vocabulary to the bytes that they encode.
 
     https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """
@@ -251,4 +250,4 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
-"""The byte that each character of the alphabet stands for."""
+"""Byte of each character of the ByteLevel alphabet."""

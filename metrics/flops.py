@@ -1,4 +1,4 @@
-"""FLOPs per token from the model's own shapes, and the peaks they are measured against."""
+"""Training FLOPs per token from the model's shapes, and peak FLOP/s of known GPUs."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -6,8 +6,8 @@ from typing import cast
 import torch
 import torch.nn as nn
 
-# Dense bfloat16 TFLOP/s from the vendors' data sheets, by a part of the device's name; of several
-# that are in it, the first counts.
+# Dense bfloat16 TFLOP/s from the vendors' data sheets. The first key that the device's name
+# contains counts.
 PEAK_TFLOPS = {
     "H200 NVL": 835.0,
     "H200": 989.0,
@@ -35,12 +35,12 @@ def flops_per_token(
     seq_len: int,
     delta_nets: Iterable[nn.Module] = (),
 ) -> tuple[float, float]:
-    """Training FLOPs per token, without recomputation: by PaLM's convention, and causal.
+    """Return training FLOPs per token without recomputation: (PaLM's convention, causal).
 
-    6 per matmul weight of the whole ``model``, and 12 * heads * head_dim * seq_len for each layer
-    with attention (appendix B of arXiv 2204.02311), of which a causal mask needs half. 18 per
-    number of the gated delta nets' states: a token reads them twice and writes them once, whatever
-    the chunks in which that is computed.
+    6 per matmul parameter of the whole ``model``, and 12 * n_heads * head_dim * seq_len per
+    attention layer (arXiv 2204.02311, appendix B); a causal mask needs half of the latter. 18 per
+    element of the gated delta nets' states: each token reads a state twice and writes it once,
+    whatever the chunk size of the kernel.
     """
     state_size = sum(cast(int, net.state_size) for net in delta_nets)
     linear = 6.0 * matmul_parameters(model) + 18.0 * state_size
@@ -49,8 +49,8 @@ def flops_per_token(
 
 
 def matmul_parameters(model: nn.Module) -> int:
-    """Weights that a token is multiplied with: those of all linear layers, also of the output, tied
-    or not, and those of the experts that it goes through."""
+    """Count the parameters in a token's matmuls: all linear layers, also a tied output, and the
+    top-k experts."""
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     shares = [
         getattr(m, "active_share", 0.0) * sum(p.numel() for p in m.parameters(recurse=False))
@@ -60,11 +60,11 @@ def matmul_parameters(model: nn.Module) -> int:
 
 
 def peak_flops(device: torch.device, given_tflops: float | None) -> float | None:
-    """Peak FLOP/s of one device: what was given, else what is known, else None."""
+    """Return peak FLOP/s of one device: as given, else from ``PEAK_TFLOPS``, else None."""
     if given_tflops is not None:
         return given_tflops * 1e12
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = [peak for part, peak in PEAK_TFLOPS.items() if part in name]
-    return known[0] * 1e12 if known else None
+    peaks = [peak for part, peak in PEAK_TFLOPS.items() if part in name]
+    return peaks[0] * 1e12 if peaks else None

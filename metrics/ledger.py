@@ -1,8 +1,8 @@
-"""What each step consumed and gave, on disk as soon as the step is done: the receipt of a run.
+"""Ledger: a record of the data that each step consumed, its loss and its gradient norm.
 
-Every rank has a file of its own, ``ledger/rank-00000.jsonl``. An attempt (one start of the program)
-begins with a line that says what it resumed from; a line per finished step follows.
-``python -m tools.check_ledger RUN_FOLDER`` reads them.
+Each rank appends to ``ledger/rank-00000.jsonl``: one line per attempt (a start of the program, or
+what follows a rollback) with the checkpoint it resumed from, then one line per finished step.
+``python -m tools.check_ledger RUN_FOLDER`` reads the files.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 
 class State(Protocol):
     @property
-    def place(self) -> tuple[int, int]: ...  # a document of the row, and a token in it
+    def place(self) -> tuple[int, int]: ...  # document of the row, token in that document
 
 
 class Microbatch(Protocol):
@@ -34,29 +34,28 @@ class Microbatch(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """The first line of an attempt. All but ``rank`` and ``place`` is the same on every rank."""
+    """First line of an attempt. All fields but ``rank`` and ``place`` are equal on all ranks."""
 
     attempt: str
-    """Its name; no other attempt of the run has it."""
+    """Name of the attempt, unique in the run."""
     parent: str | None
-    """The attempt that saved the checkpoint it resumed from. None: it did not resume."""
+    """Attempt that saved the checkpoint this one resumed from. None: it did not resume."""
     resumed_from: int
-    """That checkpoint's step, as the checkpoint says; 0 without one."""
+    """Step of that checkpoint; 0 without one."""
     data_after: int
-    """The step after which the data go on: ``resumed_from``, or a later one whose data, and those
-    before it, are left out on purpose."""
+    """Data after this step are read next: ``resumed_from``, or later to skip data on purpose."""
     world_size: int
     rank: int
     place: int
-    """Its number among ranks that read different rows; ranks of equal place read the same."""
+    """Data-parallel rank. Ranks of equal place read the same rows."""
     n_rows: int
     """Rows of the global batch."""
     ramp: Sequence[Sequence[int]] = field(default_factory=list)
-    """Phases before steps have so many: (steps, rows in each of them)."""
+    """Batch-size ramp: (steps, rows per step) of each phase before the full ``n_rows``."""
 
 
 class Ledger:
-    """This rank's file. A step whose line is missing on any rank does not count."""
+    """Ledger file of this rank. A step counts only if every rank has a line for it."""
 
     def __init__(self, folder: Path, attempt: Attempt) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,13 +63,13 @@ class Ledger:
         self.begin(attempt)
 
     def begin(self, attempt: Attempt) -> None:
-        """Enter what follows as another attempt: a rollback is one."""
+        """Start another attempt; a rollback is one."""
         self._write(asdict(attempt))
 
     def log(
         self, step: int, microbatches: Iterable[Microbatch], *, loss: float, grad_norm: float
     ) -> None:
-        """Enter a finished step: this rank's microbatches, the loss and norm of all ranks."""
+        """Record a finished step: this rank's microbatches, the global loss and gradient norm."""
         rows = [
             [row, *start.place, *end.place, _crc32(tokens, labels)]
             for batch in microbatches
@@ -82,7 +81,7 @@ class Ledger:
         self._write({"step": step, "rows": rows, **values})
 
     def sync(self) -> None:
-        """Make what is logged survive a power cut, like the checkpoint that is published next."""
+        """Flush the file to disk (fsync), as the checkpoint that commits next."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -90,17 +89,17 @@ class Ledger:
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        # In the kernel's hands it survives a kill of the process.
+        # Once in the kernel's page cache, the line survives a kill of the process.
         self._file.flush()
 
 
 def _crc32(tokens: np.ndarray, labels: np.ndarray) -> int:
-    """Of a row's ``tokens`` and the last of its ``labels``, each (s,) int64."""
+    """Return the CRC-32 of a row's ``tokens`` and last label; both arguments (s,) int64."""
     return zlib.crc32(labels[-1:].data, zlib.crc32(tokens.data))
 
 
 def _open_after_torn_line(path: Path) -> TextIO:
-    """Append to ``path``, on a new line: a killed attempt may have left half of one."""
+    """Open ``path`` to append on a new line, because a kill may have left a torn one."""
     file = path.open("ab+")
     if file.tell() > 0:
         file.seek(-1, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""One line per logged step, on the console, in metrics.jsonl and in TensorBoard."""
+"""Metrics of logged steps, on the console, in metrics.jsonl and in TensorBoard."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from typing import Any, TextIO
 import torch
 
 from config.job_config import Metrics
+from runtime.filesystem import atomic_write_text
 from runtime.log import duration, logger
-from runtime.run_folder import write_whole
 
 
 class MetricsLogger:
-    """Times the steps and writes what they measured. Only the writer's rank has files."""
+    """Measures throughput and writes metrics. Only the rank with ``is_writer`` opens files."""
 
     def __init__(
         self,
@@ -34,26 +34,26 @@ class MetricsLogger:
     ) -> None:
         self._config, self._device, self._n_devices = config, device, n_devices
         self._flops, self._peak = flops_per_token, peak_flops
-        has_board = is_writer and config.enable_tensorboard
+        has_tensorboard = is_writer and config.enable_tensorboard
         path = folder / "metrics.jsonl"
-        # Counted before the lines of steps that are made again are dropped.
-        self._restarts = _starts(path) if is_writer else 0
+        # Counted before _open_log drops the lines of steps that will be repeated.
+        self._restarts = _count_starts(path) if is_writer else 0
         self._file = _open_log(path, resumed) if is_writer else None
-        self._board = _open_board(folder, resumed) if has_board else None
+        self._tensorboard = _open_tensorboard(folder, resumed) if has_tensorboard else None
         self._reset()
 
     def is_due(self, step: int) -> bool:
         return step == 1 or step % self._config.log_freq == 0
 
     def count(self, tokens: int, data_wait: float) -> None:
-        """Add a step's global tokens, and the seconds this rank waited for its data."""
+        """Count one step: its global tokens, and the seconds this rank waited for data."""
         self._tokens += tokens
-        self._waited += data_wait
+        self._data_wait += data_wait
         self._steps += 1
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time spent inside out of the speed: validation, checkpoints."""
+    def exclude_from_throughput(self) -> Iterator[None]:
+        """Exclude the time inside the context from throughput: validation, checkpoints."""
         begin = time.perf_counter()
         try:
             yield
@@ -61,9 +61,9 @@ class MetricsLogger:
             self._since += time.perf_counter() - begin
 
     def log(self, step: int, steps_left: float, values: dict[str, float]) -> None:
-        """Write ``values`` (loss, grad_norm, lr, ...) and the speed since the last call.
+        """Write ``values`` (loss, grad_norm, lr, ...) and the throughput since the last call.
 
-        ``steps_left``: the work left, counted in steps of the latest step's size.
+        ``steps_left``: remaining work, in steps of the latest step's size.
         """
         elapsed = time.perf_counter() - self._since
         rate = self._tokens / elapsed
@@ -76,7 +76,7 @@ class MetricsLogger:
             "mfu": palm,
             "mfu_causal": causal,
             "memory_gib": peak_memory_gib(self._device),
-            "data_wait": self._waited / elapsed,
+            "data_wait": self._data_wait / elapsed,
         }
         seconds_left = record["seconds_per_step"] * steps_left
         self.write(record)
@@ -92,7 +92,7 @@ class MetricsLogger:
     def log_validation(
         self, step: int, losses: Mapping[str, float], *, bits_per_nat: float | None = None
     ) -> None:
-        """Log nats per token by source; of all together, under "", in bits per byte too."""
+        """Log nats per token by source label; "" is all sources, also in bits per byte."""
         sources = "".join(f"  {label} {loss:.4f}" for label, loss in losses.items() if label)
         logger.info("step %5d  validation loss %.4f%s", step, losses[""], sources)
         values = {f"validation_loss/{label}": loss for label, loss in losses.items() if label}
@@ -101,80 +101,80 @@ class MetricsLogger:
         self.write({"step": step, "validation_loss": losses[""]} | values)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a line, stamped with the time and the number of earlier starts that left lines."""
+        """Append a line, with the time and the number of earlier starts that wrote lines."""
         if self._file is None:
             return
-        with _alarm(f"metrics of step {record['step']}"):
+        with _logging_os_errors(f"metrics of step {record['step']}"):
             # JSON has no NaN.
             finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
             stamp = {"time": time.time(), "restarts": self._restarts}
             self._file.write(json.dumps(finite | stamp) + "\n")
             self._file.flush()
-            if self._board is None:
+            if self._tensorboard is None:
                 return
             for name, value in record.items():
                 if name != "step" and value is not None:
-                    self._board.add_scalar(name, value, record["step"])
+                    self._tensorboard.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        for writer in (self._file, self._board):
+        for writer in (self._file, self._tensorboard):
             if writer is not None:
-                with _alarm("the last metrics"):
+                with _logging_os_errors("the last metrics"):
                     writer.close()
 
     def _reset(self) -> None:
-        self._since, self._tokens, self._waited, self._steps = time.perf_counter(), 0, 0.0, 0
+        self._since, self._tokens, self._data_wait, self._steps = time.perf_counter(), 0, 0.0, 0
 
     def _utilization(self, flops_per_token: float, rate_per_device: float) -> float | None:
         return None if self._peak is None else flops_per_token * rate_per_device / self._peak
 
 
 @contextmanager
-def _alarm(what: str) -> Iterator[None]:
-    """Log an ``OSError``, and go on: a full disk may have room again for the next save."""
+def _logging_os_errors(what: str) -> Iterator[None]:
+    """Log an ``OSError`` and continue, because a full disk may have room again later."""
     try:
         yield
     except OSError as error:
-        logger.error("ALARM: %s are lost: %s", what, error)
+        logger.error("ALARM: %s were not written: %s", what, error)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory held so far: by the GPU's allocator or, on a CPU, by the process."""
+    """Return peak memory in GiB: of the CUDA allocator or, on a CPU, of the process (RSS)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
-    # Linux counts in KiB, macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    # ru_maxrss is in KiB on Linux, in bytes on macOS.
+    bytes_per_unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 2**30
 
 
 def _open_log(path: Path, resumed: int | None) -> TextIO:
-    """Open the log, less torn lines and those of steps that a resumed run makes again."""
+    """Open the log to append; drop torn lines and steps that a resumed run will repeat."""
     if path.exists():
         steps = ((line + "\n", _step_of(line)) for line in path.read_text().splitlines())
         last = math.inf if resumed is None else resumed
-        write_whole(path, "".join(line for line, step in steps if step <= last))
+        atomic_write_text(path, "".join(line for line, step in steps if step <= last))
     return path.open("a")
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; NaN, which is not below anything, if the line is torn."""
+    """Return the step of a line; NaN, for which ``<=`` is false, if the line is torn."""
     try:
         return float(json.loads(line)["step"])
     except ValueError:
         return math.nan
 
 
-def _starts(path: Path) -> int:
-    """How many starts of the run have left lines so far."""
+def _count_starts(path: Path) -> int:
+    """Count the starts of the run that have written lines."""
     if not path.exists():
         return 0
     lines = path.read_text().splitlines()
-    whole = (json.loads(line) for line in lines if not math.isnan(_step_of(line)))
-    return max((record.get("restarts", 0) + 1 for record in whole), default=0)
+    records = (json.loads(line) for line in lines if not math.isnan(_step_of(line)))
+    return max((record.get("restarts", 0) + 1 for record in records), default=0)
 
 
-def _open_board(folder: Path, resumed: int | None) -> Any:
-    # Not everybody writes TensorBoard events, and its import is slow.
+def _open_tensorboard(folder: Path, resumed: int | None) -> Any:
+    # The import is slow, and TensorBoard is optional.
     from torch.utils.tensorboard import SummaryWriter
 
     purged = None if resumed is None else resumed + 1

@@ -1,4 +1,4 @@
-"""Traces and memory snapshots of the steps that the config names."""
+"""Profiler traces and CUDA memory snapshots of configured steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ TRACED_STEPS = 2
 
 @contextmanager
 def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable[[int], None]]:
-    """Yield the function to call with each finished step; it writes what ``config`` asks to
-    ``folder`` (open a trace in Perfetto)."""
+    """Yield a function to call with each finished step. It writes traces (for Perfetto) and memory
+    snapshots to ``folder``, as ``config`` says."""
     snapshots = config.enable_memory_snapshot
     if not config.enable_trace and not snapshots:
         yield lambda step: None
@@ -28,18 +28,18 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
         dump = require("torch.cuda.memory:_dump_snapshot", key=key)
         record(max_entries=1_000_000)
     folder.mkdir(parents=True, exist_ok=True)
-    finished = 0
+    last_step = 0
 
     def write(profile: torch.profiler.profile) -> None:
-        path = folder / f"trace-step-{finished:08d}-rank{rank}.json.gz"
+        path = folder / f"trace-step-{last_step:08d}-rank{rank}.json.gz"
         profile.export_chrome_trace(str(path))
         logger.info("trace: %s", path)
 
-    trace = _trace(config, write) if config.enable_trace else None
+    trace = _build_profiler(config, write) if config.enable_trace else None
 
     def finish_step(step: int) -> None:
-        nonlocal finished
-        finished = step
+        nonlocal last_step
+        last_step = step
         if trace is not None:
             trace.step()
         if snapshots and step % config.trace_freq == 0:
@@ -57,7 +57,7 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
             record(enabled=None)
 
 
-def _trace(
+def _build_profiler(
     config: Profiling, write: Callable[[torch.profiler.profile], None]
 ) -> torch.profiler.profile:
     activities = [ProfilerActivity.CPU]

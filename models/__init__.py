@@ -1,4 +1,4 @@
-"""The model families that a config can name."""
+"""Registry of model families: ``model.name`` and ``model.flavor`` of a config."""
 
 import difflib
 import pkgutil
@@ -16,19 +16,19 @@ MODEL_SPECS: dict[str, ModelSpec] = {
 
 
 def find_model(name: str, flavor: str) -> tuple[ModelSpec, TransformerArgs]:
-    """The family and the args of its flavor; raises ``ValueError`` that lists what there is."""
+    """Return a family and the args of one flavor. Raises ``ValueError`` that lists known names."""
     spec = find_spec(name)
     if flavor not in spec.flavors:
-        raise ValueError(_unknown(f"model.flavor of {name}", flavor, list(spec.flavors)))
+        raise ValueError(_unknown_name(f"model.flavor of {name}", flavor, list(spec.flavors)))
     return spec, spec.flavors[flavor]
 
 
 def find_spec(name: str) -> ModelSpec:
-    """The family of that name; ``module:attribute`` is imported from elsewhere."""
+    """Return the family ``name``; ``module:attribute`` is imported. Raises ``ValueError``."""
     if ":" in name:
         return _import_spec(name)
     if name not in MODEL_SPECS:
-        raise ValueError(_unknown("model.name", name, list(MODEL_SPECS)))
+        raise ValueError(_unknown_name("model.name", name, list(MODEL_SPECS)))
     return MODEL_SPECS[name]
 
 
@@ -43,7 +43,7 @@ def _import_spec(name: str) -> ModelSpec:
     return spec
 
 
-def _unknown(key: str, value: str, known: list[str]) -> str:
+def _unknown_name(key: str, value: str, known: list[str]) -> str:
     by_lower = {text.lower(): text for text in known}
     near = difflib.get_close_matches(value.lower(), by_lower, n=1)
     hint = f"; did you mean {by_lower[near[0]]!r}?" if near else ""

@@ -1,7 +1,7 @@
-"""Gated delta net (arXiv 2412.06464): linear attention whose state forgets and corrects itself.
+"""Gated DeltaNet (arXiv 2412.06464): linear attention with a gated delta rule on its state.
 
-b batch, s sequence, n key heads, r value heads for each, k and v the dims of their heads. Every
-weight keeps what belongs to a key head together, so that heads can be dealt out to ranks.
+b batch, s sequence, n key heads, r value heads per key head, k and v their head dims. Every
+weight is grouped by key head, so that tensor parallel can shard it over heads.
 """
 
 import math
@@ -10,12 +10,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from models.delta_rule import delta_rule
-from models.own_part import own_part
+from kernels.delta_rule import delta_rule
+from models.dtensor import to_local_with_partial_grad
 from models.transformer import InitFn
 
 
 class GatedDeltaNet(nn.Module):
+    """Token mixer: projections, short convolution, gated delta rule, gated norm."""
+
     def __init__(
         self,
         *,
@@ -31,7 +33,7 @@ class GatedDeltaNet(nn.Module):
         ratio = n_value_heads // n_key_heads
         self.key_dim, self.value_dim, self.ratio = key_dim, value_dim, ratio
         self.group = 2 * key_dim + ratio * value_dim
-        """Features of q, k and v that belong to one key head."""
+        """Features of q, k and v per key head."""
         self.state_size = n_value_heads * key_dim * value_dim
         width = n_key_heads * (self.group + ratio * value_dim)
         self.wqkvz = nn.Linear(dim, width, bias=False)
@@ -46,14 +48,16 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """(b, s, d) to (b, s, d); ``rope`` is not used, as the state itself depends on order."""
+        """Map x (b, s, d) to (b, s, d); ``rope`` is unused: the recurrence encodes order."""
         b, s, _ = x.shape
         qkvz = self.wqkvz(x).view(b, s, -1, self.group + self.ratio * self.value_dim)
         qkv, z = qkvz.split([self.group, self.ratio * self.value_dim], dim=-1)
         beta, a = self.wba(x).view(b, s, -1, 2 * self.ratio).chunk(2, dim=-1)
         gates = torch.stack([beta, a], dim=-1)  # (b, s, n, r, 2)
-        of_heads = (own_part(weight) for weight in (self.conv, self.a_log, self.dt_bias))
-        out = self.inner(qkv, gates, *of_heads, document_ids)
+        head_weights = (
+            to_local_with_partial_grad(weight) for weight in (self.conv, self.a_log, self.dt_bias)
+        )
+        out = self.inner(qkv, gates, *head_weights, document_ids)
         out = self.norm(out, z.reshape(b, s, -1, self.value_dim))
         return self.wo(out.reshape(b, s, -1))
 
@@ -61,7 +65,7 @@ class GatedDeltaNet(nn.Module):
         for weight in (self.wqkvz.weight, self.wba.weight):
             trunc_normal_(weight, std=0.02)
         trunc_normal_(self.conv, std=self.conv.shape[-1] ** -0.5)
-        # Decays uniform in [1, 16]: a normal sample mapped through its cumulative distribution.
+        # exp(a_log) is uniform in [1, 16]: the normal's CDF maps each sample.
         trunc_normal_(self.a_log, std=1.0)
         self.a_log.copy_((1 + 7.5 * (1 + torch.erf(self.a_log / math.sqrt(2)))).log())
         nn.init.ones_(self.dt_bias)
@@ -70,7 +74,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class InnerDeltaNet(nn.Module):
-    """The part that needs the whole sequence, but no heads other than its own."""
+    """Convolution and delta rule: the whole sequence of any subset of the heads."""
 
     def __init__(self, key_dim: int, value_dim: int) -> None:
         super().__init__()
@@ -85,11 +89,14 @@ class InnerDeltaNet(nn.Module):
         dt_bias: torch.Tensor,
         document_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        """qkv (b, s, n, group), gates (b, s, n, r, 2), conv (n, group, size), a_log and dt_bias
-        (n * r,), document_ids (b, s) to (b, s, n * r, v)."""
-        return self.go_on(qkv, gates, conv, a_log, dt_bias, document_ids, None)[0]
+        """Return (b, s, n * r, v).
 
-    def go_on(
+        qkv (b, s, n, group), gates (b, s, n, r, 2), conv (n, group, size), a_log and dt_bias
+        (n * r,), document_ids (b, s).
+        """
+        return self.forward_with_state(qkv, gates, conv, a_log, dt_bias, document_ids, None)[0]
+
+    def forward_with_state(
         self,
         qkv: torch.Tensor,
         gates: torch.Tensor,
@@ -99,10 +106,10 @@ class InnerDeltaNet(nn.Module):
         document_ids: torch.Tensor | None,
         state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Go on from ``state`` (b, n * r, k, v); return the state at the end too.
+        """Continue from ``state`` (b, n * r, k, v); also return the final state.
 
-        Gates are those of new positions only; qkv may begin with earlier ones, which the
-        convolution still sees. ``document_ids`` (b, s or more) ends at the last position.
+        ``gates`` cover only the new positions. ``qkv`` may begin with earlier ones, which the
+        convolution needs. ``document_ids`` (b, s or more) ends at the last position.
         """
         precise = torch.promote_types(qkv.dtype, torch.float32)
         mixed = F.silu(causal_conv(qkv, conv, document_ids)[:, -gates.shape[1] :])
@@ -111,12 +118,12 @@ class InnerDeltaNet(nn.Module):
         q, k = (t.repeat_interleave(ratio, dim=2) for t in (q, k))
         v = v.reshape(*q.shape[:3], self.value_dim)
         beta, a = gates.flatten(2, 3).unbind(-1)
-        decay = -a_log.to(precise).exp() * F.softplus(a.to(precise) + dt_bias.to(precise))
-        return self.rule(q, k, v, decay, beta.sigmoid(), document_ids, state)
+        g = -a_log.to(precise).exp() * F.softplus(a.to(precise) + dt_bias.to(precise))
+        return self.rule(q, k, v, g, beta.sigmoid(), document_ids, state)
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head, times silu of its gate."""
+    """RMSNorm over each head, times silu(gate)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -125,24 +132,26 @@ class GatedNorm(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         precise = torch.promote_types(x.dtype, torch.float32)
         normed = F.rms_norm(x.to(precise), x.shape[-1:], eps=self.eps).type_as(x)
-        return (own_part(self.weight) * normed * F.silu(gate.to(precise))).type_as(x)
+        return (
+            to_local_with_partial_grad(self.weight) * normed * F.silu(gate.to(precise))
+        ).type_as(x)
 
 
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, document_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Each channel's sum over its last few positions, within documents.
+    """Depthwise causal convolution within documents: x (b, s, n, c) to (b, s, n, c).
 
-    x (b, s, n, c), weight (n, c, size); its last column is for the position itself.
+    weight (n, c, size); its last column applies to the current position.
     """
     size, s = weight.shape[-1], x.shape[1]
     if document_ids is not None:
         document_ids = document_ids[:, -s:]
     out = x * weight[..., -1]
-    for back in range(1, min(size, s)):
-        earlier = x[:, : s - back]
+    for lag in range(1, min(size, s)):
+        earlier = x[:, : s - lag]
         if document_ids is not None:
-            is_same = document_ids[:, back:] == document_ids[:, : s - back]
+            is_same = document_ids[:, lag:] == document_ids[:, : s - lag]
             earlier = earlier * is_same[:, :, None, None]
-        out = out + F.pad(earlier * weight[..., -1 - back], (0, 0, 0, 0, back, 0))
+        out = out + F.pad(earlier * weight[..., -1 - lag], (0, 0, 0, 0, lag, 0))
     return out

@@ -1,4 +1,4 @@
-"""A model's shapes and dtypes, without its memory."""
+"""Models on the meta device: shapes and dtypes without memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from models.transformer import TransformerArgs
 
 
 def build_on_meta(spec: ModelSpec, args: TransformerArgs, dtype: torch.dtype) -> nn.Module:
-    """The model on the meta device; ``to_empty`` and ``init_weights`` make it real."""
+    """Build the model on the meta device; ``to_empty`` and ``init_weights`` then fill it."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -22,8 +22,7 @@ def build_on_meta(spec: ModelSpec, args: TransformerArgs, dtype: torch.dtype) ->
 
 
 class _WithoutInit(TorchFunctionMode):
-    """Leave out the modules' own initialization: on the meta device it fills nothing, but costs
-    the import of a compiler."""
+    """Skip the modules' own initialization: a no-op on meta tensors that imports the compiler."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", "") == "torch.nn.init":

@@ -1,4 +1,4 @@
-"""Where a model family says how it is built, cut, trained and converted."""
+"""Interface between a model family and the trainer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,34 +12,34 @@ from models.hugging_face import HuggingFace
 from models.transformer import TransformerArgs
 
 Style = ParallelStyle | Callable[[nn.Module, DeviceMesh], object]
-"""How tensor parallel spreads a module: PyTorch's style, or a function that mutates the module."""
+"""A PyTorch parallel style, or a function that shards the module in place."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the rest of the repository needs to know about one model family."""
+    """A model family: how to build, shard, compile and convert it."""
 
     model_cls: Callable[[Any], nn.Module]
     flavors: Mapping[str, TransformerArgs]
-    """Flavor name to the args of ``model_cls``, as published."""
+    """Flavor name to the published args of ``model_cls``."""
     tensor_parallel_plan: Callable[[Any], Mapping[str, Style]]
     """Args to {module FQN pattern: parallel style}; covers every parameter."""
     fsdp_units: Callable[[Any], list[list[nn.Module]]]
     """Groups of modules to ``fully_shard``, in forward order; the root is implied."""
     blocks: Callable[[Any], nn.ModuleDict]
-    """The repeated blocks, which are recomputed and compiled one by one."""
+    """Repeated blocks; each is checkpointed and compiled on its own."""
     attentions: Callable[[Any], list[nn.Module]]
-    """Modules whose ``inner(q, k, v, document_ids)`` attends to the whole sequence."""
+    """Attention modules; context parallelism and kernels wrap ``inner(q, k, v, document_ids)``."""
     delta_nets: Callable[[Any], list[nn.Module]]
-    """Modules whose ``inner(qkv, gates, conv, a_log, dt_bias, document_ids)`` needs all of it."""
+    """Gated DeltaNets; wrapped is ``inner(qkv, gates, conv, a_log, dt_bias, document_ids)``."""
     moes: Callable[[Any], list[nn.Module]]
-    """Mixtures of experts: with ``experts``, ``inner``, ``tally``, ``balance_weight``, and the
-    buffers ``bias`` and ``load``."""
-    cut_stage: Callable[[Any, range], None]
-    """Keep of a model only what the pipeline stage of these layers has."""
-    join_stages: Callable[[Any, list[Any]], None]
-    """Let a model hold, under its own names, what some of its stages hold."""
-    pieces: Mapping[str, bool] = field(default_factory=dict)
-    """For blocks that cannot be one graph: the methods they consist of, and whether each can."""
+    """MoE layers, with ``experts``, ``dispatcher``, ``all_reduce_counts``, ``balance_weight`` and
+    the buffers ``bias`` and ``tokens_per_expert``."""
+    split_stage: Callable[[Any, range], None]
+    """Prune a model in place to one pipeline stage: the given layers."""
+    merge_stages: Callable[[Any, list[Any]], None]
+    """Restore pipeline stages into one model in place, under its own FQNs."""
+    compile_regions: Mapping[str, bool] = field(default_factory=dict)
+    """Methods to compile separately when a block has a graph break; True: fullgraph."""
     hugging_face: HuggingFace | None = None
-    """Its configs and tensors in Hugging Face's format; None: it has none."""
+    """Conversion to Hugging Face's format; None: unsupported."""

@@ -8,7 +8,7 @@ from models.transformer_sharding import transformer_spec
 def _qwen3(
     *, dim: int, n_layers: int, n_heads: int, hidden_dim: int, tie_embeddings: bool = False
 ) -> TransformerArgs:
-    """What all published sizes share."""
+    """Return args with the values that all published sizes share."""
     return TransformerArgs(
         dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=8, head_dim=128,
         hidden_dim=hidden_dim, vocab_size=151936, max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6,

@@ -11,13 +11,13 @@ from models.transformer import Transformer, TransformerArgs, TransformerBlock
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeArgs(TransformerArgs):
-    """``hidden_dim`` is that of one expert."""
+    """``TransformerArgs``, where ``hidden_dim`` is that of one expert."""
 
     n_experts: int
     n_chosen: int
-    """How many experts each token goes through."""
+    """Top-k: experts per token."""
     balance_weight: float = 0.0
-    """The weight of each sequence's balance loss, in each layer."""
+    """Weight of each layer's auxiliary load-balancing loss."""
 
 
 class Qwen3Moe(Transformer):
@@ -40,7 +40,7 @@ class MoeBlock(TransformerBlock):
 
 
 def _published(*, dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> Qwen3MoeArgs:
-    """What all published sizes share."""
+    """Return args with the values that all published sizes share."""
     return Qwen3MoeArgs(
         dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=4, head_dim=128,
         hidden_dim=hidden_dim, vocab_size=151936, max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6,
@@ -59,14 +59,14 @@ FLAVORS = {
 
 
 def expert_pairs(args: Qwen3MoeArgs) -> list[TensorPair]:
-    """Theirs has a tensor for each matrix of each expert, and no bias of the choice."""
+    """Return the experts' pairs; Hugging Face has a tensor per expert and no router bias."""
     pairs = []
     for i in range(args.n_layers):
-        ours, theirs = f"layers.{i}.feed_forward", f"model.layers.{i}.mlp"
-        pairs.append(TensorPair(f"{ours}.bias", ()))
-        for name, other in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
-            each = (f"{theirs}.experts.{e}.{other}.weight" for e in range(args.n_experts))
-            pairs.append(TensorPair(f"{ours}.experts.{name}", tuple(each), is_stacked=True))
+        prefix, hf_prefix = f"layers.{i}.feed_forward", f"model.layers.{i}.mlp"
+        pairs.append(TensorPair(f"{prefix}.bias", ()))
+        for name, hf_name in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            each = (f"{hf_prefix}.experts.{e}.{hf_name}.weight" for e in range(args.n_experts))
+            pairs.append(TensorPair(f"{prefix}.experts.{name}", tuple(each), is_stacked=True))
     return pairs
 
 

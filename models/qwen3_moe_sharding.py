@@ -1,4 +1,4 @@
-"""Where Qwen3's mixture of experts may be cut."""
+"""Sharding of Qwen3 MoE."""
 
 from dataclasses import replace
 from typing import cast
@@ -13,13 +13,15 @@ from models.qwen3_moe import FLAVORS, HUGGING_FACE, Qwen3Moe, Qwen3MoeArgs
 from models.transformer_sharding import LocalParameters, transformer_spec
 from models.transformer_sharding import tensor_parallel_plan as dense_plan
 
-# A graph cannot know how many tokens an expert gets.
-PIECES = {"attend": True, "feed_forward.route": True, "feed_forward.mix_experts": False}
+# Expert token counts are data dependent, so ``apply_experts`` breaks the graph.
+COMPILE_REGIONS = {"attend": True, "feed_forward.route": True, "feed_forward.apply_experts": False}
 
 
 def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, Style]:
-    """The dense decoder's, but experts take this rank's part of the sequence as it is: to them,
-    tensor parallel ranks are ranks with other tokens. Their weights are spread already.
+    """Dense decoder's plan, with MoE on each rank's sequence shard.
+
+    Experts see tensor parallel ranks as ranks with different tokens. Expert parallel has already
+    sharded their weights.
     """
     plan = {path: style for path, style in dense_plan(args).items() if "feed_forward" not in path}
     plan["layers.*.feed_forward"] = PrepareModuleInput(
@@ -30,6 +32,7 @@ def tensor_parallel_plan(args: Qwen3MoeArgs) -> dict[str, Style]:
 
 
 def moes(model: Qwen3Moe) -> list[nn.Module]:
+    """Return the MoE layers."""
     found = [cast(nn.Module, block.feed_forward) for block in model.layers.values()]
     return [module for module in found if isinstance(module, MoE)]
 
@@ -39,5 +42,5 @@ SPEC = replace(
     model_cls=Qwen3Moe,
     tensor_parallel_plan=tensor_parallel_plan,
     moes=moes,
-    pieces=PIECES,
+    compile_regions=COMPILE_REGIONS,
 )

@@ -1,6 +1,6 @@
-"""Qwen3-Next: three layers with a gated delta net, then one with gated attention; experts in all.
+"""Qwen3-Next: three Gated DeltaNet layers per gated attention layer; MoE in all.
 
-The published config and ``transformers``; arXiv 2412.06464, 2505.06708.
+Sources: the published config and ``transformers``; arXiv 2412.06464, 2505.06708.
 """
 
 from dataclasses import dataclass, replace
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn as nn
 
+from kernels.rms_norm import RMSNorm, rms_norm
 from models.gated_delta_net import GatedDeltaNet
 from models.moe import LocalLinear, MoE
 from models.qwen3_moe import Qwen3MoeArgs
-from models.rms_norm import RMSNorm, rms_norm
 from models.transformer import (
     Attention,
     FeedForward,
@@ -26,17 +26,17 @@ from models.transformer import (
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextArgs(Qwen3MoeArgs):
     rotary_dim: int
-    """How much of ``head_dim`` is rotated."""
+    """Rotated dims of each head."""
     shared_hidden_dim: int
-    """The hidden dim of the expert that every token goes through."""
+    """Hidden dim of the shared expert."""
     n_key_heads: int
-    """Of the gated delta nets, like the next four."""
+    """This and the next four: Gated DeltaNet."""
     n_value_heads: int
     key_dim: int
     value_dim: int
     conv_size: int = 4
     attention_every: int = 4
-    """The last of every so many layers has attention, the others have gated delta nets."""
+    """Every n-th layer has attention, the others Gated DeltaNet."""
 
     def has_attention(self, layer: int) -> bool:
         return (layer + 1) % self.attention_every == 0
@@ -64,7 +64,7 @@ class Qwen3NextBlock(TransformerBlock):
 
 
 class ZeroCenteredNorm(RMSNorm):
-    """RMSNorm times 1 + weight, so that weight decay pulls the scale to 1."""
+    """RMSNorm with scale 1 + weight, so that weight decay pulls the scale to 1."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -75,7 +75,7 @@ class ZeroCenteredNorm(RMSNorm):
 
 
 class GatedAttention(Attention):
-    """Attention whose rotary embedding turns part of each head, and whose output a gate scales."""
+    """Attention with partial rotary embeddings and a sigmoid output gate."""
 
     q_norm: ZeroCenteredNorm
     k_norm: ZeroCenteredNorm
@@ -99,8 +99,8 @@ class GatedAttention(Attention):
         return self.wo(out.reshape(b, s, -1))
 
     def _rotate(self, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        turned, kept = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
-        return torch.cat([apply_rope(turned, rope), kept], dim=-1)
+        rotary, rest = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], dim=-1)
+        return torch.cat([apply_rope(rotary, rope), rest], dim=-1)
 
 
 def build_delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
@@ -116,7 +116,7 @@ def build_delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
 
 
 class SharedExpert(FeedForward):
-    """A SwiGLU feed-forward that every rank has whole, for its own tokens."""
+    """SwiGLU feed-forward, replicated under tensor parallel: each rank computes its own tokens."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         nn.Module.__init__(self)
@@ -126,7 +126,7 @@ class SharedExpert(FeedForward):
 
 
 class SharedMoE(MoE):
-    """A mixture of experts, and one more that every token goes through, scaled by a gate."""
+    """MoE with a gated shared expert."""
 
     def __init__(self, args: Qwen3NextArgs) -> None:
         super().__init__(
@@ -140,9 +140,9 @@ class SharedMoE(MoE):
         self.shared_gate = LocalLinear(args.dim, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.mix_shared(x)
+        return super().forward(x) + self.apply_shared_expert(x)
 
-    def mix_shared(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_shared_expert(self, x: torch.Tensor) -> torch.Tensor:
         return self.shared_gate(x).sigmoid() * self.shared(x)
 
     def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:

@@ -1,4 +1,4 @@
-"""Qwen3-Next in Hugging Face's format."""
+"""Conversion between Shardloom's and Hugging Face's Qwen3-Next."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,34 +32,34 @@ SHARED = {
 def _pairs(args: Qwen3NextArgs) -> list[TensorPair]:
     pairs = expert_pairs(args)
     for i, kind in enumerate(_layer_types(args)):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        prefix, hf_prefix = f"layers.{i}", f"model.layers.{i}"
         names = {f"feed_forward.{o}.weight": f"mlp.{t}.weight" for o, t in SHARED.items()}
         if kind == "full_attention":
             names |= {f"attention.{o}": f"self_attn.{t}" for o, t in ATTENTION.items()}
         else:
             names |= {f"attention.{o}": f"linear_attn.{t}" for o, t in DELTA_NET.items()}
-            pairs.append(_conv(args, f"{ours}.attention.conv", f"{theirs}.linear_attn"))
-        pairs += [TensorPair(f"{ours}.{o}", (f"{theirs}.{t}",)) for o, t in names.items()]
+            pairs.append(_conv_pair(args, f"{prefix}.attention.conv", f"{hf_prefix}.linear_attn"))
+        pairs += [TensorPair(f"{prefix}.{o}", (f"{hf_prefix}.{t}",)) for o, t in names.items()]
     return pairs
 
 
-def _conv(args: Qwen3NextArgs, ours: str, theirs: str) -> TensorPair:
-    """Theirs has all queries, then all keys, then all values; ours has them by key head."""
-    heads, of_keys = args.n_key_heads, args.n_key_heads * args.key_dim
-    sizes = [of_keys, of_keys, args.n_value_heads * args.value_dim]
+def _conv_pair(args: Qwen3NextArgs, fqn: str, hf_prefix: str) -> TensorPair:
+    """Hugging Face orders q, k and v one after the other; Shardloom groups them by key head."""
+    heads, key_size = args.n_key_heads, args.n_key_heads * args.key_dim
+    sizes = [key_size, key_size, args.n_value_heads * args.value_dim]
 
-    def to_ours(weight: torch.Tensor) -> torch.Tensor:
+    def from_hf(weight: torch.Tensor) -> torch.Tensor:
         parts = weight.squeeze(1).split(sizes)
         return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1)
 
-    def to_theirs(weight: torch.Tensor) -> torch.Tensor:
+    def to_hf(weight: torch.Tensor) -> torch.Tensor:
         parts = weight.split([size // heads for size in sizes], dim=1)
         return torch.cat([part.flatten(0, 1) for part in parts]).unsqueeze(1)
 
-    return TensorPair(ours, (f"{theirs}.conv1d.weight",), to_theirs=to_theirs, to_ours=to_ours)
+    return TensorPair(fqn, (f"{hf_prefix}.conv1d.weight",), to_hf=to_hf, from_hf=from_hf)
 
 
-FROM_TABLE = build_hugging_face(
+BASE = build_hugging_face(
     Table(
         "qwen3_next",
         "Qwen3NextForCausalLM",
@@ -76,7 +76,7 @@ FROM_TABLE = build_hugging_face(
             "linear_key_head_dim": "key_dim",
             "linear_value_head_dim": "value_dim",
             "linear_conv_kernel_dim": "conv_size",
-            # ``_config`` and ``_args`` translate these two from and to other keys of theirs.
+            # ``_config`` and ``_args`` convert these two to and from other keys.
             "rotary_dim": "rotary_dim",
             "full_attention_interval": "attention_every",
         },
@@ -86,31 +86,31 @@ FROM_TABLE = build_hugging_face(
 
 
 def _config(args: Qwen3NextArgs) -> dict[str, Any]:
-    config = FROM_TABLE.config(args)
-    part = config.pop("rotary_dim") / args.head_dim
-    rope = config["rope_parameters"] | {"partial_rotary_factor": part}
+    config = BASE.config(args)
+    fraction = config.pop("rotary_dim") / args.head_dim
+    rope = config["rope_parameters"] | {"partial_rotary_factor": fraction}
     layer_types = _layer_types(args)
     return config | {
-        "partial_rotary_factor": part, "rope_parameters": rope, "layer_types": layer_types
+        "partial_rotary_factor": fraction, "rope_parameters": rope, "layer_types": layer_types
     }  # fmt: skip
 
 
 def _args(config: Mapping[str, Any]) -> Qwen3NextArgs:
-    there = dict(config)
-    rope = dict(there.get("rope_parameters") or {})
-    part = rope.pop("partial_rotary_factor", there.pop("partial_rotary_factor", 0.25))
+    given = dict(config)
+    rope = dict(given.get("rope_parameters") or {})
+    fraction = rope.pop("partial_rotary_factor", given.pop("partial_rotary_factor", 0.25))
     if rope:
-        there["rope_parameters"] = rope
-    there["rotary_dim"] = round(part * there["head_dim"])
-    there.setdefault("full_attention_interval", 4)
-    layer_types = there.pop("layer_types", None)
-    args = FROM_TABLE.args(there)
+        given["rope_parameters"] = rope
+    given["rotary_dim"] = round(fraction * given["head_dim"])
+    given.setdefault("full_attention_interval", 4)
+    layer_types = given.pop("layer_types", None)
+    args = BASE.args(given)
     assert isinstance(args, Qwen3NextArgs)
     if layer_types is not None and layer_types != _layer_types(args):
         every = layer_types.index("full_attention") + 1 if "full_attention" in layer_types else 0
         args = replace(args, attention_every=every or args.n_layers + 1)
         if layer_types != _layer_types(args):
-            raise ValueError("layer_types: only attention in every n-th layer is implemented here")
+            raise ValueError("layer_types: unsupported, attention must be in every n-th layer")
     return args
 
 
@@ -119,5 +119,5 @@ def _layer_types(args: Qwen3NextArgs) -> list[str]:
     return [kinds[args.has_attention(i)] for i in range(args.n_layers)]
 
 
-# Published folders have weights for predicting several tokens, which transformers leaves out too.
-HUGGING_FACE = replace(FROM_TABLE, config=_config, args=_args, left_out="mtp.")
+# Published folders have multi-token prediction weights, which transformers skips too.
+HUGGING_FACE = replace(BASE, config=_config, args=_args, skipped_prefix="mtp.")

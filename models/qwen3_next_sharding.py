@@ -1,4 +1,4 @@
-"""Where Qwen3-Next may be cut."""
+"""Sharding of Qwen3-Next."""
 
 from dataclasses import replace
 from typing import cast
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 
 from models.gated_delta_net import GatedDeltaNet
 from models.model_spec import Style
-from models.qwen3_moe_sharding import PIECES, moes
+from models.qwen3_moe_sharding import COMPILE_REGIONS, moes
 from models.qwen3_moe_sharding import tensor_parallel_plan as moe_plan
 from models.qwen3_next import FLAVORS, GatedAttention, Qwen3Next, Qwen3NextArgs, Qwen3NextBlock
 from models.qwen3_next_hugging_face import HUGGING_FACE
@@ -23,9 +23,11 @@ from models.transformer_sharding import LocalParameters, transformer_spec
 
 
 def tensor_parallel_plan(args: Qwen3NextArgs) -> dict[str, Style]:
-    """Attention as in the dense decoder, gated delta nets by key heads; the shared expert, like all
-    experts, for this rank's part of the sequence."""
-    # Its attention always has norms of q and k; its gate is a part of ``wq``.
+    """Attention as in the dense decoder, Gated DeltaNet sharded by key heads.
+
+    The shared expert, like all experts, computes this rank's sequence shard.
+    """
+    # Attention always has q and k norms; its gate is part of ``wq``.
     plan = moe_plan(replace(args, qk_norm=True))
     head, attention = "layers.*.attention", {}
     for path in [path for path in plan if path == head or path.startswith(f"{head}.")]:
@@ -39,18 +41,19 @@ def tensor_parallel_plan(args: Qwen3NextArgs) -> dict[str, Style]:
 
 
 def delta_net_plan() -> dict[str, Style]:
+    """Return the plan of one Gated DeltaNet, relative to its FQN."""
     return {
-        "": spread_delta_net,
+        "": shard_delta_net,
         ".wqkvz": ColwiseParallel(),
         ".wba": ColwiseParallel(),
-        # One weight for all heads.
+        # All heads share this weight.
         ".norm": LocalParameters(Replicate()),
         ".wo": RowwiseParallel(output_layouts=Shard(1)),
     }
 
 
-def spread_delta_net(module: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Gather x along the sequence, and shard the module's own parameters by heads."""
+def shard_delta_net(module: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Shard the module's direct parameters by heads; all-gather its input along the sequence."""
     LocalParameters(Shard(0))(module, tp_mesh)
     gather = PrepareModuleInput(
         input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
@@ -58,17 +61,17 @@ def spread_delta_net(module: nn.Module, tp_mesh: DeviceMesh) -> None:
     parallelize_module(module, tp_mesh, gather)
 
 
-def mixers(model: Qwen3Next) -> list[nn.Module]:
-    """The attention or gated delta net of each layer."""
+def token_mixers(model: Qwen3Next) -> list[nn.Module]:
+    """Return each layer's attention or Gated DeltaNet."""
     return [cast(Qwen3NextBlock, block).attention for block in model.layers.values()]
 
 
 def attentions(model: Qwen3Next) -> list[nn.Module]:
-    return [mixer for mixer in mixers(model) if isinstance(mixer, GatedAttention)]
+    return [mixer for mixer in token_mixers(model) if isinstance(mixer, GatedAttention)]
 
 
 def delta_nets(model: Qwen3Next) -> list[nn.Module]:
-    return [mixer for mixer in mixers(model) if isinstance(mixer, GatedDeltaNet)]
+    return [mixer for mixer in token_mixers(model) if isinstance(mixer, GatedDeltaNet)]
 
 
 SPEC = replace(
@@ -78,5 +81,5 @@ SPEC = replace(
     attentions=attentions,
     delta_nets=delta_nets,
     moes=moes,
-    pieces=PIECES | {"feed_forward.mix_shared": True},
+    compile_regions=COMPILE_REGIONS | {"feed_forward.apply_shared_expert": True},
 )

@@ -1,9 +1,9 @@
-"""The dense decoder of Llama 3 and Qwen3, written for one device.
+"""Dense decoder of Llama 3 and Qwen3, written for one device.
 
 Shapes: b batch, s sequence, d model dim, h heads, k head dim. Under tensor parallelism a rank
-sees fewer heads, so views infer h with -1; under context parallelism a part of the sequence, but
-``inner`` attends to all of it. The arithmetic follows the published models: RMSNorm, rotary
-embeddings, grouped-query attention, SwiGLU.
+has fewer heads, so views infer h with -1. Under context parallelism it has a sequence shard, but
+``inner`` attends to the whole sequence. Components: RMSNorm, rotary embeddings, grouped-query
+attention, SwiGLU.
 """
 
 import math
@@ -15,14 +15,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from models.rms_norm import RMSNorm
+from kernels.rms_norm import RMSNorm
 
 InitFn = Callable[..., object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the low rotary frequencies to contexts longer than trained."""
+    """Llama 3.1's scaling of low rotary frequencies to longer contexts."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -48,7 +48,7 @@ class TransformerArgs:
 
 
 def rope_cache(args: TransformerArgs) -> torch.Tensor:
-    """cos and sin of every position and frequency: (2, max_seq_len, k/2), float64.
+    """Return cos and sin of every position and frequency: (2, max_seq_len, k/2), float64.
 
     Rotary embedding: arXiv 2104.09864. Scaling: section 3.4.1 of arXiv 2407.21783.
     """
@@ -61,11 +61,11 @@ def rope_cache(args: TransformerArgs) -> torch.Tensor:
 
 
 def _scale_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Keep the fast frequencies, divide the slow ones by ``factor``, blend in between."""
-    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    """Keep high frequencies, divide low ones by ``factor``, interpolate in between."""
+    rotations = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
 def apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def apply_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Backward rotates back, in half of the memory passes that autograd would need."""
+    """Rotation whose backward needs half of autograd's memory passes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class Rope(nn.Module):
-    """The angles of every position, computed once."""
+    """Cache of cos and sin of every position."""
 
     cache: torch.Tensor
 
@@ -109,7 +109,7 @@ class Rope(nn.Module):
         self.register_buffer("cache", cache, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions (b, s) int64 to cos and sin (2, b, s, k/2)."""
+        """Look up positions (b, s) int64: cos and sin (2, b, s, k/2)."""
         return self.cache[:, positions]
 
     def init_weights(self) -> None:
@@ -117,12 +117,12 @@ class Rope(nn.Module):
 
 
 class InnerAttention(nn.Module):
-    """Scaled dot products and nothing else: what context parallel, caches and kernels wrap."""
+    """Scaled dot-product attention; context parallel, KV caches and kernels wrap or replace it."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Causal attention of q (b, s_q, h, k) on k and v (b, s, h_kv, k), within documents.
+        """Causal attention within documents: q (b, s_q, h, k), k and v (b, s, h_kv, k).
 
         The queries are the last s_q of the s positions. ``document_ids`` (b, s) names the document
         of each position; None means one document.
@@ -143,6 +143,8 @@ class InnerAttention(nn.Module):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with rotary embeddings and optional q and k norms."""
+
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
         self.head_dim = args.head_dim
@@ -157,6 +159,7 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
+        """Map x (b, s, d) to (b, s, d); ``rope`` (2, b or 1, s, k/2)."""
         b, s, _ = x.shape
         q = self.wq(x).view(b, s, -1, self.head_dim)  # (b, s, h, k); h is this rank's heads
         k = self.wk(x).view(b, s, -1, self.head_dim)
@@ -176,6 +179,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """SwiGLU: x (..., d) to (..., d)."""
+
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
         self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)
@@ -208,7 +213,7 @@ class TransformerBlock(nn.Module):
     def attend(
         self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All before the feed-forward: the residual stream, and the feed-forward's input."""
+        """Run attention; return residual stream and feed-forward input, both (b, s, d)."""
         x = x + self.attention(self.attention_norm(x), rope, document_ids)
         return x, self.ffn_norm(x)
 
@@ -220,11 +225,10 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens in, logits out.
+    """Decoder from tokens to logits.
 
-    ``layers`` is a ModuleDict so that FQNs survive when a pipeline stage deletes some of them. A
-    stage other than the first has no ``tok_embeddings``, one other than the last no ``norm`` and
-    ``output``.
+    ``layers`` is a ModuleDict, so FQNs stay when a pipeline stage deletes some layers. Only the
+    first stage has ``tok_embeddings``; only the last has ``norm`` and ``output``.
     """
 
     def __init__(self, args: TransformerArgs) -> None:
@@ -239,7 +243,7 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def build_block(self, index: int) -> nn.Module:
-        """Build layer ``index``; other families override this."""
+        """Build layer ``index``. Families override this."""
         return TransformerBlock(self.args)
 
     def forward(
@@ -248,11 +252,10 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Tokens x (b, s) int64 to logits (b, s, vocab_size).
+        """Map tokens x (b, s) int64 to logits (b, s, vocab_size).
 
-        Between pipeline stages, hidden states (b, s, d) take the place of either.
-        Without positions (b, s) the sequence starts at 0. ``document_ids`` (b, whole sequence);
-        None is one document.
+        Between pipeline stages, either is a hidden state (b, s, d). Without ``positions`` (b, s)
+        the sequence starts at 0. ``document_ids`` (b, whole sequence); None: one document.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
@@ -264,16 +267,16 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, trunc_normal_: InitFn = nn.init.trunc_normal_) -> None:
-        """Fill every parameter and buffer; all hold garbage after ``to_empty``.
+        """Fill every parameter and buffer, undefined after ``to_empty``. Mutates the model.
 
-        ``trunc_normal_(param, std=...)`` writes a normal cut at 3 std or farther, in place.
+        ``trunc_normal_(param, std=...)`` fills in place, truncating at 3 std or farther.
         """
         self.rope.init_weights()
         head_std, is_tied = self.args.dim**-0.5, self.args.tie_embeddings
         if self.tok_embeddings is not None:
             trunc_normal_(self.tok_embeddings.weight, std=head_std if is_tied else 1.0)
         for layer in self.layers.values():
-            # Each block adds to the residual twice: keep its variance independent of depth.
+            # Each block adds to the residual twice; this keeps its variance independent of depth.
             cast(TransformerBlock, layer).init_weights(
                 trunc_normal_, residual_std=0.02 / (2 * self.args.n_layers) ** 0.5
             )

@@ -1,4 +1,4 @@
-"""Where the dense decoder may be cut: facts about its FQNs and heads."""
+"""Sharding of the dense decoder: tensor parallel plan, FSDP units, pipeline stages."""
 
 import math
 from collections.abc import Mapping
@@ -32,6 +32,7 @@ from models.transformer import Transformer, TransformerArgs, TransformerBlock
 def transformer_spec(
     flavors: Mapping[str, TransformerArgs], hugging_face: HuggingFace | None = None
 ) -> ModelSpec:
+    """Build a spec of ``Transformer``; other families replace what differs."""
     return ModelSpec(
         model_cls=Transformer,
         flavors=flavors,
@@ -41,8 +42,8 @@ def transformer_spec(
         attentions=attentions,
         delta_nets=lambda model: [],
         moes=lambda model: [],
-        cut_stage=cut_stage,
-        join_stages=join_stages,
+        split_stage=split_stage,
+        merge_stages=merge_stages,
         hugging_face=hugging_face,
     )
 
@@ -51,14 +52,14 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
     """Tensor parallel inside attention and feed-forward, sequence parallel between them.
 
     Megatron-LM's scheme (arXiv 2205.05198), in PyTorch's ``ParallelStyle`` by FQN pattern.
-    Complete: every parameter of the model is under some entry. The logits stay sharded over the
-    vocabulary, also in the loss.
+    Every parameter of the model matches some entry. The logits stay sharded over the vocabulary,
+    also in the loss.
     """
     plan: dict[str, Style] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
         "layers.*.attention": PrepareModuleInput(
-            # x is gathered along the sequence; rope and document_ids are whole on every rank.
+            # x is all-gathered along the sequence; rope and document_ids are replicated.
             input_layouts=(Shard(1), None, None),
             desired_input_layouts=(Replicate(), None, None),
         ),
@@ -77,7 +78,7 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
         ),
     }
     if args.qk_norm:
-        # Sharded over heads, dim 2 of (b, s, h, k), so that their gradients are summed.
+        # Inputs are sharded over heads, dim 2 of (b, s, h, k), so weight gradients are summed.
         head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan["layers.*.attention.[qk]_norm"] = head_norm
     return plan
@@ -85,8 +86,10 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
 
 @dataclass(frozen=True)
 class HeadParallel:
-    """Column-wise, by heads. Each rank gets the heads that its queries attend to. Where ranks
-    do not divide the heads, the weight is sharded all the same, and its output gathered."""
+    """Column-wise style for key and value heads: each rank gets those its queries attend to.
+
+    If the degree does not divide the heads, the weight is still sharded and its output gathered.
+    """
 
     n_heads: int
 
@@ -94,55 +97,59 @@ class HeadParallel:
         parallelize_module(module, tp_mesh, ColwiseParallel(use_local_output=False))
         rank, degree = tp_mesh.get_local_rank(), tp_mesh.size()
 
-        def keep(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+        def use_local(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
             return output.to_local()
 
-        def gather(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
-            # A rank's queries use some of the heads: gradients are parts of a sum.
+        def gather_heads(
+            module: nn.Module, inputs: tuple[Any, ...], output: DTensor
+        ) -> torch.Tensor:
+            # A rank's queries use some of the heads, so gradients are partial sums.
             whole = output.redistribute(placements=[Replicate()])
             heads = whole.to_local(grad_placements=[Partial()]).unflatten(-1, (self.n_heads, -1))
-            copies = math.lcm(self.n_heads, degree) // self.n_heads
-            own = heads.repeat_interleave(copies, dim=-2).chunk(degree, dim=-2)[rank]
-            return own.flatten(-2)
+            repeats = math.lcm(self.n_heads, degree) // self.n_heads
+            local = heads.repeat_interleave(repeats, dim=-2).chunk(degree, dim=-2)[rank]
+            return local.flatten(-2)
 
-        module.register_forward_hook(keep if self.n_heads % degree == 0 else gather)
+        module.register_forward_hook(use_local if self.n_heads % degree == 0 else gather_heads)
 
 
 @dataclass(frozen=True)
 class LocalParameters:
-    """Spread the parameters of a module that computes with its ``own_part`` of them."""
+    """Style that shards a module's direct parameters, read by ``to_local_with_partial_grad``."""
 
     placement: Placement
 
     def __call__(self, module: nn.Module, tp_mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            spread = distribute_tensor(parameter, tp_mesh, [self.placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(spread))
+            sharded = distribute_tensor(parameter, tp_mesh, [self.placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded))
 
 
 def fsdp_units(model: Transformer) -> list[list[nn.Module]]:
-    """One unit per block; the last norm and the output share one, with the embedding if tied."""
+    """Return one unit per block; last norm and output share one, with the embedding if tied."""
     first: list[nn.Module] = [] if model.tok_embeddings is None else [model.tok_embeddings]
     blocks = [[block] for block in model.layers.values()]
     last: list[nn.Module] = [m for m in (model.norm, model.output) if m is not None]
     if first and last and model.args.tie_embeddings:
-        # A parameter belongs to one unit: modules that share one are gathered together.
+        # A parameter belongs to one unit, so modules with a tied weight are gathered together.
         return [*blocks, [*first, *last]]
     return [unit for unit in (first, *blocks, last) if unit]
 
 
 def blocks(model: Transformer) -> nn.ModuleDict:
+    """Return the blocks by layer index."""
     return model.layers
 
 
 def attentions(model: Transformer) -> list[nn.Module]:
+    """Return each layer's attention."""
     return [cast(TransformerBlock, block).attention for block in model.layers.values()]
 
 
-def cut_stage(model: Transformer, layers: range) -> None:
-    """Keep only what the pipeline stage of these ``layers`` has. Mutates ``model``.
+def split_stage(model: Transformer, layers: range) -> None:
+    """Prune ``model`` in place to the pipeline stage of ``layers``.
 
-    The first stage has the embedding, the last one norm and output.
+    The first stage keeps the embedding, the last one norm and output.
     """
     for name in list(model.layers):
         if int(name) not in layers:
@@ -153,19 +160,19 @@ def cut_stage(model: Transformer, layers: range) -> None:
         model.norm = model.output = None
 
 
-def join_stages(model: Transformer, stages: list[Transformer]) -> None:
-    """Let ``model`` hold, under its own names, what these stages of it have. Mutates ``model``."""
-    held = {name: block for stage in stages for name, block in stage.layers.items()}
-    model.layers = nn.ModuleDict(held)
+def merge_stages(model: Transformer, stages: list[Transformer]) -> None:
+    """Move the modules of ``stages`` into ``model``, under its own FQNs. Mutates both."""
+    layers_by_name = {name: block for stage in stages for name, block in stage.layers.items()}
+    model.layers = nn.ModuleDict(layers_by_name)
     for stage in stages:
-        # Its buffer needs memory, which only ``model`` is given.
+        # Share the buffer, because only ``model`` is materialized.
         stage.rope = model.rope
     embeddings = model.tok_embeddings
     for name in ("tok_embeddings", "norm", "output"):
         found = [child for stage in stages if (child := getattr(stage, name)) is not None]
         setattr(model, name, found[0] if found else None)
     if model.args.tie_embeddings and model.output is not None and model.tok_embeddings is None:
-        # A tied weight goes by its name in the embedding, on the last stage too.
+        # The canonical FQN of a tied weight is the embedding's, also on the last stage.
         assert embeddings is not None
         embeddings.weight = model.output.weight
         model.tok_embeddings = embeddings

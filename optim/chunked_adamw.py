@@ -1,4 +1,4 @@
-"""AdamW over pieces of a rank's part of each tensor, with moments in a dtype of their own."""
+"""AdamW that updates each rank's shards in padded chunks, with moments in an optional dtype."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -8,25 +8,25 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 
-# No vector register of a CPU we know is wider.
+# No known CPU has wider vector registers.
 VECTOR_BYTES = 64
-# Elements that are updated at once: in float32, 64 MiB for each of the copies.
+# Elements updated at once: in float32, 64 MiB per copied tensor.
 CHUNK = 1 << 24
 
-Piece = tuple[torch.Tensor, ...]
+Segment = tuple[torch.Tensor, ...]
 
 
 class ChunkedAdamW(torch.optim.AdamW):
     """Fused AdamW whose result does not depend on where shards end.
 
-    On a CPU PyTorch's kernel rounds the last elements, which do not fill a vector, differently from
-    the rest. Pieces that have such elements are updated in padded copies.
+    PyTorch's CPU kernel rounds the last elements, which do not fill a vector, differently from the
+    others. Segments with such elements are updated in padded copies.
 
-    ``moment_dtype``: that of both moments between steps; None: the weights'. PyTorch's kernel wants
-    one dtype, so each piece's moments are copied to the weights', updated and used in it, and then
-    rounded to nearest (so does DeepSeek-V3, to bfloat16: arXiv 2412.19437, section 3.3.2).
+    ``moment_dtype``: dtype of both moments between steps; None: that of the weights. PyTorch's
+    kernel needs one dtype, so a segment's moments are converted to the weights' dtype, updated, and
+    rounded to nearest (as DeepSeek-V3 does with bfloat16: arXiv 2412.19437, section 3.3.2).
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class ChunkedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Mutates parameters and state; obeys ``found_inf`` as a fused optimizer does."""
+        """Update the parameters. Mutates parameters and state; obeys ``found_inf``, if set."""
         found_inf = getattr(self, "found_inf", None)
         for group in self.adamw_groups():
-            for pieces in _chunks(self._entries(group)):
-                _update(pieces, group, found_inf)
+            for segments in _chunks(self._param_states(group)):
+                _update(segments, group, found_inf)
 
     def adamw_groups(self) -> list[dict[str, Any]]:
-        """The groups that AdamW updates."""
+        """Parameter groups that AdamW updates."""
         return self.param_groups
 
-    def _entries(self, group: Mapping[str, Any]) -> Iterator[Piece]:
-        """Of each parameter: itself, its gradient, both moments and the step."""
+    def _param_states(self, group: Mapping[str, Any]) -> Iterator[Segment]:
+        """Yield (parameter, gradient, exp_avg, exp_avg_sq, step) of each parameter."""
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -65,8 +65,8 @@ class ChunkedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Moments of another dtype are converted."""
-        # PyTorch would first convert all to the weights' dtype: twice the memory for a while.
+        """Load options and state, converting moments to this optimizer's dtype."""
+        # PyTorch would first convert all moments to the weights' dtype, doubling peak memory.
         super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -76,17 +76,19 @@ class ChunkedAdamW(torch.optim.AdamW):
                 self.state[parameter][name] = value.to(device=parameter.device, dtype=dtype)
 
 
-def _update(pieces: list[Piece], group: Mapping[str, Any], found_inf: torch.Tensor | None) -> None:
-    """Each piece: parts of a parameter, of its gradient and of both moments, 1-D, and the step."""
-    *kept, steps = (list(tensors) for tensors in zip(*pieces, strict=True))
-    used = [[_pad(t.to(p.dtype)) for t, p in zip(ts, kept[0], strict=True)] for ts in kept]
+def _update(
+    segments: list[Segment], group: Mapping[str, Any], found_inf: torch.Tensor | None
+) -> None:
+    """Update segments (parameter, gradient, exp_avg, exp_avg_sq, step), all but the step 1-D."""
+    *stored, steps = (list(tensors) for tensors in zip(*segments, strict=True))
+    padded = [[_pad(t.to(p.dtype)) for t, p in zip(ts, stored[0], strict=True)] for ts in stored]
     beta1, beta2 = group["betas"]
-    parameters, gradients, averages, squares = used
+    parameters, gradients, exp_avgs, exp_avg_sqs = padded
     adamw(
         parameters,
         gradients,
-        averages,
-        squares,
+        exp_avgs,
+        exp_avg_sqs,
         [],
         steps,
         fused=True,
@@ -99,33 +101,35 @@ def _update(pieces: list[Piece], group: Mapping[str, Any], found_inf: torch.Tens
         amsgrad=False,
         maximize=False,
     )
-    # The gradients were only read.
-    for tensor, copy in chain.from_iterable(map(zip, kept[::2] + kept[3:], used[::2] + used[3:])):
+    # Index 1, the gradients, was only read.
+    for tensor, copy in chain.from_iterable(
+        map(zip, stored[::2] + stored[3:], padded[::2] + padded[3:])
+    ):
         if copy is not tensor:
             tensor.copy_(copy[: tensor.numel()])
 
 
-def _chunks(entries: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """This rank's parts of all tensors, flat, with their steps, ``CHUNK`` elements at most.
+def _chunks(param_states: Iterable[Segment]) -> Iterator[list[Segment]]:
+    """Split local tensors into flat segments and group these, ``CHUNK`` elements at most.
 
-    A step is counted once, with the last part of its tensor; the others have copies.
+    Each segment needs a step of its own to increment; the last one of a tensor gets the original.
     """
-    pieces: list[Piece] = []
+    chunk: list[Segment] = []
     count = 0
-    for *tensors, step in entries:
-        flat = [local_part(tensor).view(-1) for tensor in tensors]
-        cut = list(zip(*(tensor.split(CHUNK) for tensor in flat), strict=True))
-        for parts in cut:
-            if count + parts[0].numel() > CHUNK:
-                yield pieces
-                pieces, count = [], 0
-            pieces.append((*parts, step if parts is cut[-1] else step.clone()))
-            count += parts[0].numel()
-    if pieces:
-        yield pieces
+    for *tensors, step in param_states:
+        flat = [to_local(tensor).view(-1) for tensor in tensors]
+        segments = list(zip(*(tensor.split(CHUNK) for tensor in flat), strict=True))
+        for segment in segments:
+            if count + segment[0].numel() > CHUNK:
+                yield chunk
+                chunk, count = [], 0
+            chunk.append((*segment, step if segment is segments[-1] else step.clone()))
+            count += segment[0].numel()
+    if chunk:
+        yield chunk
 
 
 def _pad(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself if it is whole vectors, else a copy that is."""
+    """``tensor`` itself if its length is a multiple of the vector's, else a padded copy."""
     missing = -tensor.numel() % (VECTOR_BYTES // tensor.element_size())
     return F.pad(tensor, (0, missing)) if missing else tensor

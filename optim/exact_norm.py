@@ -1,7 +1,7 @@
-"""A gradient norm that is the same bit for bit however the gradients are sharded.
+"""Gradient norm that is bitwise identical however the gradients are sharded.
 
-A sum of floating-point numbers depends on their order, and sharding changes the order. A sum of
-integers does not: squares are cut into fixed-point levels, and each level is summed in int64.
+A floating-point sum depends on its order, and sharding changes the order. An integer sum does not:
+squares are split into fixed-point levels, and each level is summed in int64.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,31 +12,31 @@ import torch.distributed as dist
 
 from runtime.compat import foreach
 
-# This rank's parts of the gradients, by the process groups over which they are sharded.
+# This rank's gradient shards, by the process groups over which they are sharded.
 Shards = Mapping[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]
 LEVELS = 3
-# Bounds how many elements are in float64 and int64 at a time.
+# Bounds the elements held in float64 and int64 at once.
 CHUNK = 2**18
 
 
 def exact_norm(shards: Shards, n_elements: int) -> torch.Tensor:
-    """The 2-norm of all gradients, a float64 scalar, equal on all ranks.
+    """Return the 2-norm of all gradients, 0-d float64, equal on all ranks. Collective.
 
-    ``n_elements``: of the unsharded gradients, so that no sum can overflow. Infinite if any
-    gradient is not finite. No host synchronization.
+    ``n_elements``: number of elements of the unsharded gradients, which keeps every sum from
+    overflowing. The norm is infinite if any gradient is not finite. Never waits for the device.
 
-    The square is off by less than 1e-15 for rounding, and by less than n**4 / 2**183 for what the
-    last level cuts off.
+    The error of the squared norm is less than 1e-15 from rounding, plus n**4 / 2**183 from
+    truncation of the last level.
     """
     largest = _largest(shards)
     scale = torch.where(largest > 0, largest, 1.0)
-    # Bits of a level: so few that the sum of n_elements of them stays below 2**62.
+    # Bits per level, few enough that a sum of n_elements stays below 2**62.
     bits = 62 - n_elements.bit_length()
     totals = []
     for groups, local in shards.items():
         sums = torch.zeros(LEVELS, dtype=torch.int64, device=largest.device)
         for values in _chunks(local):
-            sums += _squares(values, scale, bits)
+            sums += _level_sums(values, scale, bits)
         for group in groups:
             dist.all_reduce(sums, group=group)
         totals.append(sums)
@@ -47,14 +47,14 @@ def exact_norm(shards: Shards, n_elements: int) -> torch.Tensor:
 
 
 def _largest(shards: Shards) -> torch.Tensor:
-    """The largest magnitude of all, a float64 scalar; infinite if one is not finite."""
+    """Largest absolute value on any rank, 0-d float64; infinite if a value is not finite."""
     found = []
     for groups, local in shards.items():
         largest = torch.zeros((), dtype=torch.float64, device=local[0].device)
-        # A rank may have nothing of a small gradient.
-        if parts := [tensor for tensor in local if tensor.numel() > 0]:
-            largest = torch.stack(foreach("norm", parts, torch.inf)).amax().double()
-        # Whether a maximum keeps a NaN is up to the backend.
+        # A rank's shard of a small gradient may be empty.
+        if nonempty := [tensor for tensor in local if tensor.numel() > 0]:
+            largest = torch.stack(foreach("norm", nonempty, torch.inf)).amax().double()
+        # Backends differ in whether an all-reduce MAX propagates NaN.
         largest = torch.where(largest.isfinite(), largest, torch.inf)
         for group in groups:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -63,27 +63,27 @@ def _largest(shards: Shards) -> torch.Tensor:
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """All elements, 1-D, but for the last between one and two times ``CHUNK`` at once."""
-    pieces: list[torch.Tensor] = []
+    """Yield all elements in 1-D chunks of ``CHUNK`` to 2 * ``CHUNK``; the last may be smaller."""
+    chunk: list[torch.Tensor] = []
     count = 0
-    for piece in chain.from_iterable(tensor.flatten().split(CHUNK) for tensor in tensors):
-        pieces.append(piece)
-        count += piece.numel()
+    for segment in chain.from_iterable(tensor.flatten().split(CHUNK) for tensor in tensors):
+        chunk.append(segment)
+        count += segment.numel()
         if count >= CHUNK:
-            yield torch.cat(pieces)
-            pieces, count = [], 0
-    if pieces:
-        yield torch.cat(pieces)
+            yield torch.cat(chunk)
+            chunk, count = [], 0
+    if chunk:
+        yield torch.cat(chunk)
 
 
-def _squares(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    """The sums of the squares of values / scale, at most 1, in each of the levels (LEVELS,)."""
-    rest = (values.double() / scale).square_()
+def _level_sums(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """Sum (values / scale) ** 2, each at most 1, per fixed-point level: (LEVELS,) int64."""
+    remainder = (values.double() / scale).square_()
     sums = []
     for _ in range(LEVELS):
-        # Exact: a power of two, then the whole part and what is left of it.
-        rest *= 2.0**bits
-        whole = rest.floor()
-        rest -= whole
+        # Exact: multiplication by a power of two, then the whole and fractional nonempty.
+        remainder *= 2.0**bits
+        whole = remainder.floor()
+        remainder -= whole
         sums.append(whole.sum(dtype=torch.int64))
     return torch.stack(sums)

@@ -1,4 +1,4 @@
-"""The global gradient norm of parameters that may live on different meshes."""
+"""Global gradient norm and clipping for parameters that may live on different meshes."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from optim.exact_norm import Shards, exact_norm
 from runtime.compat import foreach
-from runtime.distributed import local_part
-from runtime.shards import is_sharded
+from runtime.dtensor import is_sharded, to_local
 
 
 @torch.no_grad()
@@ -23,27 +22,27 @@ def clip_grad_norm_(
     norms: list[torch.Tensor] | None = None,
     is_exact: bool = False,
     pp_mesh: DeviceMesh | None = None,
-    copies: Collection[nn.Parameter] = (),
+    tied_duplicates: Collection[nn.Parameter] = (),
 ) -> torch.Tensor:
     """Scale all gradients so that their global 2-norm is at most ``max_norm``; return the norm.
 
-    Each gradient counts once: its local squares are summed over the mesh dims that shard it and
-    not over those that replicate it. ``norms``: the ``local_norms``, if they are known already.
-    ``is_exact``: the norm has the same bits on every mesh, and is float64. ``pp_mesh``: ranks that
-    have other parameters; ``copies``: parameters here that another of these ranks counts.
-    Mutates the gradients; no host synchronization.
+    Each gradient counts once: its local squares are summed over the mesh dims that shard it, and
+    not over those that replicate it. ``norms``: result of ``local_norms``, if already computed.
+    ``is_exact``: the norm is float64 and bitwise identical on every mesh. ``pp_mesh``: pipeline
+    stages, which have different parameters. ``tied_duplicates``: parameters that another stage
+    counts. The norm is 0-d. Mutates the gradients; never waits for the device. Collective.
     """
-    others = set(copies)
+    duplicates = set(tied_duplicates)
     shards: dict[tuple, list[torch.Tensor]] = defaultdict(list)
-    parts: dict[tuple, list[torch.Tensor]] = defaultdict(list)
-    for parameter, part in zip(parameters, norms or local_norms(parameters), strict=True):
+    norms_by_group: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    for parameter, local_norm in zip(parameters, norms or local_norms(parameters), strict=True):
         if parameter.grad is not None:
             groups = _sharding_groups(parameter.grad)
-            shards[groups].append(local_part(parameter.grad))
-            if parameter not in others:
-                parts[groups].append(part)
+            shards[groups].append(to_local(parameter.grad))
+            if parameter not in duplicates:
+                norms_by_group[groups].append(local_norm)
     n_elements = sum(p.numel() for p in parameters)
-    norm = exact_norm(shards, n_elements) if is_exact else _norm(parts, pp_mesh)
+    norm = exact_norm(shards, n_elements) if is_exact else _norm(norms_by_group, pp_mesh)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for local in shards.values():
         foreach("mul_", local, scale)
@@ -52,18 +51,16 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    """The 2-norm of this rank's part of each gradient, 0-d; 0 where there is no gradient."""
-    grads = [
-        local_part(p).new_zeros(1) if p.grad is None else local_part(p.grad) for p in parameters
-    ]
-    # In float32 at least: in bfloat16 a norm would have 8 bits.
+    """Return the 2-norm of this rank's shard of each gradient, 0-d; 0 without a gradient."""
+    grads = [to_local(p).new_zeros(1) if p.grad is None else to_local(p.grad) for p in parameters]
+    # At least float32: a bfloat16 norm would have 8 significant bits.
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
     return list(foreach("norm", grads, 2.0, dtype=dtype))
 
 
-def _norm(parts: Shards, pp_mesh: DeviceMesh | None) -> torch.Tensor:
+def _norm(norms_by_group: Shards, pp_mesh: DeviceMesh | None) -> torch.Tensor:
     squares = []
-    for groups, norms in parts.items():
+    for groups, norms in norms_by_group.items():
         square = torch.stack(norms).square().sum()
         for group in groups:
             dist.all_reduce(square, group=group)
@@ -75,11 +72,11 @@ def _norm(parts: Shards, pp_mesh: DeviceMesh | None) -> torch.Tensor:
 
 
 def _sharding_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which this gradient's shards are spread."""
+    """Process groups over which ``grad`` is sharded."""
     if not isinstance(grad, DTensor):
         return ()
     for placement in grad.placements:
-        assert not placement.is_partial(), "a gradient was left unreduced"
+        assert not placement.is_partial(), "a gradient is still Partial"
     return tuple(
         grad.device_mesh.get_group(dim)
         for dim, placement in enumerate(grad.placements)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""Learning-rate schedule as a pure function of the step, without state to checkpoint."""
 
 import math
 
@@ -6,10 +6,10 @@ from config.job_config import LrScheduler
 
 
 def lr_factor(step: int, config: LrScheduler, total_steps: int) -> float:
-    """The share of the peak learning rate that update ``step`` (1-based) uses.
+    """Return the factor on the peak learning rate for optimizer step ``step``, 1-based.
 
-    Linear warmup, then flat, then a decay over the last ``decay_ratio`` of ``total_steps`` (warmup
-    is never cut short) down to ``min_lr_factor`` at the last step, after which there is none.
+    Linear warmup, then constant, then decay over the last ``decay_ratio`` of ``total_steps``, to
+    ``min_lr_factor`` at the last step. Warmup is never cut short.
     """
     if step < config.warmup_steps:
         return step / config.warmup_steps
@@ -17,12 +17,12 @@ def lr_factor(step: int, config: LrScheduler, total_steps: int) -> float:
     if step <= start:
         return 1.0
     progress = (step - start) / (total_steps - start)
-    left = _left(progress, config.decay_type)
-    return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
+    remaining = _remaining(progress, config.decay_type)
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * remaining
 
 
-def _left(progress: float, decay_type: str) -> float:
-    """How much of the way down is left, from 1 to 0."""
+def _remaining(progress: float, decay_type: str) -> float:
+    """Return the remaining share of the decay, from 1 at ``progress`` 0 to 0 at 1."""
     match decay_type:
         case "linear":
             return 1.0 - progress

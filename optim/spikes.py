@@ -1,4 +1,4 @@
-"""Spikes: a loss or gradient norm far above the recent ones (OLMo-core's SkipStepOptimizer)."""
+"""Detect spikes of the loss and gradient norm (as OLMo-core's SkipStepOptimizer)."""
 
 import math
 from collections import deque
@@ -8,14 +8,14 @@ from typing import Any
 from config.job_config import Numerics
 from runtime.log import logger
 
-# As a share of the mean: without it, any rise after equal values would be a spike.
+# Fraction of the mean: without this minimum, any rise after equal values would be a spike.
 MIN_DEVIATION = 1e-3
 
 
-class SpikeGuard:
-    """Remembers recent losses and gradient norms, and how often the run was rolled back.
+class LossSpikeDetector:
+    """Compares the loss and gradient norm with those of recent steps; counts rollbacks.
 
-    Ranks that give it the same values get the same answers. It needs them on the host every step.
+    Ranks that pass the same values get the same answers. The values must be on the host each step.
     """
 
     def __init__(self, config: Numerics) -> None:
@@ -24,36 +24,36 @@ class SpikeGuard:
             name: deque[float](maxlen=config.spike_window) for name in ("loss", "gradient norm")
         }
         self.rollbacks = 0
-        """Rollbacks of the run so far; the caller, who rolls back, counts them."""
+        """Rollbacks of the run so far, counted by the caller."""
 
     @property
-    def is_on(self) -> bool:
+    def enabled(self) -> bool:
         return self._config.on_spike == "rollback"
 
     @property
-    def is_over(self) -> bool:
-        """Whether a spike now is one too many to roll back again."""
+    def exhausted(self) -> bool:
+        """Whether the run has used all of its rollbacks."""
         return self.rollbacks >= self._config.max_rollbacks
 
     def is_spike(self, step: int, *, loss: float, grad_norm: float) -> bool:
         """Whether either value is more than ``spike_sigmas`` above the mean of its window.
 
-        Never before the windows are half full. What is a spike is logged, and does not enter the
-        windows; neither does what is not finite, which ``NonfiniteGuard`` handles.
+        False until the windows are half full. Logs a spike. Neither spikes nor nonfinite values,
+        which ``NonfiniteGuard`` handles, enter the windows.
         """
         values = {"loss": loss, "gradient norm": grad_norm}
         if not all(map(math.isfinite, values.values())):
             return False
-        found = [text for name, value in values.items() if (text := self._spike(name, value))]
-        if found:
-            logger.warning("step %d: a spike: %s", step, ", ".join(found))
+        spikes = [text for name, value in values.items() if (text := self._describe(name, value))]
+        if spikes:
+            logger.warning("step %d: spike: %s", step, ", ".join(spikes))
             return True
         for name, value in values.items():
             self._windows[name].append(value)
         return False
 
-    def _spike(self, name: str, value: float) -> str:
-        """What is wrong with ``value``; "" is nothing."""
+    def _describe(self, name: str, value: float) -> str:
+        """Return a description of the spike; "" if ``value`` is none."""
         window = self._windows[name]
         if 2 * len(window) < self._config.spike_window:
             return ""
@@ -72,7 +72,7 @@ class SpikeGuard:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Windows of the checkpoint's step. The count never goes back: a rollback loads it too."""
+        """Restore the windows; keep the larger count, because a rollback also loads a state."""
         for name, key in (("loss", "losses"), ("gradient norm", "grad_norms")):
             self._windows[name].clear()
             self._windows[name].extend(state_dict[key])

@@ -1,4 +1,4 @@
-"""Context parallel: each rank has a part of every sequence, and attention sees all of it.
+"""Context parallel: shards every sequence over ranks; attention still sees all of it.
 
 ``ulysses`` (arXiv 2309.14509): an all-to-all before attention trades sequence for heads, one after
 it trades back. ``allgather`` (section 3.3.2 of arXiv 2407.21783): keys and values are gathered.
@@ -14,12 +14,12 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from config.job_config import ContextParallelMethod
+from config.job_config import ContextParallelMethod, Parallelism
 from runtime.compat import all_to_all
 from runtime.log import logger
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
-"""t[i] of t (n, ...) goes to rank i, and what comes from there takes its place."""
+"""All-to-all of t (n, ...): t[i] is sent to rank i, and replaced by what rank i sent."""
 
 
 def apply_context_parallel(
@@ -29,12 +29,10 @@ def apply_context_parallel(
     *,
     method: ContextParallelMethod,
 ) -> None:
-    """Wrap the ``inner`` of each module, so that it sees the sequence of all ranks.
+    """Wrap the ``inner`` of each module, so that it sees the whole sequence. Mutates the modules.
 
-    Gated delta nets have a state instead of keys: they are dealt out by heads with either method.
-
-    Mutates the modules. What enters the model must be ``sequence_part``'s part of the sequence,
-    and ``document_ids`` those of the whole.
+    Gated delta nets have a state instead of keys: both methods shard them by heads. The model's
+    inputs must be sharded by ``sequence_shard``; ``document_ids`` are those of the whole sequence.
     """
     kind = {"ulysses": Ulysses, "allgather": AllGather}[method]
     for attention in attentions:
@@ -45,41 +43,91 @@ def apply_context_parallel(
                 method, len(attentions), len(delta_nets), cp_mesh.size())  # fmt: skip
 
 
-def sequence_part(
+class SequenceSharder:
+    """Takes this rank's shard of each sequence, and gathers the shards of all ranks."""
+
+    def __init__(
+        self,
+        cp_mesh: DeviceMesh | None,
+        parallelism: Parallelism,
+        device: torch.device,
+        *,
+        needs_positions: bool = False,
+    ) -> None:
+        self._mesh = None if cp_mesh is None or cp_mesh.size() == 1 else cp_mesh
+        self._method, self._device = parallelism.context_parallel_method, device
+        self._needs_positions = needs_positions or self._mesh is not None
+
+    def inputs(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the model's inputs (b, s/cp); document_ids stay (b, s) for attention."""
+        options = {}
+        if positions is None and self._needs_positions:
+            positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
+        if positions is not None:
+            options["positions"] = self.shard(positions)
+        if document_ids is not None:
+            options["document_ids"] = document_ids.to(self._device, non_blocking=True)
+        return self.shard(tokens), options
+
+    def shard(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Copy (b, s) to the device and take this rank's (b, s/cp)."""
+        # Copy, then slice: a slice made on the host is not pinned, so copying it would block.
+        sequences = sequences.to(self._device, non_blocking=True)
+        if self._mesh is not None:
+            seq_len = sequences.shape[1]
+            positions = sequence_shard(seq_len, self._mesh, self._device, method=self._method)
+            sequences = sequences[:, positions]
+        return sequences
+
+    def unshard(self, logits: torch.Tensor) -> torch.Tensor:
+        """Gather logits (b, s/cp, vocab_size/tp) to (b, s, vocab_size). Collective, no gradient."""
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        if self._mesh is not None:
+            logits = unshard_sequence(logits, self._mesh, method=self._method)
+        return logits
+
+
+def sequence_shard(
     seq_len: int,
     cp_mesh: DeviceMesh,
     device: torch.device | None = None,
     *,
     method: ContextParallelMethod,
 ) -> torch.Tensor:
-    """The positions (seq_len / degree,) that this rank has of each sequence, in its order.
+    """Return the positions (seq_len / degree,) of each sequence that this rank holds, in order.
 
-    A causal mask gives late positions more work. Ulysses shares it by heads; with allgather,
-    rank r of n has chunk r and chunk 2n-1-r of 2n, which together are the same work for all.
+    A causal mask gives late positions more work. Ulysses balances it over heads. With allgather,
+    rank r of n holds chunks r and 2n-1-r of 2n, which are together the same work on all ranks.
     """
     positions = torch.arange(seq_len, device=device)[None]
-    parts = _to_parts(positions, cp_mesh.size(), method).view(cp_mesh.size(), -1)
-    return parts[cp_mesh.get_local_rank()]
+    shards = _to_shards(positions, cp_mesh.size(), method).view(cp_mesh.size(), -1)
+    return shards[cp_mesh.get_local_rank()]
 
 
-def whole_sequence(
-    part: torch.Tensor, cp_mesh: DeviceMesh, *, method: ContextParallelMethod
+def unshard_sequence(
+    shard: torch.Tensor, cp_mesh: DeviceMesh, *, method: ContextParallelMethod
 ) -> torch.Tensor:
-    """The ranks' parts (b, s/n, ...) in the order of the sequence: (b, s, ...). No gradient."""
-    gathered = DTensor.from_local(part, cp_mesh, [Shard(1)], run_check=False).full_tensor()
-    return _from_parts(gathered, cp_mesh.size(), method)
+    """Gather shards (b, s/n, ...) to (b, s, ...) in sequence order. Collective, no gradient."""
+    gathered = DTensor.from_local(shard, cp_mesh, [Shard(1)], run_check=False).full_tensor()
+    return _from_shards(gathered, cp_mesh.size(), method)
 
 
-def _to_parts(t: torch.Tensor, degree: int, method: ContextParallelMethod) -> torch.Tensor:
-    """A sequence (b, s, ...) as the ranks' parts of it, one after the other."""
+def _to_shards(t: torch.Tensor, degree: int, method: ContextParallelMethod) -> torch.Tensor:
+    """Reorder a sequence (b, s, ...) into the shards of ranks 0 to n-1, concatenated."""
     if method == "ulysses":
         return t
     first, second = t.unflatten(1, (2, degree, -1)).unbind(1)  # each (b, n, s/2n, ...)
     return torch.stack([first, second.flip(1)], dim=2).flatten(1, 3)
 
 
-def _from_parts(t: torch.Tensor, degree: int, method: ContextParallelMethod) -> torch.Tensor:
-    """The inverse of ``_to_parts``."""
+def _from_shards(t: torch.Tensor, degree: int, method: ContextParallelMethod) -> torch.Tensor:
+    """The inverse of ``_to_shards``."""
     if method == "ulysses":
         return t
     first, second = t.unflatten(1, (degree, 2, -1)).unbind(2)
@@ -95,8 +143,8 @@ class Ulysses(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Parts of the sequence, all heads (b, s/n, h, k); document_ids (b, s)."""
-        # Ranks must get equally many key heads, and with them the queries that attend to them.
+        """q (b, s/n, h, k), k and v (b, s/n, h_kv, k) to (b, s/n, h, k); document_ids (b, s)."""
+        # Every rank needs equally many key heads, and the queries that attend to them.
         copies = math.lcm(k.shape[2], self.degree) // k.shape[2]
         if copies > 1:
             k, v = (t.repeat_interleave(copies, dim=2) for t in (k, v))
@@ -108,7 +156,7 @@ class Ulysses(nn.Module):
 
 
 class UlyssesDeltaNet(nn.Module):
-    """Each rank has some key heads; with more ranks than those, some value heads of one."""
+    """Shards a gated delta net by key heads or, on more ranks than those, by value heads."""
 
     def __init__(
         self, inner: nn.Module, cp_mesh: DeviceMesh, method: ContextParallelMethod
@@ -127,31 +175,32 @@ class UlyssesDeltaNet(nn.Module):
         dt_bias: torch.Tensor,
         document_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Parts of the sequence, all heads: qkv (b, s/n, heads, group), gates (b, s/n, heads,
-        ratio, 2); weights whole; document_ids (b, s)."""
+        """qkv (b, s/n, heads, group), gates (b, s/n, heads, ratio, 2); document_ids (b, s).
+
+        conv, a_log and dt_bias are those of all heads.
+        """
         ratio = gates.shape[3]
         splits = max(1, self.degree // qkv.shape[2])
-        conv = self._own(_split_heads(conv, ratio, splits, self.inner))
-        a_log, dt_bias = self._own(a_log), self._own(dt_bias)
+        conv = self._shard_heads(_split_heads(conv, ratio, splits, self.inner))
+        a_log, dt_bias = self._shard_heads(a_log), self._shard_heads(dt_bias)
         qkv = _split_heads(qkv.movedim(2, 0).movedim(-1, 1), ratio, splits, self.inner)
         qkv = qkv.movedim(1, -1).movedim(0, 2)
         gates = gates.unflatten(3, (splits, -1)).flatten(2, 3)
         sent = torch.cat([qkv, gates.flatten(3)], dim=-1).unflatten(2, (self.degree, -1))
         whole = _to_heads(sent, self.exchange)  # (b, s, heads / n, ...)
-        whole = _from_parts(whole, self.degree, self.method)
+        whole = _from_shards(whole, self.degree, self.method)
         qkv, gates = whole.split([qkv.shape[-1], 2 * gates.shape[3]], dim=-1)
         gates = gates.unflatten(-1, (-1, 2))
         out = self.inner(qkv, gates, conv, a_log, dt_bias, document_ids)
-        return _to_sequence(_to_parts(out, self.degree, self.method), self.degree, self.exchange)
+        return _to_sequence(_to_shards(out, self.degree, self.method), self.degree, self.exchange)
 
-    def _own(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weights of this rank's heads; gradients are summed over ranks like all others."""
+    def _shard_heads(self, weight: torch.Tensor) -> torch.Tensor:
+        """Take the weights of this rank's heads; gradients are summed over ranks like others."""
         return weight.chunk(self.degree)[self.rank]
 
 
 def _split_heads(t: torch.Tensor, ratio: int, splits: int, inner: Any) -> torch.Tensor:
-    """t (heads, q k v, ...) to (heads * splits, q k v/splits, ...): the same q and k for each part
-    of a head's values."""
+    """Split t (heads, q k v, ...) into (heads * splits, q k v/splits, ...), repeating q and k."""
     if splits == 1:
         return t
     q, k, v = t.split([inner.key_dim, inner.key_dim, ratio * inner.value_dim], dim=1)
@@ -160,12 +209,12 @@ def _split_heads(t: torch.Tensor, ratio: int, splits: int, inner: Any) -> torch.
 
 
 def _to_heads(t: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Part of the sequence, the heads of each rank (b, s/n, n, h/n, ...) to (b, s, h/n, ...)."""
+    """All-to-all from sequence shards (b, s/n, n, h/n, ...) to head shards (b, s, h/n, ...)."""
     return exchange(t.movedim(2, 0)).transpose(0, 1).flatten(1, 2)
 
 
 def _to_sequence(t: torch.Tensor, degree: int, exchange: Exchange) -> torch.Tensor:
-    """The whole sequence, this rank's heads (b, s, h/n, k) to (b, s/n, h, k)."""
+    """All-to-all from head shards (b, s, h/n, k) to sequence shards (b, s/n, h, k)."""
     exchanged = exchange(t.unflatten(1, (degree, -1)).transpose(0, 1))
     return exchanged.movedim(0, 2).flatten(2, 3)
 
@@ -184,19 +233,19 @@ class AllGather(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Two chunks of the sequence (b, s/n, h, k); document_ids (b, s)."""
+        """Two chunks of the sequence: q (b, s/n, h, k) to the same; document_ids (b, s)."""
         k, v = self._gather(torch.stack([k, v])).unbind()
         size, outs = q.shape[1] // 2, []
         for index, chunk in enumerate((self.rank, 2 * self.degree - 1 - self.rank)):
             own = q[:, index * size : (index + 1) * size]
-            # Nothing attends to what comes later.
+            # The causal mask hides all later keys.
             end = (chunk + 1) * size
             ids = None if document_ids is None else document_ids[:, :end]
             outs.append(self.inner(own, k[:, :end], v[:, :end], ids))
         return torch.cat(outs, dim=1)
 
     def _gather(self, kv: torch.Tensor) -> torch.Tensor:
-        """(2, b, s/n, h, k) of each rank's two chunks to (2, b, s, h, k) in order."""
+        """Gather (2, b, s/n, h, k) of each rank's two chunks to (2, b, s, h, k) in order."""
         parts = DTensor.from_local(kv[None], self.cp_mesh, [Shard(0)], run_check=False)
         whole = parts.redistribute(placements=[Replicate()])
         # Each rank's queries add to the gradient of every key.

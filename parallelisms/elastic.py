@@ -1,4 +1,4 @@
-"""Elastic determinism: gradients are added in one order on any number of data-parallel ranks.
+"""Elastic determinism: add gradients in the same order on any number of data-parallel ranks.
 
 Microbatch ``a`` of rank ``r`` is slot a * degree + r of the step, and slots are added pairwise:
 ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). Ranks of one microbatch hold neighboring slots, so the
@@ -14,24 +14,24 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 from runtime.log import logger
 
 
 def apply_elastic(model: nn.Module) -> None:
-    """Have all FSDP2 modules of ``model`` add gradients pairwise over ranks. Mutates ``model``."""
+    """Make all FSDP2 modules of ``model`` add gradients pairwise over ranks. Mutates ``model``."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_custom_reduce_scatter(cast(Any, PairwiseReduceScatter()))
-    logger.info("elastic: %d modules add their gradients pairwise over ranks", len(modules))
+    logger.info("elastic: pairwise reduce-scatter in %d modules", len(modules))
 
 
 class PairwiseReduceScatter:
-    """The sum over ranks, this rank's part of it, added as a tree in the order of the ranks.
+    """A reduce-scatter that adds as a binary tree in rank order.
 
-    The order inside a backend's own reduce-scatter depends on the number of ranks and on where a
-    value stands in the buffer. This one sends the same bytes, but holds a unit's whole gradients
-    once more. Each sum is rounded to the dtype of the buffers.
+    The order inside a backend's own reduce-scatter depends on the number of ranks and on the
+    position in the buffer. This one sends the same bytes, but holds a unit's unsharded gradients
+    twice. Each sum is rounded to the dtype of the buffers.
     """
 
     def allocate(
@@ -53,7 +53,7 @@ class PairwiseReduceScatter:
         async_op: bool = False,
         **others: Any,
     ) -> None:
-        """input_tensor (ranks * n,) to output_tensor (n,)."""
+        """Sum input_tensor (ranks * n,) into output_tensor (n,). Collective."""
         assert op == dist.ReduceOp.SUM, "sums are not scaled"
         assert not async_op, "FSDP2 gives the collective a stream of its own"
         assert group.size().bit_count() == 1, f"{group.size()} ranks are not a power of two"
@@ -65,23 +65,22 @@ class PairwiseReduceScatter:
         output_tensor.copy_(sums[0])
 
 
-class GradientTree:
-    """Adds the microbatches' gradients pairwise; FSDP2 itself adds each to the sum before it.
+class PairwiseGradientAccumulator:
+    """Adds the microbatches' gradients as a binary tree; FSDP2 adds each to the running sum.
 
-    Keeps as many partial sums as there are levels in the tree, each as large as the sharded
-    gradients. Over no parameters it does nothing.
+    Keeps one partial sum, as large as the sharded gradients, for each level of the tree.
     """
 
     def __init__(self, parameters: list[nn.Parameter], reduce_dtype: torch.dtype | None) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._reduce_dtype = reduce_dtype
-        # One per level of the tree that waits for its right half, the widest first.
+        # One for each level of the tree that waits for its right half, the widest first.
         self._sums: list[list[torch.Tensor]] = []
         self._count = 0
 
     @torch.no_grad()
     def end_microbatch(self, *, is_last: bool) -> None:
-        """After a backward: take its gradients away, or after the last give back their total."""
+        """Move a backward's gradients into the tree; after the last, set ``grad`` to the total."""
         self._count += 1
         total = [_take_grad(parameter) for parameter in self._parameters]
         uncounted = self._count
@@ -97,9 +96,9 @@ class GradientTree:
         self._count = 0
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """``left``, with ``right`` added in place, rounded as sums between ranks are."""
-        sums = local_part(left)
-        sums += local_part(right)
+        """Add ``right`` to ``left`` in place, rounded as the sums between ranks are."""
+        sums = to_local(left)
+        sums += to_local(right)
         if self._reduce_dtype not in (None, sums.dtype):
             sums.copy_(sums.to(self._reduce_dtype))
         return left

@@ -1,4 +1,4 @@
-"""Expert parallel: each rank has some of the experts, and tokens travel to those they chose."""
+"""Expert parallel: tokens are dispatched to their experts' ranks (GShard, arXiv 2006.16668)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +16,15 @@ from runtime.log import logger
 def apply_expert_parallel(
     moes: list[Any], expert_mesh: DeviceMesh | None, *, cp_mesh: DeviceMesh, tp_mesh: DeviceMesh
 ) -> None:
-    """Shard the experts over "ep" of ``expert_mesh``, if there is one. Mutates ``moes``' modules.
+    """Shard the experts' weights (e, ...) over "ep" of ``expert_mesh``, if given. Mutates ``moes``.
 
-    A sequence is spread over ``cp_mesh`` and ``tp_mesh``, so its tokens are counted over both: for
-    experts, tensor parallel ranks are ranks with other tokens.
+    Sequences are sharded over ``cp_mesh`` and ``tp_mesh``, so token counts are all-reduced over
+    both: inside experts, tensor parallel ranks hold different tokens.
     """
     sequence_meshes = [mesh for mesh in (cp_mesh, tp_mesh) if mesh.size() > 1]
     for moe in moes:
         if sequence_meshes:
-            moe.tally = Summed(sequence_meshes)
+            moe.all_reduce_counts = AllReduceCounts(sequence_meshes)
         if expert_mesh is None:
             continue
         ep_mesh = expert_mesh["ep"]
@@ -32,13 +32,13 @@ def apply_expert_parallel(
             sharded = distribute_tensor(parameter, ep_mesh, [Shard(0)], src_data_rank=None)
             moe.experts.register_parameter(name, nn.Parameter(sharded))
         if ep_mesh.size() > 1:
-            moe.inner = AllToAll(ep_mesh)
+            moe.dispatcher = AllToAllDispatcher(ep_mesh)
     if expert_mesh is not None:
-        logger.info("experts: %d layers of them on %d ranks", len(moes), expert_mesh["ep"].size())
+        logger.info("expert parallel: %d MoE layers, ep = %d", len(moes), expert_mesh["ep"].size())
 
 
-class AllToAll(nn.Module):
-    """In place of ``InnerExperts``: tokens travel to the ranks of their experts, and back."""
+class AllToAllDispatcher(nn.Module):
+    """Replacement of ``LocalDispatcher``: dispatch tokens to their experts' ranks, and combine."""
 
     def __init__(self, ep_mesh: DeviceMesh) -> None:
         super().__init__()
@@ -46,18 +46,18 @@ class AllToAll(nn.Module):
         self.all_to_all = all_to_all()
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
-        """x (n, d), sorted by expert of all ranks; counts (e,) of all experts. To (n, d)."""
-        # (ranks, experts of each): what goes to each rank, and what comes from each.
+        """x (n, d), sorted by global expert; counts (e,) of its tokens. To (n, d). Collective."""
+        # (ep, e / ep): this rank's tokens for each rank, and each rank's tokens for this one.
         sent = counts.view(self.degree, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        to, from_ = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
-        arrived = self.all_to_all(x, from_, to, self.group)
-        return self.all_to_all(experts(arrived, received), to, from_, self.group)
+        n_sent, n_received = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
+        dispatched = self.all_to_all(x, n_received, n_sent, self.group)
+        return self.all_to_all(experts(dispatched, received), n_sent, n_received, self.group)
 
 
-class Summed(nn.Module):
-    """In place of ``MoE.tally``: counts are summed over the ranks that share a sequence."""
+class AllReduceCounts(nn.Module):
+    """All-reduce of token counts (b, e) over the ranks that share the sequences. Collective."""
 
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Matrix products in float8 (arXiv 2209.05433), with scales found anew in each step.
+"""Float8 GEMMs (arXiv 2209.05433) with dynamic scaling: each step computes new scales.
 
-A linear layer has three: x W' forward, g W and g' x backward. Parameters, gradients and all else
-keep their dtypes; products are added up in float32 by the hardware.
+A linear layer has three GEMMs: x W' in forward, g W and g' x in backward. Parameters, gradients
+and everything else keep their dtypes; the hardware accumulates in float32.
 """
 
 from collections import defaultdict
@@ -15,24 +15,26 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from config.job_config import Float8
 from runtime.compat import DISABLED_TORCH_FUNCTION, require, scaled_mm
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 from runtime.log import logger
 
 
 @dataclass(frozen=True)
 class Recipe:
+    """Dtype of gradients and granularity of scales."""
+
     gradient_dtype: torch.dtype
     """E5M2 has the range of float16, E4M3 one more bit of precision."""
     is_rowwise: bool
-    """A scale for each row of the first and column of the second matrix, a power of two; else one
-    for each matrix."""
+    """True: power-of-two scales, one per row of the first and per column of the second operand.
+    False: one scale per tensor."""
 
 
 Matmul = Callable[..., torch.Tensor]
-"""As ``runtime.compat.scaled_mm``."""
+"""Signature of the function that ``runtime.compat.scaled_mm`` returns."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# As torchao publishes them (torchao/float8/config.py).
+# The recipes of torchao (torchao/float8/config.py).
 RECIPES = {
     "tensorwise": Recipe(gradient_dtype=E5M2, is_rowwise=False),
     "rowwise": Recipe(gradient_dtype=E4M3, is_rowwise=True),
@@ -40,64 +42,65 @@ RECIPES = {
 
 
 def apply_float8(blocks: nn.ModuleDict, *, config: Float8) -> None:
-    """Let the linear layers of ``blocks`` multiply in float8. Mutates ``blocks``; FQNs stay.
+    """Replace the ``nn.Linear`` layers of ``blocks`` by ``Float8Linear``. Mutates ``blocks``.
 
-    Left out, and logged with the reason: what ``config`` names, what the hardware cannot multiply,
-    and what would not pay. The output layer is in no block; a router is no plain ``nn.Linear``.
-    Raises ``ValueError`` if nothing is left, or if a name in ``config.skip`` matches nothing.
+    FQNs stay. Skipped, and logged with the reason: layers that match ``config.skip``, shapes that
+    the hardware does not support, and layers too small to get faster. The output layer is in no
+    block; a router is not a plain ``nn.Linear``. Raises ``ValueError`` if no layer is converted, or
+    if an entry of ``config.skip`` matches none.
     """
     if config.recipe == "none":
         return
     recipe = RECIPES[config.recipe]
-    converted, left = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    converted, kept = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     for layer, block in blocks.items():
         for name, module in list(block.named_modules()):
             if not isinstance(module, nn.Linear):
                 continue
-            reason = _why_not(module, f"{layer}.{name}", recipe, config)
-            (left if reason else converted)[f"{name} ({reason})" if reason else name].append(layer)
+            reason = _skip_reason(module, f"{layer}.{name}", recipe, config)
+            (kept if reason else converted)[f"{name} ({reason})" if reason else name].append(layer)
             if not reason:
                 owner, _, attribute = name.rpartition(".")
                 linear = Float8Linear(module, recipe, is_emulated=config.emulate)
                 setattr(block.get_submodule(owner), attribute, linear)
-    unused = [part for part in config.skip if not any(repr(part) in reason for reason in left)]
+    unused = [name for name in config.skip if not any(repr(name) in reason for reason in kept)]
     if unused:
-        raise ValueError(f"float8.skip: no linear layer of a block is called {unused}")
+        raise ValueError(f"float8.skip: no linear layer of a block matches {unused}")
     if not converted:
-        raise ValueError(f"float8.recipe: of no use, all linear layers are left out: {list(left)}")
-    for what, found in (("in", converted), ("not in", left)):
+        raise ValueError(f"float8.recipe: all linear layers are skipped: {list(kept)}")
+    for what, found in (("converted to", converted), ("not converted to", kept)):
         for name, layers in found.items():
-            logger.info("float8: %s of %d blocks %s %s products",
+            logger.info("float8: %s of %d blocks: %s %s",
                         name, len(layers), what, config.recipe)  # fmt: skip
 
 
-def _why_not(linear: nn.Linear, fqn: str, recipe: Recipe, config: Float8) -> str:
-    """Why ``linear`` stays as it is; "" if it is converted."""
-    n, k = local_part(linear.weight).shape
-    for part in config.skip:
-        if part in fqn:
-            return f"float8.skip {part!r}"
+def _skip_reason(linear: nn.Linear, fqn: str, recipe: Recipe, config: Float8) -> str:
+    """Reason not to convert ``linear``; "" if it is converted."""
+    n, k = to_local(linear.weight).shape
+    for name in config.skip:
+        if name in fqn:
+            return f"float8.skip {name!r}"
     if type(linear) is not nn.Linear or linear.bias is not None:
-        return "not a plain linear"
+        return "not a plain nn.Linear"
     if isinstance(linear.weight, DTensor) and not linear.weight.placements[0].is_shard():
-        return "not cut by tensor parallel"
+        return "not sharded by tensor parallel"
     if k % 16 or n % 16:
-        return f"{k} to {n} on a rank: not multiples of 16"
+        return f"{k} -> {n} on a rank: not multiples of 16"
     if config.skip_small and _is_small(k, n, recipe):
-        return f"{k} to {n} on a rank: too small to pay"
+        return f"{k} -> {n} on a rank: too small to get faster"
     return ""
 
 
 def _is_small(k: int, n: int, recipe: Recipe) -> bool:
-    """From k to n features, slower than bfloat16 on an H100 (torchao/float8, README and its
-    ``_auto_filter_for_recipe``), since finding the scales costs more than the product gains."""
+    """Whether a k -> n layer is slower than in bfloat16 on an H100, where its scales cost more than
+    its GEMMs gain. Thresholds: torchao/float8, README and ``_auto_filter_for_recipe``."""
     if recipe.is_rowwise:
         return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
     return k <= 4096 and n <= 1024
 
 
 class Float8Linear(nn.Linear):
-    """In place of ``linear``, with its weight, and the hooks that tensor parallel gave it."""
+    """Replacement of ``linear`` that shares its weight and its tensor parallel hooks."""
 
     def __init__(self, linear: nn.Linear, recipe: Recipe, *, is_emulated: bool) -> None:
         nn.Module.__init__(self)
@@ -106,23 +109,23 @@ class Float8Linear(nn.Linear):
         self.is_gathered_in_float8 = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., k) to (..., n). Under tensor parallel both are DTensors, and each rank finds the
-        scales of its own part: they are finer than those of the whole, and nothing is exchanged."""
+        """(..., k) to (..., n), both DTensors under tensor parallel. Each rank then scales its own
+        shard: finer than one scale for the whole tensor, and without communication."""
         if not isinstance(self.weight, DTensor):
-            return self._multiply(input, self.weight)
-        assert isinstance(input, DTensor), "tensor parallel gives DTensors to what it cuts"
+            return self._local_linear(input, self.weight)
+        assert isinstance(input, DTensor), "tensor parallel passes DTensors to sharded linears"
         features: Placement = Shard(input.ndim - 1)
-        # Column-wise, all of x makes some outputs; row-wise, part of x makes a part of each.
-        of_x, of_gradient, of_out = (
+        # Colwise: x is replicated and out sharded. Rowwise: x is sharded and out a partial sum.
+        x_placement, grad_placement, out_placement = (
             (Replicate(), Partial(), features)
             if self.weight.placements == (Shard(0),)
             else (features, features, Partial())
         )
-        x = input.redistribute(placements=[of_x]).to_local(grad_placements=[of_gradient])
-        out = self._multiply(x, self.weight.to_local())
-        return DTensor.from_local(out, self.weight.device_mesh, [of_out], run_check=False)
+        x = input.redistribute(placements=[x_placement]).to_local(grad_placements=[grad_placement])
+        out = self._local_linear(x, self.weight.to_local())
+        return DTensor.from_local(out, self.weight.device_mesh, [out_placement], run_check=False)
 
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _local_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _Float8Linear.apply(x, weight, self.recipe, self.matmul)
 
 
@@ -132,61 +135,61 @@ class _Float8Linear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, matmul: Matmul
     ) -> torch.Tensor:
         rows = x.flatten(0, -2)
-        scales = _of_each(rows, E4M3, recipe), _of_each(weight, E4M3, recipe)
+        scales = _tensorwise_scale(rows, E4M3, recipe), _tensorwise_scale(weight, E4M3, recipe)
         ctx.save_for_backward(x, weight, *scales)
         ctx.recipe, ctx.matmul = recipe, matmul
-        out = multiply(rows, weight.t(), E4M3, *scales, is_fast=True, matmul=matmul)
+        out = float8_matmul(rows, weight.t(), E4M3, *scales, use_fast_accum=True, matmul=matmul)
         return out.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, x_scale, weight_scale = ctx.saved_tensors
         g, dtype = gradients[0].flatten(0, -2), ctx.recipe.gradient_dtype
-        g_scale = _of_each(g, dtype, ctx.recipe)
-        of_x = of_weight = None
+        g_scale = _tensorwise_scale(g, dtype, ctx.recipe)
+        x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            of_x = multiply(
+            x_grad = float8_matmul(
                 g, weight, dtype, g_scale, weight_scale,
-                is_fast=False, matmul=ctx.matmul,
+                use_fast_accum=False, matmul=ctx.matmul,
             ).view_as(x)  # fmt: skip
         if ctx.needs_input_grad[1]:
-            of_weight = multiply(
+            weight_grad = float8_matmul(
                 g.t(), x.flatten(0, -2), dtype, g_scale, x_scale,
-                is_fast=False, matmul=ctx.matmul,
+                use_fast_accum=False, matmul=ctx.matmul,
             )  # fmt: skip
-        return of_x, of_weight, None, None
+        return x_grad, weight_grad, None, None
 
 
-def _of_each(matrix: torch.Tensor, dtype: torch.dtype, recipe: Recipe) -> torch.Tensor | None:
-    """A matrix's scale in both of its products; None: they have scales of rows or of columns."""
-    return None if recipe.is_rowwise else find_scale(matrix, dtype)
+def _tensorwise_scale(x: torch.Tensor, dtype: torch.dtype, recipe: Recipe) -> torch.Tensor | None:
+    """Scale of x in both of its GEMMs; None if each GEMM computes scales per row or column."""
+    return None if recipe.is_rowwise else compute_scale(x, dtype)
 
 
-def multiply(
+def float8_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
     a_dtype: torch.dtype,
     a_scale: torch.Tensor | None,
     b_scale: torch.Tensor | None,
     *,
-    is_fast: bool,
+    use_fast_accum: bool,
     matmul: Matmul,
 ) -> torch.Tensor:
-    """a (m, k) times b (k, n), rounded to ``a_dtype`` and E4M3, to (m, n) in a's dtype.
+    """a (m, k) @ b (k, n), quantized to ``a_dtype`` and E4M3, to (m, n) in a's dtype.
 
-    Error of an operand: half of its last bit, 2^-4 of an element in E4M3, 2^-3 in E5M2, until an
-    element is so small beside its scale's greatest (2^-15 in E4M3, 2^-30 in E5M2) that it loses
-    bits. If a scale is None, each row of a, or column of b, gets its own. ``is_fast``: sums of less
-    precision, as is usual in forward. k and n must be multiples of 16.
+    Relative rounding error: up to 2^-4 in E4M3, 2^-3 in E5M2. Elements below 2^-15 (E4M3) or 2^-30
+    (E5M2) of their scale's amax lose more bits.
+    A scale of None: computed per row of a, or per column of b. k and n: multiples of 16.
+    ``use_fast_accum``: accumulate with less precision, as is usual in forward.
     """
-    a_scale = find_scale(a, a_dtype, dim=1) if a_scale is None else a_scale
-    b_scale = find_scale(b, E4M3, dim=0) if b_scale is None else b_scale
-    # The hardware reads both along k.
-    a8 = round_to(a, a_scale, a_dtype).contiguous()
-    b8 = round_to(b, b_scale, E4M3).t().contiguous().t()
+    a_scale = compute_scale(a, a_dtype, dim=1) if a_scale is None else a_scale
+    b_scale = compute_scale(b, E4M3, dim=0) if b_scale is None else b_scale
+    # The GEMM needs both operands contiguous along k.
+    a8 = quantize(a, a_scale, a_dtype).contiguous()
+    b8 = quantize(b, b_scale, E4M3).t().contiguous().t()
     out_dtype = a.dtype if a.dtype == torch.bfloat16 else torch.float32
     out = matmul(
-        a8, b8, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=is_fast
+        a8, b8, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=use_fast_accum
     )
     return out.to(a.dtype)
 
@@ -199,85 +202,83 @@ def emulated_mm(
     scale_b: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """What the hardware computes, in float32."""
+    """The hardware's GEMM in float32: float8 a (m, k) and b (k, n) to (m, n)."""
     return (a.to(torch.float32) * scale_a) @ (b.to(torch.float32) * scale_b)
 
 
-def find_scale(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torch.Tensor:
-    """What to divide x (m, n) by, float32, so that its greatest becomes the greatest of ``dtype``.
+def compute_scale(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torch.Tensor:
+    """Scale s (float32) such that amax(x / s) == finfo(dtype).max, for x (m, n).
 
-    Without ``dim`` one scale, (); else one for each index of the other dim, (m, 1) or (1, n), and
-    powers of two, so that only ``dtype`` rounds. A ``Float8Weight`` has its scale.
+    Per tensor, (). With ``dim``, amax is over ``dim``, (1, n) or (m, 1), and s is rounded up to a
+    power of two, so that dividing by it is exact. A ``Float8Weight`` returns its own scale.
     """
     if isinstance(x, Float8Weight):
         return x.scale
     x = x.to(torch.float32).abs()
-    scale = scale_of(x.amax() if dim is None else x.amax(dim, keepdim=True), dtype)
+    scale = scale_from_amax(x.amax() if dim is None else x.amax(dim, keepdim=True), dtype)
     if dim is not None:
-        # Up to the next power of two: float32 has its exponent above 23 bits.
+        # Round up to a power of two: the addition carries from the 23 mantissa bits.
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     return scale
 
 
-def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What to divide by so that ``amax``, float32, becomes the greatest of ``dtype``."""
+def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scale s (float32) such that amax / s == finfo(dtype).max, elementwise; s > 0."""
     return (amax / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def round_to(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x divided by ``scale``, in ``dtype``; what is not finite stays so.
+def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x / ``scale`` in ``dtype``, clamped to its range; NaN and inf / inf give NaN.
 
-    A ``Float8Weight`` was rounded before.
+    A ``Float8Weight`` is already quantized and returns its ``qdata``.
     """
     if isinstance(x, Float8Weight):
-        return x.rounded
-    greatest = torch.finfo(dtype).max
-    return (x.to(torch.float32) / scale).clamp_(-greatest, greatest).to(dtype)
+        return x.qdata
+    limit = torch.finfo(dtype).max
+    return (x.to(torch.float32) / scale).clamp_(-limit, limit).to(dtype)
 
 
 _aten = torch.ops.aten
-# The views that FSDP2 and autograd take of a parameter, and the transpose.
+# Views that FSDP2 and autograd take of a parameter, and the transpose.
 _VIEWS = {getattr(_aten, name).default for name in ("as_strided", "detach", "t", "view")}
 
 
 class Float8Weight(torch.Tensor):
-    """A weight (n, k) that is in float8 already: ``rounded`` times ``scale``.
+    """Weight (n, k) that is already in float8: ``qdata`` (n, k) times ``scale`` ().
 
-    To autograd it has dtype ``dtype``, as its gradients do. ``Float8Linear`` can
-    multiply with it; whatever would read its elements raises ``NotImplementedError``.
+    Autograd sees ``dtype``, the dtype of its gradients. Only ``Float8Linear`` multiplies with it;
+    operations that read its elements raise ``NotImplementedError``.
     """
 
-    rounded: torch.Tensor
+    qdata: torch.Tensor
     scale: torch.Tensor
     __torch_function__ = DISABLED_TORCH_FUNCTION
 
     @staticmethod
     def __new__(
-        cls, rounded: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+        cls, qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> "Float8Weight":
         make = require("torch:Tensor._make_wrapper_subclass", key="float8.recipe")
-        weight = make(
-            cls, rounded.shape, strides=rounded.stride(), dtype=dtype, device=rounded.device
-        )
-        weight.rounded, weight.scale = rounded, scale
+        weight = make(cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device)
+        weight.qdata, weight.scale = qdata, scale
         return weight
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         if func not in _VIEWS:
-            raise NotImplementedError(f"{func} of a weight that is in float8")
+            raise NotImplementedError(f"{func} is not supported by Float8Weight")
         weight, *others = args
-        return cls(func(weight.rounded, *others, **kwargs or {}), weight.scale, weight.dtype)
+        return cls(func(weight.qdata, *others, **kwargs or {}), weight.scale, weight.dtype)
 
-    # The compiler takes it apart and puts it together again.
+    # torch.compile flattens and rebuilds tensor subclasses.
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["rounded", "scale"], self.dtype
+        return ["qdata", "scale"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], dtype: torch.dtype, size: Any, stride: Any
     ) -> "Float8Weight":
-        return Float8Weight(inner["rounded"], inner["scale"], dtype)
+        return Float8Weight(inner["qdata"], inner["scale"], dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Float8Weight({tuple(self.shape)}, {self.dtype})"

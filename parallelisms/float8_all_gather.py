@@ -1,4 +1,7 @@
-"""FSDP2 that gathers in float8 what is multiplied in float8: half of the bytes, the same bits."""
+"""FSDP2 all-gather in float8 of weights that are multiplied in float8: half the bytes, same bits.
+
+The method is torchao's: https://pytorch.org/blog/training-using-float8-fsdp2/
+"""
 
 from typing import Any, cast
 
@@ -11,17 +14,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Parallelism
-from parallelisms.float8 import E4M3, Float8Linear, Float8Weight, round_to, scale_of
+from parallelisms.float8 import E4M3, Float8Linear, Float8Weight, quantize, scale_from_amax
+from parallelisms.fsdp import FSDPPolicy
 from parallelisms.pipeline_parallel import stages_per_rank
 from runtime.compat import find, foreach
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 from runtime.log import logger
 
-# The very tensor that a DTensor holds, of which ``to_local`` makes another.
+# The tensor that a DTensor wraps; ``to_local`` returns another object.
 LOCAL_TENSOR = "torch.distributed.tensor:DTensor._local_tensor"
 NEEDED = (
     LOCAL_TENSOR,
-    # For a tensor of a class of ours that holds others.
+    # For a tensor subclass that wraps other tensors.
     "torch:Tensor._make_wrapper_subclass",
     "torch:_C._disabled_torch_function_impl",
 )
@@ -34,19 +38,19 @@ def apply_float8_all_gather(
     parallelism: Parallelism,
     mp_policy: MixedPrecisionPolicy,
 ) -> None:
-    """Have ranks round their shards of tensorwise weights before they are gathered.
+    """Quantize the shards of tensorwise weights before FSDP2 gathers them. Mutates ``model``.
 
-    Mutates ``model``, to which FSDP2 was applied. Shards are cast to the dtype of compute first,
-    and their scale is that of what is gathered, so the bits are those of a weight that is gathered
-    and then rounded. Scales are found before each forward, in one reduction for all weights that
-    are not gathered yet. Parameters stay what FSDP2 made of them. Rowwise weights are left
-    out: backward needs scales of their columns. Where FSDP2 cannot do it, weights travel as before.
+    ``model``: FSDP2 is already applied. Shards are cast to the compute dtype first and scaled by
+    the amax of the gathered weight, so results are bitwise those of quantizing after the gather.
+    Before each forward, one all-reduce computes the scales of all weights not gathered yet.
+    Rowwise weights are skipped, because backward needs scales of their columns. If FSDP2 cannot
+    gather in float8, the reason is logged, and weights are gathered in the compute dtype.
     """
-    linears = [m for m in model.modules() if isinstance(m, Float8Linear) and _has_one_scale(m)]
+    linears = [m for m in model.modules() if isinstance(m, Float8Linear) and _is_tensorwise(m)]
     if not linears:
         return
-    if reason := _why_not(parallelism):
-        logger.info("float8: weights are gathered in %s, for %s", mp_policy.param_dtype, reason)
+    if reason := _unsupported_reason(parallelism):
+        logger.info("float8 all-gather: off, weights in %s: %s", mp_policy.param_dtype, reason)
         return
     for linear in linears:
         linear.is_gathered_in_float8 = True
@@ -54,19 +58,19 @@ def apply_float8_all_gather(
     scales: dict[nn.Module, torch.Tensor] = {}
 
     @torch.no_grad()
-    def find_scales(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def update_scales(model: nn.Module, inputs: tuple[Any, ...]) -> None:
         sharded = [
-            linear for linear in linears if not isinstance(local_part(linear.weight), Float8Weight)
+            linear for linear in linears if not isinstance(to_local(linear.weight), Float8Weight)
         ]
         if not sharded:
             return
-        shards = [_held(linear.weight) for linear in sharded]
-        amaxes = torch.stack(foreach("norm", [_not_empty(s) for s in shards], torch.inf))
-        amaxes = _compute(amaxes, mp_policy)
+        shards = [_wrapped_tensor(linear.weight) for linear in sharded]
+        amaxes = torch.stack(foreach("norm", [_nonempty(s) for s in shards], torch.inf))
+        amaxes = _rounded(amaxes, mp_policy)
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        scales.update(zip(sharded, scale_of(amaxes, E4M3), strict=True))
+        scales.update(zip(sharded, scale_from_amax(amaxes, E4M3), strict=True))
         for shard in shards:
-            # FSDP2 looks for these two in the shards; loading may have put others in their place.
+            # FSDP2 looks these up on the shards, which loading may have replaced.
             cast(Any, shard).fsdp_pre_all_gather = pre_all_gather
             cast(Any, shard).fsdp_post_all_gather = _post_all_gather
 
@@ -77,16 +81,16 @@ def apply_float8_all_gather(
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor]:
-        """What this rank sends, and what ``_post_all_gather`` is given besides."""
+        """Tensor that this rank sends, uint8, and the scale for ``_post_all_gather``."""
         shard, scale = cast(DTensor, module.weight).to_local(), scales[module]
-        rounded = round_to(_compute(shard, mp_policy), scale, E4M3).view(torch.uint8)
-        # All ranks send as many rows as the first. If columns are sharded, none are missing.
-        missing = -(-outer_size[0] // mesh.size()) - len(rounded)
-        return (F.pad(rounded, (0, 0, 0, missing)) if missing > 0 else rounded,), scale
+        qdata = quantize(_rounded(shard, mp_policy), scale, E4M3).view(torch.uint8)
+        # All ranks send as many rows as rank 0. If columns are sharded, no rows are missing.
+        missing = -(-outer_size[0] // mesh.size()) - len(qdata)
+        return (F.pad(qdata, (0, 0, 0, missing)) if missing > 0 else qdata,), scale
 
-    # Before FSDP2's own hook, in which its streams wait for what was done until then.
-    model.register_forward_pre_hook(find_scales, prepend=True)
-    logger.info("float8: %d weights are rounded before they are gathered", len(linears))
+    # Runs before FSDP2's own hook, in which its streams wait for the work so far.
+    model.register_forward_pre_hook(update_scales, prepend=True)
+    logger.info("float8 all-gather: %d weights", len(linears))
 
 
 def _post_all_gather(
@@ -96,49 +100,50 @@ def _post_all_gather(
     *,
     out: torch.Tensor | None = None,
 ) -> tuple[Float8Weight, tuple[()]] | None:
-    """The weight; ``out`` is that of an earlier gather, whose memory was filled again."""
+    """Wrap gathered bytes as a weight. ``out``: weight of an earlier gather, refilled in place."""
     if out is None:
         return Float8Weight(outputs[0].view(E4M3), scale, dtype), ()
-    # Under tensor parallel a part of the weight.
-    cast(Float8Weight, _held(out)).scale = scale
+    # Under tensor parallel, ``out`` is a DTensor.
+    cast(Float8Weight, _wrapped_tensor(out)).scale = scale
     return None
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """What a DTensor holds; any other tensor itself."""
+def _wrapped_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a DTensor wraps; any other tensor itself."""
     if isinstance(tensor, DTensor):
         return cast(torch.Tensor, find(LOCAL_TENSOR).__get__(tensor))
     return tensor
 
 
 def gathered_in_float8(model: nn.Module) -> int:
-    """How many of the model's parameters are gathered in float8, over all ranks."""
+    """Number of elements of the model's parameters, over all ranks, that are gathered in float8."""
     linears = (module for module in model.modules() if isinstance(module, Float8Linear))
     return sum(linear.weight.numel() for linear in linears if linear.is_gathered_in_float8)
 
 
-def _has_one_scale(linear: Float8Linear) -> bool:
-    # On a single rank, weights may be plain tensors, which nothing gathers.
+def _is_tensorwise(linear: Float8Linear) -> bool:
+    # On a single rank, weights may be plain tensors that are never gathered.
     return not linear.recipe.is_rowwise and isinstance(linear.weight, DTensor)
 
 
-def _why_not(parallelism: Parallelism) -> str:
+def _unsupported_reason(parallelism: Parallelism) -> str:
+    """Reason why FSDP2 cannot gather in float8; "" if it can."""
     if not all(map(find, NEEDED)):
-        return f"torch {torch.__version__}, which lacks what that needs"
+        return f"torch {torch.__version__} lacks private names that it needs"
     if parallelism.fsdp_cpu_offload:
         return "fsdp_cpu_offload gathers copies of the shards"
-    if isinstance(parallelism.fsdp_reshard_after_forward, int):
-        return "fsdp_reshard_after_forward gathers them again from what they became"
+    if FSDPPolicy.of(parallelism).reshard_group_size:
+        return "an integer fsdp_reshard_after_forward gathers again from unsharded weights"
     if stages_per_rank(parallelism) > 1:
-        return "schedules of several stages on a rank gather them before forward begins"
+        return "schedules with several stages per rank gather before forward begins"
     return ""
 
 
-def _compute(x: torch.Tensor, mp_policy: MixedPrecisionPolicy) -> torch.Tensor:
-    """x rounded to the dtype of compute, as float32."""
+def _rounded(x: torch.Tensor, mp_policy: MixedPrecisionPolicy) -> torch.Tensor:
+    """x rounded to the compute dtype, as float32."""
     assert mp_policy.param_dtype is not None
     return x.to(mp_policy.param_dtype).to(torch.float32)
 
 
-def _not_empty(shard: torch.Tensor) -> torch.Tensor:
+def _nonempty(shard: torch.Tensor) -> torch.Tensor:
     return shard if shard.numel() else shard.new_zeros(1)

@@ -1,8 +1,9 @@
 """Fully sharded data parallel: FSDP2 on a 1-D mesh, HSDP on a 2-D one (arXiv 2304.11277)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,10 +17,53 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from config.job_config import Parallelism
-from parallelisms.gradient_reduction import sum_gradients
-from parallelisms.weights_in_forward import cast_weights
-from runtime.distributed import local_part
+from parallelisms.parametrization import cast_weights
+from runtime.dtensor import to_local
 from runtime.log import logger
+
+
+@dataclass(frozen=True)
+class FSDPPolicy:
+    """When gathered weights are freed and gradients reduced, as ``[parallelism]`` implies.
+
+    Read by ``apply_fsdp`` (PyTorch's ``reshard_after_forward``), by ``set_gradient_sync``, by
+    activation checkpointing (SimpleFSDP frees weights by recomputing their gather), by the float8
+    all-gather and by ``comm_volume``.
+    """
+
+    reshard_units: bool | int
+    """``reshard_after_forward`` of all units but the last; False keeps weights until backward."""
+    reshard_group_size: int | None
+    """Ranks that keep the weights sharded among them after forward; None: no smaller group."""
+    reshard_last_unit: bool | int
+    reshard_experts: bool | int
+    reshard_always: bool
+    """Free weights after every forward, also where that saves nothing but a cast's memory."""
+    reshard_after_backward: bool
+    """False keeps gathered weights for all microbatches of a step."""
+    reduce_every_microbatch: bool
+
+    @classmethod
+    def of(cls, parallelism: Parallelism) -> Self:
+        key, mode = parallelism.fsdp_reshard_after_forward, parallelism.data_parallel
+        has_pp = parallelism.pipeline_parallel_degree > 1
+        # With a pipeline, every microbatch would gather the weights again.
+        reshard = "never" if key == "default" and has_pp and mode == "fsdp2" else key
+        size = reshard if isinstance(reshard, int) else None
+        return cls(
+            reshard_units=size or reshard != "never",
+            reshard_group_size=size,
+            # Backward starts with the last unit; resharding it would only gather it again.
+            reshard_last_unit=size or reshard == "always",
+            # In a pipeline, backward of one microbatch would free experts that the recomputation of
+            # the next one needs.
+            reshard_experts=size or (reshard != "never" and not has_pp),
+            reshard_always=reshard == "always",
+            reshard_after_backward=key != "never",
+            # Replicas of DDP hold whole gradients anyway: to reduce them once costs no memory.
+            reduce_every_microbatch=mode != "ddp"
+            and parallelism.fsdp_reduce_gradients == "every_microbatch",
+        )
 
 
 def apply_fsdp(
@@ -38,24 +82,21 @@ def apply_fsdp(
     averaged. On one rank FSDP2 would copy weights and gradients all the same: there they stay plain
     tensors, and modules read them cast.
     """
-    if fsdp_mesh.size() == 1 and _is_only_cast(model, parallelism, mp_policy):
+    policy = FSDPPolicy.of(parallelism)
+    if fsdp_mesh.size() == 1 and _is_only_cast(model, policy, parallelism, mp_policy):
         assert mp_policy.param_dtype is not None
         cast_weights(model, mp_policy.param_dtype)
         logger.info("fsdp2: one rank, nothing to shard; compute in %s", mp_policy.param_dtype)
         return
-    reshard = parallelism.fsdp_reshard_after_forward
-    if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
-        # Every microbatch would gather the weights anew.
-        reshard = "never"
     offload = OffloadPolicy()
     if parallelism.fsdp_cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=fsdp_mesh.device_type != "cpu")
 
-    def shard(unit: nn.Module | list[nn.Module], mesh: DeviceMesh, *, is_kept: bool) -> None:
+    def shard(unit: nn.Module | list[nn.Module], mesh: DeviceMesh, *, reshard: bool | int) -> None:
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=reshard if isinstance(reshard, int) else not is_kept,
+            reshard_after_forward=reshard,
             shard_placement_fn=lambda parameter: shard_placement(parameter, mesh.size(-1)),
             mp_policy=mp_policy,
             offload_policy=offload,
@@ -63,36 +104,37 @@ def apply_fsdp(
 
     if expert_mesh is not None:
         for module in experts:
-            # A pipeline keeps what backward gathered, which recomputation would not gather again.
-            is_kept = reshard == "never" or parallelism.pipeline_parallel_degree > 1
-            shard(module, expert_mesh, is_kept=is_kept)
+            shard(module, expert_mesh, reshard=policy.reshard_experts)
     for unit in units:
-        # Backward starts with the last unit; resharding it would only gather it again.
-        is_last = reshard == "default" and unit is units[-1]
-        shard(unit, fsdp_mesh, is_kept=is_last or reshard == "never")
+        is_last = unit is units[-1]
+        reshard = policy.reshard_last_unit if is_last else policy.reshard_units
+        shard(unit, fsdp_mesh, reshard=reshard)
     # The units hold every parameter; the root is what starts and ends their passes.
     fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
     for unit in units:
         # A lookup's backward needs no weights.
         if all(isinstance(module, nn.Embedding) for module in unit):
             cast(FSDPModule, unit[0]).set_unshard_in_backward(False)
-    sum_gradients(model, fsdp_mesh, *([] if expert_mesh is None else [expert_mesh]))
+    disable_gradient_averaging(model, fsdp_mesh, *([] if expert_mesh is None else [expert_mesh]))
     _prefetch([unit[0] for unit in units], experts, parallelism)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
         "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s, reshard after forward %s",
         len(units) + len(experts), sizes,
-        mp_policy.param_dtype, mp_policy.reduce_dtype, reshard,
+        mp_policy.param_dtype, mp_policy.reduce_dtype, parallelism.fsdp_reshard_after_forward,
     )  # fmt: skip
 
 
 def _is_only_cast(
-    model: nn.Module, parallelism: Parallelism, mp_policy: MixedPrecisionPolicy
+    model: nn.Module,
+    policy: FSDPPolicy,
+    parallelism: Parallelism,
+    mp_policy: MixedPrecisionPolicy,
 ) -> bool:
     """Whether, on one rank, casts do all that FSDP2 would, and may be kept until backward."""
     parameters = list(model.parameters())
     return (
-        parallelism.fsdp_reshard_after_forward != "always"
+        not policy.reshard_always
         and parallelism.pipeline_parallel_degree == 1
         and not parallelism.fsdp_cpu_offload
         and not any(isinstance(parameter, DTensor) for parameter in parameters)
@@ -103,7 +145,7 @@ def _is_only_cast(
 
 def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:
     """Rows or, if ranks are more, the longest other dim that splits evenly, if there is one."""
-    shape = local_part(parameter).shape
+    shape = to_local(parameter).shape
     even = [dim for dim in range(1, len(shape)) if shape[dim] % n_shards == 0]
     if shape[0] >= n_shards or not even:
         return Shard(0)
@@ -133,3 +175,31 @@ def _prefetch(
         if behind:
             before = chain(*groups[max(0, index - behind) : index][::-1])
             unit.set_modules_to_backward_prefetch([*before])
+
+
+def disable_gradient_averaging(model: nn.Module, *meshes: DeviceMesh) -> None:
+    """Turn off the averaging in what ``fully_shard`` or ``replicate`` made of ``model``."""
+    # A group of one averages nothing either, and a factor would cost a pass over the gradients.
+    if all(mesh.size() == 1 for mesh in meshes):
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # A factor of 1 still asks for a scaled reduction, which gloo does not have.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def set_gradient_sync(model: nn.Module, policy: FSDPPolicy, *, is_last: bool) -> None:
+    """Set what the next backward communicates and frees, before its forward. Mutates ``model``.
+
+    ``is_last``: the step's last microbatch. The sum of a step's gradients is the same in any case.
+    SimpleFSDP has no choice: autograd reduces in every backward.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_gradient_sync(is_last or policy.reduce_every_microbatch)
+    # Replicas all-reduce only the step's sum of their shards.
+    model.set_requires_all_reduce(is_last)
+    if not policy.reshard_after_backward:
+        # Weights kept for a whole backward may as well be kept until they change.
+        model.set_reshard_after_backward(is_last)

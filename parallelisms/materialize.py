@@ -1,8 +1,8 @@
-"""Memory and weights for a sharded model: the same weights on any mesh, bit for bit.
+"""Allocation and initial weights of a sharded model: bitwise the same weights on any mesh.
 
 Every element is a counter-based function of (seed, canonical FQN, global index). Each rank computes
-its own slice: no communication, no RNG state. DTensor's random ops are not an alternative: on CPU
-they silently give every shard the same values.
+its own shard, without communication or RNG state. DTensor's random ops are not an alternative: on
+CPU they silently give every shard the same values.
 """
 
 import hashlib
@@ -14,23 +14,23 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from parallelisms.shared_parameters import keep_shared
-from runtime.distributed import local_part
-from runtime.shards import part_of
+from parallelisms.tied_weights import preserve_tied_weights
+from runtime.dtensor import shard_slices, to_local
 
-# Elements made at once. Their float64 and int64 temporaries are about five times as many, and on
-# a CPU should stay in its cache: that is 3.5 times as fast.
+# Elements generated at once. There are about five float64 or int64 temporaries for each element.
+# On a CPU they should fit its cache, which is 3.5 times as fast.
 BLOCK_ELEMENTS, CPU_BLOCK_ELEMENTS = 1 << 22, 1 << 17
 
 
 def materialize(
     model: nn.Module, device: torch.device, *, seed: int, is_offloaded: bool = False
 ) -> None:
-    """Allocate the shards on ``device`` and let ``model.init_weights`` fill them, in place.
+    """Allocate this rank's shards on ``device`` and call ``model.init_weights``. Mutates ``model``.
 
-    ``is_offloaded``: parameters live in host memory, and only buffers on ``device``.
+    ``is_offloaded``: parameters are allocated in host memory, and only buffers on ``device``.
+    Raises ``AssertionError`` naming the tensors that ``init_weights`` does not fill.
     """
-    with keep_shared(model):
+    with preserve_tied_weights(model):
         model.to_empty(device=torch.device("cpu") if is_offloaded else device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -39,26 +39,27 @@ def materialize(
     with torch.no_grad():
         for tensor in tensors.values():
             if tensor.is_floating_point():
-                local_part(tensor).fill_(torch.nan)
+                to_local(tensor).fill_(torch.nan)
     fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
 
     def trunc_normal_(parameter: torch.Tensor, *, std: float) -> None:
         fill_trunc_normal(parameter, std=std, key=_key(seed, fqns[id(parameter)]))
 
     cast(Callable, model.init_weights)(trunc_normal_)
-    missed = [
-        fqn for fqn, t in tensors.items() if t.is_floating_point() and local_part(t).isnan().any()
+    unfilled = [
+        fqn for fqn, t in tensors.items() if t.is_floating_point() and to_local(t).isnan().any()
     ]
-    assert not missed, f"init_weights does not fill {missed}"
+    assert not unfilled, f"init_weights does not fill {unfilled}"
 
 
 @torch.no_grad()
 def fill_trunc_normal(parameter: torch.Tensor, *, std: float, key: int) -> None:
-    """Write a normal of mean 0, cut at 3 ``std``, into this rank's part of ``parameter``.
+    """Fill this rank's shard with a normal of mean 0, truncated at 3 ``std``.
 
-    By the inverse of the cumulative distribution: one pass, no rejection, so no rank waits.
+    Mutates ``parameter``, of any shape. ``key``: int64. Inverse transform sampling takes one pass
+    without rejection, so no rank waits for another.
     """
-    local = local_part(parameter)
+    local = to_local(parameter)
     if local.numel() == 0:
         return
     rows, *others = _global_indices(parameter)
@@ -66,8 +67,8 @@ def fill_trunc_normal(parameter: torch.Tensor, *, std: float, key: int) -> None:
     within_row = torch.zeros((), dtype=torch.int64, device=local.device)
     for index, stride in zip(others, strides[1:], strict=True):
         within_row = within_row.unsqueeze(-1) + index * stride
-    most = CPU_BLOCK_ELEMENTS if local.device.type == "cpu" else BLOCK_ELEMENTS
-    block = max(1, most // max(1, within_row.numel()))
+    max_elements = CPU_BLOCK_ELEMENTS if local.device.type == "cpu" else BLOCK_ELEMENTS
+    block = max(1, max_elements // max(1, within_row.numel()))
     for start in range(0, len(rows), block):
         first = rows[start : start + block] * strides[0]
         counter = first.view(-1, *[1] * within_row.ndim) + within_row
@@ -83,7 +84,7 @@ def _trunc_normal(uniform: torch.Tensor) -> torch.Tensor:
 def _uniform(counter: torch.Tensor, key: int) -> torch.Tensor:
     """splitmix64 (Steele, Lea and Flood, 2014) of each counter, as float64 in (0, 1).
 
-    int64 arithmetic wraps modulo 2^64 on every device; only right shifts need care.
+    int64 arithmetic wraps modulo 2^64 on every device; only right shifts differ from uint64.
     """
     z = counter * _signed(0x9E3779B97F4A7C15) + key
     z = (z ^ _shift_right(z, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -106,15 +107,15 @@ def _key(seed: int, fqn: str) -> int:
 
 
 def _global_indices(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Per tensor dim, the global indices that this rank's part holds."""
+    """Global indices of this rank's shard, one 1-D tensor per dim."""
     coordinate: Sequence[int] = ()
     if isinstance(parameter, DTensor):
         found = parameter.device_mesh.get_coordinate()
-        assert found is not None, "this rank holds no part of the mesh"
+        assert found is not None, "this rank is not in the parameter's mesh"
         coordinate = found
-    device = local_part(parameter).device
-    held = part_of(parameter, coordinate)
-    indices = [torch.arange(part.start, part.stop, device=device) for part in held]
-    shape = tuple(local_part(parameter).shape)
-    assert tuple(len(index) for index in indices) == shape, f"{parameter} is sharded in a new way"
+    device = to_local(parameter).device
+    slices = shard_slices(parameter, coordinate)
+    indices = [torch.arange(each.start, each.stop, device=device) for each in slices]
+    shape = tuple(to_local(parameter).shape)
+    assert tuple(len(index) for index in indices) == shape, f"{parameter} has an unknown sharding"
     return indices

@@ -1,4 +1,4 @@
-"""One policy of dtypes for every data-parallel mode."""
+"""Mixed precision policy of all data-parallel modes."""
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -8,12 +8,12 @@ from runtime.distributed import compute_dtype
 
 
 def mixed_precision_policy(training: Training, device: torch.device) -> MixedPrecisionPolicy:
-    """Dtypes of compute and of reduction: the weights' own, unless that is float32."""
+    """Dtypes of compute and of gradient reduction; both ``training.dtype`` unless it is float32."""
     is_mixed = training.dtype == "float32"
     reduce_dtype = training.mixed_precision_reduce if is_mixed else training.dtype
     return MixedPrecisionPolicy(
         param_dtype=compute_dtype(training, device),
         reduce_dtype=getattr(torch, reduce_dtype),
-        # The blocks' rope must keep its precision.
+        # Casting the blocks' inputs would round the rope table.
         cast_forward_inputs=False,
     )

@@ -1,4 +1,4 @@
-"""Replicas agree by construction. This proves it, and makes those that differ agree."""
+"""Compare replicas of weights and optimizer state bit for bit, or synchronize the weights."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 
-# So few that the int64 temporaries of a block stay in a CPU's cache. A GPU waits for launches.
+# On a CPU a block's int64 temporaries fit its cache; on a GPU large blocks save kernel launches.
 BLOCK_WORDS, GPU_BLOCK_WORDS = 1 << 16, 1 << 22
 
 
@@ -24,104 +24,105 @@ def check_replicas(
     *,
     tied: Collection[str] = (),
 ) -> str:
-    """Compare, bit for bit, every tensor along each dim that replicates it; say what agrees.
+    """Compare all tensors bit for bit along each mesh dim that replicates them. Collective.
 
-    Parameters, buffers and the state of ``optimizer``. ``tied``: FQNs of parameters that the first
-    and the last stage of a pipeline both have. Raises ``RuntimeError`` that names the first
-    that differs, and the ranks that are unlike the majority. A collective.
+    Covers parameters, buffers and the state of ``optimizer``. ``tied``: FQNs of parameters that the
+    first and the last pipeline stage share. Returns a summary of what agrees. Raises
+    ``RuntimeError`` that names the first tensor that differs, and the ranks outside the majority.
     """
-    found, agreed = [], []
-    named = _named(model, optimizer)
+    differences, agreed = [], []
+    tensors = _named_tensors(model, optimizer)
     for fqn in tied if weight_mesh["pp"].size() > 1 else ():
-        if not _is_same_on_both_ends(fqn, named, weight_mesh["pp"]):
-            found.append(f"the first and the last stage differ in {fqn}")
-    for dim, copies in _replicated(named, weight_mesh):
+        if not _is_tied_pair_equal(fqn, tensors, weight_mesh["pp"]):
+            differences.append(f"the first and the last stage differ in {fqn}")
+    for dim, local_tensors in _replicated_tensors(tensors, weight_mesh):
         mesh = weight_mesh[dim]
-        digests = torch.stack([_digest(local).to(mesh.device_type) for local in copies.values()])
+        digests = torch.stack([_digest(t).to(mesh.device_type) for t in local_tensors.values()])
         gathered = [torch.empty_like(digests) for _ in range(mesh.size())]
         dist.all_gather(gathered, digests, group=mesh.get_group())
-        columns = dict(zip(copies, torch.stack(gathered, dim=1).tolist(), strict=True))
+        columns = dict(zip(local_tensors, torch.stack(gathered, dim=1).tolist(), strict=True))
         different = [fqn for fqn, column in columns.items() if len(set(column)) > 1]
         if different:
             ranks = dist.get_process_group_ranks(mesh.get_group())
-            odd = _unlike_most(dict(zip(ranks, columns[different[0]], strict=True)))
-            found.append(f"replicas along {dim} differ, first in {different[0]}: {odd}")
+            minority = _minority(dict(zip(ranks, columns[different[0]], strict=True)))
+            differences.append(f"replicas along {dim} differ, first in {different[0]}: {minority}")
         else:
-            agreed.append(f"{len(copies)} tensors on {mesh.size()} ranks of {dim}")
-    # Only now: ranks that see no difference would wait for this one in the next comparison.
-    if found:
-        raise RuntimeError("; ".join(found))
+            agreed.append(f"{len(local_tensors)} tensors on {mesh.size()} ranks of {dim}")
+    # Raise last, because ranks that see no difference would wait for this one in the next dim.
+    if differences:
+        raise RuntimeError("; ".join(differences))
     return ", ".join(agreed)
 
 
 @torch.no_grad()
 def sync_replicas(model: nn.Module, weight_mesh: DeviceMesh) -> None:
-    """Give all replicas the values of the first, in place: parameters, then buffers. A collective.
+    """Broadcast parameters and buffers from the first replica. Mutates ``model``. Collective.
 
-    For weights that did not come from ``materialize`` or a checkpoint but from one rank's hands:
-    load them into the ranks whose coordinate on the replicating dims is 0, then call this. It is
-    what ``sync_module_states`` was to ``FullyShardedDataParallel``.
+    Only weights that come from neither ``materialize`` nor a checkpoint need it: load them on the
+    ranks whose coordinate on the replicating dims is 0, then call this. It replaces
+    ``sync_module_states`` of ``FullyShardedDataParallel``.
     """
-    for dim, copies in _replicated(_named(model), weight_mesh):
-        for local in copies.values():
+    for dim, local_tensors in _replicated_tensors(_named_tensors(model), weight_mesh):
+        for local in local_tensors.values():
             dist.broadcast(local, group=weight_mesh.get_group(dim), group_src=0)
 
 
-def _named(
+def _named_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, torch.Tensor]:
-    """Parameters, then buffers, then what the optimizer keeps, by FQN."""
+    """Return parameters, then buffers, then optimizer state, by FQN."""
     state = [
         (f"{fqn}.{key}", value)
         for fqn, parameter in model.named_parameters()
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items()
     ]
-    named = [*model.named_parameters(), *model.named_buffers(), *state]
-    return dict(named)
+    tensors = [*model.named_parameters(), *model.named_buffers(), *state]
+    return dict(tensors)
 
 
-def _replicated(
-    named: Mapping[str, torch.Tensor], weight_mesh: DeviceMesh
+def _replicated_tensors(
+    tensors: Mapping[str, torch.Tensor], weight_mesh: DeviceMesh
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Each mesh dim of several ranks, with this rank's part of what it replicates, by FQN."""
+    """Yield each mesh dim of several ranks with the local tensors that it replicates, by FQN."""
     for dim in weight_mesh.mesh_dim_names or ():
-        # Stages hold different layers.
+        # Pipeline stages have different layers.
         if dim == "pp" or weight_mesh[dim].size() == 1:
             continue
-        own = [(fqn, tensor) for fqn, tensor in named.items() if _is_copy(tensor, dim)]
-        copies = {fqn: local_part(tensor).detach() for fqn, tensor in own}
-        if copies:
-            yield dim, copies
+        replicated = [(fqn, t) for fqn, t in tensors.items() if _is_replicated(t, dim)]
+        local_tensors = {fqn: to_local(t).detach() for fqn, t in replicated}
+        if local_tensors:
+            yield dim, local_tensors
 
 
-def _is_same_on_both_ends(fqn: str, named: Mapping[str, torch.Tensor], pp_mesh: DeviceMesh) -> bool:
-    """Whether a parameter and its optimizer state agree there. Stages between have neither."""
-    own = [_digest(local_part(tensor)) for name, tensor in named.items() if name.startswith(fqn)]
-    digest = torch.stack(own) if own else torch.zeros(1, dtype=torch.int64)
+def _is_tied_pair_equal(fqn: str, tensors: Mapping[str, torch.Tensor], pp_mesh: DeviceMesh) -> bool:
+    """Whether the first and last stage agree on a parameter and its optimizer state. Collective."""
+    found = [_digest(to_local(t)) for name, t in tensors.items() if name.startswith(fqn)]
+    # Stages between have neither.
+    digest = torch.stack(found) if found else torch.zeros(1, dtype=torch.int64)
     total = _digest(digest).to(pp_mesh.device_type).view(1)
     gathered = [torch.empty_like(total) for _ in range(pp_mesh.size())]
     dist.all_gather(gathered, total, group=pp_mesh.get_group())
     return bool(gathered[0] == gathered[-1])
 
 
-def _is_copy(tensor: torch.Tensor, dim: str) -> bool:
+def _is_replicated(tensor: torch.Tensor, dim: str) -> bool:
     if not isinstance(tensor, DTensor):
         return True
     dims = tensor.device_mesh.mesh_dim_names or ()
     if "dp_shard_ep" in dims and dim != "dp_replicate":
-        # Experts are on a mesh of their own, all of whose other dims shard.
+        # Experts have a mesh of their own, whose other dims all shard.
         return False
     return dim not in dims or tensor.placements[dims.index(dim)].is_replicate()
 
 
 def _digest(local: torch.Tensor) -> torch.Tensor:
-    """An int64 that depends on every bit of this rank's part, and on their order."""
+    """Return an int64 () that depends on every bit of ``local``, and on their order."""
     data = local.contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
         data = F.pad(data, (0, -data.numel() % 8))
     words = data.view(torch.int64)
     size = GPU_BLOCK_WORDS if words.is_cuda else BLOCK_WORDS
-    # Odd weights: a change of any one word changes the sum modulo 2^64.
+    # The weights are odd, so a change of any one word changes the sum modulo 2^64.
     weights = 2 * torch.arange(min(size, words.numel()), device=words.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for block in words.split(size):
@@ -129,10 +130,10 @@ def _digest(local: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _unlike_most(digests: Mapping[int, int]) -> str:
-    """The ranks whose digest is not that of the majority; all of them if there is none."""
+def _minority(digests: Mapping[int, int]) -> str:
+    """Describe the ranks whose digest is not the majority's, or all ranks if there is none."""
     digest, count = Counter(digests.values()).most_common(1)[0]
     if 2 * count <= len(digests):
         return f"no majority among ranks {', '.join(map(str, digests))}"
-    odd = [str(rank) for rank, other in digests.items() if other != digest]
-    return f"rank {', '.join(odd)} against {count} that agree"
+    minority = [str(rank) for rank, other in digests.items() if other != digest]
+    return f"rank {', '.join(minority)} against {count} that agree"

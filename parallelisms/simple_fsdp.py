@@ -1,7 +1,7 @@
-"""SimpleFSDP (arXiv 2411.00284): weights made whole by DTensor operations that autograd reverses.
+"""SimpleFSDP (arXiv 2411.00284): FSDP by DTensor redistributions that autograd differentiates.
 
-The redistribution in forward is an all-gather, its derivative a reduce-scatter. There is nothing
-else, so a compiler sees all of it in a block's graph and may bucket and overlap it.
+The redistribution is an all-gather in forward and a reduce-scatter in backward. There are no hooks
+or streams, so a compiler sees the collectives in a block's graph and can bucket and overlap them.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from torch.distributed.tensor import (
 )
 
 from parallelisms.fsdp import shard_placement
-from parallelisms.weights_in_forward import apply_weights_in_forward
+from parallelisms.parametrization import apply_parametrization
 from runtime.compat import find
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 from runtime.log import logger
 
 
@@ -34,53 +34,55 @@ def apply_simple_fsdp(
     weight_mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
 ) -> None:
-    """Shard over the last dim of ``fsdp_mesh``, replicate over the one before it if there is one.
+    """Shard over the last dim of ``fsdp_mesh`` and replicate over the one before it, if any.
 
-    Mutates ``model``: parameters become DTensors with FSDP2's placements and unchanged names, on
-    dims of ``weight_mesh``. In a module's forward, and only there, they read as whole weights.
+    Mutates ``model``: parameters become DTensors on dims of ``weight_mesh``, with the placements of
+    FSDP2 and unchanged names. A module reads them unsharded during its forward only.
     """
-    makers: dict[nn.Parameter, _Gather] = {}
-    shared: dict[nn.Parameter, nn.Parameter] = {}
+    transforms: dict[nn.Parameter, _ReplicateParametrization] = {}
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
     for fqn, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if parameter not in shared:
+        if parameter not in sharded:
             shard = shard_placement(parameter, fsdp_mesh.size(-1))
-            shared[parameter] = _shard_of(parameter, shard, fsdp_mesh, weight_mesh)
-            makers[shared[parameter]] = _Gather(_dims(fsdp_mesh), shard, parameter, mp_policy)
+            sharded[parameter] = _shard_parameter(parameter, shard, fsdp_mesh, weight_mesh)
+            transforms[sharded[parameter]] = _ReplicateParametrization(
+                _dims(fsdp_mesh), shard, parameter, mp_policy
+            )
         path, _, name = fqn.rpartition(".")
-        model.get_submodule(path).register_parameter(name, shared[parameter])
-    apply_weights_in_forward(model, makers)
+        model.get_submodule(path).register_parameter(name, sharded[parameter])
+    apply_parametrization(model, transforms)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
-        "simple_fsdp: %d parameters on a mesh of %s, compute in %s, reduction in %s",
-        len(makers), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype,
+        "simple_fsdp: %d parameters on a mesh of %s, param_dtype %s, reduce_dtype %s",
+        len(transforms), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Gather:
-    """What makes a sharded parameter whole."""
+class _ReplicateParametrization:
+    """Transform from a sharded parameter to the unsharded weight."""
 
     meshes: list[DeviceMesh]
-    """1-D: replicas if there are any, then shards."""
+    """1-D: that of the replicas, if any, then that of the shards."""
     shard: Shard
     template: nn.Parameter
-    """What it is when whole, on the meta device: under tensor parallel a DTensor."""
+    """The unsharded parameter on the meta device; with tensor parallel a DTensor."""
     mp_policy: MixedPrecisionPolicy
 
     def __call__(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The whole weight in the compute dtype; its gradient is summed in the reduction dtype."""
+        """All-gather the weight in ``param_dtype``; backward reduces its gradient. Collective."""
         assert isinstance(parameter, DTensor)
-        part = local_part(self.template)
+        full = to_local(self.template)
         *replicate_meshes, shard_mesh = self.meshes
         local = parameter.to_local()
-        # Replicas first: in forward nothing travels, and in backward, last, they exchange shards.
+        # Replicas first: their forward communicates nothing, and backward all-reduces only shards.
         for mesh in replicate_meshes:
-            copy = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-            local = self._gathered_over(copy, forward_dtype=None)
+            replica = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+            local = self._all_gather(replica, forward_dtype=None)
         shard = DTensor.from_local(
-            local, shard_mesh, [self.shard], run_check=False, shape=part.shape, stride=part.stride()
+            local, shard_mesh, [self.shard], run_check=False, shape=full.shape, stride=full.stride()
         )
-        local = self._gathered_over(shard, forward_dtype=self.mp_policy.param_dtype)
+        local = self._all_gather(shard, forward_dtype=self.mp_policy.param_dtype)
         if not isinstance(self.template, DTensor):
             return local
         return DTensor.from_local(
@@ -92,35 +94,35 @@ class _Gather:
             stride=self.template.stride(),
         )
 
-    def _gathered_over(self, tensor: DTensor, forward_dtype: torch.dtype | None) -> torch.Tensor:
-        """Gathered over a 1-D mesh in forward, its gradient reduced over it in backward."""
-        whole = tensor.redistribute(
+    def _all_gather(self, tensor: DTensor, forward_dtype: torch.dtype | None) -> torch.Tensor:
+        """All-gather ``tensor`` over its 1-D mesh; backward reduces the gradient over it."""
+        unsharded = tensor.redistribute(
             placements=[Replicate()],
             forward_dtype=forward_dtype,
             backward_dtype=self.mp_policy.reduce_dtype,
         )
-        return whole.to_local(grad_placements=[Partial()])
+        return unsharded.to_local(grad_placements=[Partial()])
 
 
-def _shard_of(
+def _shard_parameter(
     parameter: nn.Parameter, shard: Shard, fsdp_mesh: DeviceMesh, weight_mesh: DeviceMesh
 ) -> nn.Parameter:
-    """What this rank keeps of a parameter that every data-parallel rank holds whole."""
-    whole = parameter.detach()
-    part = local_part(whole)
+    """Return this rank's shard of a parameter that every data-parallel rank has unsharded."""
+    unsharded = parameter.detach()
+    tp_local = to_local(unsharded)
     *replicate_meshes, shard_mesh = _dims(fsdp_mesh)
-    local = distribute_tensor(part, shard_mesh, [shard], src_data_rank=None).to_local()
-    mesh, own, others = fsdp_mesh, cast(Placement, shard), list[Placement]()
-    if isinstance(whole, DTensor):
-        mesh = weight_mesh[(*_names(fsdp_mesh), *_names(whole.device_mesh))]
-        others = list(whole.placements)
-        if shard in others:
-            # Tensor parallel cut this dim first, though its mesh dim comes last.
+    local = distribute_tensor(tp_local, shard_mesh, [shard], src_data_rank=None).to_local()
+    mesh, placement, tp_placements = fsdp_mesh, cast(Placement, shard), list[Placement]()
+    if isinstance(unsharded, DTensor):
+        mesh = weight_mesh[(*_names(fsdp_mesh), *_names(unsharded.device_mesh))]
+        tp_placements = list(unsharded.placements)
+        if shard in tp_placements:
+            # Tensor parallel shards this dim first, although its mesh dim comes last.
             strided = find("torch.distributed.tensor.placement_types:_StridedShard")
-            own = strided(shard.dim, split_factor=whole.device_mesh.size())
-    placements = [*(Replicate() for _ in replicate_meshes), own, *others]
+            placement = strided(shard.dim, split_factor=unsharded.device_mesh.size())
+    placements = [*(Replicate() for _ in replicate_meshes), placement, *tp_placements]
     sharded = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local, mesh, placements, run_check=False, shape=unsharded.shape, stride=unsharded.stride()
     )
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 

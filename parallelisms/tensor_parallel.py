@@ -1,4 +1,4 @@
-"""Tensor parallel with sequence parallel between the matrices (arXiv 2205.05198)."""
+"""Tensor parallelism, with sequence parallelism between the matmuls (arXiv 2205.05198)."""
 
 import fnmatch
 from collections.abc import Callable, Mapping
@@ -10,29 +10,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from parallelisms.shared_parameters import keep_shared
+from parallelisms.tied_weights import preserve_tied_weights
 from runtime.compat import configure, require
 from runtime.log import logger
 
 Style = ParallelStyle | Callable[[nn.Module, DeviceMesh], object]
-"""How a module is spread: by PyTorch's style, or by a function that mutates it."""
+"""PyTorch's style for a module, or a function that shards the module in place."""
 
 
 def apply_tensor_parallel(
     model: nn.Module, tp_mesh: DeviceMesh, *, plan: Mapping[str, Style], is_async: bool
 ) -> None:
-    """Shard ``model`` over the 1-D ``tp_mesh`` as ``plan`` says. Mutates ``model``.
+    """Shard ``model`` over the 1-D ``tp_mesh`` by ``plan``. Mutates ``model``.
 
-    A pipeline stage may lack modules that the plan names. ``is_async``: the compiler cuts matrix
-    products into parts that it overlaps with their collectives. Raises ``ValueError`` if the plan
-    leaves a parameter out.
+    ``plan`` maps module paths, in which ``*`` matches within a name, to styles. It may name modules
+    that a pipeline stage lacks. ``is_async``: inductor splits matmuls to overlap them with their
+    collectives. Raises ``ValueError`` if ``plan`` does not cover a parameter.
     """
     if is_async:
         _enable_async(tp_mesh)
     modules, n_entries = dict(model.named_modules()), 0
-    with keep_shared(model):
+    with preserve_tied_weights(model):
         for path, style in plan.items():
-            found = [module for name, module in modules.items() if _is_at(name, path)]
+            found = [module for name, module in modules.items() if _matches(name, path)]
             n_entries += bool(found)
             for module in found:
                 if isinstance(style, ParallelStyle):
@@ -41,7 +41,7 @@ def apply_tensor_parallel(
                     style(module, tp_mesh)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            module.register_forward_hook(_settle)
+            module.register_forward_hook(_wait_for_reduction)
     missed = [fqn for fqn, p in model.named_parameters() if not isinstance(p, DTensor)]
     if missed:
         raise ValueError(f"the tensor parallel plan does not cover {missed}")
@@ -50,21 +50,26 @@ def apply_tensor_parallel(
                 n_entries, count, tp_mesh.size())  # fmt: skip
 
 
-def _is_at(name: str, path: str) -> bool:
-    """Whether a module of that ``name`` is at ``path``, between whose dots there are patterns."""
+def _matches(name: str, path: str) -> bool:
+    """Whether a module's ``name`` matches ``path``, each of whose parts is a pattern."""
     parts, patterns = name.split("."), path.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _enable_async(tp_mesh: DeviceMesh) -> None:
-    """Let inductor fuse gathers and scatters with matrix products, through symmetric memory."""
+    """Enable inductor's fusion of matmuls with their collectives through symmetric memory."""
     key = "parallelism.tensor_parallel_async"
     configure("torch._inductor.config:_micro_pipeline_tp", True, key=key)
     enable = require("torch.distributed._symmetric_memory:enable_symm_mem_for_group", key=key)
     enable(tp_mesh.get_group().group_name)
 
 
-def _settle(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-    """Wait for the embedding's reduction. A compiled block would drop the gradient of an input
-    that is still being communicated: the embedding would not learn, and nothing would say so."""
+def _wait_for_reduction(
+    module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
+) -> torch.Tensor:
+    """Wait for the embedding's reduce-scatter.
+
+    A compiled block silently drops the gradient of an input that is still being communicated, so
+    the embedding would not learn.
+    """
     return output.clone()

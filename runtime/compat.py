@@ -1,8 +1,8 @@
-"""The only way to a private name of PyTorch, and what is done in a release without it.
+"""Access to private names of PyTorch, with public fallbacks. No other file uses private names.
 
-A private name may be gone, or be called in another way, in any release. So each is declared in
-``runtime/private_names.py``, probed at its first use, and replaced by a public or plain way if that
-fails: such a run is perhaps slower, learns the same, and says in one line what it lost.
+Any release may remove a private name or change its signature. Each is therefore declared in
+``runtime/private_names.py`` and probed at its first use. If the probe fails, a public fallback
+replaces it and one log line says so. The run trains the same model, possibly slower.
 """
 
 import importlib.util
@@ -24,35 +24,36 @@ from runtime.log import logger
 from runtime.private_names import PRIVATE
 
 DISABLED_TORCH_FUNCTION: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
-"""For classes of tensors, which are made when a file is imported."""
+"""``__torch_function__`` of tensor subclasses, which are defined at import."""
 
 
 def find(path: str) -> Any:
-    """What ``PRIVATE`` has at ``path``; None if this release lacks it or changed it."""
+    """Return the private object at ``path``, None if this release lacks or changed it."""
     return _probe(path)[0] if has(path) else None
 
 
 @cache
 def has(path: str) -> bool:
-    """Whether this release has what ``PRIVATE`` has at ``path``, unchanged; if not, log it once."""
+    """Whether the private name at ``path`` passes its probe. Logs a failure once."""
     problem = _probe(path)[1]
     if problem:
-        logger.warning("torch %s: %s: %s", torch.__version__, problem, PRIVATE[path].lost)
+        logger.warning("PyTorch %s %s: %s", torch.__version__, problem, PRIVATE[path].consequence)
     return not problem
 
 
 def require(path: str, *, key: str) -> Any:
-    """What ``PRIVATE`` has at ``path``; ``ConfigError`` naming ``key``, which needs it, without."""
+    """Return the private object at ``path``. Raises ``ConfigError`` that names ``key``."""
     found, problem = _probe(path)
     if problem:
-        raise ConfigError([f"{key}: not available with torch {torch.__version__}: {problem}"])
+        raise ConfigError([f"{key}: not available: PyTorch {torch.__version__} {problem}"])
     return found
 
 
 def configure(path: str, value: Any, *, key: str = "") -> None:
-    """Set the option that ``PRIVATE`` has at ``path``.
+    """Set the private option at ``path``.
 
-    Where the release lacks it, ``ConfigError`` that names the ``key``; without one, do nothing.
+    If this release lacks it, raises ``ConfigError`` that names ``key``; without ``key``, does
+    nothing.
     """
     if key:
         require(path, key=key)
@@ -63,27 +64,27 @@ def configure(path: str, value: Any, *, key: str = "") -> None:
 
 @cache
 def _probe(path: str) -> tuple[Any, str]:
-    """What is at ``path``, and what is wrong with it; "" if nothing is."""
+    """Return the object at ``path``, and its problem; "" if there is none."""
     name = path.replace(":", ".")
     try:
         found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
-        return None, f"{name} is missing"
+        return None, f"lacks {name}"
     try:
         PRIVATE[path].probe(found)
-    # Whatever it raises, it is not what we know.
+    # A changed object may raise anything.
     except Exception as error:
-        return None, f"{name} has changed ({error})"
+        return None, f"changed {name} ({error})"
     return found, ""
 
 
 def inductor_options(**wanted: Any) -> dict[str, Any]:
-    """Those of the ``wanted`` options that this release's inductor has."""
+    """Those of the ``wanted`` options that this release's inductor supports."""
     return {name: value for name, value in wanted.items() if has(f"torch._inductor.config:{name}")}
 
 
 def is_installed(package: str) -> bool:
-    """Whether ``package`` is there; to find one inside another, the outer one is imported."""
+    """Whether ``package`` is installed. Imports the parent package of a dotted name."""
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:
@@ -91,20 +92,20 @@ def is_installed(package: str) -> bool:
 
 
 def foreach(name: str, tensors: Sequence[torch.Tensor], *arguments: Any, **named: Any) -> Any:
-    """The operation of that ``name`` ("norm", "mul_") on each tensor, in one kernel for many.
+    """Apply the foreach op ``name`` ("norm", "mul_") to all tensors, with few kernels.
 
-    An argument that is a list has an element for each tensor.
+    An argument that is a list has one element per tensor. In-place ops mutate ``tensors``.
     """
-    together = find(f"torch:_foreach_{name}")
-    if together is not None:
-        return together(tensors, *arguments, **named)
-    alone = torch.linalg.vector_norm if name == "norm" else getattr(torch.Tensor, name)
+    fused = find(f"torch:_foreach_{name}")
+    if fused is not None:
+        return fused(tensors, *arguments, **named)
+    single = torch.linalg.vector_norm if name == "norm" else getattr(torch.Tensor, name)
     columns = (each if isinstance(each, list) else repeat(each) for each in arguments)
-    return [alone(*own, **named) for own in zip(tensors, *columns, strict=False)]
+    return [single(*own, **named) for own in zip(tensors, *columns, strict=False)]
 
 
 def softmax_backward(gradient: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-    """The gradient of what softmax made ``probabilities`` of, along the last dim."""
+    """Gradient of the scores, given ``gradient`` of ``probabilities = softmax(scores, dim=-1)``."""
     backward = find("torch:_softmax_backward_data")
     if backward is not None:
         return cast(torch.Tensor, backward(gradient, probabilities, -1, gradient.dtype))
@@ -115,7 +116,7 @@ def softmax_backward(gradient: torch.Tensor, probabilities: torch.Tensor) -> tor
 
 
 def scaled_mm() -> Callable[..., torch.Tensor]:
-    """The matmul of float8 matrices: (a, b, scale_a=, scale_b=, out_dtype=, use_fast_accum=)."""
+    """Float8 matmul: (a, b, scale_a=, scale_b=, out_dtype=, use_fast_accum=) to a tensor."""
     return find("torch:_scaled_mm") or _scaled_mm
 
 
@@ -128,9 +129,9 @@ def _scaled_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    one = F.ScalingType.TensorWise
-    each = F.ScalingType.RowWise
-    kinds = [one if scale.numel() == 1 else each for scale in (scale_a, scale_b)]
+    per_tensor = F.ScalingType.TensorWise
+    per_row = F.ScalingType.RowWise
+    kinds = [per_tensor if scale.numel() == 1 else per_row for scale in (scale_a, scale_b)]
     return F.scaled_mm(
         a, b, scale_a, kinds[0], scale_b, kinds[1],
         output_dtype=out_dtype, use_fast_accum=use_fast_accum,
@@ -138,8 +139,10 @@ def _scaled_mm(
 
 
 def all_to_all() -> Callable[..., torch.Tensor]:
-    """The all-to-all that has a gradient: (x, sizes that come, sizes that go, group) to what came;
-    None for equal sizes."""
+    """Differentiable all-to-all: (x, output_splits, input_splits, group) to the received rows.
+
+    Splits are rows per rank, None for equal splits. Collective.
+    """
     path = "torch.distributed._functional_collectives:all_to_all_single_autograd"
     return find(path) or _AllToAll.apply
 
@@ -149,53 +152,56 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        come: list[int] | None,
-        go: list[int] | None,
+        output_splits: list[int] | None,
+        input_splits: list[int] | None,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        ctx.come, ctx.go, ctx.group = come, go, group
-        shape = x.shape if come is None else (sum(come), *x.shape[1:])
+        ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
+        shape = x.shape if output_splits is None else (sum(output_splits), *x.shape[1:])
         out = x.new_empty(shape)
-        dist.all_to_all_single(out, x.contiguous(), come, go, group=group)
+        dist.all_to_all_single(out, x.contiguous(), output_splits, input_splits, group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back = _AllToAll.apply(gradients[0], ctx.go, ctx.come, ctx.group)
-        return back, None, None, None
+        grad = _AllToAll.apply(gradients[0], ctx.input_splits, ctx.output_splits, ctx.group)
+        return grad, None, None, None
 
 
 def all_gather_whole(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill ``whole`` with every rank's ``part``, without a copy. A collective."""
-    # Its name since 2.13.
+    """All-gather every rank's ``part`` into ``whole`` without a copy. Collective."""
+    # Named all_gather_single since 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, part, group=group)
 
 
 def set_default_timeout(timeout: timedelta) -> None:
-    """Give this timeout to every process group made from now on, such as those of meshes, which
-    would have half an hour whatever the first group has. NCCL's alone have another default."""
+    """Set the timeout of process groups created from now on, those of meshes included.
+
+    Otherwise they get 30 minutes, whatever the default group has. NCCL-only groups have another
+    default.
+    """
     if find("torch.distributed.distributed_c10d:default_pg_timeout") is not None:
         dist.distributed_c10d.default_pg_timeout = timeout
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Change the timeout of every process group, now that warm-up is over."""
+    """Change the timeout of all existing process groups."""
     # Public since 2.14.
-    change = getattr(dist, "set_timeout", None)
-    change = change or find("torch.distributed.distributed_c10d:_set_pg_timeout")
+    set_one = getattr(dist, "set_timeout", None)
+    set_one = set_one or find("torch.distributed.distributed_c10d:_set_pg_timeout")
     world = find("torch.distributed.distributed_c10d:_world")
     groups = [dist.group.WORLD] if world is None else list(world.pg_map)
-    for group in groups if change else []:
-        change(timeout, group)
+    for group in groups if set_one else []:
+        set_one(timeout, group)
 
 
-def give_gloo_one_worker() -> None:
-    """Have every gloo group made from now on run its collectives in one thread, not in two.
+def limit_gloo_to_one_thread() -> None:
+    """Use one worker thread instead of two for gloo groups created from now on.
 
-    In 2.13 both threads write the name of what they finished last to one string without a lock
-    (ProcessGroupGloo::runLoop). Names of more than 15 letters, such as the functional all-gather's,
-    are on the heap, and are at times freed twice: every few hours a rank dies of it.
+    In PyTorch 2.13 both threads write the name of their last op to one string without a lock
+    (ProcessGroupGloo::runLoop). Names over 15 characters, such as the functional all-gather's, are
+    on the heap and may be freed twice: a rank crashes every few hours.
     """
     path = "torch.distributed:ProcessGroupGloo._Options"
     make_options = find(path)
@@ -204,28 +210,28 @@ def give_gloo_one_worker() -> None:
         return
     original = gloo._two_workers_init = gloo.__init__
 
-    def init(self: Any, *place: Any, timeout: timedelta | None = None, **others: Any) -> None:
+    def init(self: Any, *args: Any, timeout: timedelta | None = None, **kwargs: Any) -> None:
         try:
             options, unknown = _one_worker(make_options(), timeout), {}
-            for name, value in others.items():
-                # With options given, PyTorch wants such arguments among them.
+            for name, value in kwargs.items():
+                # PyTorch rejects these arguments beside options, so they become options.
                 if hasattr(options, name):
                     setattr(options, name, value)
                 else:
                     unknown[name] = value
-            original(self, *place, options, **unknown)
-        # Called as in no release before: PyTorch knows how.
+            original(self, *args, options, **unknown)
+        # An unknown signature: call the original unchanged.
         except (AttributeError, TypeError) as error:
-            problem, lost = str(error).partition("\n")[0], PRIVATE[path].lost
-            logger.warning("torch %s: %s: %s", torch.__version__, problem, lost)
+            problem, effect = str(error).partition("\n")[0], PRIVATE[path].consequence
+            logger.warning("PyTorch %s: %s: %s", torch.__version__, problem, effect)
             given = {} if timeout is None else {"timeout": timeout}
-            original(self, *place, **given, **others)
+            original(self, *args, **given, **kwargs)
 
     gloo.__init__ = init
 
 
 def _one_worker(options: Any, timeout: timedelta | None) -> Any:
-    """``options`` as PyTorch itself would choose, which it does only when it is given none."""
+    """Set PyTorch's defaults, but with one thread. Mutates ``options``."""
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     devices = [gloo.create_device(interface=name) for name in names]
@@ -236,7 +242,9 @@ def _one_worker(options: Any, timeout: timedelta | None) -> Any:
 
 
 def silence_context_fn() -> None:
-    """Keep back a warning on each compiled block that is recomputed selectively: it asks that
-    nothing there works in place, which is so."""
+    """Silence the warning about in-place ops under selective checkpointing of compiled blocks.
+
+    The models have none.
+    """
     noisy = logging.getLogger("torch._higher_order_ops.wrap")
     noisy.addFilter(lambda record: "context_fn is passed" not in record.getMessage())

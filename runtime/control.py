@@ -1,4 +1,4 @@
-"""The run's ``control/`` folder and signals: how the outside asks a run to stop, and what it says.
+"""Stop requests (signals, the stop file) and the run's ``control/`` folder.
 
 ``torchrun`` and ``srun`` flatten exit codes, so the state that launchers need is in files:
 ``outcome`` (done, or stopped and why; absent means failure), ``progress`` (newest checkpoint's
@@ -19,40 +19,40 @@ import torch.distributed as dist
 
 from config import ConfigError
 from runtime.exit_codes import STOP_FILE
-from runtime.run_folder import make_folder, write_whole
-from runtime.together import on_first
+from runtime.filesystem import atomic_write_text, make_folder
+from runtime.object_collectives import run_on_rank0
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-# Slurm's scancel may reach a rank twice, once through the launcher. Later signals insist: end now.
-INSIST_SECONDS = 3.0
+# Slurm's scancel may reach a rank twice, once through the launcher. A later signal ends at once.
+FORCE_EXIT_AFTER_SECONDS = 3.0
 
 
 class RunControl:
-    """Collects requests to stop. Make it before the process group: signals may come early."""
+    """Collects stop requests. Create it before the process group, so that no signal is lost."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._is_writer = folder, False
         self._signal: signal.Signals | None = None
         self._received = 0.0
         self.stop: str | None = None
-        """Why the run is to end, if it is: a signal's name or the stop file."""
+        """Why the run must end: a signal's name or the stop file; None to go on."""
         for number in SIGNALS:
             signal.signal(number, self._receive)
 
-    def hold(self) -> None:
-        """Let rank 0 hold the folder until it ends, for it alone writes there. A collective.
+    def acquire_lock(self) -> None:
+        """Lock the folder for rank 0, which alone writes there. Collective.
 
-        Raises ``ConfigError`` on every rank if another run has the folder, or it cannot be made:
-        ranks that only lost the one that was refused would end first, as failed.
+        Raises ``ConfigError`` on every rank if another run holds the lock, or the folder cannot be
+        made: ranks that only lost their peer would end first, as failed.
         """
         self._is_writer = dist.get_rank() == 0
-        if mistake := on_first(self._take_folder):
-            # A group whose ranks still connect to each other fails where one of them has gone.
+        if mistake := run_on_rank0(self._lock_folder):
+            # Ranks that still connect to each other would fail if one of them had gone.
             dist.barrier()
             raise ConfigError([mistake])
 
-    def _take_folder(self) -> str:
-        """Why it cannot be had; "" if it can."""
+    def _lock_folder(self) -> str:
+        """Return why the folder cannot be locked; "" on success."""
         try:
             make_folder(self._folder)
             self._lock = lock_run(self._folder)
@@ -62,51 +62,50 @@ class RunControl:
             return f"job.output_dir: {error}"
         return ""
 
-    def forget(self) -> None:
-        """Forget the last attempt's outcome and its request to stop, now that this one goes on."""
+    def clear_previous_outcome(self) -> None:
+        """Delete the ``outcome`` and ``stop`` files that the previous attempt left."""
         if self._is_writer:
             for name in ("outcome", "stop"):
                 (self._folder / name).unlink(missing_ok=True)
 
     def end(self, outcome: str) -> None:
-        """Report the outcome; from here on, signals change nothing any more."""
+        """Report the outcome. Signals are ignored from here on."""
         self.report("outcome", outcome)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    def agree(self, **counts: int) -> dict[str, int]:
-        """The sums over all ranks of ``counts``: what ranks tell each other at each step.
+    def all_reduce_counts(self, **counts: int) -> dict[str, int]:
+        """Return the sums of ``counts`` over all ranks; update ``stop``. Collective, on the CPU.
 
-        The same reduction, on the CPU, carries the requests to stop: ``stop`` is equal on all ranks
-        after it. A collective.
+        One all-reduce carries the counts and the stop requests, so ``stop`` is equal on all ranks.
         """
         requests = {number.name: int(number == self._signal) for number in SIGNALS}
         has_file = self._is_writer and (self._folder / "stop").exists()
-        mine = {**counts, **requests, STOP_FILE.reason: int(has_file)}
-        sums = torch.tensor(list(mine.values()))
+        own = {**counts, **requests, STOP_FILE.reason: int(has_file)}
+        sums = torch.tensor(list(own.values()))
         dist.all_reduce(sums)
-        agreed = dict(zip(mine, sums.tolist(), strict=True))
-        reasons = [name for name in (*requests, STOP_FILE.reason) if agreed[name]]
+        total = dict(zip(own, sums.tolist(), strict=True))
+        reasons = [name for name in (*requests, STOP_FILE.reason) if total[name]]
         self.stop = self.stop or next(iter(reasons), None)
-        return {name: agreed[name] for name in counts}
+        return {name: total[name] for name in counts}
 
     def report(self, name: str, text: str) -> None:
         """Write ``control/<name>``."""
         if self._is_writer:
-            write_whole(self._folder / name, text + "\n")
+            atomic_write_text(self._folder / name, text + "\n")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._signal is not None and now - self._received > INSIST_SECONDS:
+        if self._signal is not None and now - self._received > FORCE_EXIT_AFTER_SECONDS:
             os._exit(128 + number)
         if self._signal is None:
             self._signal, self._received = signal.Signals(number), now
 
 
 def lock_run(folder: Path) -> TextIO:
-    """Hold the ``control/`` folder until the file returned is closed.
+    """Lock the ``control/`` folder until the returned file is closed.
 
-    Raises ``ConfigError`` that says who holds it, if somebody does.
+    Raises ``ConfigError`` that names the process that holds the lock.
     """
     file = (folder / "lock").open("a+")
     try:
@@ -121,8 +120,8 @@ def lock_run(folder: Path) -> TextIO:
     return file
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a run has the ``control/`` folder now; its lock is taken for a moment to find out."""
+def is_locked(folder: Path) -> bool:
+    """Whether a run has locked the ``control/`` folder; takes the lock for a moment to find out."""
     try:
         lock_run(folder).close()
     except ConfigError:

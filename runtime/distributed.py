@@ -1,4 +1,4 @@
-"""Process groups, this rank's device, seeds, and sums over ranks."""
+"""Process group setup, device, seed, and reductions over ranks."""
 
 import os
 from datetime import timedelta
@@ -6,25 +6,24 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from config.job_config import Comm, Debug, Training
-from runtime.compat import give_gloo_one_worker, set_default_timeout
+from runtime.compat import limit_gloo_to_one_thread, set_default_timeout
 from runtime.machine import cpu_has_bfloat16, loopback_interface
 
 
 def init_distributed(comm: Comm) -> torch.device:
-    """Start the default process group; return this rank's device.
+    """Initialize the default process group and return this rank's device. Collective.
 
-    Under torchrun the environment says who we are; without it this is a group of one.
+    Reads torchrun's environment variables; without them, creates a group of one rank.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        # All ranks are on this machine: what they listen on is nobody else's business.
+        # All ranks are on this machine, so no other machine needs to reach their ports.
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback_interface())
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     set_default_timeout(timeout)
-    give_gloo_one_worker()
+    limit_gloo_to_one_thread()
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -41,18 +40,21 @@ def init_distributed(comm: Comm) -> torch.device:
 
 
 def set_seed(debug: Debug) -> None:
-    """Seed the global RNG, equal on all ranks. Weights and data do not use it."""
+    """Seed the global RNG and select deterministic kernels, equally on all ranks.
+
+    Weights and data do not use the global RNG.
+    """
     torch.manual_seed(debug.seed)
-    if debug.deterministic or debug.is_elastic:
+    if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if debug.is_elastic:
-        # Kernels split sums over threads, and with fewer ranks each of them would have more.
+        # Kernels split sums over threads, and the number of threads depends on the ranks.
         torch.set_num_threads(1)
 
 
 def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: what was asked, or with "auto" the best the hardware has."""
+    """Dtype of matmuls; ``auto`` is bfloat16 if the hardware supports it, else float32."""
     if training.dtype != "float32":
         return getattr(torch, training.dtype)
     if training.mixed_precision_param != "auto":
@@ -65,18 +67,17 @@ def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
 
 
 def sum_over(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of a detached tensor over a 1-D mesh; ``value`` itself is left alone."""
+    """All-reduce a copy of ``value`` over a 1-D mesh, without a gradient. Collective."""
     total = value.detach().clone()
     dist.all_reduce(total, group=mesh.get_group())
     return total
 
 
 def sum_in_order(values: torch.Tensor, data_mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of all ranks' values of each microbatch (microbatches,), a scalar.
+    """Sum all ranks' ``values`` (microbatches,) to a scalar in a fixed order. Collective.
 
-    Over pp, batch and cp of ``data_mesh``. The parts of a microbatch first; then in the order of
-    the global batch's rows, microbatch by microbatch and within it rank by rank, so the same values
-    give the same bits on any number of ranks.
+    Sums over pp and cp first, then over the global batch's rows: microbatch by microbatch, and by
+    rank within each. The result is therefore bitwise equal on any number of dp ranks.
     """
     values = values.detach()
     for dim in ("pp", "cp"):
@@ -87,12 +88,7 @@ def sum_in_order(values: torch.Tensor, data_mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _gather(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(ranks, ...)."""
+    """All-gather ``values`` (...) to (ranks, ...). Collective."""
     gathered = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(gathered, values.contiguous(), group=group)
     return torch.stack(gathered)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds: all of one that is not distributed."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

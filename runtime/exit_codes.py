@@ -1,65 +1,69 @@
-"""Exit codes are an interface: launchers and schedulers decide from them."""
+"""Exit codes, an interface: launchers and schedulers act on them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.run_folder import write_whole
+from runtime.filesystem import atomic_write_text
 
 DONE = 0
 FAILED = 1  # retry
 BAD_CONFIG = 2
-PREEMPTED = 75  # saved; requeue me
+PREEMPTED = 75  # saved; requeue
 DO_NOT_REQUEUE = 93
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a run ends."""
+class StopReason:
+    """Reason why training stopped, and the exit code."""
 
     reason: str
-    """Why a run stopped before its last step; "" if it did not."""
+    """Why training stopped before the last step; "" if it did not."""
     code: int
-    hint: str = "the same command resumes"
+    hint: str = "run the same command to resume"
     is_worth_saving: bool = True
 
     @property
     def outcome(self) -> str:
-        """What ``control/outcome`` says."""
+        """Content of ``control/outcome``."""
         return f"stopped {self.reason}" if self.reason else "done"
 
 
-FINISHED = Ending("", DONE, "more --training.steps extend the run")
-STOP_FILE = Ending("stop file", DONE)
-_AGAIN = "not saved, and the same command would come here again"
-NOT_FINITE = Ending("a loss or gradient that is not finite", DO_NOT_REQUEUE, _AGAIN, False)
-SPIKES = Ending("too many spikes", DO_NOT_REQUEUE, _AGAIN, False)
-DATA_ENDED = Ending("the end of the data", DONE, "[[data.sources]] with repeat = true begin again")
-NOT_SAVED = Ending("checkpoints that could not be saved", FAILED, is_worth_saving=False)
+FINISHED = StopReason("", DONE, "increase --training.steps to extend the run")
+STOP_FILE = StopReason("stop file", DONE)
+_NOT_RESUMABLE = "not saved, because the same command would stop here again"
+NOT_FINITE = StopReason(
+    "a loss or gradient that is not finite", DO_NOT_REQUEUE, _NOT_RESUMABLE, False
+)
+SPIKES = StopReason("too many spikes", DO_NOT_REQUEUE, _NOT_RESUMABLE, False)
+DATA_ENDED = StopReason(
+    "the end of the data", DONE, "set repeat = true in [[data.sources]] to restart sources"
+)
+NOT_SAVED = StopReason("checkpoints that could not be saved", FAILED, is_worth_saving=False)
 
 
-def stopped_by(reason: str, *, has_checkpoints: bool) -> Ending:
-    """The ending for the stop file, or a signal, whose sender wants the run to go on elsewhere."""
+def stopped_by(reason: str, *, has_checkpoints: bool) -> StopReason:
+    """Return the ``StopReason`` for the stop file, or for a signal, which asks to requeue."""
     if reason == STOP_FILE.reason:
         return STOP_FILE
-    return Ending(reason, PREEMPTED if has_checkpoints else FAILED)
+    return StopReason(reason, PREEMPTED if has_checkpoints else FAILED)
 
 
-def report(control: Path, code: int) -> None:
-    """Write the launcher's exit code to ``control/exit_code``, because schedulers flatten it.
+def write_exit_code(control: Path, code: int) -> None:
+    """Write ``control/exit_code``, because schedulers flatten the launcher's exit code.
 
-    A start that was refused before there was a run leaves nothing behind.
+    Does nothing without the folder: a start rejected before the run exists writes nothing.
     """
     if not control.exists():
         return
-    write_whole(control / "exit_code", f"{code}\n")
+    atomic_write_text(control / "exit_code", f"{code}\n")
 
 
-def reported(control: Path) -> int | None:
-    """The exit code of the last launcher; None if it has not ended, or was killed."""
+def read_exit_code(control: Path) -> int | None:
+    """Return the last launcher's exit code, None if it still runs or was killed."""
     path = control / "exit_code"
     return int(path.read_text()) if path.exists() else None
 
 
-def forget(control: Path) -> None:
-    """Remove the last launcher's code: there is none until the new one ends."""
+def clear_exit_code(control: Path) -> None:
+    """Delete the last launcher's exit code, so that there is none until the new one ends."""
     (control / "exit_code").unlink(missing_ok=True)

@@ -1,29 +1,30 @@
-"""What a program does around its imports, which are most of its start."""
+"""Hooks that a program calls before and after its imports, which dominate startup time."""
 
 import atexit
 import gc
 import sys
 from types import TracebackType
 
-from runtime.release import name_release
+from runtime.release import add_release_note
 
 
 def begin_imports() -> None:
-    """Let errors that end this process name PyTorch's release, those of imports too."""
-    # What imports allocate lives on: searching it for garbage takes a sixth of their time.
+    """Disable gc, and add the PyTorch release to uncaught errors, import errors included."""
+    # Objects of imports are never freed, and collecting among them takes a sixth of import time.
     gc.disable()
     report = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            name_release(error)
+            add_release_note(error)
         report(kind, error, trace)
 
     sys.excepthook = hook
 
 
 def end_imports() -> None:
+    """Enable gc, and exclude the objects of imports from it."""
     gc.freeze()
     gc.enable()
-    # Python looks for garbage once more when it ends, and libraries complain of what it left.
+    # Python collects once more at exit, and extension modules warn about objects left over.
     atexit.register(gc.unfreeze)

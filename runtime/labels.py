@@ -1,4 +1,4 @@
-"""What the loader tells the loss about a token."""
+"""Label value that cross entropy ignores."""
 
-IGNORED = -100
-"""The label of a position that nothing is learned from; also PyTorch's default."""
+IGNORE_INDEX = -100
+"""Label of a position without a target; PyTorch's default ``ignore_index``."""

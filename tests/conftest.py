@@ -7,7 +7,7 @@ import pytest
 from runtime.log import logger
 from tests.ranks import RankPool
 
-# Shells have what runs behind them ignore Ctrl-C, and so would all that tests start.
+# Shells make background jobs ignore SIGINT, and processes started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -24,20 +24,20 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def trials(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """Of a full count of trials, how many to make now."""
+    """Return the number of trials to run: a tenth of the full count, or all with --full."""
     is_full = request.config.getoption("--full")
     return lambda count: count if is_full else max(1, count // 10)
 
 
 @pytest.fixture
 def seen(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Say what was seen, for the scorecard in docs/reliability.md."""
+    """Record a result for the scorecard in docs/reliability.md."""
     return lambda text: request.node.user_properties.append(("seen", text))
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged meanwhile, by the run's own logger too."""
+def captured_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Capture log records, including those of Shardloom's logger."""
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger=logger.name):
         yield caplog

@@ -1,20 +1,15 @@
-"""Ways to spread a model over ranks, and the model spread that way."""
+"""Layouts of a model over ranks, and the model sharded by one."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from build_model import ShardedModel, build_sharded_model
+from config import JobConfig
 from config.job_config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from forward_backward import Runner, build_runner
 from models import TransformerArgs, find_model
-from models.meta import build_on_meta
-from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
-from parallelisms.parallelize import parallelize
-from parallelisms.shared_parameters import shared_names
 
 CPU = torch.device("cpu")
 MODE, REPLICATE = "data_parallel", "data_parallel_replicate_degree"
@@ -43,34 +38,7 @@ class Layout:
         return "-".join([*parts, *[self.float8.recipe] * (self.float8.recipe != "none")])
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A model on this rank, as ``train.py`` has it."""
-
-    model: nn.Module
-    stages: list[nn.Module]
-    dims: ParallelDims
-    parallelism: Parallelism
-    compile: Compile
-    mp_policy: MixedPrecisionPolicy
-    device: torch.device
-    fqns: list[str]
-    tied: list[str]
-
-    def runner(self) -> Runner:
-        return build_runner(
-            self.model,
-            self.stages,
-            self.dims,
-            parallelism=self.parallelism,
-            compile=self.compile,
-            device=self.device,
-            mp_policy=self.mp_policy,
-            tied=self.tied,
-        )
-
-
-def spread(
+def shard_debugmodel(
     name: str,
     args: TransformerArgs,
     layout: Layout,
@@ -78,35 +46,15 @@ def spread(
     dtype: str = "float32",
     compute_dtype: str = "auto",
     device: torch.device = CPU,
-) -> Spread:
-    """Still on the meta device; ``materialize`` gives it weights."""
+) -> ShardedModel:
+    """The model as ``train.py`` shards it, still on the meta device."""
     spec, _ = find_model(name, "debugmodel")
-    training = Training(dtype=dtype, mixed_precision_param=compute_dtype)
-    parallelism = Parallelism(**layout.parallelism)
-    dims = ParallelDims.build(parallelism, layout.world_size, device.type)
-    model = build_on_meta(spec, args, getattr(torch, dtype))
-    fqns, tied = [fqn for fqn, _ in model.named_parameters()], shared_names(model)
-    mp_policy = mixed_precision_policy(training, device)
-    stages = parallelize(
-        model,
-        dims,
-        facts=spec,
-        parallelism=parallelism,
+    config = JobConfig(
+        training=Training(dtype=dtype, mixed_precision_param=compute_dtype),
+        parallelism=Parallelism(**layout.parallelism),
         activation_checkpoint=layout.recompute,
         compile=layout.compile,
         float8=layout.float8,
-        mp_policy=mp_policy,
     )
-    return Spread(model, stages, dims, parallelism, layout.compile, mp_policy, device, fqns, tied)
-
-
-def build_sharded(
-    name: str,
-    args: TransformerArgs,
-    layout: Layout,
-    *,
-    dtype: str = "float32",
-    compute_dtype: str = "auto",
-) -> tuple[nn.Module, ParallelDims]:
-    found = spread(name, args, layout, dtype=dtype, compute_dtype=compute_dtype)
-    return found.model, found.dims
+    dims = ParallelDims.build(config.parallelism, layout.world_size, device.type)
+    return build_sharded_model(spec, args, config, dims, device)

@@ -1,8 +1,7 @@
-"""Run a function on N ranks: real processes and real gloo groups, kept alive between tests.
+"""Run a function on N ranks: real processes with gloo groups, kept alive between tests.
 
-Importing torch in four processes costs far more than most tests, so they are forked from one that
-has it.
-Every call makes a process group of its own; a call that fails or hangs costs the pool its life.
+The processes are forked from one that has imported torch, because that import takes longer than
+most tests. Every call creates its own process group; a call that fails or hangs closes the pool.
 """
 
 import gc
@@ -20,26 +19,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from runtime.compat import give_gloo_one_worker
+from runtime.compat import limit_gloo_to_one_thread
 
 GROUP_TIMEOUT = timedelta(seconds=60)
-# Caches inside PyTorch keep meshes, which keep groups, which keep threads that poll.
-CALLS_OF_A_LIFE = 30
+# PyTorch caches meshes, which keep process groups alive, whose threads poll.
+CALLS_PER_POOL = 30
 
 
 class RankError(AssertionError):
-    """A rank raised; the message is its traceback."""
+    """Failure of a rank; the message is its traceback."""
 
 
 class RankPool:
+    """Pool of rank processes, started on demand."""
+
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._calls = 0
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        """``function(*args)`` on each rank of a group of ``world_size``; the ranks' results."""
+        """Run ``function(*args)`` on each rank of a new group; return the results by rank.
+
+        Raises ``RankError`` if a rank fails or does not answer.
+        """
         self._calls += 1
-        if self._calls % CALLS_OF_A_LIFE == 0:
+        if self._calls % CALLS_PER_POOL == 0:
             self.close()
         while len(self._workers) < world_size:
             self._workers.append(_start_worker())
@@ -59,7 +63,7 @@ class RankPool:
                     rank = connections.index(connection)
                     _collect(connection, rank, results, failures)
                 if failures:
-                    # Ranks that wait for the one that failed would wait until the timeout.
+                    # Other ranks would wait for the failed one until the timeout.
                     self.close()
                     raise RankError("\n".join(f"rank {r}: {text}" for r, text in failures.items()))
         return [results[rank] for rank in range(world_size)]
@@ -83,18 +87,18 @@ def _collect(
 
 def _start_worker() -> tuple[BaseProcess, Connection]:
     context = get_context("forkserver")
-    # There is one that forks for all tests of a session: with the trainer it has all they import.
+    # One fork server serves all tests of a session; the trainer imports all that they need.
     context.set_forkserver_preload(["tests.reliability.forked"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(child_end,), daemon=True)
     process.start()
-    theirs.close()
-    return process, ours
+    child_end.close()
+    return process, parent_end
 
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
-    give_gloo_one_worker()
+    limit_gloo_to_one_thread()
     while True:
         try:
             function, rank, world_size, store, args = connection.recv()
@@ -112,8 +116,8 @@ def _serve(connection: Connection) -> None:
                 timeout=GROUP_TIMEOUT,
             )
             result = function(*args)
-            # Models hold groups, in cycles, and groups hold threads. What DTensor remembers of a
-            # mesh has groups too, and an equal mesh of the next call would be taken for it.
+            # Free models, which keep process groups and their threads alive in reference cycles.
+            # DTensor caches meshes by equality, so the next call would reuse a stale one.
             _clear_sharding_prop_cache()
             gc.collect()
             dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""No file of ours runs code that it was given as data: no pickle, no eval, no shell.
+"""No file of Shardloom executes data as code: no pickle, no eval, no shell.
 
-Most of it are rules of ruff, in ``pyproject.toml``; what ruff does not know is here.
+Most checks are ruff rules in ``pyproject.toml``; this file has those that ruff lacks.
 """
 
 import ast
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_import_rules import ROOT, our_files
+from tests.test_import_rules import ROOT, python_files
 
-# The one value that is safe, of arguments that make a function run what it reads.
+# Safe values of arguments that can make a function execute what it reads.
 SAFE_ARGUMENTS = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False}
-# Left out, DCP finds a reader or writer of pickles by itself.
+# Without these arguments DCP falls back to a reader or writer of pickles.
 NEEDED_ARGUMENTS = {
     "torch.distributed.checkpoint.load": "storage_reader",
     "torch.distributed.checkpoint.save": "storage_writer",
@@ -24,8 +24,8 @@ NEEDED_ARGUMENTS = {
 }
 
 
-def by_ruff(folder: Path) -> list[str]:
-    """Where ruff, with the project's rules, sees that a file is dangerous."""
+def ruff_findings(folder: Path) -> list[str]:
+    """Findings of ruff with the project's security rules."""
     command = [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "--no-cache"]
     config = ["--config", str(ROOT / "pyproject.toml")]
     done = subprocess.run([*command, *config, "."], cwd=folder, capture_output=True, text=True)
@@ -33,8 +33,8 @@ def by_ruff(folder: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if re.search(r": (TID251|S\d{3}) ", line)]
 
 
-def by_call(file: str, source: str) -> Iterator[str]:
-    """Where a file is dangerous in a way that ruff does not know."""
+def dangerous_calls(file: str, source: str) -> Iterator[str]:
+    """Yield dangerous calls that ruff does not detect."""
     tree = ast.parse(source)
     origins = dict(_origins(tree))
     for node in ast.walk(tree):
@@ -43,19 +43,19 @@ def by_call(file: str, source: str) -> Iterator[str]:
         first, _, rest = ast.unparse(node.func).partition(".")
         name = ".".join([origins.get(first, first), *[rest] * bool(rest)])
         where = f"{file}:{node.lineno}: {name}"
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        for argument in SAFE_ARGUMENTS.keys() & given.keys():
-            value = given[argument]
+        arguments = {keyword.arg: keyword.value for keyword in node.keywords}
+        for argument in SAFE_ARGUMENTS.keys() & arguments.keys():
+            value = arguments[argument]
             if not isinstance(value, ast.Constant) or value.value is not SAFE_ARGUMENTS[argument]:
                 yield f"{where} with {argument}={ast.unparse(value)}"
-        if NEEDED_ARGUMENTS.get(name) not in (None, *given):
+        if NEEDED_ARGUMENTS.get(name) not in (None, *arguments):
             yield f"{where} without {NEEDED_ARGUMENTS[name]}"
         if name in ("__import__", "builtins.__import__"):
             yield f"{where} hides what is imported"
 
 
 def _origins(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Of each imported name, what it stands for."""
+    """Yield each imported name with its full dotted name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
@@ -65,11 +65,15 @@ def _origins(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.row(26, "No shell, no pickle, no eval")
-def test_no_file_of_ours_is_dangerous(seen: Callable[[str], None]) -> None:
-    files = our_files()
-    assert {Path("train.py"), Path("checkpoint/storage.py"), Path("tools/launch.py")} <= {*files}
-    assert not [text for file in files for text in by_call(str(file), (ROOT / file).read_text())]
-    assert not by_ruff(ROOT)
+def test_no_file_has_dangerous_calls(seen: Callable[[str], None]) -> None:
+    files = python_files()
+    assert {Path("train.py"), Path("checkpoint/tensor_files.py"), Path("launcher/launch.py")} <= {
+        *files
+    }
+    assert not [
+        text for file in files for text in dangerous_calls(str(file), (ROOT / file).read_text())
+    ]
+    assert not ruff_findings(ROOT)
     seen(f"{len(files)} files, 0 findings")
 
 
@@ -126,19 +130,19 @@ SAFE = [
 ]
 
 
-def test_what_is_dangerous_is_seen_and_nothing_else(tmp_path: Path) -> None:
+def test_exactly_the_dangerous_sources_are_found(tmp_path: Path) -> None:
     sources = {f"planted{number}.py": text for number, text in enumerate(DANGEROUS + SAFE)}
     for file, source in sources.items():
         (tmp_path / file).write_text(source)
-    found = by_ruff(tmp_path)
-    found += [text for file, source in sources.items() for text in by_call(file, source)]
+    found = ruff_findings(tmp_path)
+    found += [text for file, source in sources.items() for text in dangerous_calls(file, source)]
     seen = {text.partition(":")[0] for text in found}
     assert [source for file, source in sources.items() if file in seen] == DANGEROUS
 
 
-def test_only_attacks_may_be_made_of_what_is_banned(tmp_path: Path) -> None:
+def test_only_attack_tests_may_import_pickle(tmp_path: Path) -> None:
     for folder in ("tests/reliability", "tests/data", "data"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "planted.py").write_text("import pickle")
-    found = sorted(text.partition(":")[0] for text in by_ruff(tmp_path))
+    found = sorted(text.partition(":")[0] for text in ruff_findings(tmp_path))
     assert found == ["data/planted.py", "tests/data/planted.py"]

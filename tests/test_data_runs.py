@@ -1,4 +1,4 @@
-"""Whole runs on mixtures: they end, they resume, and no mesh changes what they read."""
+"""Runs on mixtures: they end, resume, and read the same data on every mesh."""
 
 import json
 import math
@@ -28,7 +28,7 @@ MESHES = [Layout(1), Layout(4), Layout(2, {CP: 2}), Layout(2, {PP: 2})]
 
 
 def mixture(folder: Path) -> dict[str, str]:
-    """Of two sources, one with three records that cannot be read; both end."""
+    """Keys of a run on two sources that do not repeat; one has three bad records."""
     names = {"sun": 40, "moon": 24}
     for name, count in names.items():
         lines = [json.dumps({"text": f"{name} {i} " * (i % 7 + 1)}) for i in range(count)]
@@ -48,19 +48,19 @@ def keys_of(layout: Layout, packing: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.slow)])
-def test_a_mixture_ends_alike_on_every_mesh(tmp_path: Path, packing: str) -> None:
+def test_mixture_gives_the_same_run_on_every_mesh(tmp_path: Path, packing: str) -> None:
     data = mixture(tmp_path)
-    want = tmp_path / "2"
-    run(want, 2, **data, **keys_of(Layout(2), packing))
-    losses = curve(want)
+    expected = tmp_path / "2"
+    run(expected, 2, **data, **keys_of(Layout(2), packing))
+    losses = curve(expected)
     assert 5 < len(losses) < 100
-    assert "stopped by the end of the data" in log(want)
-    *_, last, validation = records(want)
+    assert "stopped by the end of the data" in log(expected)
+    *_, last, validation = records(expected)
     assert set(validation) == {
         "step", "time", "restarts", "validation_bits_per_byte",
         "validation_loss", "validation_loss/sun", "validation_loss/moon",
     }  # fmt: skip
-    # A byte is a token, but for the two markers of a document.
+    # Each byte is a token, except bos and eos of each document.
     bits = validation["validation_loss"] / math.log(2.0)
     assert bits < validation["validation_bits_per_byte"] < 1.2 * bits
     assert last["data_share/sun"] + last["data_share/moon"] == pytest.approx(1.0)
@@ -71,11 +71,11 @@ def test_a_mixture_ends_alike_on_every_mesh(tmp_path: Path, packing: str) -> Non
         assert list(curve(folder)) == list(losses)
         for step, values in losses.items():
             assert curve(folder)[step] == pytest.approx(values, rel=1e-9), step
-        runs = [str(path / "debug_model") for path in (folder, want)]
+        runs = [str(path / "debug_model") for path in (folder, expected)]
         assert check_ledger.main([runs[0], "--against", runs[1]]) == 0
 
 
-def test_a_mixture_resumes_on_other_ranks(tmp_path: Path) -> None:
+def test_mixture_resumes_on_other_ranks(tmp_path: Path) -> None:
     data = mixture(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, 2, **data, **keys_of(Layout(2), "best_fit"))
@@ -92,8 +92,8 @@ def test_a_mixture_resumes_on_other_ranks(tmp_path: Path) -> None:
     )
 
 
-def test_a_bad_held_out_record_is_one_error_on_every_rank(tmp_path: Path) -> None:
-    """It is read by one of them."""
+def test_bad_held_out_record_raises_on_all_ranks(tmp_path: Path) -> None:
+    """Only one rank reads the record."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(200):
@@ -102,7 +102,7 @@ def test_a_bad_held_out_record_is_one_error_on_every_rank(tmp_path: Path) -> Non
     config = Data(source="files", path=path, validation_percent=5.0)
     _, held_out = build_sources(config, 0)
     (source,) = held_out.values()
-    # Of those that are not read to know the files again, what the second row reads.
+    # A file that the second row reads and the fingerprint does not sample.
     first = next(text for text in islice(source.documents(1, 4, 0), 10) if int(text.split()[1]) % 4)
     (texts / f"{first.split()[1]}.txt").write_bytes(b"caf\xe9" * 60)
     keys = {
@@ -111,12 +111,12 @@ def test_a_bad_held_out_record_is_one_error_on_every_rank(tmp_path: Path) -> Non
     }  # fmt: skip
     with started(tmp_path / "run", 2, **KEYS | keys | {"data.on_bad_record": "error"}) as processes:
         assert codes(processes) == {exit_codes.BAD_CONFIG}, log(tmp_path / "run")
-    said = log(tmp_path / "run")
-    assert "not UTF-8" in said
-    assert "Traceback" not in said
+    text = log(tmp_path / "run")
+    assert "not UTF-8" in text
+    assert "Traceback" not in text
 
 
-def test_documents_of_nothing_are_a_mistake(tmp_path: Path) -> None:
+def test_source_of_empty_documents_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": ""}\n' * 20)
     source = f'[{{path = "{tmp_path}/rows.jsonl", repeat = false}}]'
     keys = KEYS | {"data.sources": source, "validation.enable": "false"}

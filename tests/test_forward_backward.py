@@ -1,4 +1,4 @@
-"""What a pipeline keeps between calls: no logits of an evaluation, one schedule for training."""
+"""Pipeline runners keep no logits after an evaluation and one training schedule."""
 
 import gc
 from dataclasses import replace
@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data.loader import Batch, count_valid
+from data.loader import Batch, num_target_tokens
 from models import find_model
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, PP, SCHEDULE, Layout, spread
+from tests.layouts import CPU, PP, SCHEDULE, Layout, shard_debugmodel
 from tests.ranks import RankPool
 
 ROWS, SEQ_LEN, N_BATCHES = 2, 16, 5
 
 
-def kept(layout: Layout) -> tuple[int, int]:
-    """Live tensors of the size of logits after an evaluation, and schedules after two phases."""
+def count_live_objects(layout: Layout) -> tuple[int, int]:
+    """Count live logits after an evaluation, and schedules after two batch sizes."""
     args = replace(find_model("llama3", "debugmodel")[1], n_layers=4, max_seq_len=SEQ_LEN)
-    sharded = spread("llama3", args, layout)
-    materialize(sharded.model, CPU, seed=7)
+    sharded = shard_debugmodel("llama3", args, layout)
+    materialize(sharded.module, CPU, seed=7)
     runner = sharded.runner()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(args.vocab_size, (N_BATCHES, ROWS, SEQ_LEN), generator=generator)
@@ -30,10 +30,10 @@ def kept(layout: Layout) -> tuple[int, int]:
     gc.collect()
     n_logits = sum(torch.is_tensor(each) and each.numel() == size for each in gc.get_objects())
     for microbatches in (batches[:2], batches[:4], batches[:4]):
-        runner.train(microbatches, count_valid(microbatches))
+        runner.forward_backward(microbatches, num_target_tokens(microbatches))
     return n_logits, len(runner._training)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_pipeline_keeps_no_logits_and_one_schedule(ranks: RankPool, schedule: str) -> None:
-    assert ranks.run(kept, 2, Layout(2, {PP: 2, SCHEDULE: schedule})) == [(0, 1)] * 2
+def test_pipeline_keeps_no_logits_and_one_schedule(ranks: RankPool, schedule: str) -> None:
+    assert ranks.run(count_live_objects, 2, Layout(2, {PP: 2, SCHEDULE: schedule})) == [(0, 1)] * 2

@@ -1,4 +1,4 @@
-"""The architecture, executable: who may import whom, and which names are not ours to take."""
+"""Architecture rules: allowed imports between folders, and module names that hide no library."""
 
 import ast
 import re
@@ -19,36 +19,57 @@ LIBRARIES = {
     "data",
     "optim",
     "checkpoint",
+    "kernels",
+    "launcher",
     "metrics",
     "parallelisms",
 }
-# What of ours each may import, beside itself. A new folder needs a row.
+ROOT_FILES = {
+    "build_model",
+    "forward_backward",
+    "generation",
+    "resume",
+    "run_log",
+    "run_spec",
+    "saved_model",
+    "train_loop",
+    "train_step",
+    "validation",
+}
+# Folders and root files that each one may import, besides itself. A new folder needs a row.
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
-    "models": set(),
     "runtime": {"config"},
+    "kernels": {"config", "runtime"},
+    "models": {"kernels"},
     "checkpoint": {"config", "runtime"},
     "data": {"config", "runtime"},
     "metrics": {"config", "runtime"},
     "optim": {"config", "runtime"},
     "parallelisms": {"config", "runtime"},
-    "job": LIBRARIES,
+    "launcher": {"config", "models", "parallelisms", "runtime"},
+    "generation": set(),
+    "run_spec": LIBRARIES,
+    "saved_model": LIBRARIES,
     "forward_backward": LIBRARIES,
-    "resume": LIBRARIES | {"job"},
-    "validation": LIBRARIES | {"forward_backward", "job"},
-    "train": LIBRARIES | {"forward_backward", "job", "resume", "validation"},
-    "tools": LIBRARIES | {"job"},
-    "benchmarks": LIBRARIES | {"forward_backward", "job", "tools", "train"},
-    "tests": LIBRARIES
-    | {"benchmarks", "forward_backward", "job", "resume", "tools", "train", "validation"},
+    "build_model": LIBRARIES | {"forward_backward", "run_spec"},
+    "train_step": LIBRARIES | {"build_model", "run_spec"},
+    "run_log": LIBRARIES | {"build_model", "run_spec", "train_step"},
+    "resume": LIBRARIES | {"build_model", "run_spec", "train_step"},
+    "validation": LIBRARIES | {"forward_backward", "generation", "run_spec"},
+    "train_loop": LIBRARIES | ROOT_FILES - {"train_loop"},
+    "train": LIBRARIES | ROOT_FILES,
+    "tools": LIBRARIES | ROOT_FILES,
+    "benchmarks": LIBRARIES | ROOT_FILES | {"tools", "train"},
+    "tests": LIBRARIES | ROOT_FILES | {"benchmarks", "tools", "train"},
 }
-# Of the models' files, those beside the *_sharding.py that may: a type, and what reads a DTensor.
-KNOW_SHARDS = {"model_spec.py", "own_part.py"}
-# Each of these is imported in the one module that wraps it.
+# Files of models/ besides *_sharding.py that may import torch.distributed.
+MAY_IMPORT_DISTRIBUTED = {"dtensor.py", "model_spec.py"}
+# Optional packages, each imported only in the module that wraps it.
 HEAVY = {"datasets", "transformers", "wandb", "fla", "torchao", "matplotlib"}
 
 
-def our_files() -> list[Path]:
+def python_files() -> list[Path]:
     packages = [path.parent for path in ROOT.glob("*/__init__.py")]
     found = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
     return sorted(path.relative_to(ROOT) for path in found)
@@ -65,7 +86,7 @@ def imports(source: str) -> Iterator[str]:
 
 
 def violations(file: Path, source: str) -> list[str]:
-    """What ``file`` imports and must not."""
+    """Imports of ``file`` that are not allowed."""
     package = file.parts[0].removesuffix(".py")
     return [
         f"{file} imports {name}" for name in imports(source) if not is_allowed(file, package, name)
@@ -83,13 +104,17 @@ def is_allowed(file: Path, package: str, name: str) -> bool:
     if package == "config":
         return top != "torch"
     if package == "models":
-        knows_shards = file.name.endswith("_sharding.py") or file.name in KNOW_SHARDS
-        return top == "torch" and (knows_shards or not name.startswith("torch.distributed"))
+        may_import_distributed = (
+            file.name.endswith("_sharding.py") or file.name in MAY_IMPORT_DISTRIBUTED
+        )
+        return top == "torch" and (
+            may_import_distributed or not name.startswith("torch.distributed")
+        )
     return True
 
 
 def module_of(name: str) -> str | None:
-    """The module of ours that ``name`` is, or is in."""
+    """Module of Shardloom that is or contains ``name``."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:end])
@@ -107,7 +132,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_imports_follow_the_table() -> None:
-    files = our_files()
+    files = python_files()
     assert Path("train.py") in files
     assert {file.parts[0].removesuffix(".py") for file in files} == set(MAY_IMPORT)
     assert not [text for file in files for text in violations(file, (ROOT / file).read_text())]
@@ -128,14 +153,14 @@ def test_imports_follow_the_table() -> None:
         ("checkpoint/states.py", "if TYPE_CHECKING:\n    from models import ModelSpec"),
         ("data/loader.py", "from optim import loss"),
         ("optim/loss.py", "from .grad_norm import clip_grad_norm_"),
-        ("metrics/sample.py", "from . import flops"),
+        ("metrics/goodput.py", "from . import flops"),
         ("tools/plan.py", "from train import build_on_meta"),
         ("train.py", "from tools import plan"),
         ("data/loader.py", "import tests.ranks"),
         ("utils/misc.py", "import os"),
     ],
 )
-def test_a_forbidden_import_is_seen(file: str, source: str) -> None:
+def test_forbidden_import_is_found(file: str, source: str) -> None:
     assert len(violations(Path(file), source)) == 1
 
 
@@ -149,37 +174,37 @@ def test_a_forbidden_import_is_seen(file: str, source: str) -> None:
         ("tests/test_train.py", "import train"),
     ],
 )
-def test_an_allowed_import_is_not_seen(file: str, source: str) -> None:
+def test_allowed_import_is_not_found(file: str, source: str) -> None:
     assert not violations(Path(file), source)
 
 
-def test_there_are_no_cycles() -> None:
+def test_imports_have_no_cycles() -> None:
     graph = {}
-    for file in our_files():
+    for file in python_files():
         name = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
         found = {module_of(imported) for imported in imports((ROOT / file).read_text())}
         graph[name] = {module for module in found if module is not None} - {name}
-    assert graph["train"] >= {"job", "parallelisms.parallelize"}
+    assert graph["build_model"] >= {"run_spec", "parallelisms.parallelize"}
     assert not cycle(graph)
     assert cycle(graph | {"config.job_config": {"train"}})
     assert not cycle(MAY_IMPORT)
 
 
-def test_heavy_packages_have_one_door() -> None:
-    doors = defaultdict(set)
-    for file in our_files():
+def test_heavy_packages_are_imported_in_one_module() -> None:
+    importers = defaultdict(set)
+    for file in python_files():
         for name in imports((ROOT / file).read_text()):
             if file.parts[0] not in ("tests", "benchmarks") and name.partition(".")[0] in HEAVY:
-                doors[name.partition(".")[0]].add(str(file))
-    assert all(len(files) == 1 for files in doors.values()), doors
+                importers[name.partition(".")[0]].add(str(file))
+    assert all(len(files) == 1 for files in importers.values()), importers
 
 
-def test_no_name_hides_a_library() -> None:
-    """The folder of a script comes first on ``sys.path``, so any file's name could hide one."""
+def test_no_module_hides_a_library() -> None:
+    """A script's folder comes first on ``sys.path``, so a file name could hide a library."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     required = [text for part in (project["dependencies"], *extras) for text in part]
     libraries = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in required}
     assert {"datasets", "tokenizers", "torch"} <= libraries
-    ours = {file.stem for file in our_files()} - {"__init__", "__main__"} | set(MAY_IMPORT)
-    assert not ours & (sys.stdlib_module_names | libraries | HEAVY)
+    own = {file.stem for file in python_files()} - {"__init__", "__main__"} | set(MAY_IMPORT)
+    assert not own & (sys.stdlib_module_names | libraries | HEAVY)

@@ -1,7 +1,7 @@
-"""The whole program on any mesh trains the same model, in float64.
+"""Runs on any mesh train the same model, in float64.
 
-So is what it validates, writes and consumes, and what becomes of it on other meshes. What guards
-the run and watches it sees all stages of a pipeline.
+Validation, samples and consumed tokens are equal too, also if the mesh changes on resume. Guards
+and monitors of the run cover all stages of a pipeline.
 """
 
 import os
@@ -20,13 +20,15 @@ import torch.nn as nn
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 import forward_backward
-import train
+import run_log
+import train_step
 import validation
-from checkpoint.storage import Reader
+from checkpoint.tensor_files import Reader
 from config.job_config import ActivationCheckpoint
 from metrics import stragglers
+from parallelisms import context_parallel
 from runtime import exit_codes
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
 from tests.reliability.forked import (
     checkpoints,
@@ -46,11 +48,11 @@ from tools import check_ledger
 UNTIED, TIED = FLAVORS = ("debugmodel", "debugmodel_tied")
 PROMPT = "def loss(logits, labels):"
 KEYS = {"lr_scheduler.total_steps": "40"}
-SEEN = {
+OBSERVED = {
     "validation.enable": "true",
     "validation.freq": "3",
     "validation.steps": "2",
-    # Prompt and tokens are more than fit in a sequence: the window moves.
+    # Prompt and sample are longer than a sequence, so the window slides.
     "validation.sample_tokens": "12",
     "validation.sample_prompt": PROMPT,
     "metrics.enable_ledger": "true",
@@ -65,7 +67,7 @@ Reference = Callable[..., Path]
 
 
 def keys_of(layout: Layout, flavor: str = UNTIED, steps: int = STEPS) -> dict[str, str]:
-    """As overrides of the debug config."""
+    """Overrides of the debug config."""
     parallelism = {f"parallelism.{key}": str(value) for key, value in layout.parallelism.items()}
     others = {"training.steps": str(steps), "activation_checkpoint.mode": layout.recompute.mode}
     return KEYS | parallelism | others | {"model.flavor": flavor}
@@ -80,7 +82,7 @@ def run_with(
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The folder of an uninterrupted run with FSDP, with these keys."""
+    """Train uninterrupted with FSDP and these keys; return the folder, cached by keys."""
 
     @cache
     def folder_of(flavor: str, steps: int = STEPS, plant: Plant = nothing, **keys: str) -> Path:
@@ -92,12 +94,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def assert_same_run(folder: Path, want: Path) -> None:
-    """Its curves, what each rank's model writes, and every row of every step."""
+    """Compare curves, the sample of each rank and every row of every step."""
     assert_same_curve(folder, want)
     got = validation_curve(folder)
     for step, loss in validation_curve(want).items():
         assert got[step] == pytest.approx(loss, rel=1e-9), f"validation after step {step}"
-    assert set(texts(folder)) == set(texts(want)), "text"
+    assert set(samples(folder)) == set(samples(want)), "text"
     runs = [str(path / "debug_model") for path in (folder, want)]
     assert check_ledger.main([runs[0], "--against", runs[1]]) == 0, "ledger"
 
@@ -114,19 +116,19 @@ def validation_curve(folder: Path) -> dict[int, float]:
     return {r["step"]: r["validation_loss"] for r in found if "validation_loss" in r}
 
 
-def texts(folder: Path) -> list[str]:
-    """What the model writes at the end, as each rank has it."""
-    # The next line of the log begins with the time.
-    text = re.compile(r"the model writes:\n(.*?)^\d\d:\d\d:\d\d ", re.DOTALL | re.MULTILINE)
+def samples(folder: Path) -> list[str]:
+    """Final text sample in the log of each rank."""
+    # The next log line begins with the time.
+    text = re.compile(r"sample:\n(.*?)^\d\d:\d\d:\d\d ", re.DOTALL | re.MULTILINE)
     logs = [path.read_text() for path in sorted(folder.glob("rank-*.log"))]
     return [found[1] if (found := text.search(log)) else "" for log in logs]
 
 
-def test_two_ranks_have_all_that_is_compared(two_ranks: Reference) -> None:
-    folder = two_ranks(UNTIED, **SEEN)
+def test_reference_run_has_everything_compared(two_ranks: Reference) -> None:
+    folder = two_ranks(UNTIED, **OBSERVED)
     assert list(curve(folder)) == list(range(1, STEPS + 1))
     assert list(validation_curve(folder)) == [0, 3, 6]
-    first, second = texts(folder)
+    first, second = samples(folder)
     assert first == second
     assert first.startswith(PROMPT)
     assert len(first) > len(PROMPT) + 1
@@ -138,7 +140,7 @@ LAYOUTS = [
     Layout(2, {MODE: "simple_fsdp"}),
     Layout(4, {REPLICATE: 2}),
     Layout(4, {TP: 2}),
-    # Fewer heads of keys than ranks.
+    # Fewer KV heads than ranks.
     Layout(4, {TP: 4}),
     Layout(2, {CP: 2}),
     Layout(2, GATHERED),
@@ -188,50 +190,50 @@ def slow(*values: Any, id: str | None = None) -> Any:
 def test_any_mesh_trains_the_same_model(
     two_ranks: Reference, tmp_path: Path, flavor: str, layout: Layout
 ) -> None:
-    run(tmp_path, layout.world_size, **keys_of(layout, flavor), **SEEN)
-    assert_same_run(tmp_path, two_ranks(flavor, **SEEN))
+    run(tmp_path, layout.world_size, **keys_of(layout, flavor), **OBSERVED)
+    assert_same_run(tmp_path, two_ranks(flavor, **OBSERVED))
 
 
-def tied_gradients_apart() -> None:
-    """Each of the stages that share a weight has its own part of the gradient."""
-    forward_backward.sum_tied = lambda parameters, pp_mesh: None
+def no_tied_gradient_all_reduce() -> None:
+    """Skip the all-reduce of tied gradients between stages."""
+    forward_backward.all_reduce_tied_gradients = lambda parameters, pp_mesh: None
 
 
-def loss_of_own_stage() -> None:
-    train.sum_in_order = lambda losses, mesh: losses.sum()
+def local_loss() -> None:
+    run_log.sum_in_order = lambda losses, mesh: losses.sum()
 
 
-def validation_loss_of_own_stage() -> None:
+def local_validation_loss() -> None:
     validation.sum_in_order = lambda losses, mesh: losses.sum()
 
 
-def sequence_parts_in_a_row() -> None:
-    """The first half for the first rank, whatever attention expects."""
-    original = forward_backward.sequence_part
-    forward_backward.sequence_part = lambda *args, method: original(*args, method="ulysses")
+def contiguous_sequence_shards() -> None:
+    """Shard the sequence contiguously, although attention expects zig-zag order."""
+    original = context_parallel.sequence_shard
+    context_parallel.sequence_shard = lambda *args, method: original(*args, method="ulysses")
 
 
-def logits_in_the_order_of_ranks() -> None:
-    original = forward_backward.whole_sequence
-    forward_backward.whole_sequence = lambda *args, method: original(*args, method="ulysses")
+def contiguous_logits() -> None:
+    original = context_parallel.unshard_sequence
+    context_parallel.unshard_sequence = lambda *args, method: original(*args, method="ulysses")
 
 
 @pytest.mark.parametrize(
-    ("fault", "layout", "seen"),
+    ("fault", "layout", "difference"),
     [
-        (tied_gradients_apart, Layout(2, {PP: 2}), "step 1"),
-        (validation_loss_of_own_stage, Layout(2, {PP: 2}), "validation after step 0"),
-        (sequence_parts_in_a_row, Layout(2, GATHERED), "step 1"),
-        slow(loss_of_own_stage, Layout(2, {PP: 2}), "step 1"),
-        slow(logits_in_the_order_of_ranks, Layout(2, GATHERED), "text"),
+        (no_tied_gradient_all_reduce, Layout(2, {PP: 2}), "step 1"),
+        (local_validation_loss, Layout(2, {PP: 2}), "validation after step 0"),
+        (contiguous_sequence_shards, Layout(2, GATHERED), "step 1"),
+        slow(local_loss, Layout(2, {PP: 2}), "step 1"),
+        slow(contiguous_logits, Layout(2, GATHERED), "text"),
     ],
 )
-def test_a_fault_is_seen(
-    two_ranks: Reference, tmp_path: Path, fault: Plant, layout: Layout, seen: str
+def test_fault_changes_the_run(
+    two_ranks: Reference, tmp_path: Path, fault: Plant, layout: Layout, difference: str
 ) -> None:
-    run_with(fault, tmp_path, layout, keys_of(layout, TIED) | SEEN)
-    with pytest.raises(AssertionError, match=rf"^{seen}\b"):
-        assert_same_run(tmp_path, two_ranks(TIED, **SEEN))
+    run_with(fault, tmp_path, layout, keys_of(layout, TIED) | OBSERVED)
+    with pytest.raises(AssertionError, match=rf"^{difference}\b"):
+        assert_same_run(tmp_path, two_ranks(TIED, **OBSERVED))
 
 
 QUICK_CHAIN = [
@@ -267,10 +269,10 @@ CHAIN = [
         slow(UNTIED, DOCUMENTS, CHAIN, id="documents, all"),
     ],
 )
-def test_a_run_changes_its_mesh_on_resume(
+def test_run_changes_its_mesh_on_resume(
     two_ranks: Reference, tmp_path: Path, flavor: str, keys: dict[str, str], chain: list[Layout]
 ) -> None:
-    keys = SEEN | keys | {"checkpoint.interval": "1", "checkpoint.async_mode": "async"}
+    keys = OBSERVED | keys | {"checkpoint.interval": "1", "checkpoint.async_mode": "async"}
     keys |= {"validation.freq": "5", "validation.steps": "1"}
     steps = 2 * len(chain)
     for start, layout in zip(range(0, steps, 2), chain, strict=True):
@@ -292,7 +294,7 @@ def test_a_run_changes_its_mesh_on_resume(
     ],
     ids=str,
 )
-def test_a_pipeline_resumes_bitwise(tmp_path: Path, layout: Layout) -> None:
+def test_pipeline_resumes_bitwise(tmp_path: Path, layout: Layout) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, layout.world_size, **keys_of(layout, TIED))
     for steps in (3, STEPS):
@@ -302,7 +304,7 @@ def test_a_pipeline_resumes_bitwise(tmp_path: Path, layout: Layout) -> None:
     assert not differences(checkpoints(parts)[0], checkpoints(whole)[0])
 
 
-def last_stage_loads_all_but(*prefixes: str) -> None:
+def last_stage_skips(*prefixes: str) -> None:
     if os.environ["RANK"] == "1":
         original = Reader.read_data
 
@@ -313,22 +315,22 @@ def last_stage_loads_all_but(*prefixes: str) -> None:
         Reader.read_data = read_data
 
 
-MOMENTS = partial(last_stage_loads_all_but, "optimizer.state.tok_embeddings.")
-# The model has it by two names.
-WEIGHT = partial(last_stage_loads_all_but, "model.tok_embeddings.", "model.output.")
+MOMENTS = partial(last_stage_skips, "optimizer.state.tok_embeddings.")
+# The tied weight has two FQNs.
+WEIGHT = partial(last_stage_skips, "model.tok_embeddings.", "model.output.")
 
 
-def test_moments_that_a_stage_does_not_load_are_seen(two_ranks: Reference, tmp_path: Path) -> None:
-    """Of the tied weight, which the first stage has too."""
+def test_skipped_moments_change_the_run(two_ranks: Reference, tmp_path: Path) -> None:
+    """Moments of the tied weight, which the first stage has too."""
     layout = Layout(2, {PP: 2})
     run(tmp_path, 2, **keys_of(layout, TIED, 3))
     run_with(MOMENTS, tmp_path, layout, keys_of(layout, TIED))
     with pytest.raises(AssertionError, match=r"^step 5\b"):
-        assert_same_curve(tmp_path, two_ranks(TIED, **SEEN))
+        assert_same_curve(tmp_path, two_ranks(TIED, **OBSERVED))
 
 
 @pytest.mark.slow
-def test_weights_of_another_run_are_taken_on_any_mesh(tmp_path: Path) -> None:
+def test_initial_weights_load_on_any_mesh(tmp_path: Path) -> None:
     run(tmp_path / "first", 2, **keys_of(Layout(2, INTERLEAVED), TIED))
     weights = {"checkpoint.initial_load_path": str(checkpoints(tmp_path / "first")[0])}
     want = tmp_path / "want"
@@ -341,8 +343,8 @@ def test_weights_of_another_run_are_taken_on_any_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_rolled_back(two_ranks: Reference, tmp_path: Path) -> None:
-    keys = SEEN | {"numerics.on_spike": "rollback", "checkpoint.interval": "2"}
+def test_pipeline_is_rolled_back(two_ranks: Reference, tmp_path: Path) -> None:
+    keys = OBSERVED | {"numerics.on_spike": "rollback", "checkpoint.interval": "2"}
     layout = Layout(4, INTERLEAVED | {TP: 2})
     run_with(spike_at_step_5, tmp_path, layout, keys_of(layout, TIED, 8) | keys)
     assert "went back from step 5 to step 4" in log(tmp_path)
@@ -350,7 +352,7 @@ def test_a_pipeline_is_rolled_back(two_ranks: Reference, tmp_path: Path) -> None
 
 
 def bad_loss(call: int) -> None:
-    """On the last rank, in this call of the loss function."""
+    """Return NaN from this call of the loss function on the last rank."""
     if os.environ["RANK"] == "1":
         original, calls = forward_backward.cross_entropy_sum, 0
 
@@ -363,41 +365,41 @@ def bad_loss(call: int) -> None:
 
 
 def bad_gradient() -> None:
-    """Of the first parameter that the last rank has, in step 3."""
+    """Put NaN into the gradient of the last rank's first parameter in step 3."""
     if os.environ["RANK"] == "1":
-        original, calls = train.local_norms, 0
+        original, calls = train_step.local_norms, 0
 
         def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
             nonlocal calls
             calls += 1
             if calls == 3:
-                local_part(parameters[0].grad).view(-1)[0] = torch.nan
+                to_local(parameters[0].grad).view(-1)[0] = torch.nan
             return original(parameters)
 
-        train.local_norms = local_norms
+        train_step.local_norms = local_norms
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"),
+    ("fault", "culprit"),
     [
         (bad_gradient, "the gradient of layers.2.attention_norm.weight"),
-        # Eight microbatches a step.
+        # Eight microbatches per step.
         slow(partial(bad_loss, 21), "the loss"),
     ],
     ids=["gradient", "loss"],
 )
-def test_what_is_not_finite_on_a_stage_is_skipped_on_all(
-    two_ranks: Reference, tmp_path: Path, fault: Plant, named: str
+def test_nonfinite_step_of_a_stage_is_skipped_on_all(
+    two_ranks: Reference, tmp_path: Path, fault: Plant, culprit: str
 ) -> None:
     skips, layout = {"numerics.on_nonfinite": "skip"}, Layout(2, {PP: 2})
     run_with(fault, tmp_path, layout, keys_of(layout) | skips)
-    said = f"step 3: {named} is not finite on some rank; 1 updates skipped since, 1 in all"
+    message = f"step 3: {culprit} is not finite on some rank; 1 updates skipped since, 1 in total"
     for path in tmp_path.glob("rank-*.log"):
-        assert path.read_text().count("is not finite") == path.read_text().count(said) == 1
-    # Of both stages, in the optimizer: one update short of the steps.
+        assert path.read_text().count("is not finite") == path.read_text().count(message) == 1
+    # The optimizers of both stages have made one update less than there are steps.
     saved = tensors(checkpoints(tmp_path)[0])
     assert {t.item() for fqn, t in saved.items() if fqn.endswith(".step")} == {STEPS - 1}
-    # Two microbatches a step: also in step 3.
+    # Two microbatches per step, so call 5 is in step 3 too.
     got, want = curve(tmp_path), curve(two_ranks(UNTIED, plant=partial(bad_loss, 5), **skips))
     for step in (1, 2, 4, 5, 6):
         assert got[step] == pytest.approx(want[step], rel=1e-9)
@@ -405,22 +407,22 @@ def test_what_is_not_finite_on_a_stage_is_skipped_on_all(
 
 
 def drift() -> None:
-    """The first weight that the last rank has, in step 3."""
+    """Change the last rank's first weight in step 3."""
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        original, calls = train.clip_grad_norm_, 0
+        original, calls = train_step.clip_grad_norm_, 0
 
         def clip(parameters: list[nn.Parameter], *args: Any, **kwargs: Any) -> torch.Tensor:
             nonlocal calls
             calls += 1
             if calls == 3:
-                local_part(parameters[0].detach()).view(-1)[0] += 1e-3
+                to_local(parameters[0].detach()).view(-1)[0] += 1e-3
             return original(parameters, *args, **kwargs)
 
-        train.clip_grad_norm_ = clip
+        train_step.clip_grad_norm_ = clip
 
 
 @pytest.mark.parametrize(
-    ("flavor", "layout", "named", "by"),
+    ("flavor", "layout", "message", "by"),
     [
         (
             UNTIED,
@@ -437,33 +439,33 @@ def drift() -> None:
     ],
     ids=["copies", "tied"],
 )
-def test_copies_of_every_stage_are_compared(
-    two_ranks: Reference, tmp_path: Path, flavor: str, layout: Layout, named: str, by: list[bool]
+def test_replicas_of_every_stage_are_compared(
+    two_ranks: Reference, tmp_path: Path, flavor: str, layout: Layout, message: str, by: list[bool]
 ) -> None:
     keys = keys_of(layout, flavor) | {"numerics.replica_check_freq": "1"}
     good, bad = tmp_path / "good", tmp_path / "bad"
     run(good, layout.world_size, **keys)
-    assert_same_curve(good, two_ranks(flavor, **SEEN))
+    assert_same_curve(good, two_ranks(flavor, **OBSERVED))
     run_with(drift, bad, layout, keys, want=exit_codes.FAILED)
     logs = [path.read_text() for path in sorted(bad.glob("rank-*.log"))]
-    assert [named in text for text in logs] == by
+    assert [message in text for text in logs] == by
     assert list(curve(bad)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("fault", [WEIGHT, slow(MOMENTS)], ids=["weight", "moments"])
-def test_copies_are_compared_after_a_resume(tmp_path: Path, fault: Plant) -> None:
+def test_replicas_are_compared_after_resume(tmp_path: Path, fault: Plant) -> None:
     layout, often = Layout(2, {PP: 2}), {"numerics.replica_check_freq": "1"}
     run(tmp_path, 2, **keys_of(layout, TIED, 3))
     run_with(fault, tmp_path, layout, keys_of(layout, TIED) | often, want=exit_codes.FAILED)
     for path in tmp_path.glob("rank-*.log"):
-        said = "the first and the last stage differ in tok_embeddings.weight"
-        assert said in path.read_text()
-    # The weight is found before the first step, the moments with the first.
+        message = "the first and the last stage differ in tok_embeddings.weight"
+        assert message in path.read_text()
+    # The weight is detected before the first step, the moments in it.
     assert max(curve(tmp_path)) == (3 if fault is WEIGHT else 4)
 
 
 class EqualBlocks:
-    """A clock by which every block takes a second."""
+    """Clock on which every block takes one second."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -474,7 +476,7 @@ class EqualBlocks:
     def stop(self) -> None:
         self.total += 1.0
 
-    def finish_step(self) -> list[float]:
+    def pop_elapsed(self) -> list[float]:
         total, self.total = self.total, 0.0
         return [total]
 
@@ -488,8 +490,8 @@ def equal_blocks() -> None:
     [Layout(3, {PP: 3}), slow(Layout(2, {PP: 2})), slow(Layout(2, INTERLEAVED))],
     ids=str,
 )
-def test_stages_of_equal_blocks_are_equally_fast(tmp_path: Path, layout: Layout) -> None:
-    """However many of them a stage has."""
+def test_stages_of_equal_blocks_have_equal_speed(tmp_path: Path, layout: Layout) -> None:
+    """The number of blocks per stage does not matter."""
     keys = keys_of(layout) | {"metrics.straggler_window": "1"}
     run_with(equal_blocks, tmp_path, layout, keys)
     assert {record["slowest_over_median"] for record in records(tmp_path)} == {1.0}
@@ -497,8 +499,8 @@ def test_stages_of_equal_blocks_are_equally_fast(tmp_path: Path, layout: Layout)
 
 
 def slow_blocks() -> None:
-    """Of the last rank."""
-    original = train.Stragglers.__init__
+    """Delay each block of the last rank."""
+    original = stragglers.Stragglers.__init__
 
     def init(self: Any, blocks: Any, **keys: Any) -> None:
         original(self, blocks, **keys)
@@ -506,11 +508,11 @@ def slow_blocks() -> None:
             block.register_forward_pre_hook(lambda *args: time.sleep(0.05))
 
     if os.environ["RANK"] == "1":
-        train.Stragglers.__init__ = init
+        stragglers.Stragglers.__init__ = init
 
 
-def test_a_slow_stage_is_named(tmp_path: Path) -> None:
-    """And not the one that waits for it."""
+def test_slow_stage_is_reported(tmp_path: Path) -> None:
+    """The stage that waits for the slow one is not reported."""
     layout = Layout(2, {PP: 2, "pipeline_parallel_microbatch_size": 2})
     keys = keys_of(layout) | {"metrics.straggler_window": "2"}
     run_with(slow_blocks, tmp_path, layout, keys)

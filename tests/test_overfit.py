@@ -1,4 +1,4 @@
-"""A run learns a few sentences by heart."""
+"""A run overfits a few sentences."""
 
 from pathlib import Path
 
@@ -29,16 +29,16 @@ EXPERTS = {f"parallelism.{EP}": "2"}
         pytest.param("qwen3_next", EXPERTS | {f"parallelism.{CP}": "2"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_small_set_is_learned_by_heart(
+def test_small_dataset_is_overfitted(
     name: str, parallelism: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     path = {"data.path": str(tmp_path / "*.txt"), "model.name": name}
     run(tmp_path / "run", 2, **KEYS, **parallelism, **path)
     losses = [loss for loss, _ in curve(tmp_path / "run").values()]
-    # Of 256 bytes, then of this text: what is left are the first bytes of each sequence.
+    # First near log(256); in the end only the first bytes of each sequence are unpredictable.
     assert losses[0] > 5.0
     assert losses[-1] < 0.2
-    # Two of eight are chosen: from an even load to all for the same two.
+    # Top 2 of 8 experts: 1.0 is an even load, 4.0 means that all tokens go to the same two.
     loads = [record["expert_load"] for record in records(tmp_path / "run") if "loss" in record]
     assert all(1.0 < load <= 4.0 for load in loads)

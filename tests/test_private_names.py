@@ -1,4 +1,4 @@
-"""Private names of PyTorch are in two files of ``runtime`` and nowhere else."""
+"""Only two files of ``runtime`` use private names of PyTorch."""
 
 import ast
 import inspect
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from runtime.private_names import PRIVATE
-from tests.test_import_rules import LIBRARIES, ROOT, our_files
+from tests.test_import_rules import LIBRARIES, ROOT, python_files
 
-DOORS = (Path("runtime/private_names.py"), Path("runtime/compat.py"))
-# Of the standard library and of tiktoken, whose documentation has them.
-OF_OTHERS = {
+ALLOWED_FILES = (Path("runtime/private_names.py"), Path("runtime/compat.py"))
+# Documented private names of the standard library and of tiktoken.
+DOCUMENTED = {
     *("_asdict", "_current_frames", "_exit", "_replace"),
     *("_mergeable_ranks", "_pat_str", "_special_tokens"),
 }
@@ -24,8 +24,8 @@ def is_private(dotted: str) -> bool:
     return any(part.startswith("_") and part[:2] != "__" for part in re.split("[.:]", dotted))
 
 
-def defined(trees: dict[Path, ast.Module]) -> set[str]:
-    """Private names of our own: functions, classes, arguments, variables, attributes of self."""
+def defined_names(trees: dict[Path, ast.Module]) -> set[str]:
+    """Private names that Shardloom defines: functions, classes, arguments, variables, fields."""
     found = set()
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -40,8 +40,8 @@ def defined(trees: dict[Path, ast.Module]) -> set[str]:
     return found
 
 
-def violations(tree: ast.Module, ours: set[str]) -> Iterator[str]:
-    """What of ``tree`` is a private name that is neither ours nor a key of ``PRIVATE``."""
+def violations(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """Yield private names in ``tree`` that are neither in ``own`` nor keys of ``PRIVATE``."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -50,23 +50,23 @@ def violations(tree: ast.Module, ours: set[str]) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             text = ast.unparse(node)
-            # PyTorch would call it, or we PyTorch's.
-            is_foreign = text.startswith(("super()", "torch.")) or node.attr not in ours
-            names = [node.attr] if is_foreign and node.attr not in OF_OTHERS else []
+            # A method that PyTorch calls, or a private name of PyTorch.
+            is_foreign = text.startswith(("super()", "torch.")) or node.attr not in own
+            names = [node.attr] if is_foreign and node.attr not in DOCUMENTED else []
         elif isinstance(node, ast.keyword):
-            names = [node.arg] if node.arg is not None and node.arg not in ours else []
+            names = [node.arg] if node.arg is not None and node.arg not in own else []
         elif isinstance(node, ast.Constant) and str(node.value).startswith("torch"):
             is_path = re.fullmatch(r"torch[\w.:]*", str(node.value))
             names = [node.value] if is_path and node.value not in PRIVATE else []
         yield from (f"{name} in line {node.lineno}" for name in names if is_private(name))
 
 
-def test_no_other_file_knows_a_private_name() -> None:
-    files = [file for file in our_files() if file.parts[0] != "tests"]
+def test_no_other_file_uses_private_names() -> None:
+    files = [file for file in python_files() if file.parts[0] != "tests"]
     trees = {file: ast.parse((ROOT / file).read_text()) for file in files}
-    ours = defined(trees)
-    found = {file: list(violations(tree, ours)) for file, tree in trees.items()}
-    assert all(found.pop(door) for door in DOORS)
+    own = defined_names(trees)
+    found = {file: list(violations(tree, own)) for file, tree in trees.items()}
+    assert all(found.pop(file) for file in ALLOWED_FILES)
     assert not {str(file): names for file, names in found.items() if names}
 
 
@@ -87,7 +87,7 @@ def test_no_other_file_knows_a_private_name() -> None:
         "getLogger('torch._dynamo')",
     ],
 )
-def test_a_private_name_is_seen(source: str) -> None:
+def test_private_name_is_found(source: str) -> None:
     assert list(violations(ast.parse(source), {"_ours"}))
 
 
@@ -102,26 +102,26 @@ def test_a_private_name_is_seen(source: str) -> None:
         "build(_ours=1)",
     ],
 )
-def test_what_is_ours_or_public_is_not_seen(source: str) -> None:
+def test_own_or_public_name_is_not_found(source: str) -> None:
     assert not list(violations(ast.parse(source), {"_ours"}))
 
 
-def test_no_class_of_ours_replaces_a_private_method_of_pytorchs() -> None:
-    """A base class would call it, or no longer."""
+def test_no_class_overrides_private_methods_of_pytorch() -> None:
+    """A new PyTorch release may stop calling it, or start to."""
     found = []
-    for file in our_files():
+    for file in python_files():
         if file.parts[0] not in LIBRARIES | {"tools"} or file.stem == "__main__":
             continue
         module = pkgutil.resolve_name(".".join(file.with_suffix("").parts))
         for cls in vars(module).values():
             if not inspect.isclass(cls) or cls.__module__ != module.__name__:
                 continue
-            theirs = {
+            inherited = {
                 name
                 for base in cls.__mro__[1:]
                 if base.__module__.startswith("torch")
                 for name in vars(base)
             }
-            ours = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
-            found += [f"{cls.__name__}.{name}" for name in ours & theirs if is_private(name)]
+            own = {name for name, value in vars(cls).items() if inspect.isfunction(value)}
+            found += [f"{cls.__name__}.{name}" for name in own & inherited if is_private(name)]
     assert not found

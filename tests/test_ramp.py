@@ -1,4 +1,4 @@
-"""Whole runs that begin with small batches: the same tokens in the same order, on any mesh."""
+"""Runs with a batch size ramp consume the same tokens in the same order on any mesh."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import train
+from optim.router_bias import RouterBiasUpdater
 from tests.layouts import PP, REPLICATE, Layout
 from tests.metrics.test_ledger import sequences
 from tests.reliability.forked import codes, curve, log, nothing, run, started
@@ -14,7 +14,7 @@ from tests.test_train import records
 from tools import check_ledger
 
 RAMP = "[{steps = 3, global_batch_size = 2}, {steps = 2, global_batch_size = 4}]"
-# Of 8 rows; where the ramp ends, and in the middle of it, the next row is amid them.
+# Global batch size of each step. The ramp ends, and changes, in the middle of a pass over 8 rows.
 SIZES, SEQ_LEN = (2, 2, 2, 4, 4, 8, 8, 8), 32
 KEYS = {
     "training.steps": str(len(SIZES)),
@@ -23,7 +23,7 @@ KEYS = {
     "metrics.enable_ledger": "true",
     "lr_scheduler.total_steps": "20",
 }
-ELASTIC = {"debug.determinism": "elastic"}
+ELASTIC = {"debug.deterministic": "elastic"}
 VALIDATED = {"validation.enable": "true", "validation.freq": "4"}
 Plant = Callable[[], None]
 
@@ -47,16 +47,16 @@ def order_of(folder: Path) -> list[list[int]]:
     return sequences(check_ledger.replay(folder / "debug_model"))
 
 
-def test_what_is_seen_is_of_each_steps_size(whole: Path) -> None:
+def test_metrics_count_tokens_of_each_step(whole: Path) -> None:
     lines = [record for record in records(whole) if "loss" in record]
     tokens = [SEQ_LEN * sum(SIZES[: n + 1]) for n in range(len(SIZES))]
     assert [line["tokens"] for line in lines] == tokens
     for line, size in zip(lines, SIZES, strict=True):
-        seen = line["tokens_per_second"] * line["seconds_per_step"]
-        assert seen == pytest.approx(SEQ_LEN * size)
+        tokens_per_step = line["tokens_per_second"] * line["seconds_per_step"]
+        assert tokens_per_step == pytest.approx(SEQ_LEN * size)
 
 
-def test_order_and_validation_are_those_without_a_ramp(whole: Path, tmp_path: Path) -> None:
+def test_order_and_validation_equal_those_without_a_ramp(whole: Path, tmp_path: Path) -> None:
     run(tmp_path, 1, **KEYS | VALIDATED | {"training.batch_size_ramp": "[]", "training.steps": "5"})
     got, want = order_of(whole), order_of(tmp_path)
     assert len(got) == sum(SIZES)
@@ -74,7 +74,7 @@ def test_order_and_validation_are_those_without_a_ramp(whole: Path, tmp_path: Pa
     ],
     ids=str,
 )
-def test_mesh_changes_nothing(
+def test_mesh_does_not_change_the_run(
     whole: Path, tmp_path: Path, layout: Layout, keys: dict[str, str]
 ) -> None:
     parallelism = {f"parallelism.{key}": str(value) for key, value in layout.parallelism.items()}
@@ -89,9 +89,7 @@ def test_mesh_changes_nothing(
 
 
 @pytest.mark.parametrize("last", [1, 4, 6])
-def test_a_run_that_is_stopped_goes_on_on_other_ranks(
-    whole: Path, tmp_path: Path, last: int
-) -> None:
+def test_stopped_run_resumes_on_other_ranks(whole: Path, tmp_path: Path, last: int) -> None:
     assert sum(SIZES[:last]) % 8 != 0
     run(tmp_path, 1, **KEYS | ELASTIC | {"training.steps": str(last)})
     run(tmp_path, 2, **KEYS | ELASTIC)
@@ -100,9 +98,9 @@ def test_a_run_that_is_stopped_goes_on_on_other_ranks(
     assert curve(tmp_path) == curve(whole)
 
 
-def test_the_ramp_may_change_when_it_resumes(whole: Path, tmp_path: Path) -> None:
+def test_ramp_may_change_on_resume(whole: Path, tmp_path: Path) -> None:
     run(tmp_path, 1, **KEYS | {"training.steps": "4"})
-    # More rows at once than were read before.
+    # A larger local batch than before.
     other = {"training.batch_size_ramp": "[]", "training.local_batch_size": "4"}
     run(tmp_path, 2, **KEYS | other)
     assert "changed since the checkpoint: training.batch_size_ramp" in log(tmp_path)
@@ -117,23 +115,23 @@ def first_step(folder: Path, plant: Plant = nothing, **keys: str) -> tuple[float
     return curve(folder)[1]
 
 
-def weigh_by_the_global_batch() -> None:
-    train.ExpertBalance.begin_step = lambda self, share: None  # type: ignore[method-assign]
+def weight_aux_loss_by_full_batch() -> None:
+    RouterBiasUpdater.set_aux_loss_scale = lambda self, share: None  # type: ignore[method-assign]
 
 
-def test_balance_of_experts_weighs_as_much_in_a_small_batch(tmp_path: Path) -> None:
+def test_balance_loss_weight_does_not_depend_on_batch_size(tmp_path: Path) -> None:
     keys = {"model.name": "qwen3_moe", "experts.balance_loss": "1.0"}
-    # Their first sequences are the same: the begins of the same documents.
+    # Both runs train the same sequences in step 1.
     alone = {"training.batch_size_ramp": "[]", "training.global_batch_size": "2"}
     want = first_step(tmp_path / "alone", **keys | alone)
     assert first_step(tmp_path / "ramp", **keys) == want
-    wrong = first_step(tmp_path / "wrong", weigh_by_the_global_batch, **keys)
+    wrong = first_step(tmp_path / "wrong", weight_aux_loss_by_full_batch, **keys)
     assert wrong[0] == want[0]
     assert wrong[1] != pytest.approx(want[1], rel=1e-4)
 
 
-def test_data_end_when_all_rows_have_ended(tmp_path: Path) -> None:
-    """Most rows of small batches have nothing left long before."""
+def test_data_ends_when_all_rows_have_ended(tmp_path: Path) -> None:
+    """With small batches, most rows run out of data long before the last one."""
     texts = ["short", "brief " * 60, "tiny", "little", "word", "and", "so", "on"]
     lines = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""Every committed TOML is a run that could start: it loads, its model exists, its mesh fits."""
+"""Every committed TOML loads, names an existing model and fits its mesh."""
 
 import re
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from config import JobConfig, load_config
 from models import find_model
 from models.meta import build_on_meta
-from parallelisms.support import check_support
+from parallelisms.constraints import check_constraints
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
 WORLD_SIZES = {
@@ -42,15 +42,15 @@ def load(name: str) -> JobConfig:
     return load_config(FOLDER / f"{name}.toml", [])
 
 
-def test_no_config_is_left_out():
+def test_every_config_is_tested():
     assert {path.stem for path in FOLDER.glob("*.toml")} == set(WORLD_SIZES)
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)
-def test_it_fits_the_hardware_that_it_is_meant_for(name: str):
+def test_config_fits_its_hardware(name: str):
     config = load(name)
     _, args = find_model(config.model.name, config.model.flavor)
-    check_support(config, args, WORLD_SIZES[name], has_gpu=True)
+    check_constraints(config, args, WORLD_SIZES[name], has_gpu=True)
     assert config.training.seq_len <= args.max_seq_len
     schema, comment = (FOLDER / f"{name}.toml").read_text().splitlines()[:2]
     assert schema == "#:schema ../config/schema.json"
@@ -60,12 +60,12 @@ def test_it_fits_the_hardware_that_it_is_meant_for(name: str):
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)
-def test_a_run_has_its_own_folder(name: str):
+def test_job_name_is_the_file_name(name: str):
     assert load(name).job.name == name
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
-def test_the_model_on_meta_has_the_published_size(name: str):
+def test_model_has_the_published_number_of_parameters(name: str):
     config = load(name)
     spec, published = find_model(config.model.name, config.model.flavor)
     assert config.model.vocab_size == published.vocab_size

@@ -1,8 +1,8 @@
 """Replay a run's ledger: ``python -m tools.check_ledger RUN_FOLDER [--against OTHER_RUN_FOLDER]``
 
-Proves that every row of every step was consumed exactly once, whatever stopped and restarted the
-run, or names what was not. With --against, also that two runs consumed the same tokens; and by how
-much their losses and gradient norms differ. Exit code 1: a violation.
+Proves that every row of every step was consumed exactly once across all restarts of the run, or
+prints each violation. --against also checks that two runs consumed the same tokens, and prints by
+how much their losses and gradient norms differ. Exit code 1: a violation.
 """
 
 import json
@@ -18,20 +18,18 @@ import numpy as np
 from data.batch_size import batch_size_of
 from metrics.ledger import Attempt
 from runtime import exit_codes
-from tools.arguments import Parser, telling_mistakes
+from tools.cli import Parser, reporting_errors
 
 SHOWN_VIOLATIONS = 20
-# What the ranks of an attempt must agree on.
+# Fields of ``Attempt`` that all ranks of an attempt must agree on.
 SHARED = ("parent", "resumed_from", "data_after", "world_size", "n_rows", "ramp")
-
-
 # Columns of the rows of a step: (n, 6) int64, sorted by the first.
 ROW, START, END, CRC32 = 0, [0, 1, 2], [0, 3, 4], [0, 5]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A rank's line of a step, or all ranks' together."""
+class LedgerEntry:
+    """The ledger line of one rank for one step, or the merged lines of all ranks."""
 
     step: int
     rows: np.ndarray
@@ -41,40 +39,41 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the data stand between two steps."""
+class DataPosition:
+    """Position in the data between two steps."""
 
     starts: np.ndarray
-    """Where each row goes on, (n, 3): row, document, place."""
+    """Start of the next read of each row, (n, 3): row, document, token."""
     next_row: int
+    """First row of the next step."""
 
 
 @dataclass
 class Lineage:
-    """The steps that led to the run's newest state."""
+    """Steps that led to the run's newest state, without those that were rolled back."""
 
-    steps: dict[int, Entry] = field(default_factory=dict)
-    places: dict[int, Place] = field(default_factory=dict)
-    """Where the data stood after each step."""
+    steps: dict[int, LedgerEntry] = field(default_factory=dict)
+    positions: dict[int, DataPosition] = field(default_factory=dict)
+    """Position in the data after each step."""
     n_attempts: int = 0
-    left_out: dict[int, int] = field(default_factory=dict)
-    """After which steps data were left out on purpose, and how many steps' worth."""
+    skipped: dict[int, int] = field(default_factory=dict)
+    """Steps after which data was skipped on purpose, with the number of skipped steps."""
     violations: list[str] = field(default_factory=list)
 
-    def accuse(self, text: str) -> None:
+    def add_violation(self, text: str) -> None:
         if text not in self.violations:
             self.violations.append(text)
 
 
 @dataclass
-class Part:
-    """What one rank wrote in one attempt."""
+class RankLedger:
+    """All lines that one rank wrote in one attempt."""
 
     head: Attempt
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LedgerEntry] = field(default_factory=list)
 
 
-@telling_mistakes
+@reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.check_ledger", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
@@ -99,201 +98,215 @@ def summary(lineage: Lineage) -> str:
     count, attempts = len(lineage.steps), lineage.n_attempts
     if lineage.violations:
         return f"{count} steps by {attempts} attempts, {len(lineage.violations)} violations"
-    left_out = sum(lineage.left_out.values())
-    besides = f"; the data of {left_out} steps left out on purpose" if left_out else ""
+    n_skipped = sum(lineage.skipped.values())
+    skipped = f"; data of {n_skipped} steps skipped on purpose" if n_skipped else ""
     return (
         f"steps 1..{count}: every row of every step consumed exactly once by {attempts}"
-        f" attempts{besides}"
+        f" attempts{skipped}"
     )
 
 
 def replay(run_folder: Path) -> Lineage:
-    """Follow the attempts in their order: each goes back to the step that it resumed from.
+    """Replay all attempts in order; each one rewinds to the step that it resumed from.
 
-    A step counts once all its ranks logged it. Raises ``FileNotFoundError`` without a ledger.
+    A step counts only if all ranks logged it. Raises ``FileNotFoundError`` if there is no ledger.
     """
     lineage = Lineage()
     files = sorted((run_folder / "ledger").glob("rank-*.jsonl"))
     if not files:
         raise FileNotFoundError(f"{run_folder / 'ledger'}: no rank-*.jsonl; metrics.enable_ledger")
-    attempts: dict[str, dict[int, Part]] = defaultdict(dict)
-    # The first rank took part in all attempts, so its file has their order.
+    attempts: dict[str, dict[int, RankLedger]] = defaultdict(dict)
+    # Rank 0 takes part in every attempt, so its file gives their order.
     for path in files:
-        for part in _read_file(path, lineage):
-            ranks = attempts[part.head.attempt]
-            if part.head.rank in ranks:
-                lineage.accuse(f"{path}: attempt {part.head.attempt} begins twice")
-            ranks[part.head.rank] = part
+        for ledger in _read_file(path, lineage):
+            ranks = attempts[ledger.head.attempt]
+            if ledger.head.rank in ranks:
+                lineage.add_violation(f"{path}: attempt {ledger.head.attempt} begins twice")
+            ranks[ledger.head.rank] = ledger
     for name, ranks in attempts.items():
         if 0 in ranks:
             lineage.n_attempts += 1
             _replay_attempt(ranks, lineage)
-        elif any(part.entries for part in ranks.values()):
-            lineage.accuse(f"attempt {name}: no line of rank 0")
+        elif any(ledger.entries for ledger in ranks.values()):
+            lineage.add_violation(f"attempt {name}: no line from rank 0")
     return lineage
 
 
-def _read_file(path: Path, lineage: Lineage) -> Iterator[Part]:
-    """The attempts of one rank. The last line of each may be torn: it was killed writing it."""
-    part: Part | None = None
+def _read_file(path: Path, lineage: Lineage) -> Iterator[RankLedger]:
+    """Yield the attempts of one rank. A kill may leave the last line of each torn."""
+    ledger: RankLedger | None = None
     torn = 0
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         parsed = _parse(line)
         if isinstance(parsed, Attempt):
-            if part is not None:
-                yield part
-            part, torn = Part(parsed), 0
+            if ledger is not None:
+                yield ledger
+            ledger, torn = RankLedger(parsed), 0
             continue
-        if torn or (part is None and parsed is not None):
-            lineage.accuse(f"{path}, line {torn or number}: torn, and not the last of its attempt")
+        if torn or (ledger is None and parsed is not None):
+            lineage.add_violation(
+                f"{path}, line {torn or number}: torn, and not the last of its attempt"
+            )
         if parsed is None:
             torn = number
-        elif part is not None:
-            part.entries.append(parsed)
-    if part is not None:
-        yield part
+        elif ledger is not None:
+            ledger.entries.append(parsed)
+    if ledger is not None:
+        yield ledger
 
 
-def _parse(line: bytes) -> Attempt | Entry | None:
-    """A line of a ledger; None: it is not a whole one."""
+def _parse(line: bytes) -> Attempt | LedgerEntry | None:
+    """Parse a ledger line; return None if the line is torn."""
     try:
         values = json.loads(line)
         if "attempt" in values:
             return Attempt(**values)
         rows = np.array(values["rows"], np.int64).reshape(-1, 6)
         loss, grad_norm = (float.fromhex(values[name]) for name in ("loss", "grad_norm"))
-        return Entry(values["step"], rows, loss, grad_norm)
+        return LedgerEntry(values["step"], rows, loss, grad_norm)
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def _replay_attempt(ranks: dict[int, Part], lineage: Lineage) -> None:
+def _replay_attempt(ranks: dict[int, RankLedger], lineage: Lineage) -> None:
     head = ranks[0].head
-    for rank, part in ranks.items():
+    for rank, ledger in ranks.items():
         for name in SHARED:
-            if getattr(part.head, name) != getattr(head, name):
-                lineage.accuse(f"attempt {head.attempt}: ranks 0 and {rank} differ in {name}")
-        _check_order(part, lineage)
-    place = _go_back(head, lineage)
-    by_step: dict[int, dict[int, Entry]] = defaultdict(dict)
-    for rank, part in ranks.items():
-        for entry in part.entries:
+            if getattr(ledger.head, name) != getattr(head, name):
+                lineage.add_violation(
+                    f"attempt {head.attempt}: ranks 0 and {rank} differ in {name}"
+                )
+        _check_order(ledger, lineage)
+    position = _rewind(head, lineage)
+    by_step: dict[int, dict[int, LedgerEntry]] = defaultdict(dict)
+    for rank, ledger in ranks.items():
+        for entry in ledger.entries:
             by_step[entry.step][rank] = entry
     for step, entries in sorted(by_step.items()):
         missing = set(range(head.world_size)) - entries.keys()
         if not missing:
             entry = _merge(entries, ranks, lineage)
             size = batch_size_of(step, head.ramp, head.n_rows)
-            place = _check_rows(entry, place, size, head.n_rows, lineage)
-            lineage.steps[step], lineage.places[step] = entry, place
+            position = _check_rows(entry, position, size, head.n_rows, lineage)
+            lineage.steps[step], lineage.positions[step] = entry, position
         elif step != max(by_step):
-            lineage.accuse(f"step {step}: rank {min(missing)} did not log it, and others went on")
+            lineage.add_violation(
+                f"step {step}: rank {min(missing)} did not log it, but other ranks went on"
+            )
 
 
-def _check_order(part: Part, lineage: Lineage) -> None:
-    before = part.head.resumed_from
-    for entry in part.entries:
+def _check_order(ledger: RankLedger, lineage: Lineage) -> None:
+    before = ledger.head.resumed_from
+    for entry in ledger.entries:
         if entry.step > before + 1:
-            lineage.accuse(f"step {entry.step} without step {entry.step - 1}")
+            lineage.add_violation(f"step {entry.step} without step {entry.step - 1}")
         elif entry.step <= before:
-            text = f"step {entry.step} again, although attempt {part.head.attempt} was past it"
-            lineage.accuse(text)
+            text = f"step {entry.step} again, but attempt {ledger.head.attempt} was already past it"
+            lineage.add_violation(text)
         before = entry.step
 
 
-def _go_back(head: Attempt, lineage: Lineage) -> Place:
-    """Forget the steps after the one that the attempt resumed from; return where rows must start.
+def _rewind(head: Attempt, lineage: Lineage) -> DataPosition:
+    """Drop all steps after the one that the attempt resumed from; return the data position there.
 
-    No rows if the step that says where was never finished.
+    The position has no rows if ``data_after`` is a step that was never finished.
     """
-    goes_on_after = f"attempt {head.attempt} resumed from step {head.resumed_from}"
+    prefix = f"attempt {head.attempt} resumed from step {head.resumed_from}"
     resumed, data_after = head.resumed_from, head.data_after
     for step in {resumed, data_after} - {0} - lineage.steps.keys():
-        lineage.accuse(f"{goes_on_after}, but step {step} was never finished")
+        lineage.add_violation(f"{prefix}, but step {step} was never finished")
     if resumed in lineage.steps and lineage.steps[resumed].attempt != head.parent:
         last = lineage.steps[resumed].attempt
-        lineage.accuse(f"{goes_on_after} of attempt {head.parent}, but it was made again by {last}")
+        lineage.add_violation(
+            f"{prefix} of attempt {head.parent}, but it was trained again by {last}"
+        )
     starts = np.zeros((0 if data_after else head.n_rows, 3), np.int64)
     starts[:, ROW] = range(len(starts))
-    place = Place(starts, next_row=0)
+    position = DataPosition(starts, next_row=0)
     if data_after in lineage.steps:
-        place = lineage.places[data_after]
+        position = lineage.positions[data_after]
     lineage.steps = {step: entry for step, entry in lineage.steps.items() if step <= resumed}
-    before = lineage.left_out.get(resumed, 0)
-    lineage.left_out = {step: n for step, n in lineage.left_out.items() if step < resumed}
+    before = lineage.skipped.get(resumed, 0)
+    lineage.skipped = {step: n for step, n in lineage.skipped.items() if step < resumed}
     if data_after != resumed:
-        lineage.left_out[resumed] = before + data_after - resumed
-    return place
+        lineage.skipped[resumed] = before + data_after - resumed
+    return position
 
 
-def _merge(entries: dict[int, Entry], ranks: dict[int, Part], lineage: Lineage) -> Entry:
-    """All ranks' lines of a step as one."""
+def _merge(
+    entries: dict[int, LedgerEntry], ranks: dict[int, RankLedger], lineage: Lineage
+) -> LedgerEntry:
+    """Merge the lines of all ranks for one step."""
     first = entries[0]
     readers: dict[int, int] = {}
     for rank, entry in sorted(entries.items()):
         for name in ("loss", "grad_norm"):
             if getattr(entry, name).hex() != getattr(first, name).hex():
-                lineage.accuse(f"step {entry.step}: ranks 0 and {rank} differ in {name}")
+                lineage.add_violation(f"step {entry.step}: ranks 0 and {rank} differ in {name}")
         reader = readers.setdefault(ranks[rank].head.place, rank)
         if not np.array_equal(entries[reader].rows, entry.rows):
-            text = f"step {entry.step}: ranks {reader} and {rank} share rows, and read others"
-            lineage.accuse(text)
+            text = (
+                f"step {entry.step}: ranks {reader} and {rank} share rows, but read different ones"
+            )
+            lineage.add_violation(text)
     rows = np.concatenate([entries[reader].rows for reader in readers.values()])
     numbers, index, counts = np.unique(rows[:, ROW], return_index=True, return_counts=True)
     for row in numbers[counts > 1]:
-        lineage.accuse(f"step {first.step}: two ranks have row {row}")
-    return Entry(first.step, rows[index], first.loss, first.grad_norm, ranks[0].head.attempt)
+        lineage.add_violation(f"step {first.step}: two ranks have row {row}")
+    return LedgerEntry(first.step, rows[index], first.loss, first.grad_norm, ranks[0].head.attempt)
 
 
-def _check_rows(entry: Entry, before: Place, size: int, n_rows: int, lineage: Lineage) -> Place:
-    """Check that the next ``size`` rows are there, and that each goes on where it ended before."""
+def _check_rows(
+    entry: LedgerEntry, before: DataPosition, size: int, n_rows: int, lineage: Lineage
+) -> DataPosition:
+    """Check that the next ``size`` rows were read and that each continues where it ended before."""
     numbers, starts = entry.rows[:, ROW], before.starts
     for row in np.setxor1d(numbers, np.arange(before.next_row, before.next_row + size) % n_rows):
-        what = "is no row of the batch" if row in numbers else "was read by no rank"
-        lineage.accuse(f"step {entry.step}: row {row} {what}")
-    common, ours, theirs = np.intersect1d(numbers, starts[:, ROW], return_indices=True)
-    actual, wanted = entry.rows[:, START][ours], starts[theirs]
+        what = "is not in the global batch" if row in numbers else "was read by no rank"
+        lineage.add_violation(f"step {entry.step}: row {row} {what}")
+    common, current, previous = np.intersect1d(numbers, starts[:, ROW], return_indices=True)
+    actual, wanted = entry.rows[:, START][current], starts[previous]
     for index in np.flatnonzero((actual != wanted).any(axis=1)):
-        lineage.accuse(
-            f"row {common[index]} of step {entry.step} starts at {_place(actual[index])}, but the"
-            f" one before it ended at {_place(wanted[index])}"
+        lineage.add_violation(
+            f"row {common[index]} of step {entry.step} starts at {_position(actual[index])},"
+            f" but its previous read ended at {_position(wanted[index])}"
         )
     others = starts[~np.isin(starts[:, ROW], numbers)]
     after = np.concatenate([entry.rows[:, END], others])
-    return Place(after, (before.next_row + size) % n_rows)
+    return DataPosition(after, (before.next_row + size) % n_rows)
 
 
-def _place(start: np.ndarray) -> tuple[int, int]:
+def _position(start: np.ndarray) -> tuple[int, int]:
     return int(start[1]), int(start[2])
 
 
-def compare(ours: Lineage, theirs: Lineage) -> tuple[list[str], str]:
-    """Where two runs consumed other tokens, and how much their losses and norms differ."""
-    common = sorted(ours.steps.keys() & theirs.steps.keys())
+def compare(first: Lineage, second: Lineage) -> tuple[list[str], str]:
+    """Compare two runs; return token differences and a summary with loss and norm differences."""
+    common = sorted(first.steps.keys() & second.steps.keys())
     differences = []
     for step in common:
-        one, other = (lineage.steps[step].rows[:, CRC32] for lineage in (ours, theirs))
+        one, other = (lineage.steps[step].rows[:, CRC32] for lineage in (first, second))
         if not np.array_equal(one, other):
             unlike = set(map(tuple, one.tolist())) ^ set(map(tuple, other.tolist()))
             rows = sorted({row for row, _ in unlike})
-            differences += [f"step {step}, row {row}: not the tokens of both" for row in rows]
-    told = [_largest_difference(name, ours, theirs, common) for name in ("loss", "grad_norm")]
-    tokens = "other tokens" if differences else "the same tokens"
-    return differences, f"steps 1..{len(common)} of both: {tokens}; {'; '.join(told)}"
+            differences += [f"step {step}, row {row}: the tokens differ" for row in rows]
+    distances = [_largest_difference(name, first, second, common) for name in ("loss", "grad_norm")]
+    tokens = "different tokens" if differences else "the same tokens"
+    return differences, f"steps 1..{len(common)} of both: {tokens}; {'; '.join(distances)}"
 
 
-def _largest_difference(name: str, ours: Lineage, theirs: Lineage, steps: list[int]) -> str:
-    largest, where = 0.0, 0
+def _largest_difference(name: str, first: Lineage, second: Lineage, steps: list[int]) -> str:
+    largest, worst_step = 0.0, 0
     for step in steps:
-        pair = [getattr(lineage.steps[step], name) for lineage in (ours, theirs)]
+        pair = [getattr(lineage.steps[step], name) for lineage in (first, second)]
         if pair[0].hex() != pair[1].hex():
             difference = abs(pair[0] - pair[1])
             difference = difference if math.isfinite(difference) else math.inf
-            if difference > largest or where == 0:
-                largest, where = difference, step
-    if where == 0:
+            if difference > largest or worst_step == 0:
+                largest, worst_step = difference, step
+    if worst_step == 0:
         return f"{name} equal bit for bit"
-    return f"{name} differs by {largest:.2g} at most, at step {where}"
+    return f"{name} differs by {largest:.2g} at most, at step {worst_step}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Checkpoints to Hugging Face folders and back, tensor by tensor, bit for bit.
+"""Convert checkpoints to Hugging Face folders and back, tensor by tensor and bit for bit.
 
-``python -m tools.convert export CHECKPOINT FOLDER [--tokenizer NAME]``: what transformers loads.
-``python -m tools.convert import FOLDER CHECKPOINT``: what ``checkpoint.initial_load_path`` takes.
+``python -m tools.convert export CHECKPOINT FOLDER [--tokenizer NAME]``: for transformers.
+``python -m tools.convert import FOLDER CHECKPOINT``: for ``checkpoint.initial_load_path``.
 """
 
 import json
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from checkpoint.checkpoint_dir import sizes_of, write_metadata
 from checkpoint.hugging_face import (
     CONFIG_FILE,
     SHARD_BYTES,
@@ -31,31 +32,36 @@ from checkpoint.hugging_face import (
     write_folder,
 )
 from checkpoint.manifest import read_manifest
-from checkpoint.storage import DTYPES, Entry, load_alone, read_index, write_parts
-from checkpoint.store import seal, sizes_of
-from config.changes import changed_arguments
+from checkpoint.tensor_files import (
+    DTYPES,
+    TensorRecord,
+    load_single_process,
+    read_index,
+    write_tensor_file,
+)
+from config.resume_compat import changed_arguments
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from runtime import exit_codes
-from tools.arguments import Parser, telling_mistakes
-from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
+from saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
+from tools.cli import Parser, reporting_errors
 
-# What names of weights begin with in a checkpoint, which has the optimizer's state too.
+# Prefix of weights in a checkpoint, which also has the optimizer's state.
 PREFIX = "model."
 
 
-@telling_mistakes
+@reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("export", help="to a folder that transformers loads").add_argument
-    add("checkpoint", type=Path, help="a checkpoint's folder, or of a run the newest that verifies")
-    add("folder", type=Path, help="what is written; must not be there yet")
-    add("--tokenizer", metavar="NAME", help="the run's own, if its file is elsewhere now")
-    add = commands.add_parser("import", help="from a folder with safetensors").add_argument
-    add("folder", type=Path, help="with config.json and safetensors")
-    add("checkpoint", type=Path, help="what is written; must not be there yet")
+    add = commands.add_parser("export", help="write a folder that transformers loads").add_argument
+    add("checkpoint", type=Path, help="a checkpoint, or a run folder: its newest that verifies")
+    add("folder", type=Path, help="folder to write; must not exist")
+    add("--tokenizer", metavar="NAME", help="the run's tokenizer, if its file has moved")
+    add = commands.add_parser("import", help="read a folder with safetensors").add_argument
+    add("folder", type=Path, help="folder with config.json and safetensors")
+    add("checkpoint", type=Path, help="checkpoint to write; must not exist")
     options = parser.parse_args(arguments)
     if options.command == "export":
         export_checkpoint(options.checkpoint, options.folder, tokenizer_name=options.tokenizer)
@@ -71,9 +77,10 @@ def export_checkpoint(
     tokenizer_name: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the weights of a checkpoint, from any mesh, as a new Hugging Face folder.
+    """Write the weights of a checkpoint, saved on any mesh, as a new Hugging Face folder.
 
-    Raises ``ValueError`` if the checkpoint does not verify, or its model has no form there.
+    Raises ``ValueError`` if the checkpoint does not verify, or if its model has no Hugging Face
+    format.
     """
     checkpoint = find_checkpoint(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -81,11 +88,11 @@ def export_checkpoint(
     weights = {k.removeprefix(PREFIX): e for k, e in index.items() if k.startswith(PREFIX)}
     name, spec, args = saved_model(checkpoint, manifest)
     if spec.hugging_face is None:
-        raise ValueError(f"{checkpoint}: {name} has no known form at Hugging Face")
+        raise ValueError(f"{checkpoint}: {name} has no Hugging Face format")
     pairs = spec.hugging_face.tensors(args)
     check_shapes(checkpoint, weights, _shapes(spec, args))
     tokenizer, files = _tokenizer_of(checkpoint, manifest, tokenizer_name)
-    dtypes = (DTYPES[weights[pair.ours].dtype] for pair in pairs if pair.theirs)
+    dtypes = (DTYPES[weights[pair.fqn].dtype] for pair in pairs if pair.hf_names)
     dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
     config = spec.hugging_face.config(args) | {
         "bos_token_id": tokenizer and tokenizer.bos_id,
@@ -96,15 +103,15 @@ def export_checkpoint(
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for pair in pairs:
-            if pair.shares is None:
-                yield from split(pair, _read_weight(checkpoint, pair.ours, weights[pair.ours]))
+            if pair.tied_to is None:
+                yield from split(pair, _read_weight(checkpoint, pair.fqn, weights[pair.fqn]))
 
     write_folder(folder, config, tensors(), files=files, shard_bytes=shard_bytes)
     print(f"{folder}: {config['architectures'][0]}, {dtype}, step {manifest['step']}")
 
 
 def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
-    """The shapes of the model's state dict; ``ValueError`` for sizes that cannot be built."""
+    """Shapes of the model's state dict; raise ``ValueError`` for sizes that cannot be built."""
     try:
         state = build_on_meta(spec, args, torch.float32).state_dict()
     except (OverflowError, RuntimeError, TypeError) as error:
@@ -112,20 +119,20 @@ def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
     return {fqn: tensor.shape for fqn, tensor in state.items()}
 
 
-def _read_weight(checkpoint: Path, fqn: str, entry: Entry) -> torch.Tensor:
+def _read_weight(checkpoint: Path, fqn: str, entry: TensorRecord) -> torch.Tensor:
     key = PREFIX + fqn
     state = {key: torch.empty(entry.shape, dtype=DTYPES[entry.dtype])}
-    load_alone(state, checkpoint, {key: entry})
+    load_single_process(state, checkpoint, {key: entry})
     return state[key]
 
 
 def _tokenizer_of(
     checkpoint: Path, manifest: Mapping[str, Any], name: str | None
 ) -> tuple[Tokenizer | None, dict[str, bytes]]:
-    """The run's tokenizer, and the files to write for it; none where the checkpoint names none."""
+    """The run's tokenizer and the files to write for it; none if the checkpoint names none."""
     found = saved_tokenizer(checkpoint, manifest, name)
     if found is None:
-        print("no tokenizer is written: the checkpoint names none, and there is no --tokenizer")
+        print("tokenizer: not written, the checkpoint names none and --tokenizer is not set")
         return None, {}
     name, tokenizer = found
     path = Path(name)
@@ -139,18 +146,19 @@ def _tokenizer_of(
         files = {TOKENIZER_FILE: path.read_bytes(), "tokenizer_config.json": text.encode()}
         return tokenizer, files
     if path.suffix in (".tiktoken", ".model"):
-        # The companion says how the tokenizer splits text, if that is not known anyway.
+        # The companion file has the split pattern and the special tokens.
         companion = path.with_name(f"{path.name}.json")
         paths = [path, *([companion] if path.suffix == ".tiktoken" and companion.exists() else [])]
         return tokenizer, {each.name: each.read_bytes() for each in paths}
-    print(f"no tokenizer is written: {name} is not a file")
+    print(f"tokenizer: not written, {name} is not a file")
     return tokenizer, {}
 
 
 def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYTES) -> None:
-    """Write the weights of a Hugging Face folder as a new checkpoint, of step 0.
+    """Write the weights of a Hugging Face folder as a new checkpoint of step 0.
 
-    Raises ``ValueError`` for what is not implemented here, missing, left over or torn.
+    Writes files of at most ``file_bytes``. Raises ``ValueError`` for an unsupported model, for
+    missing or unknown tensors and for damaged files.
     """
     source = Folder(folder)
     model_type = source.config.get("model_type")
@@ -169,28 +177,28 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
         raise ValueError(f"{folder}: {len(source.names)} tensors for {args.n_layers} layers")
     pairs, shapes = family.tensors(args), _shapes(spec, args)
     source.check(family, args, shapes)
-    facts = _facts(folder, name, spec, args)
-    by_name = {pair.ours: pair for pair in pairs}
-    # A tensor that shares another's weight is read from there.
-    origins = {pair.ours: by_name[pair.shares or pair.ours] for pair in pairs}
-    items = [_item(fqn, shapes[fqn], source.dtype(pair)) for fqn, pair in origins.items()]
+    metadata = _metadata(folder, name, spec, args)
+    by_name = {pair.fqn: pair for pair in pairs}
+    # A tied tensor is read from the one whose weight it shares.
+    sources = {pair.fqn: by_name[pair.tied_to or pair.fqn] for pair in pairs}
+    items = [_item(fqn, shapes[fqn], source.dtype(pair)) for fqn, pair in sources.items()]
 
     def read(item: WriteItem) -> torch.Tensor:
         fqn = item.index.fqn.removeprefix(PREFIX)
-        return source.read_ours(origins[fqn], [0] * len(shapes[fqn]), shapes[fqn])
+        return source.read_box(sources[fqn], [0] * len(shapes[fqn]), shapes[fqn])
 
     with new_folder(checkpoint) as scratch:
         parts = {}
-        # Several files, so that as many ranks can share the work of verifying them.
+        # Several files, so that several ranks can share the work of verifying them.
         for number, group in enumerate(_groups(items, file_bytes)):
             file = f"part-{number:05d}.bin"
-            parts[file] = write_parts(scratch / file, group, read)
-        seal(scratch, parts, state={}, facts=facts)
+            parts[file] = write_tensor_file(scratch / file, group, read)
+        write_metadata(scratch, parts, state={}, metadata=metadata)
     print(f"{checkpoint}: {name}, for checkpoint.initial_load_path")
 
 
 def _item(fqn: str, shape: torch.Size, dtype: torch.dtype) -> WriteItem:
-    """A whole tensor, for ``write_parts``."""
+    """DCP write item of a whole tensor."""
     start = torch.Size([0] * len(shape))
     data = TensorWriteData(
         ChunkStorageMetadata(start, shape), TensorProperties(dtype=dtype), size=shape
@@ -199,6 +207,7 @@ def _item(fqn: str, shape: torch.Size, dtype: torch.dtype) -> WriteItem:
 
 
 def _groups(items: Iterable[WriteItem], file_bytes: int) -> Iterator[list[WriteItem]]:
+    """Split items into groups of at most ``file_bytes``, or of one larger item."""
     group: list[WriteItem] = []
     size = 0
     for item in items:
@@ -212,8 +221,8 @@ def _groups(items: Iterable[WriteItem], file_bytes: int) -> Iterator[list[WriteI
     yield group
 
 
-def _facts(folder: Path, name: str, spec: ModelSpec, args: TransformerArgs) -> dict[str, Any]:
-    """The manifest's facts, for a checkpoint that no run saved."""
+def _metadata(folder: Path, name: str, spec: ModelSpec, args: TransformerArgs) -> dict[str, Any]:
+    """Manifest metadata for a checkpoint that no run saved."""
     flavors = (
         flavor
         for flavor, published in spec.flavors.items()
@@ -222,17 +231,17 @@ def _facts(folder: Path, name: str, spec: ModelSpec, args: TransformerArgs) -> d
     config: dict[str, Any] = {
         "model": {"name": name, "flavor": next(flavors, None), "vocab_size": args.vocab_size}
     }
-    facts: dict[str, Any] = {"config": config, "model_args": asdict(args)}
+    metadata: dict[str, Any] = {"config": config, "model_args": asdict(args)}
     path = folder / TOKENIZER_FILE
     if path.exists():
         try:
-            facts["fingerprints"] = {"tokenizer": load_tokenizer(str(path)).fingerprint}
+            metadata["fingerprints"] = {"tokenizer": load_tokenizer(str(path)).fingerprint}
             config["data"] = {"tokenizer": str(path.absolute())}
         except ValueError as error:
-            print(f"the tokenizer is left out: {error}")
+            print(f"tokenizer: skipped: {error}")
     attempt = uuid.uuid4().hex
     lineage = {"run": attempt, "parent": None, "attempt": attempt}
-    return {"step": 0, "world_size": 1, **lineage, **facts}
+    return {"step": 0, "world_size": 1, **lineage, **metadata}
 
 
 if __name__ == "__main__":

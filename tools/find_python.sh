@@ -1,11 +1,12 @@
-# Sourced: find_python [EXTRA] sets PYTHON to an interpreter that has what the project needs, and an
-# extra of pyproject.toml if named. find_torch_python VERSION [--lowest|--newest] sets it to one with
-# that PyTorch, for tests.
+# Source this file. find_python [EXTRA] sets PYTHON to an interpreter with all requirements of
+# pyproject.toml and of the named extra. find_torch_python VERSION [--lowest|--newest] sets it to one
+# with that PyTorch, for tests.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# Asked in turn: PYTHON, an active environment, .venv, python3. One that has PyTorch and lacks less
-# gets an environment with the rest; so does PYTHON, since it was named. If none has, .venv is made.
+# Candidates in order: PYTHON, an active environment, .venv, python3. The first one with PyTorch is
+# used; if it lacks other packages, an environment on top of it gets them. PYTHON gets an environment
+# even without PyTorch. If no candidate has PyTorch, create .venv.
 find_python() {
   local extra=${1:-} candidate lacks
   for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
@@ -39,7 +40,7 @@ make_environment() {
   PYTHON=$("$interpreter" "$ROOT/tools/make_environment.py" "$@") || exit
 }
 
-# The first of the interpreters that is one and new enough.
+# Print the first interpreter that runs and is new enough.
 new_enough() {
   local interpreter
   for interpreter in "$@"; do

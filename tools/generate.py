@@ -1,6 +1,6 @@
-"""Write text: ``python -m tools.generate CHECKPOINT [--prompt TEXT] [--tokens N] [...]``
+"""Generate text: ``python -m tools.generate CHECKPOINT [--prompt TEXT] [--tokens N] [...]``
 
-In one process, from a checkpoint that any mesh wrote. Ends where the model ends its text, after N
+Runs in one process, from a checkpoint saved on any mesh. Stops at the end-of-text token, after N
 tokens, or at Ctrl-C.
 """
 
@@ -18,80 +18,85 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
+from checkpoint.checkpoint_dir import sizes_of
 from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState
-from checkpoint.storage import load_alone, read_index
-from checkpoint.store import sizes_of
+from checkpoint.tensor_files import load_single_process, read_index
 from config.job_config import Training
-from metrics.sample import TEMPERATURE, draw, printable
+from generation import TEMPERATURE, draw, printable
 from models import ModelSpec, TransformerArgs
-from models.cache import cached
+from models.kv_cache import cached
 from models.meta import build_on_meta
-from parallelisms.shared_parameters import keep_shared
+from parallelisms.tied_weights import preserve_tied_weights
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
-from tools.arguments import Parser, telling_mistakes, whole_number
-from tools.saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
+from saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
+from tools.cli import Parser, reporting_errors, whole_number
 
-MOST_TOKENS = 256
-# Tokens of a prompt at once: bounds the memory for its logits, of which only the last are needed.
-CHUNK = 512
-# Stands for bytes that are no character, or not yet one: after so many tokens they never will be.
-REPLACEMENT, MOST_WAITING = "\ufffd", 3
-# Earlier tokens that decide how the next is written, such as whether a space comes first.
+DEFAULT_TOKENS = 256
+# Prompt tokens per forward: bounds the memory for logits, of which only the last are needed.
+PREFILL_CHUNK = 512
+# Tokenizers decode invalid or incomplete bytes to this. After so many tokens they are invalid.
+REPLACEMENT, MAX_PENDING = "\ufffd", 3
+# Preceding tokens decoded with the next one: they decide, for example, whether a space comes first.
 CONTEXT = 32
 
 
-@telling_mistakes
+@reporting_errors
 def main(arguments: list[str]) -> int:
     try:
-        write(parse(arguments))
+        write_text(parse(arguments))
     except BrokenPipeError:
-        # The reader has seen enough, but Python would flush at its end, and fail.
+        # The reader closed the pipe. Python flushes stdout at exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_codes.DONE
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line's options; a ``ValueError`` names the argument that is wrong."""
+    """Parse the command line; raise ``ValueError`` that names a wrong argument."""
     parser = Parser("python -m tools.generate", description=__doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="a checkpoint's folder; or a run's: its newest that verifies")
-    add("--prompt", type=_text, default="", help="what the text begins with")
+    add("checkpoint", type=Path, help="a checkpoint, or a run folder: its newest that verifies")
+    add("--prompt", type=_text, default="", help="beginning of the text")
     add(
         "--tokens",
         type=whole_number(1, 2**31),
         metavar="N",
-        help=f"at most so many; default {MOST_TOKENS}, or what a trained sequence has room for",
+        help=f"maximum of new tokens; default {DEFAULT_TOKENS}, bounded by training.seq_len",
     )
     add(
         "--temperature",
-        type=_real(0.0, math.inf),
+        type=_real_number(0.0, math.inf),
         default=TEMPERATURE,
         metavar="T",
-        help="0: always the likeliest token; default %(default)s",
+        help="0: greedy decoding; default %(default)s",
     )
-    add("--top-k", type=whole_number(1, 2**31), metavar="K", help="only of the K likeliest tokens")
+    add(
+        "--top-k",
+        type=whole_number(1, 2**31),
+        metavar="K",
+        help="sample from the K most likely tokens",
+    )
     add(
         "--top-p",
-        type=_real(0.0, 1.0),
+        type=_real_number(0.0, 1.0),
         metavar="P",
-        help="only of the fewest tokens that have P of the probability",
+        help="sample from the smallest set of tokens with total probability P (nucleus)",
     )
     add("--seed", type=whole_number(0, 2**63 - 1), metavar="S", help="default 0")
     add(
         "--dtype",
         choices=["bfloat16", "float32", "float64"],
-        help="default bfloat16 where the hardware has it, else float32",
+        help="default bfloat16 if the hardware supports it, else float32",
     )
-    add("--tokenizer", metavar="NAME", help="the run's own, if its file is elsewhere now")
+    add("--tokenizer", metavar="NAME", help="the run's tokenizer, if its file has moved")
     options = parser.parse_args(arguments)
     if options.top_p == 0.0:
-        raise ValueError("argument --top-p: leaves no token; --temperature 0 takes the likeliest")
+        raise ValueError("argument --top-p: must be > 0; for greedy decoding set --temperature 0")
     for name in ("top_k", "top_p", "seed"):
         if options.temperature == 0.0 and getattr(options, name) is not None:
             option = "--" + name.replace("_", "-")
-            raise ValueError(f"argument {option}: does nothing with --temperature 0")
+            raise ValueError(f"argument {option}: has no effect with --temperature 0")
     return options
 
 
@@ -103,7 +108,7 @@ def _text(text: str) -> str:
     return text
 
 
-def _real(least: float, most: float) -> Callable[[str], float]:
+def _real_number(least: float, most: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
             number = float(text)
@@ -117,19 +122,24 @@ def _real(least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
-def write(options: argparse.Namespace) -> None:
-    """Print prompt and text as it is drawn; raise ``ValueError`` for what cannot be done."""
+def write_text(options: argparse.Namespace) -> None:
+    """Print the prompt and the text as it is sampled.
+
+    Raises ``ValueError`` for a checkpoint, tokenizer or argument that cannot be used.
+    """
     folder = find_checkpoint(options.checkpoint)
     manifest = read_manifest(folder)
     name, spec, args = saved_model(folder, manifest)
     found = saved_tokenizer(folder, manifest, options.tokenizer)
     if found is None:
-        raise ValueError(f"{folder}: it names no tokenizer; --tokenizer does")
+        raise ValueError(f"{folder}: names no tokenizer; set --tokenizer")
     _, tokenizer = found
     prompt = [tokenizer.bos_id, *tokenizer.encode(options.prompt).tolist()]
-    count = _count(options.tokens, prompt, args.max_seq_len)
+    count = _num_tokens(options.tokens, prompt, args.max_seq_len)
     if options.top_k is not None and options.top_k > tokenizer.n_vocab:
-        raise ValueError(f"argument --top-k: there are only {tokenizer.n_vocab} tokens")
+        raise ValueError(
+            f"argument --top-k: must be <= {tokenizer.n_vocab}, the size of the vocabulary"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype) if options.dtype else compute_dtype(Training(), device)
     model = load_model(folder, manifest, spec, args=args, dtype=dtype, device=device)
@@ -149,18 +159,18 @@ def write(options: argparse.Namespace) -> None:
         count=count,
         choose=lambda logits: choose(logits[: tokenizer.n_vocab]),
     )
-    text, n_drawn, begin = Text(tokenizer.decode, prompt), 0, time.perf_counter()
+    streamer, n_sampled, begin = TextStreamer(tokenizer.decode, prompt), 0, time.perf_counter()
     _print(options.prompt)
-    # Ctrl-C ends the text, and what was drawn so far stays.
+    # Ctrl-C ends the text and keeps what was sampled so far.
     with suppress(KeyboardInterrupt):
         for token in tokens:
-            n_drawn += 1
+            n_sampled += 1
             if token == tokenizer.eos_id:
                 break
-            _print(text.add(token))
-    _print(text.rest() + "\n")
-    rate = n_drawn / (time.perf_counter() - begin)
-    print(f"{n_drawn} tokens after {len(prompt)}, {rate:,.1f} tokens/s", file=sys.stderr)
+            _print(streamer.put(token))
+    _print(streamer.flush() + "\n")
+    rate = n_sampled / (time.perf_counter() - begin)
+    print(f"{n_sampled} tokens after {len(prompt)}, {rate:,.1f} tokens/s", file=sys.stderr)
 
 
 def _print(text: str) -> None:
@@ -170,15 +180,15 @@ def _print(text: str) -> None:
     print(text.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
 
 
-def _count(wanted: int | None, prompt: list[int], seq_len: int) -> int:
-    # The last token drawn takes no position: the model never reads it.
+def _num_tokens(wanted: int | None, prompt: list[int], seq_len: int) -> int:
+    # The last sampled token takes no position: the model never reads it.
     room = seq_len + 1 - len(prompt)
     text = f"the model was trained on sequences of {seq_len}, and the prompt has {len(prompt)}"
     if room < 1:
         raise ValueError(f"argument --prompt: too long: {text}")
     if wanted is not None and wanted > room:
         raise ValueError(f"argument --tokens: at most {room}: {text}")
-    return wanted or min(MOST_TOKENS, room)
+    return wanted or min(DEFAULT_TOKENS, room)
 
 
 def load_model(
@@ -190,18 +200,21 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> nn.Module:
-    """The model of a checkpoint that was verified, whole on ``device``."""
+    """Load the unsharded model of a verified checkpoint to ``device``.
+
+    Raises ``ValueError`` if the checkpoint's tensors do not match ``args``.
+    """
     model = build_on_meta(spec, args, dtype)
-    with keep_shared(model):
+    with preserve_tied_weights(model):
         model.to_empty(device=device)
-    # Fills the buffers, which follow from ``args``; the weights come from the checkpoint below.
+    # Fills only the buffers, which follow from ``args``. The weights are loaded below.
     cast(Any, model).init_weights(lambda parameter, *, std: None)
     weights = ModelState(model)
     state = {"model": weights.state_dict()}
     index = read_index(folder, sizes_of(manifest))
-    have = {fqn: entry for fqn, entry in index.items() if fqn.startswith("model.")}
-    check_shapes(folder, have, {f"model.{fqn}": t.shape for fqn, t in state["model"].items()})
-    load_alone(state, folder, index)
+    saved = {fqn: entry for fqn, entry in index.items() if fqn.startswith("model.")}
+    check_shapes(folder, saved, {f"model.{fqn}": t.shape for fqn, t in state["model"].items()})
+    load_single_process(state, folder, index)
     weights.load_state_dict(state["model"])
     return model
 
@@ -215,47 +228,47 @@ def generate(
     count: int,
     choose: Callable[[torch.Tensor], int],
 ) -> Iterator[int]:
-    """``count`` tokens after ``prompt``; ``choose`` picks each from its logits (vocab,)."""
+    """Yield ``count`` tokens after ``prompt``; ``choose`` samples one from logits (vocab,)."""
     device = next(model.parameters()).device
-    given, n_seen = torch.tensor([prompt], device=device), 0
+    tokens, n_seen = torch.tensor([prompt], device=device), 0
     with cached(spec.attentions(model), spec.delta_nets(model), max_seq_len=len(prompt) + count):
         for _ in range(count):
-            for chunk in given.split(CHUNK, dim=1):
+            for chunk in tokens.split(PREFILL_CHUNK, dim=1):
                 positions = torch.arange(n_seen, n_seen + chunk.shape[1], device=device)[None]
                 logits = model(chunk, positions)
                 n_seen += chunk.shape[1]
             token = choose(logits[0, -1])
             yield token
-            given = torch.tensor([[token]], device=device)
+            tokens = torch.tensor([[token]], device=device)
 
 
-class Text:
-    """Ids to text as they come: a character that is incomplete waits for the rest of its bytes."""
+class TextStreamer:
+    """Incremental detokenizer that holds incomplete characters back until their last byte."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
         self._decode, self._ids = decode, prompt[-CONTEXT:]
-        self._n_told, self._n_waiting = len(decode(self._ids)), 0
+        self._n_emitted, self._n_pending = len(decode(self._ids)), 0
 
-    def add(self, token: int) -> str:
-        """The text that has become certain with ``token``."""
+    def put(self, token: int) -> str:
+        """Add a token; return the text that can no longer change."""
         self._ids.append(token)
         text = self._decode(self._ids)
         certain = len(text)
-        self._n_waiting = self._n_waiting + 1 if text.endswith(REPLACEMENT) else 0
-        if self._n_waiting > 0:
-            # The last may still become a character; with some tokenizers, so may all before it.
-            certain = self._n_told if self._n_waiting <= MOST_WAITING else certain - 1
-        piece = text[self._n_told : certain]
-        self._n_told = max(self._n_told, certain)
-        if self._n_waiting == 0 and len(self._ids) > 2 * CONTEXT:
-            # Later tokens no longer change the oldest text: stop decoding it again.
+        self._n_pending = self._n_pending + 1 if text.endswith(REPLACEMENT) else 0
+        if self._n_pending > 0:
+            # The last bytes may still become a character, and some tokenizers then change the rest.
+            certain = self._n_emitted if self._n_pending <= MAX_PENDING else certain - 1
+        new_text = text[self._n_emitted : certain]
+        self._n_emitted = max(self._n_emitted, certain)
+        if self._n_pending == 0 and len(self._ids) > 2 * CONTEXT:
+            # Later tokens cannot change the oldest text, so it is not decoded again.
             self._ids = self._ids[-CONTEXT:]
-            self._n_told = len(self._decode(self._ids))
-        return piece
+            self._n_emitted = len(self._decode(self._ids))
+        return new_text
 
-    def rest(self) -> str:
-        """The text that was held back; for the end."""
-        return self._decode(self._ids)[self._n_told :]
+    def flush(self) -> str:
+        """Return the text held back, after the last token."""
+        return self._decode(self._ids)[self._n_emitted :]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Print the requirements of pyproject.toml, and of an extra if named, that this interpreter lacks.
+"""Print the requirements of pyproject.toml, and of a named extra, that this interpreter lacks.
 
-Imports the standard library only, so that any interpreter can be asked, and asked quickly.
+Imports the standard library only, so that it runs on any interpreter and starts fast.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def missing(requirements: list[str]) -> list[str]:
-    """The requirements (``name>=version``) that are not installed, or older than asked."""
+    """Return the requirements (``name>=version``) that are not installed or too old."""
     found = []
     for requirement in requirements:
         name, minimum = requirement.split(">=")
@@ -24,7 +24,7 @@ def missing(requirements: list[str]) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """The release part of a version: 2.13.0+cpu to [2, 13, 0]."""
+    """Parse the release part of a version: 2.13.0+cpu to [2, 13, 0]."""
     return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])]
 
 
@@ -34,6 +34,6 @@ if __name__ == "__main__":
     ]
     extras = [r for name in sys.argv[1:] for r in project["optional-dependencies"][name]]
     requirements = project["dependencies"] + extras
-    # While pip changes an environment, or if it was interrupted, nothing there counts.
+    # In an environment that pip is changing, or was interrupted in, all requirements are missing.
     is_unfinished = Path(sys.prefix, "unfinished").exists()
     print("\n".join(requirements if is_unfinished else missing(requirements)), end="")

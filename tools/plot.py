@@ -1,4 +1,4 @@
-"""Draw a run's loss curves: ``python -m tools.plot RUN_FOLDER PICTURE.png``"""
+"""Plot a run's loss curves: ``python -m tools.plot RUN_FOLDER PICTURE.png``"""
 
 import json
 import sys
@@ -11,20 +11,21 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from runtime import exit_codes
-from tools.arguments import Parser, telling_mistakes
+from tools.cli import Parser, reporting_errors
 
 
-@telling_mistakes
+@reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.plot", description=__doc__)
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("picture", type=Path)
     options = parser.parse_args(arguments)
-    draw_losses(options.run_folder, options.picture)
+    plot_losses(options.run_folder, options.picture)
     return exit_codes.DONE
 
 
-def draw_losses(run_folder: Path, picture: Path) -> None:
+def plot_losses(run_folder: Path, picture: Path) -> None:
+    """Write ``picture`` from metrics.jsonl; raise ``ValueError`` if a line is not JSON."""
     path = run_folder / "metrics.jsonl"
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -33,7 +34,7 @@ def draw_losses(run_folder: Path, picture: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
     curves: list[tuple[str, str, dict[str, Any]]] = [
         ("loss", "training", {"linewidth": 1.0, "color": "0.6"}),
-        ("validation_loss", "held-out files", {"marker": "o", "markersize": 4, "color": "C0"}),
+        ("validation_loss", "validation", {"marker": "o", "markersize": 4, "color": "C0"}),
     ]
     for key, label, style in curves:
         points = [(record["step"], record[key]) for record in records if key in record]

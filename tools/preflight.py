@@ -1,11 +1,11 @@
 """Check the nodes before a run: ``python -m tools.preflight CONFIG [--section.key value ...]``
 
-Started once per node, in the environment and with the arguments of ``run_train.sh``. Prints a table
-and a line for each thing that is wrong, with the node or rank; changes nothing of the run. Exits
-with 0 if all is well, 1 if something is wrong, and 2 if the configuration is.
+Start it once per node, in the environment and with the arguments of ``run_train.sh``. Prints a
+table and one line for each problem, with the node or rank; does not change the run. Exits with 0 if
+all checks pass, 1 if one fails, and 2 if the configuration is wrong.
 
-comm.init_timeout_seconds is how long nodes wait for each other; a rank that does not answer within
-comm.train_timeout_seconds is named. Both may be small here.
+Nodes wait for each other for comm.init_timeout_seconds; a rank that does not answer within
+comm.train_timeout_seconds is reported. Small values are fine here.
 """
 
 import json
@@ -21,17 +21,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from config import load_config
+from launcher.agent import Nodes, open_store, run_ranks
+from launcher.launch import check_run, cpu_threads, find_nodes, ranks_per_node
 from runtime import exit_codes
-from tools.agent import Nodes, open_store, run_ranks
-from tools.launch import check_run, cpu_threads, find_nodes, ranks_per_node
-from tools.preflight_rank import FOUND
+from tools.preflight_rank import HAS_FINDINGS
 
 PROGRAM = ["-m", "tools.preflight_rank"]
 POLL_SECONDS = 0.1
-FAREWELL_SECONDS = 5.0
+SHUTDOWN_GRACE_SECONDS = 5.0
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
+    """Check all nodes; return the exit code. Must run on every node."""
     if not arguments or arguments[0] in ("--help", "-h"):
         print(__doc__, file=sys.stderr)
         return exit_codes.DONE if arguments else exit_codes.BAD_CONFIG
@@ -46,7 +47,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if nodes.count > 1:
         try:
             store = open_store(nodes, seconds)
-            findings = meet(store, nodes, n_ranks=n_ranks, seconds=seconds)
+            findings = rendezvous(store, nodes, n_ranks=n_ranks, seconds=seconds)
         except dist.DistError as error:
             reason = str(error).partition("\n")[0]
             where = f"{nodes.address}:{nodes.port}"
@@ -55,62 +56,62 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             print("\n".join(findings), file=sys.stderr)
             return exit_codes.FAILED
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
-    # Ranks get -P if we have it: no module is imported from an unsafe folder.
+    # Pass -P on to the ranks, so that they import no module from the working directory.
     program = [*(["-P"] if sys.flags.safe_path else []), *PROGRAM, *arguments]
     end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown={0})
     codes = set(end.codes.values())
     if exit_codes.BAD_CONFIG in codes:
         return exit_codes.BAD_CONFIG
-    if FOUND in codes or codes == {exit_codes.DONE}:
-        return exit_codes.FAILED if FOUND in codes else exit_codes.DONE
+    if HAS_FINDINGS in codes or codes == {exit_codes.DONE}:
+        return exit_codes.FAILED if HAS_FINDINGS in codes else exit_codes.DONE
     if nodes.rank == 0:
-        told = [f"exit codes by rank: {end.codes}"] if end.verdict is None else end.verdict.lines
-        print("the ranks did not come to an end:\n  " + "\n  ".join(told), file=sys.stderr)
+        lines = [f"exit codes by rank: {end.codes}"] if end.verdict is None else end.verdict.lines
+        print("preflight: ranks failed:\n  " + "\n  ".join(lines), file=sys.stderr)
     return exit_codes.FAILED
 
 
-def meet(store: dist.Store, nodes: Nodes, *, n_ranks: int, seconds: float) -> list[str]:
-    """Wait up to ``seconds`` for all nodes; return what is wrong, on every node that came."""
+def rendezvous(store: dist.Store, nodes: Nodes, *, n_ranks: int, seconds: float) -> list[str]:
+    """Wait up to ``seconds`` for all nodes; return the same findings on every node that joined."""
     store = dist.PrefixStore("preflight", store)
-    place = store.add(f"came/{nodes.rank}", 1)
-    store.set(f"node/{nodes.rank}/{place}", json.dumps([socket.gethostname(), n_ranks]))
-    if nodes.rank > 0 or place > 1:
-        # Twice as long, because the head may have begun to wait later.
-        store.wait(["met"], timedelta(seconds=2 * seconds))
-        findings = json.loads(store.get("met"))
-        store.add("told", 1)
+    arrival = store.add(f"joined/{nodes.rank}", 1)
+    store.set(f"node/{nodes.rank}/{arrival}", json.dumps([socket.gethostname(), n_ranks]))
+    if nodes.rank > 0 or arrival > 1:
+        # Twice as long, because node 0 may have started to wait later.
+        store.wait(["findings"], timedelta(seconds=2 * seconds))
+        findings = json.loads(store.get("findings"))
+        store.add("acknowledged", 1)
         return findings
     deadline = time.monotonic() + seconds
     firsts = [f"node/{rank}/1" for rank in range(nodes.count)]
     while not store.check(firsts) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    came = {rank: store.add(f"came/{rank}", 0) for rank in range(nodes.count)}
+    joined = {rank: store.add(f"joined/{rank}", 0) for rank in range(nodes.count)}
     hosts: dict[int, list[str]] = {}
     counts: dict[int, int] = {}
-    for rank, number in came.items():
-        for again in range(1, number + 1):
-            host, counts[rank] = json.loads(store.get(f"node/{rank}/{again}"))
+    for rank, number in joined.items():
+        for arrival in range(1, number + 1):
+            host, counts[rank] = json.loads(store.get(f"node/{rank}/{arrival}"))
             hosts.setdefault(rank, []).append(host)
     findings = [
-        f"node {rank} did not come within {seconds:.0f} s" for rank in came if rank not in hosts
+        f"node {rank} did not join within {seconds:.0f} s" for rank in joined if rank not in hosts
     ]
     findings += [
-        f"node {rank}: {len(names)} say that they are it: {', '.join(names)}"
+        f"node {rank}: {len(names)} launchers have this NODE_RANK: {', '.join(names)}"
         for rank, names in hosts.items()
         if len(names) > 1
     ]
     findings += [
-        f"node {rank} ({hosts[rank][0]}) has {count} ranks, and node 0 {n_ranks}"
+        f"node {rank} ({hosts[rank][0]}) has {count} ranks, but node 0 has {n_ranks}"
         for rank, count in counts.items()
         if count != n_ranks
     ]
     if len(hosts) < nodes.count:
-        there = ", ".join(f"{rank} ({names[0]})" for rank, names in hosts.items())
-        findings.append(f"nodes that came: {there}")
-    store.set("met", json.dumps(findings))
-    # All that came must hear it before this process ends, and the store with it.
-    deadline = time.monotonic() + FAREWELL_SECONDS
-    while store.add("told", 0) < sum(came.values()) - 1 and time.monotonic() < deadline:
+        present = ", ".join(f"{rank} ({names[0]})" for rank, names in hosts.items())
+        findings.append(f"nodes that joined: {present}")
+    store.set("findings", json.dumps(findings))
+    # The store ends with this process, so wait until all nodes have read the findings.
+    deadline = time.monotonic() + SHUTDOWN_GRACE_SECONDS
+    while store.add("acknowledged", 0) < sum(joined.values()) - 1 and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     return findings
 

@@ -1,4 +1,4 @@
-"""What each rank of ``tools.preflight`` does: tell what it is, measure, compare and report."""
+"""Checks of ``tools.preflight`` on each rank: gather facts and speeds, compare, report."""
 
 import hashlib
 import os
@@ -21,36 +21,36 @@ import torch
 import torch.distributed as dist
 
 from config import JobConfig, dump_toml, load_config
-from job import Job, resolve
+from launcher.post_mortem import ROOT, RankHeartbeat
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import ParallelDims
+from run_spec import RunSpec, resolve
 from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.distributed import init_distributed
-from runtime.machine import usable_cpus
-from runtime.post_mortem import ROOT, Witness
-from runtime.together import everywhere
-from tools.preflight_speed import KINDS, bus_bandwidth, groups_of, link_speed, multiply_speed
+from runtime.machine import available_cpus
+from runtime.object_collectives import all_gather_object
+from tools.preflight_speed import KINDS, bus_bandwidth, link_speed, matmul_speed, mesh_groups
 
-# Exit code of ranks when something is wrong, which the launcher does not take for a failure.
-FOUND = exit_codes.DO_NOT_REQUEUE
+# Exit code of ranks if there are findings; the launcher does not report it as a failure.
+HAS_FINDINGS = exit_codes.DO_NOT_REQUEUE
 CLOCK_SECONDS, CLOCK_TRIES = 1.0, 10
-# How long a file may take to be seen from another node on a network file system.
-SEEN_SECONDS = 5.0
-# Speeds, and sizes of memory, below these shares of what the others have are findings.
+# Bound on the time until a network file system shows a file to another node.
+VISIBLE_SECONDS = 5.0
+# Speeds and memory sizes below these fractions of the median are findings.
 SLOW, SMALL = 0.5, 0.95
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is."""
+class RankLocation:
+    """Node and host of a rank."""
 
     rank: int
     node: int
     host: str
     is_leader: bool
-    """Whether it speaks for its node."""
+    """Whether this is the first rank of its node."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} (node {self.node}, {self.host})"
@@ -61,97 +61,100 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What all ranks told; equal on all of them."""
+class Report:
+    """Facts and findings gathered from all ranks; equal on all of them."""
 
-    places: list[Place]
+    places: list[RankLocation]
     columns: dict[str, list[str]]
-    """Columns of the table of nodes, by name: a text for each node."""
+    """Columns of the table of nodes by name, with one text per node."""
     findings: list[str]
 
     @property
-    def leaders(self) -> list[Place]:
+    def leaders(self) -> list[RankLocation]:
         return [place for place in self.places if place.is_leader]
 
 
 def main(arguments: list[str]) -> int:
-    with Witness(os.environ):
+    """Run all checks on this rank; return its exit code. Collective."""
+    with RankHeartbeat(os.environ):
         config = load_config(Path(arguments[0]), arguments[1:])
-        # As the trainer does, before any process group: it opens tokenizer and data.
-        job, mistake = None, ""
+        # Like train.py, resolve before any process group exists; it opens tokenizer and data.
+        run, config_error = None, ""
         try:
-            job = resolve(config, world_size=int(os.environ["WORLD_SIZE"]))
+            run = resolve(config, world_size=int(os.environ["WORLD_SIZE"]))
         except ValueError as error:
-            mistake = str(error)
+            config_error = str(error)
         device = init_distributed(config.comm)
         set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
-        code = check(config, job, mistake, device)
+        code = check(config, run, config_error, device)
         dist.barrier()
         dist.destroy_process_group()
         return code
 
 
-def check(config: JobConfig, job: Job | None, mistake: str, device: torch.device) -> int:
-    """Make all checks; rank 0 prints them. The exit code is equal on all ranks. A collective."""
-    rank, mistakes = dist.get_rank(), everywhere(mistake)
-    if all(mistakes):
+def check(config: JobConfig, run: RunSpec | None, config_error: str, device: torch.device) -> int:
+    """Make all checks, print them on rank 0, return the same exit code on all ranks. Collective."""
+    rank, config_errors = dist.get_rank(), all_gather_object(config_error)
+    if all(config_errors):
         if rank == 0:
-            print(mistake, file=sys.stderr)
+            print(config_error, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     is_leader = os.environ["LOCAL_RANK"] == "0"
     node, host = int(os.environ["GROUP_RANK"]), socket.gethostname()
-    places = everywhere(Place(rank, node, host, is_leader))
-    findings = [f"{who}: {text}" for who, text in zip(places, mistakes, strict=True) if text]
-    seen = Seen(places, {}, findings)
-    compare_facts(seen, facts_of(config, job))
-    compare_memory(seen, device)
-    title = compare_folders(seen, config, max(everywhere(count_parameters(job))))
-    compare_clocks(seen)
-    compare_speeds(seen, device)
-    dims = compare_dims(seen, config, device)
+    places = all_gather_object(RankLocation(rank, node, host, is_leader))
+    findings = [f"{who}: {text}" for who, text in zip(places, config_errors, strict=True) if text]
+    report = Report(places, {}, findings)
+    compare_facts(report, node_environment(config, run))
+    compare_memory(report, device)
+    title = compare_folders(report, config, max(all_gather_object(count_parameters(run))))
+    compare_clocks(report)
+    compare_speeds(report, device)
+    dims = compare_dims(report, config, device)
     if rank == 0:
-        print(f"{len(seen.leaders)} nodes, {len(places)} ranks on {device.type}; {title}")
-        rows = zip(*([name, *texts] for name, texts in seen.columns.items()), strict=True)
+        print(f"{len(report.leaders)} nodes, {len(places)} ranks on {device.type}; {title}")
+        rows = zip(*([name, *texts] for name, texts in report.columns.items()), strict=True)
         print("\n".join(aligned([list(row) for row in rows]) + aligned(dims)))
-        print("\n".join(findings) or "all is well")
-    return FOUND if findings else exit_codes.DONE
+        print("\n".join(findings) or "preflight: passed")
+    return HAS_FINDINGS if findings else exit_codes.DONE
 
 
 def unequal(what: str, values: Sequence[Any], who: Sequence[str]) -> list[str]:
-    """Those with another value than most have; in a tie, than the value that comes first."""
+    """List those whose value is not the most common one; in a tie, not the first one."""
     usual = Counter(values).most_common(1)[0][0]
     return [
-        f"{name}: {what} is {value}, and {usual} elsewhere"
+        f"{name}: {what} is {value}, but {usual} elsewhere"
         for name, value in zip(who, values, strict=True)
         if value != usual
     ]
 
 
 def below(share: float, what: str, values: Sequence[float], who: Sequence[Any]) -> list[str]:
-    """Those with less than a share of the median; in ``what``, {} is where the number goes."""
-    # The higher of two middle values, so that a slow half is found too.
+    """List those below a share of the median; ``what`` is a format string for the value."""
+    # The higher of two middle values, so that a slow half is reported too.
     usual = median_high(values)
     return [
-        f"{name}: {what.format(f'{value:.3g}')}, and the median is {usual:.3g}"
+        f"{name}: {what.format(f'{value:.3g}')}, median {usual:.3g}"
         for name, value in zip(who, values, strict=True)
         if value < share * usual
     ]
 
 
-def compare_facts(seen: Seen, facts: Mapping[str, Any]) -> None:
-    """Compare what must be equal on all nodes. Like all that follow, a collective that adds to
-    ``seen``."""
-    told = {str(who): facts for who, facts in zip(seen.places, everywhere(facts), strict=True)}
-    for key in dict.fromkeys(key for facts in told.values() for key in facts):
-        having = [leader for leader in seen.leaders if key in told[str(leader)]]
-        values = [told[str(leader)][key] for leader in having]
-        seen.findings.extend(unequal(key, values, [leader.of_node for leader in having]))
-    seen.columns["node"] = [str(leader.node) for leader in seen.leaders]
-    seen.columns["host"] = [leader.host for leader in seen.leaders]
-    seen.columns["devices"] = [str(told[str(leader)]["devices"]) for leader in seen.leaders]
+def compare_facts(report: Report, facts: Mapping[str, Any]) -> None:
+    """Compare facts that must be equal on all nodes. Collective. Mutates ``report``."""
+    gathered = {
+        str(who): facts for who, facts in zip(report.places, all_gather_object(facts), strict=True)
+    }
+    for key in dict.fromkeys(key for facts in gathered.values() for key in facts):
+        leaders = [leader for leader in report.leaders if key in gathered[str(leader)]]
+        values = [gathered[str(leader)][key] for leader in leaders]
+        report.findings.extend(unequal(key, values, [leader.of_node for leader in leaders]))
+    report.columns["node"] = [str(leader.node) for leader in report.leaders]
+    report.columns["host"] = [leader.host for leader in report.leaders]
+    report.columns["devices"] = [str(gathered[str(leader)]["devices"]) for leader in report.leaders]
 
 
-def facts_of(config: JobConfig, job: Job | None) -> dict[str, Any]:
+def node_environment(config: JobConfig, run: RunSpec | None) -> dict[str, Any]:
+    """Versions, hashes and devices of this node."""
     has_gpu = torch.cuda.is_available()
     driver = Path("/proc/driver/nvidia/version")
     facts = {
@@ -163,17 +166,17 @@ def facts_of(config: JobConfig, job: Job | None) -> dict[str, Any]:
         "hash of the sources": source_hash(),
         "hash of the configuration": hashlib.sha256(dump_toml(config).encode()).hexdigest()[:12],
         "device": torch.cuda.get_device_name() if has_gpu else platform.machine(),
-        "devices": torch.cuda.device_count() if has_gpu else usable_cpus(),
+        "devices": torch.cuda.device_count() if has_gpu else available_cpus(),
     }
-    # A node without a job has already told why.
-    if job is not None:
-        facts["fingerprint of the tokenizer"] = job.tokenizer.fingerprint
-        facts["fingerprint of the data"] = job.train.fingerprint
+    # A node without a run has already reported its error.
+    if run is not None:
+        facts["fingerprint of the tokenizer"] = run.tokenizer.fingerprint
+        facts["fingerprint of the data"] = run.training_data.fingerprint
     return facts
 
 
 def source_hash() -> str:
-    """Hash of all our Python files; a model of the user's own is not among them."""
+    """Hash of all Python files of Shardloom; a user's own model is not included."""
     packages = (path.parent for path in ROOT.glob("*/__init__.py"))
     files = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
     total = hashlib.sha256()
@@ -182,81 +185,85 @@ def source_hash() -> str:
     return total.hexdigest()[:12]
 
 
-def compare_memory(seen: Seen, device: torch.device) -> None:
-    """Compare the memory of devices, some of which may be taken; without any, the machine's."""
+def compare_memory(report: Report, device: torch.device) -> None:
+    """Compare total and used device memory; on CPU, the total. Collective. Mutates ``report``."""
     free = total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-    totals, taken = everywhere(total / GIB), everywhere(1 - free / total)
-    seen.findings.extend(below(SMALL, "{} GiB of memory", totals, seen.places))
-    seen.findings.extend(
-        f"{who}: {share:.0%} of its device's memory is taken"
-        for who, share in zip(seen.places, taken, strict=True)
+    totals, used = all_gather_object(total / GIB), all_gather_object(1 - free / total)
+    report.findings.extend(below(SMALL, "{} GiB of memory", totals, report.places))
+    report.findings.extend(
+        f"{who}: {share:.0%} of its device's memory is in use"
+        for who, share in zip(report.places, used, strict=True)
         if share > 1 - SMALL
     )
-    seen.columns["memory GiB"] = [f"{totals[leader.rank]:.1f}" for leader in seen.leaders]
+    report.columns["memory GiB"] = [f"{totals[leader.rank]:.1f}" for leader in report.leaders]
 
 
-def count_parameters(job: Job | None) -> int:
-    if job is None:
+def count_parameters(run: RunSpec | None) -> int:
+    if run is None:
         return 0
-    model = build_on_meta(job.spec, job.args, getattr(torch, job.config.training.dtype))
+    model = build_on_meta(run.model_spec, run.model_args, getattr(torch, run.config.training.dtype))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def compare_folders(seen: Seen, config: JobConfig, n_parameters: int) -> str:
-    """Compare whether all nodes can write to one folder with room; return what needs the room."""
-    own = seen.places[dist.get_rank()]
-    (token, *_) = everywhere(uuid.uuid4().hex)
-    folder, mine, free, problem = Path(config.job.output_dir).absolute(), None, 0.0, ""
+def compare_folders(report: Report, config: JobConfig, n_parameters: int) -> str:
+    """Check that all nodes share one writable folder with room for a checkpoint.
+
+    Returns the model's size and that of a checkpoint. Collective. Mutates ``report``.
+    """
+    own = report.places[dist.get_rank()]
+    (token, *_) = all_gather_object(uuid.uuid4().hex)
+    folder, own_file, free, problem = Path(config.job.output_dir).absolute(), None, 0.0, ""
     try:
         folder = nearest(folder / config.job.name)
         free = shutil.disk_usage(folder).free / GIB
         if own.is_leader:
-            mine = folder / f".preflight-{token}-{own.node}"
-            mine.write_text(token)
+            own_file = folder / f".preflight-{token}-{own.node}"
+            own_file.write_text(token)
     except OSError as error:
         problem = f"cannot write to {folder}: {error}"
     try:
-        told = everywhere((str(folder), free, problem))
-        writers = [leader for leader in seen.leaders if not told[leader.rank][2]]
+        gathered = all_gather_object((str(folder), free, problem))
+        writers = [leader for leader in report.leaders if not gathered[leader.rank][2]]
         if own in writers:
             first = writers[0]
-            if not is_read(folder / f".preflight-{token}-{first.node}", token):
-                there = told[first.rank][0]
-                problem = f"does not see in {folder} what {first.of_node} wrote in {there}"
-        problems = everywhere(problem)
+            if not is_visible(folder / f".preflight-{token}-{first.node}", token):
+                there = gathered[first.rank][0]
+                problem = f"cannot read in {folder} what {first.of_node} wrote to {there}"
+        problems = all_gather_object(problem)
     finally:
-        if mine is not None:
+        if own_file is not None:
             with suppress(OSError):
-                mine.unlink()
-    seen.findings.extend(
+                own_file.unlink()
+    report.findings.extend(
         f"{leader.of_node}: {problems[leader.rank]}"
-        for leader in seen.leaders
+        for leader in report.leaders
         if problems[leader.rank]
     )
-    seen.columns["free GiB"] = [f"{told[leader.rank][1]:.1f}" for leader in seen.leaders]
-    # A checkpoint has weights and two moments.
+    report.columns["free GiB"] = [f"{gathered[leader.rank][1]:.1f}" for leader in report.leaders]
+    # A checkpoint has the weights and two moments of Adam.
     need = 3 * n_parameters * getattr(torch, config.training.dtype).itemsize / GIB
-    title = f"{n_parameters:,} parameters, {need:.2f} GiB a checkpoint"
+    title = f"{n_parameters:,} parameters, {need:.2f} GiB per checkpoint"
     for leader in writers[:1]:
-        folder_there, free_there, _ = told[leader.rank]
+        folder_there, free_there, _ = gathered[leader.rank]
         if config.checkpoint.enable and free_there < need:
-            seen.findings.append(
-                f"{leader.of_node}: {free_there:.2f} GiB are free in {folder_there}; {title}"
+            report.findings.append(
+                f"{leader.of_node}: {free_there:.2f} GiB free in {folder_there}; {title}"
             )
     return title
 
 
 def nearest(folder: Path) -> Path:
-    """``folder``, or the first above it that exists: a check creates no folders."""
+    """Return ``folder`` or its first parent that exists; the check creates no folders."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def is_read(path: Path, text: str) -> bool:
-    deadline = time.monotonic() + SEEN_SECONDS
+def is_visible(path: Path, text: str) -> bool:
+    """Whether ``path`` shows ``text`` within ``VISIBLE_SECONDS``."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
     while True:
-        # File systems that cache may fail, too, before they show what another node wrote.
+        # A caching file system may also raise before it shows the file of another node.
         with suppress(OSError):
             if path.read_text() == text:
                 return True
@@ -265,65 +272,71 @@ def is_read(path: Path, text: str) -> bool:
         time.sleep(0.1)
 
 
-def compare_clocks(seen: Seen) -> None:
-    """Compare with node 0's: a clock is read halfway from question to answer, give or take half."""
+def compare_clocks(report: Report) -> None:
+    """Compare the clocks with node 0's. Collective. Mutates ``report``.
+
+    A clock is taken to be read at the middle of a round trip; the error bound is half of it.
+    """
     rank, stamp = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
     offsets = [(0.0, 0.0)]
-    for leader in seen.leaders[1:]:
+    for leader in report.leaders[1:]:
         tries = []
         for _ in range(CLOCK_TRIES):
             if rank == 0:
-                asked = wall_clock()
+                sent = wall_clock()
                 dist.send(stamp, leader.rank)
                 dist.recv(stamp, leader.rank)
-                bound = (wall_clock() - asked) / 2
-                tries.append((bound, stamp.item() - asked - bound))
+                bound = (wall_clock() - sent) / 2
+                tries.append((bound, stamp.item() - sent - bound))
             elif rank == leader.rank:
                 dist.recv(stamp, 0)
                 dist.send(stamp.fill_(wall_clock()), 0)
         offsets += [min(tries)[::-1]] if tries else []
-    offsets = everywhere(offsets)[0]
-    seen.findings.extend(
-        f"{leader.of_node}: its clock is {offset:+.3f} s from node 0's, known to {bound:.4f} s"
-        for leader, (offset, bound) in zip(seen.leaders, offsets, strict=True)
+    offsets = all_gather_object(offsets)[0]
+    report.findings.extend(
+        f"{leader.of_node}: its clock is {offset:+.3f} s from node 0's, error bound {bound:.4f} s"
+        for leader, (offset, bound) in zip(report.leaders, offsets, strict=True)
         if abs(offset) - bound > CLOCK_SECONDS
     )
-    seen.columns["clock s"] = [f"{offset:+.3f}" for offset, _ in offsets]
+    report.columns["clock s"] = [f"{offset:+.3f}" for offset, _ in offsets]
 
 
 def wall_clock() -> float:
     return time.time()
 
 
-def compare_speeds(seen: Seen, device: torch.device) -> None:
-    """Compare speeds: of each rank alone, and of its links to a few others."""
-    speeds = everywhere(multiply_speed(device))
-    own = seen.places[dist.get_rank()]
-    links = everywhere(link_speed(device, node=own.node, n_nodes=len(seen.leaders)))
-    texts = {"matrix products at {} TFLOP/s": speeds, "its best link has {} GB/s": links}
+def compare_speeds(report: Report, device: torch.device) -> None:
+    """Compare matmul and link speeds of all ranks. Collective. Mutates ``report``."""
+    speeds = all_gather_object(matmul_speed(device))
+    own = report.places[dist.get_rank()]
+    links = all_gather_object(link_speed(device, node=own.node, n_nodes=len(report.leaders)))
+    texts = {"matmul at {} TFLOP/s": speeds, "best link at {} GB/s": links}
     for what, values in texts.items():
-        seen.findings.extend(below(SLOW, what, values, seen.places))
+        report.findings.extend(below(SLOW, what, values, report.places))
     for name, values in (("TFLOP/s", speeds), ("link GB/s", links)):
         nodes: dict[int, list[float]] = {}
-        for place, value in zip(seen.places, values, strict=True):
+        for place, value in zip(report.places, values, strict=True):
             nodes.setdefault(place.node, []).append(value)
-        seen.columns[name] = [f"{min(nodes[leader.node]):.3g}" for leader in seen.leaders]
+        report.columns[name] = [f"{min(nodes[leader.node]):.3g}" for leader in report.leaders]
 
 
-def compare_dims(seen: Seen, config: JobConfig, device: torch.device) -> list[list[str]]:
-    """Compare groups of each mesh dim; return rows of a table, none if no dim is larger than 1."""
-    dims = ParallelDims.build(config.parallelism, len(seen.places), device.type)
+def compare_dims(report: Report, config: JobConfig, device: torch.device) -> list[list[str]]:
+    """Compare the groups of each mesh dim; return table rows, none if all dims have size 1.
+
+    Collective. Mutates ``report``.
+    """
+    dims = ParallelDims.build(config.parallelism, len(report.places), device.type)
     meshes, ep = [dims.weight_mesh, dims.data_mesh], config.parallelism.expert_parallel_degree
     if ep > 1:
         meshes.append(dims.build_expert_mesh(ep))
     rows = [["dim", "ranks", "groups", *(f"{kind} GB/s" for kind in KINDS)]]
-    for label, groups, group in groups_of(meshes):
+    for label, groups, group in mesh_groups(meshes):
         rows.append([label, str(len(groups[0])), str(len(groups))])
         for kind in KINDS:
-            told = everywhere(bus_bandwidth(kind, group, device))
-            slowest = [min(told[rank] for rank in ranks) for ranks in groups]
+            gathered = all_gather_object(bus_bandwidth(kind, group, device))
+            slowest = [min(gathered[rank] for rank in ranks) for ranks in groups]
             who = [f"{label} of ranks {', '.join(map(str, ranks))}" for ranks in groups]
-            seen.findings.extend(below(SLOW, kind + " at {} GB/s", slowest, who))
+            report.findings.extend(below(SLOW, kind + " at {} GB/s", slowest, who))
             rows[-1].append(f"{min(slowest):.3g}")
     return rows if len(rows) > 1 else []
 

@@ -1,10 +1,10 @@
-"""Tokenize a run's documents once, into a folder that runs read with ``data.source = "tokens"``.
+"""Tokenize a run's documents into a folder that runs read with ``data.source = "tokens"``.
 
 ``python -m tools.prepare FOLDER [--config run.toml] [--data.path 'x/*.jsonl' ...] [--workers N]``
 ``python -m tools.prepare FOLDER --verify``: hash all files of a folder.
 
-The documents and the tokenizer are those of [data], as a run would read them. Stopped, even by
-SIGKILL, the same command goes on where it was; the bytes are the same for any number of workers.
+[data] configures documents and tokenizer as in a run. After an interruption, even by SIGKILL, the
+same command resumes. The files are identical for any number of workers.
 """
 
 import argparse
@@ -22,119 +22,120 @@ from typing import Any
 
 from config import load_config
 from config.job_config import Data
-from data.files import spread
+from data.files import evenly_spaced
 from data.sources import open_documents
 from data.token_files import (
     BEGUN_FILE,
     DTYPES,
     FORMAT,
-    INDEX_FILE,
+    TOKEN_INDEX_FILE,
     check_sizes,
-    dtype_of,
-    index_text,
+    encode_index,
     read_index,
+    smallest_dtype,
     verify,
 )
 from data.tokenizer import load_tokenizer
-from runtime import exit_codes
-from runtime.machine import usable_cpus
-from tools.arguments import Parser, split_overrides, telling_mistakes, whole_number
-from tools.token_shards import (
+from data.write_shards import (
     Progress,
-    WorkerLost,
+    WorkerDied,
+    atomic_write_bytes,
     shard_name,
     tokenize,
-    write_new_file,
 )
+from runtime import exit_codes
+from runtime.machine import available_cpus
+from tools.cli import Parser, reporting_errors, split_overrides, whole_number
 
 CONFIG_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 SHARD_TOKENS = 1 << 26
-# How many documents, spread over all, are measured to decide how many make a shard.
-MEASURED = 64
+# Number of evenly spaced documents that estimate how many documents make a shard.
+MEASURED_DOCUMENTS = 64
 SUFFIXES = ("bin", "ends", "json")
-OURS = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
+OWNED = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
 
 
-@telling_mistakes
+@reporting_errors
 def main(arguments: list[str]) -> int:
     try:
         options, overrides = parse(arguments)
         if options.verify:
             return verify_folder(options.folder)
         data = load_config(options.config or CONFIG_FILE, overrides).data
-        n_workers = options.workers or usable_cpus()
+        n_workers = options.workers or available_cpus()
         prepare(options.folder, data, n_workers=n_workers, shard_tokens=options.shard_tokens)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("interrupted; run the same command to resume", file=sys.stderr)
         return exit_codes.PREEMPTED
-    except WorkerLost as error:
-        print(f"{error}; the same command goes on", file=sys.stderr)
+    except WorkerDied as error:
+        print(f"{error}; run the same command to resume", file=sys.stderr)
         return exit_codes.FAILED
     return exit_codes.DONE
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The tool's own options, and the overrides of the run's keys."""
+    """Parse the tool's options; return them and the overrides of [data]."""
     own, overrides = split_overrides(arguments)
     for argument in overrides:
         key = argument.partition("=")[0]
         if key.startswith("--") and not key.startswith("--data."):
-            raise ValueError(f"command line: {key} does nothing here; --data.KEY does")
+            raise ValueError(f"command line: {key} has no effect here; only --data.KEY has")
     parser = Parser("python -m tools.prepare", description=__doc__)
     add = parser.add_argument
-    add("folder", metavar="FOLDER", type=Path, help="what is written, or gone on with")
+    add("folder", metavar="FOLDER", type=Path, help="folder to write or resume")
     add(
         "--config",
         type=Path,
         metavar="FILE",
-        help="a run's; default train_configs/debug_model.toml",
+        help="config of a run; default train_configs/debug_model.toml",
     )
     add(
         "--workers",
         type=whole_number(1),
         metavar="N",
-        help="processes; default: the CPUs there are",
+        help="worker processes; default: available CPUs",
     )
     add(
         "--shard_tokens",
         type=whole_number(1),
         metavar="N",
-        help=f"of a shard, about; default {SHARD_TOKENS}",
+        help=f"approximate size of a shard; default {SHARD_TOKENS}",
     )
-    add("--verify", action="store_true", help="only hash the files that are there")
+    add("--verify", action="store_true", help="only verify the hashes of a prepared folder")
     options = parser.parse_args(own)
     if options.verify and (overrides or len(own) > 2):
-        raise ValueError("argument --verify: takes FOLDER and nothing else")
+        raise ValueError("argument --verify: takes only FOLDER")
     options.shard_tokens = options.shard_tokens or SHARD_TOKENS
     return options, overrides
 
 
 def verify_folder(folder: Path) -> int:
+    """Print each file of ``folder`` with a wrong hash; return the exit code."""
     n_files, n_wrong = 0, 0
     for path, problem in verify(folder):
         n_files += 1
         if problem:
             n_wrong += 1
             print(f"{path}: {problem}", file=sys.stderr)
-    print(f"{folder}: {n_files - n_wrong} of {n_files} files are what was written")
+    print(f"{folder}: {n_files - n_wrong} of {n_files} files have the recorded SHA-256")
     return exit_codes.BAD_CONFIG if n_wrong else exit_codes.DONE
 
 
 def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> None:
-    """Fill ``folder`` with what is missing there; print how a run reads it.
+    """Write the missing shards and the index of ``folder``; print the command that reads it.
 
-    Raises ``ValueError`` for what cannot be read, and if the folder was begun with something else.
+    Raises ``ValueError`` for bad data, or if ``folder`` was begun with other settings.
     """
     if len(data.mixture) != 1:
-        raise ValueError("data.sources: each source of a mixture is prepared by itself")
+        raise ValueError("data.sources: prepare each source of a mixture separately")
     source = data.mixture[0]
     if source.type == "tokens":
-        raise ValueError("data.source: tokens are what is written here")
-    facts = _facts(data, shard_tokens)
+        raise ValueError("data.source: tokens are already prepared")
+    plan = _build_plan(data, shard_tokens)
     with _locked(folder):
-        begun = _begin(folder, facts)
+        begun = _begin(folder, plan)
         n_shards = -(-begun["source"]["documents"] // begun["documents_per_shard"])
-        if not (folder / INDEX_FILE).exists():
+        if not (folder / TOKEN_INDEX_FILE).exists():
             shards = _finished_shards(folder, begun)
             missing = [number for number in range(n_shards) if number not in shards]
             progress = Progress(begun["source"]["documents"], list(shards.values()))
@@ -143,34 +144,34 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
         index = read_index(folder)
         for shard in index["shards"]:
             check_sizes(folder, shard, DTYPES[index["dtype"]])
-        # The index now has what the other files of facts said.
+        # The index now contains the metadata of all shards.
         _remove(
             folder,
-            {path.name for path in folder.iterdir() if path.suffix != ".json"} | {INDEX_FILE},
+            {path.name for path in folder.iterdir() if path.suffix != ".json"} | {TOKEN_INDEX_FILE},
         )
     print(
         f"{folder}: {index['documents']:,} documents ({index['skipped']:,} empty and"
-        f" {index['bad']:,} bad ones left out), {index['tokens']:,} tokens of {index['dtype']},"
+        f" {index['bad']:,} bad ones skipped), {index['tokens']:,} tokens of {index['dtype']},"
         f" {n_shards} shards"
     )
     keys = {"source": "tokens", "path": str(folder), "tokenizer": index["tokenizer"]["name"]}
-    told = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
-    print(f"next: ./run_train.sh {told}")
+    overrides = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
+    print(f"next: ./run_train.sh {overrides}")
 
 
-def _facts(data: Data, shard_tokens: int) -> dict[str, Any]:
-    """All that the bytes of the folder depend on."""
+def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:
+    """Everything that the contents of the folder depend on."""
     source, skips_bad = data.mixture[0], data.on_bad_record == "skip"
     documents, fingerprint = open_documents(source, skips_bad=skips_bad)
     tokenizer = load_tokenizer(data.tokenizer)
     if len(documents) == 0:
-        raise ValueError("data.path: there is no document")
-    measured = spread(len(documents), MEASURED)
+        raise ValueError("data.path: no documents")
+    measured = evenly_spaced(len(documents), MEASURED_DOCUMENTS)
     texts = (documents[index] for index in measured)
     tokens = sum(len(tokenizer.encode_document(text)) for text in texts if isinstance(text, str))
     return {
         "format": FORMAT,
-        "dtype": dtype_of(tokenizer.n_vocab),
+        "dtype": smallest_dtype(tokenizer.n_vocab),
         "tokenizer": {"name": data.tokenizer, "fingerprint": tokenizer.fingerprint},
         "source": {
             "name": f"{source.type} {source.path}".strip(),
@@ -185,34 +186,34 @@ def _facts(data: Data, shard_tokens: int) -> dict[str, Any]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, which is made if there is none; ``ValueError`` if another process holds it."""
+    """Create and lock ``folder``; raise ``ValueError`` if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder}: another process is preparing it now") from None
+            raise ValueError(f"{folder}: locked by another tools.prepare") from None
         yield
     finally:
         os.close(descriptor)
 
 
-def _begin(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts that the folder was begun with; writes them if it is new."""
-    foreign = sorted(path.name for path in folder.iterdir() if not OURS.fullmatch(path.name))
+def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan that ``folder`` was begun with; write ``plan`` if the folder is new."""
+    foreign = sorted(path.name for path in folder.iterdir() if not OWNED.fullmatch(path.name))
     if foreign:
-        raise ValueError(f"{folder}: {foreign[0]} is not of a prepared folder; name a new one")
-    if (folder / INDEX_FILE).exists():
+        raise ValueError(f"{folder}: {foreign[0]} is not a file of tools.prepare; use a new folder")
+    if (folder / TOKEN_INDEX_FILE).exists():
         begun = read_index(folder)
     elif (folder / BEGUN_FILE).exists():
         begun = _read_json(folder / BEGUN_FILE)
         if begun.get("format") != FORMAT:
-            raise ValueError(f"{folder / BEGUN_FILE}: its format is not {FORMAT}")
+            raise ValueError(f"{folder / BEGUN_FILE}: format is not {FORMAT}")
     else:
-        write_new_file(folder / BEGUN_FILE, json.dumps(facts, indent=1).encode())
-        return facts
-    then, now = ([f["source"], f["tokenizer"], f["shard_tokens"]] for f in (begun, facts))
+        atomic_write_bytes(folder / BEGUN_FILE, json.dumps(plan, indent=1).encode())
+        return plan
+    then, now = ([p["source"], p["tokenizer"], p["shard_tokens"]] for p in (begun, plan))
     changes = []
     for what, old, new in zip(("documents", "tokenizer"), then, now, strict=False):
         if old["fingerprint"] != new["fingerprint"]:
@@ -221,20 +222,20 @@ def _begin(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
             changes.append(f"{what}: {names}")
     if then[2] != now[2]:
         changes.append(f"--shard_tokens: {then[2]}, not {now[2]}")
-    # Records left out so far stay so, which error does not allow; skip may begin at any time.
-    if begun["skips_bad"] and not facts["skips_bad"]:
+    # Records skipped so far stay skipped, so skip may not become error; the reverse is fine.
+    if begun["skips_bad"] and not plan["skips_bad"]:
         changes.append("data.on_bad_record: skip, not error")
     if changes:
-        raise ValueError(f"{folder} was begun with something else: {'; '.join(changes)}")
-    # The same tokenizer may lie elsewhere now.
-    return begun | {key: facts[key] for key in ("tokenizer", "skips_bad")}
+        raise ValueError(f"{folder} was begun with other settings: {'; '.join(changes)}")
+    # The same tokenizer may have another path now.
+    return begun | {key: plan[key] for key in ("tokenizer", "skips_bad")}
 
 
 def _finished_shards(folder: Path, begun: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The facts of the shards that are whole, by number; deletes all other files of shards."""
+    """Metadata of the finished shards by number; deletes the files of all others."""
     finished = {}
     for path in folder.glob("shard-*.json"):
-        # A shard's facts are written last, so the rest of it is there.
+        # A shard's metadata is written last, so its other files are complete.
         with suppress(ValueError, KeyError):
             shard = _read_json(path)
             check_sizes(folder, shard, DTYPES[begun["dtype"]])
@@ -246,7 +247,7 @@ def _finished_shards(folder: Path, begun: dict[str, Any]) -> dict[int, dict[str,
 
 def _remove(folder: Path, keep: set[str]) -> None:
     for path in folder.iterdir():
-        if OURS.fullmatch(path.name) and path.name not in keep:
+        if OWNED.fullmatch(path.name) and path.name not in keep:
             path.unlink()
 
 
@@ -259,7 +260,9 @@ def _publish_index(folder: Path, begun: dict[str, Any], n_shards: int, *, max_ba
         raise ValueError(f"data.max_bad_records: {counts['bad']:,} records could not be read")
     if counts["documents"] == 0:
         raise ValueError(f"data.path: none of {counts['skipped']:,} documents has text")
-    write_new_file(folder / INDEX_FILE, index_text({**begun, **counts, "shards": shards}))
+    atomic_write_bytes(
+        folder / TOKEN_INDEX_FILE, encode_index({**begun, **counts, "shards": shards})
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -270,6 +273,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # What schedulers send in place of Ctrl-C.
+    # Schedulers send SIGTERM; treat it like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

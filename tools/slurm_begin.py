@@ -1,11 +1,11 @@
-"""Check what a Slurm job is to train: ``tools.slurm_begin CONFIG [--section.key value ...]``
+"""Check the run of a Slurm job: ``tools.slurm_begin CONFIG [--section.key value ...]``
 
-For ``slurm/train.sbatch``: prints the run's folder, the configuration and its overrides, a zero
-byte after each; nothing, if a person told the run to stop while the job waited. Exits with 2 and
-the reason if there is nothing that could be trained.
+For ``slurm/train.sbatch``: prints the run folder, the configuration and its overrides, each
+terminated by a zero byte. Prints nothing if control/stop was written while the job was queued.
+Exits with 2 and the reason if the run cannot be trained.
 
-With ``SWEEP``, a TOML file of ``[[runs]]`` shaped like a configuration, task i of a job array
-trains the configuration, the overrides and runs[i], as ``<job.name>-i`` unless runs[i] names it.
+``SWEEP`` is a TOML file of ``[[runs]]`` shaped like a configuration: task i of a job array trains
+the configuration with the overrides and runs[i], as ``<job.name>-i`` unless runs[i] names it.
 """
 
 import os
@@ -19,16 +19,17 @@ import tomli
 import tomli_w
 
 from config import ConfigError, JobConfig, load_config
+from launcher.launch import check_run, ranks_per_node, shown_ranks
 from runtime import exit_codes
 from runtime.control import lock_run
-from runtime.run_folder import make_folder
-from tools.launch import check_run, ranks_per_node, shown_ranks
+from runtime.filesystem import make_folder
 
-# A node that was lost may hold its locks for so long.
+# A file system may hold the locks of a lost node for so long.
 LOCK_SECONDS = 120
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
+    """Check and print the run of this job; return the exit code."""
     if not arguments:
         print(
             "sbatch --nodes=N slurm/train.sbatch CONFIG [--section.key value ...]", file=sys.stderr
@@ -44,8 +45,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
         n_ranks = ranks_per_node(environment)
         check_run(config, n_ranks * n_nodes)
-        if asked := environment.get("LOG_RANK"):
-            shown_ranks(asked, n_ranks)
+        if log_rank := environment.get("LOG_RANK"):
+            shown_ranks(log_rank, n_ranks)
         folder = config.job.folder
         wait_until_free(folder / "control", LOCK_SECONDS if is_restart else 0)
     except ValueError as error:
@@ -53,11 +54,11 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return exit_codes.BAD_CONFIG
     control = folder / "control"
     if is_restart and (control / "stop").exists():
-        print(f"stopped: {control / 'stop'} was written while the job waited", file=sys.stderr)
+        print(f"stopped: {control / 'stop'} was written while the job was queued", file=sys.stderr)
         return exit_codes.DONE
-    # Launchers report in this folder how they end.
+    # Launchers write their exit code to this folder.
     make_folder(control)
-    exit_codes.forget(control)
+    exit_codes.clear_exit_code(control)
     if not is_restart:
         (control / "requeues").unlink(missing_ok=True)
     sys.stdout.write("".join(f"{text}\0" for text in [str(folder), *arguments]))
@@ -65,7 +66,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
 
 
 def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
-    """What ``runs[task]`` of a sweep changes; raises ``ConfigError`` that names file and run."""
+    """Overrides of ``runs[task]`` of a sweep; raises ``ConfigError`` with file and run."""
     try:
         sweep = tomli.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -82,7 +83,7 @@ def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
         raise ConfigError([f"{path}: runs[{index}] is not a table"])
     scalars = [key for key, value in runs[index].items() if not isinstance(value, dict)]
     if scalars:
-        raise ConfigError([f"{path}: runs[{index}].{key}: no section.key" for key in scalars])
+        raise ConfigError([f"{path}: runs[{index}].{key}: not a section.key" for key in scalars])
     tables = {section: dict(values) for section, values in runs[index].items()}
     tables.setdefault("job", {}).setdefault("name", f"{name}-{index}")
     return [
@@ -93,16 +94,16 @@ def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
 
 
 def load_swept(sweep: str, task: str | None, arguments: list[str]) -> JobConfig:
-    """Load with the sweep's changes; it loads without them, so any mistake is blamed on them."""
+    """Load the configuration with a sweep's overrides; attribute every error to the sweep."""
     try:
         return load_config(Path(arguments[0]), arguments[1:])
     except ConfigError as error:
-        told = [message.removeprefix("command line: ") for message in error.messages]
-        raise ConfigError([f"{sweep}: runs[{task}]: {message}" for message in told]) from None
+        messages = [message.removeprefix("command line: ") for message in error.messages]
+        raise ConfigError([f"{sweep}: runs[{task}]: {message}" for message in messages]) from None
 
 
 def toml_text(value: Any) -> str:
-    """A value of a TOML file as TOML, on one line."""
+    """Format a TOML value on one line."""
     if isinstance(value, dict):
         pairs = (f"{toml_text(key)} = {toml_text(item)}" for key, item in value.items())
         return "{" + ", ".join(pairs) + "}"
@@ -112,7 +113,7 @@ def toml_text(value: Any) -> str:
 
 
 def wait_until_free(control: Path, seconds: float) -> None:
-    """Return once nobody writes to the run; raise ``ConfigError`` if somebody still does then."""
+    """Wait until no process holds the lock; raise ``ConfigError`` if one does after ``seconds``."""
     deadline = time.monotonic() + seconds
     while control.exists():
         try:

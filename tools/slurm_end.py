@@ -1,27 +1,28 @@
-"""Decide whether a Slurm job goes on: ``tools.slurm_end RUN_FOLDER [warned]``
+"""Decide whether to requeue a Slurm job: ``tools.slurm_end RUN_FOLDER [warned]``
 
-For ``slurm/train.sbatch``, once all launchers have ended: prints ``requeue`` or ``stop`` and why,
-and exits with 75 for a requeue, else with what the job is to end with. ``warned`` if the batch
-script was. It imports no torch: within a preemption's grace, seconds count.
+For ``slurm/train.sbatch``, after all launchers have ended: prints ``requeue`` or ``stop`` with the
+reason. Exits with 75 for a requeue, otherwise with the job's exit code. ``warned``: Slurm warned
+the batch script. Imports no torch, because a preemption's grace time is short.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from launcher.failures import MOST_ATTEMPTS, published_step, record_failure
 from runtime import exit_codes
-from runtime.failures import MOST_ATTEMPTS, published_step, record_failure
-from runtime.run_folder import write_whole
+from runtime.filesystem import atomic_write_text
 
-# Requeues in a row without a newer checkpoint, whatever their reasons.
+# Bound on consecutive requeues without a newer checkpoint.
 MOST_REQUEUES = 10
 ENDS = {
     exit_codes.BAD_CONFIG: "the configuration is wrong, see above",
-    exit_codes.DO_NOT_REQUEUE: "trying again would not help, see above and control/failures",
+    exit_codes.DO_NOT_REQUEUE: "a requeue would fail again, see above and control/failures",
 }
 
 
 def main(arguments: list[str]) -> int:
+    """Print the decision; return the exit code of the job."""
     if not arguments or arguments[1:] not in ([], ["warned"]):
         print(__doc__, file=sys.stderr)
         return exit_codes.BAD_CONFIG
@@ -31,24 +32,24 @@ def main(arguments: list[str]) -> int:
 
 
 def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
-    """The exit code of the job, 75 to requeue it, and why. Counts failures and requeues."""
-    code = exit_codes.reported(control)
+    """Exit code of the job, 75 to requeue it, and the reason. Counts failures and requeues."""
+    code = exit_codes.read_exit_code(control)
     if code == exit_codes.DONE:
         return code, (control / "outcome").read_text().strip()
     if code in ENDS:
         return code, ENDS[code]
     if (control / "stop").exists():
-        # Somebody asked it to end, and it has ended, even if for another reason.
+        # The user asked the run to stop; never requeue it, even if it ended for another reason.
         is_saved = code == exit_codes.PREEMPTED
-        return exit_codes.DONE if is_saved else exit_codes.FAILED, f"{control / 'stop'} is there"
-    reason = "stopped by a signal, and saved"
+        return exit_codes.DONE if is_saved else exit_codes.FAILED, f"{control / 'stop'} exists"
+    reason = "stopped by a signal, checkpoint saved"
     if code != exit_codes.PREEMPTED:
-        reason = f"the launcher ended with {code}"
+        reason = f"the launcher exited with {code}"
         if code is None:
-            reason = "the first node's launcher was killed, or never began"
+            reason = "the launcher of node 0 was killed or never started"
         if is_warned:
             reason += ", after Slurm's warning"
-        # A launcher records failures itself, and ends with 93 after too many of them.
+        # A live launcher records failures itself and exits with 93 after too many of them.
         if code is None or is_warned:
             attempt = record_failure(control, lines=[reason], codes={})
             if attempt >= MOST_ATTEMPTS:
@@ -61,11 +62,11 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
 
 
 def count_requeue(control: Path) -> int:
-    """Count the requeue to come; return how many there are since the newest checkpoint, with it."""
+    """Count one more requeue; return the number of requeues since the newest checkpoint."""
     path, step = control / "requeues", published_step(control)
     last = json.loads(path.read_text()) if path.exists() else {"count": 0, "progress": -1}
     count = last["count"] + 1 if step <= last["progress"] else 1
-    write_whole(path, json.dumps({"count": count, "progress": step}) + "\n")
+    atomic_write_text(path, json.dumps({"count": count, "progress": step}) + "\n")
     return count
 
 

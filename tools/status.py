@@ -1,11 +1,11 @@
-"""What runs are doing, from their folders alone: ``python -m tools.status RUN_FOLDER... [--json]``
+"""Show the status of runs from their folders: ``python -m tools.status RUN_FOLDER... [--json]``
 
-One folder gets a few lines, several get a table; with --json each is an object on a line. Nothing
-is written and no lock is taken, so it is safe beside a run that trains or starts.
+Prints a few lines for one folder and a table for several; --json prints one object per line. Writes
+nothing and takes no lock, so it is safe beside a run that trains or starts.
 
-goodput: the time of every step that is in the run's history, once, over the wall time from the
-first line of metrics to now or to the run's end. Steps that were lost or made again, restarts,
-saves and validation are the rest.
+goodput: time of all steps in the run's history, each counted once, over the wall time from the
+first line of metrics to now or to the run's end. Lost and repeated steps, restarts, saves and
+validation count as wasted.
 """
 
 import json
@@ -21,35 +21,35 @@ from typing import Any
 
 import tomli
 
-from checkpoint.manifest import NAME as MANIFEST
+from checkpoint.checkpoint_dir import list_checkpoints, sizes_of, step_of
+from checkpoint.manifest import MANIFEST_FILE as MANIFEST
 from checkpoint.manifest import read_manifest
-from checkpoint.store import published, sizes_of, step_of
+from launcher.failures import MOST_ATTEMPTS
 from metrics.goodput import goodput, history_of
 from runtime import exit_codes
-from runtime.failures import MOST_ATTEMPTS
 from runtime.log import duration
-from tools.arguments import Parser, telling_mistakes
+from tools.cli import Parser, reporting_errors
 
 LOCKS = Path("/proc/locks")
-REFUSED = "its configuration was refused"
-# A run is quiet after this long without a line or, if longer, the time that so many lines take.
+REJECTED = "bad configuration"
+# A run is quiet after this long without a line or, if longer, the time of this many lines.
 QUIET_SECONDS, QUIET_LINES = 600.0, 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The status of one run. None: its folder does not say; ages are in seconds."""
+    """Status of one run. Ages are in seconds; None means that the folder has no such record."""
 
     run: str
     state: str
-    """starting, running, done, stopped, failed; unknown if it is quiet and on another host."""
+    """starting, running, done, stopped, failed; unknown if quiet and on another host."""
     why: str
-    """Why the run is stopped, failed or quiet."""
+    """Reason why the run is stopped, failed or quiet."""
     holder: str
-    """The process and host that have the run, or had it last."""
+    """Process and host that hold the run's lock, or held it last."""
     step: int | None
     steps: int | None
-    """Of the whole run, by its configuration."""
+    """Total steps in the configuration."""
     loss: float | None
     validation_loss: float | None
     tokens_per_second: float | None
@@ -57,43 +57,43 @@ class Status:
     line_age: float | None
     """Age of the newest line of metrics."""
     checkpoint: int | None
-    """Step of the newest whose manifest verifies and whose files have the right sizes; their bytes
-    are not read."""
+    """Step of the newest checkpoint whose manifest verifies and whose files have the right sizes.
+    Their contents are not read."""
     checkpoint_age: float | None
     restarts: int
-    """Starts, after the first, that left a line of metrics."""
+    """Starts after the first that wrote a line of metrics."""
     failures: int
-    """Failed attempts that control/failures lists."""
+    """Failed attempts in control/failures."""
     last_failure: str
     last_failure_age: float | None
     goodput: float | None
     problems: list[str]
-    """Files that could not be read, and why."""
+    """Files that could not be read, with the reason."""
 
 
-@telling_mistakes
+@reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.status", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("--json", action="store_true", help="an object per run")
-    asked = parser.parse_args(arguments)
-    runs = [folder for folder in asked.folders if (folder / "control" / "lock").is_file()]
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
+    options = parser.parse_args(arguments)
+    runs = [folder for folder in options.folders if (folder / "control" / "lock").is_file()]
     found = [read_status(folder, time.time()) for folder in runs]
-    if asked.json:
+    if options.json:
         lines = [json.dumps(asdict(status)) for status in found]
-    elif len(asked.folders) == 1:
+    elif len(options.folders) == 1:
         lines = [line for status in found for line in paragraph(status)]
     else:
         lines = table(found)
     print("\n".join(lines), end="\n" if lines else "")
-    for folder in asked.folders:
+    for folder in options.folders:
         if folder not in runs:
-            print(f"{folder}: not a run's folder: no control/lock in it", file=sys.stderr)
-    return exit_codes.DONE if len(runs) == len(asked.folders) else exit_codes.BAD_CONFIG
+            print(f"{folder}: not a run folder: no control/lock", file=sys.stderr)
+    return exit_codes.DONE if len(runs) == len(options.folders) else exit_codes.BAD_CONFIG
 
 
 def paragraph(status: Status) -> list[str]:
-    """A few lines on one run."""
+    """Format one run as a few lines."""
     why = f" ({status.why})" if status.why else ""
     checkpoint = "none"
     if status.checkpoint is not None:
@@ -114,7 +114,7 @@ def paragraph(status: Status) -> list[str]:
 
 
 def table(found: Sequence[Status]) -> list[str]:
-    """A line for each run, under a line of names; what could not be read follows."""
+    """Format runs as a table with a header; unreadable files follow."""
     rows = [_cells(status) for status in found]
     lines = []
     if rows:
@@ -145,7 +145,7 @@ def _cells(status: Status) -> dict[str, str]:
 
 
 def read_status(folder: Path, now: float) -> Status:
-    """All that ``folder`` says at ``now``. What is missing or torn is named in ``problems``."""
+    """Read the status of a run at ``now``; missing or torn files go to ``problems``."""
     problems: list[str] = []
     lines = _json_lines(folder / "metrics.jsonl", problems)
     failures = _json_lines(folder / "control" / "failures", problems)
@@ -162,10 +162,10 @@ def read_status(folder: Path, now: float) -> Status:
         state=state,
         why=why,
         holder=_text(folder / "control" / "lock"),
-        # The last steps before an early end may have no line.
+        # The last steps before an early exit may have no line of metrics.
         step=max((n for n in (newest.get("step"), checkpoint) if n is not None), default=None),
-        # A run that was refused at its first start has no config.toml.
-        steps=_steps(folder / "config.toml", [] if why == REFUSED else problems),
+        # A run whose first configuration was rejected has no config.toml.
+        steps=_steps(folder / "config.toml", [] if why == REJECTED else problems),
         loss=newest.get("loss"),
         validation_loss=validations[-1] if validations else None,
         tokens_per_second=newest.get("tokens_per_second"),
@@ -185,44 +185,44 @@ def read_status(folder: Path, now: float) -> Status:
 def state_of(
     control: Path, now: float, lines: Sequence[Mapping[str, Any]], failure: Mapping[str, Any]
 ) -> tuple[str, str, float]:
-    """What the run does, why, and until when it did so.
+    """State of the run, its reason, and the time until which it holds.
 
-    ``lines`` are those of metrics; ``failure`` is the last that control/failures lists.
+    ``lines`` are those of metrics.jsonl; ``failure`` is the last one in control/failures.
     """
-    begun, ended = _changed(control / "lock"), _changed(control / "outcome")
+    locked_at, ended = _mtime(control / "lock"), _mtime(control / "outcome")
     failed = _seconds(str(failure.get("time")))
     last_line = lines[-1]["time"] if lines else 0.0
     outcome, _, reason = _text(control / "outcome").partition(" ")
-    runs = "running" if last_line >= begun else "starting"
-    since = now - max(begun, last_line)
+    runs = "running" if last_line >= locked_at else "starting"
+    since = now - max(locked_at, last_line)
     gap = lines[-1]["time"] - lines[-2]["time"] if len(lines) > 1 else 0.0
     is_quiet = since > max(QUIET_SECONDS, QUIET_LINES * gap)
     quiet = f"no line for {duration(since)}" if is_quiet else ""
     if is_locked(control / "lock"):
-        # A start forgets the last outcome only once it goes on from there.
-        return (outcome, reason, ended) if outcome and ended >= begun else (runs, quiet, now)
+        # A new start deletes the previous outcome only after it has resumed.
+        return (outcome, reason, ended) if outcome and ended >= locked_at else (runs, quiet, now)
     if outcome and ended >= failed:
         return outcome, reason, ended
-    # The launcher writes the time in whole seconds.
+    # The launcher writes times in whole seconds.
     if failed and failed >= int(last_line):
         number = f"attempt {failure['attempt']} of {MOST_ATTEMPTS}"
         return "failed", f"{failure.get('reason')}; {number}", failed
     if code := _text(control / "exit_code"):
-        is_refused = code == str(exit_codes.BAD_CONFIG)
-        why = REFUSED if is_refused else f"its launcher ended with {code}"
-        return "failed", why, _changed(control / "exit_code")
+        is_rejected = code == str(exit_codes.BAD_CONFIG)
+        why = REJECTED if is_rejected else f"launcher exited with {code}"
+        return "failed", why, _mtime(control / "exit_code")
     host = _text(control / "lock").rpartition(" on ")[2]
     if host == socket.gethostname() and LOCKS.exists():
-        return "failed", "its process is gone without a word", max(begun, last_line)
+        return "failed", "process died without an outcome", max(locked_at, last_line)
     if is_quiet:
-        return "unknown", f"{quiet}; only {host or 'its host'} knows", max(begun, last_line)
+        return "unknown", f"{quiet}; only {host or 'its host'} can tell", max(locked_at, last_line)
     return runs, "", now
 
 
 def is_locked(lock: Path) -> bool:
-    """Whether a process of this machine holds the run, found out without taking the lock.
+    """Whether a process of this machine holds ``lock``, read from /proc/locks.
 
-    Taking it, even for a moment, could keep a run from starting.
+    Taking the lock, even for a moment, could keep a run from starting.
     """
     if not LOCKS.exists():
         return False
@@ -230,27 +230,27 @@ def is_locked(lock: Path) -> bool:
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     process = _text(lock).partition(" ")[0]
     for line in LOCKS.read_text().splitlines():
-        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2408689 0 EOF; "->" marks one that waits for a lock.
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2408689 0 EOF; "->" marks a waiter.
         fields = line.split()
         if fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"]:
             where, _, inode = fields[5].rpartition(":")
-            # On some file systems, the device here is not the one that stat gives.
+            # On some file systems stat returns another device than the one listed here.
             if inode == str(status.st_ino) and (where == device or fields[4] == process):
                 return True
     return False
 
 
 def _newest_checkpoint(folder: Path, problems: list[str]) -> tuple[int | None, float]:
-    """Step and time of the newest that is whole, as far as its manifest and sizes tell."""
-    for path in published(folder):
+    """Step and time of the newest checkpoint whose manifest and file sizes are valid."""
+    for path in list_checkpoints(folder):
         try:
             sizes = sizes_of(read_manifest(path))
             wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
             if not wrong:
-                return step_of(path), _changed(path / MANIFEST)
-            problems.append(f"{path / wrong[0]}: its size is not what was saved")
+                return step_of(path), _mtime(path / MANIFEST)
+            problems.append(f"{path / wrong[0]}: size differs from the manifest")
         except (OSError, ValueError) as error:
-            # Retention may delete it meanwhile.
+            # keep_latest_k may delete it meanwhile.
             if path.exists():
                 problems.append(str(error))
     return None, 0.0
@@ -267,7 +267,7 @@ def _steps(path: Path, problems: list[str]) -> int | None:
 
 
 def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The objects of a file, none if it is missing; lines torn or without a time are left out."""
+    """Parse a file of JSON lines, empty if missing; skip lines that are torn or have no time."""
     try:
         lines = path.read_text().splitlines() if path.exists() else []
     except (OSError, ValueError) as error:
@@ -276,7 +276,7 @@ def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     found = [_object(line) for line in lines]
     torn = [number for number, record in enumerate(found, start=1) if not record]
     if torn:
-        problems.append(f"{path}:{torn[0]}: not a whole line ({len(torn)} such)")
+        problems.append(f"{path}:{torn[0]}: torn line ({len(torn)} in all)")
     return [record for record in found if record]
 
 
@@ -292,12 +292,12 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
-def _changed(path: Path) -> float:
+def _mtime(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _seconds(stamp: str) -> float:
-    """Seconds since the epoch; 0 for what is no time."""
+    """Seconds since the epoch; 0 if ``stamp`` is not a time."""
     try:
         return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:

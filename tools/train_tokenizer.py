@@ -1,9 +1,8 @@
 """Train a byte-level BPE: ``python -m tools.train_tokenizer FOLDER --vocab_size N [...]``
 
-Reads the training documents that a run with the same ``--config`` and ``--data.*`` would, in its
-order, and writes one tokenizer in two formats: tokenizer.json, as Hugging Face has it, and
-tokenizer.tiktoken with tokenizer.tiktoken.json, its pattern and special tokens. The same text gives
-the same bytes.
+Reads the training documents of a run with the same ``--config`` and ``--data.*``, in their order.
+Writes the tokenizer in two formats: a Hugging Face tokenizer.json, and tokenizer.tiktoken with its
+pattern and special tokens in tokenizer.tiktoken.json. The same text gives identical files.
 """
 
 import base64
@@ -33,18 +32,18 @@ from data.sources import build_sources
 from data.tokenizer import LLAMA3_PATTERN, load_tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime import exit_codes
-from tools.arguments import Parser, split_overrides, telling_mistakes
+from tools.cli import Parser, reporting_errors, split_overrides
 
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
-SMALLEST = 256 + len(SPECIAL_TOKENS)
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MAX_BYTES = 100_000_000
-# A pair that is seen only once says nothing about other text.
+# A pair that occurs only once says nothing about other text.
 MIN_FREQUENCY = 2
 MEASURED_BYTES = 1_000_000
 FILES = ("tokenizer.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json")
 
 
-@telling_mistakes
+@reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser(
         "python -m tools.train_tokenizer",
@@ -52,10 +51,10 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
     )
     add = parser.add_argument
-    add("folder", type=Path, help="where the files are written; what is there stays as it is")
-    add("--vocab_size", type=int, required=True, metavar="N", help="tokens, the special ones too")
-    add("--config", type=Path, default=Path(os.devnull), metavar="FILE", help="a run's TOML file")
-    add("--max_bytes", type=int, default=MAX_BYTES, metavar="N", help=f"of text; {MAX_BYTES:,}")
+    add("folder", type=Path, help="output folder; existing files are not overwritten")
+    add("--vocab_size", type=int, required=True, metavar="N", help="tokens incl. special tokens")
+    add("--config", type=Path, default=Path(os.devnull), metavar="FILE", help="TOML file of a run")
+    add("--max_bytes", type=int, default=MAX_BYTES, metavar="N", help=f"default {MAX_BYTES:,}")
     own, overrides = split_overrides(arguments)
     options = parser.parse_args(own)
     config = load_config(options.config, overrides)
@@ -73,24 +72,27 @@ def main(arguments: list[str]) -> int:
 
 
 def train(data: Data, folder: Path, *, seed: int, vocab_size: int, max_bytes: int) -> None:
-    """Write ``FILES`` into ``folder``; raise ``ValueError`` or ``OSError`` that says why not."""
-    if vocab_size < SMALLEST:
-        text = f"{vocab_size} is less than the {SMALLEST} of all bytes and the special tokens"
+    """Train on at most ``max_bytes`` of text and write ``FILES`` into ``folder``.
+
+    Raises ``ValueError`` for bad arguments or data, ``OSError`` if reading or writing fails.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        text = f"{vocab_size} is less than the {MIN_VOCAB_SIZE} of all bytes and the special tokens"
         raise ValueError(f"argument --vocab_size: {text}")
     if max_bytes < 1:
         raise ValueError(f"argument --max_bytes: {max_bytes} is less than 1")
     for name in FILES:
         if (folder / name).exists():
-            raise ValueError(f"argument folder: {folder / name} is there already")
+            raise ValueError(f"argument folder: {folder / name} already exists")
     begin = time.perf_counter()
     texts = list(_texts(data, seed, max_bytes))
     n_bytes = sum(len(text.encode()) for text in texts)
     if n_bytes == 0:
-        raise ValueError("data: there is no text to train on")
+        raise ValueError("data: no text to train on")
     merges = _train_merges(texts, vocab_size - len(SPECIAL_TOKENS))
-    n_tokens = SMALLEST + len(merges)
+    n_tokens = MIN_VOCAB_SIZE + len(merges)
     if n_tokens < vocab_size:
-        found = f"the {n_bytes:,} bytes of text have {n_tokens:,} tokens"
+        found = f"the {n_bytes:,} bytes of text give only {n_tokens:,} tokens"
         raise ValueError(f"argument --vocab_size: {found}, not {vocab_size:,}")
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, merges)
@@ -99,9 +101,9 @@ def train(data: Data, folder: Path, *, seed: int, vocab_size: int, max_bytes: in
 
 
 def _texts(data: Data, seed: int, max_bytes: int) -> Iterator[str]:
-    """Training documents, at most one epoch of each source, their bytes shared out by weight."""
+    """Yield at most one epoch of each source's training documents; bytes are divided by weight."""
     once = [source.model_copy(update={"repeat": False}) for source in data.mixture]
-    # The held-out documents are not for the tokenizer either.
+    # The tokenizer must not see held-out documents either.
     sources, _ = build_sources(data.model_copy(update={"sources": once}), seed, with_held_out=False)
     weights = [source.weight for source in data.mixture]
     for source, weight in zip(sources, weights, strict=True):
@@ -110,7 +112,7 @@ def _texts(data: Data, seed: int, max_bytes: int) -> Iterator[str]:
             if left == 0:
                 break
             if isinstance(document, np.ndarray):
-                raise ValueError("data: the documents are ids already, and training needs text")
+                raise ValueError("data: the documents are token ids, but training needs text")
             if document is None:
                 continue
             content = document.encode()[:left]
@@ -119,7 +121,7 @@ def _texts(data: Data, seed: int, max_bytes: int) -> Iterator[str]:
 
 
 def _train_merges(texts: list[str], n_tokens: int) -> list[tuple[str, str]]:
-    """The pairs to merge, in order, in the alphabet that stands for bytes; fewer if text ends."""
+    """Pairs to merge, in order, in the ByteLevel alphabet; fewer if the text has too few."""
     tokenizer = _build(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=n_tokens,
@@ -132,7 +134,7 @@ def _train_merges(texts: list[str], n_tokens: int) -> list[tuple[str, str]]:
 
 
 def _build(model: models.BPE) -> Tokenizer:
-    """A tokenizer that splits text as Llama 3's does."""
+    """Build a tokenizer with the pre-tokenization of Llama 3."""
     tokenizer = Tokenizer(model)
     split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -142,13 +144,13 @@ def _build(model: models.BPE) -> Tokenizer:
 
 
 def _write(folder: Path, merges: list[tuple[str, str]]) -> None:
-    """Write ``FILES``. Ids are as Llama 3's: bytes, then merges in order, then special tokens."""
+    """Write ``FILES``. Ids as in Llama 3: bytes, then merges in order, then special tokens."""
     tokens = [*sorted(BYTE_OF, key=lambda char: BYTE_OF[char]), *map("".join, merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = _build(models.BPE(vocabulary, merges))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL_TOKENS])
     special = {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
-    # Has prompts begin in transformers as documents do in training.
+    # In transformers, prompts then start with bos, like documents in training.
     begin = (SPECIAL_TOKENS[0], special[SPECIAL_TOKENS[0]])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin[0]} $A", pair=f"{begin[0]} $A $B", special_tokens=[begin]
@@ -165,7 +167,7 @@ def _write(folder: Path, merges: list[tuple[str, str]]) -> None:
 
 
 def _check_and_measure(folder: Path, texts: list[str]) -> None:
-    """Read both formats as a run would, check that they agree, and print bytes per token."""
+    """Load both formats, assert that they encode equally, and print bytes per token."""
     first, second = (load_tokenizer(str(folder / name)) for name in FILES[:2])
     n_bytes = n_tokens = 0
     for text in texts:
@@ -174,7 +176,7 @@ def _check_and_measure(folder: Path, texts: list[str]) -> None:
         n_bytes, n_tokens = n_bytes + len(text.encode()), n_tokens + len(ids)
         if n_bytes > MEASURED_BYTES:
             break
-    print(f"{folder}: {first.n_vocab:,} tokens, {n_bytes / n_tokens:.2f} bytes of text each")
+    print(f"{folder}: {first.n_vocab:,} tokens, {n_bytes / n_tokens:.2f} bytes per token")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The harness from end to end, on shapes of seconds: rows, cut runs, bad input, tables."""
+"""End-to-end tests of the benchmark harness on tiny shapes: rows, resume, errors, tables."""
 
 import json
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ TINY = {
 SHAPE = [part for key, value in TINY.items() for part in (f"--shape.{key}", str(value))]
 
 
-def test_a_cut_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     command = ["h200_tiny", "--out", str(out), "--commit", "abc"]
     assert main([*command, "--budget", "0"]) == 3
@@ -41,18 +41,18 @@ def test_a_cut_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert row["problem"] is None
     assert row["tokens_per_second"] > 0
     assert row["peak_memory_gib"] > 0
-    # Killed while it wrote.
+    # A kill during a write leaves a torn line.
     out.write_text(out.read_text() + '{"config": "h2')
     assert main([*command]) == 0
-    told = capsys.readouterr().out
-    assert "8B, bfloat16 weights: already in" in told
+    output = capsys.readouterr().out
+    assert "8B, bfloat16 weights: already in" in output
     rows = read_rows(out)
     assert [r["case"] for r in rows if r["what"] == "train"].count(row["case"]) == 1
     (odd,) = (r for r in rows if r["case"] == "a key that there is not")
     assert "float8" in odd["problem"]
     (copy,) = (r for r in rows if r["what"] == "copy, 1 MiB")
     assert copy["gb_per_second"] > 0
-    # Of another commit nothing is known.
+    # Rows of another commit do not count.
     assert main([*command[:-1], "def", "--only", "ceilings"]) == 0
     assert len(read_rows(out)) == len(rows) + 3
 
@@ -80,7 +80,7 @@ def test_every_column_is_measured(name: str, overrides: list[str], tmp_path: Pat
     assert not {c for c in columns if all(row.get(c) is None for row in rows)}
 
 
-def test_a_peer_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peer_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "find_spec", lambda name: None)
     case = step.Case(
         loops=["bare", "torchtitan"], shape=TINY, seq_len=32, batch_size=1, dtype="float32",
@@ -93,7 +93,7 @@ def test_a_peer_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
-def test_a_peer_trains_the_same_model(name: str) -> None:
+def test_peer_trains_the_same_model(name: str) -> None:
     if missing := [package for package in PACKAGES[name] if find_spec(package) is None]:
         pytest.skip(f"{', '.join(missing)} not installed")
     case = step.Case(
@@ -105,7 +105,7 @@ def test_a_peer_trains_the_same_model(name: str) -> None:
     assert peer["packages"].keys() == set(PACKAGES[name])
 
 
-def test_turns_of_all_starts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_of_all_restarts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Turn] = []
     monkeypatch.setattr(step, "measured", lambda case, first, turns: taken.extend(turns) or {})
     case = step.Case(
@@ -116,13 +116,13 @@ def test_turns_of_all_starts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({turn.seconds for turn in taken}) == 6
 
 
-def test_another_model_is_seen() -> None:
+def test_different_model_is_detected() -> None:
     assert step.parity_problem([1.0, 2.0], [1.0, 2.00001]) is None
     assert "another model" in str(step.parity_problem([1.0, 2.0], [1.0, 2.1]))
     assert step.parity_problem([1.0], None) is None
 
 
-def test_cpus_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
+def test_cpu_name_has_family_and_model(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     names = set()
     for family, model in ((25, 17), (26, 2)):
@@ -133,11 +133,11 @@ def test_cpus_that_are_called_alike_are_told_apart(tmp_path: Path) -> None:
     assert cpu_name(tmp_path / "not there")
 
 
-def test_a_ratio_is_of_equal_turns() -> None:
-    """A turn in which the machine was slow slows both, and changes nothing."""
+def test_ratio_compares_equal_turns() -> None:
+    """A slow turn of the machine slows both loops and leaves the ratio unchanged."""
     bare = [Turn(seconds, 2 * seconds, 0, 0, None) for seconds in (1.0, 9.0, 1.0)]
-    ours = [Turn(2 * turn.seconds, turn.cpu_seconds, 0, 0, None) for turn in bare]
-    assert step.compared(bare, ours) == {"ratio_wall": 0.5, "ratio_cpu": 1.0}
+    own = [Turn(2 * turn.seconds, turn.cpu_seconds, 0, 0, None) for turn in bare]
+    assert step.compared(bare, own) == {"ratio_wall": 0.5, "ratio_cpu": 1.0}
 
 
 def failing(turns: Turns) -> None:
@@ -145,7 +145,7 @@ def failing(turns: Turns) -> None:
     raise RuntimeError("out of | memory")
 
 
-def test_a_loop_that_fails_is_told_and_one_that_hangs_is_ended() -> None:
+def test_failed_loop_raises_and_hung_loop_times_out() -> None:
     far = run.time.monotonic() + 60
     with pytest.raises(LoopError) as caught, Loop(failing, deadline=far) as loop:
         loop.turn()
@@ -154,7 +154,7 @@ def test_a_loop_that_fails_is_told_and_one_that_hangs_is_ended() -> None:
         Loop(run.time.sleep, deadline=run.time.monotonic() + 0.1)
 
 
-def test_all_committed_configs_are_sound() -> None:
+def test_committed_configs_are_valid() -> None:
     for path in run.CONFIGS.glob("*.toml"):
         assert load_cases(path.stem, {})
 
@@ -163,7 +163,7 @@ GOOD = 'columns = ["what"]\n[[cases]]\nname = "a"\nbenchmark = "loss"\ntokens = 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("columns = [", "bad.toml: "),
         ("columns = []", "no cases"),
@@ -172,12 +172,12 @@ GOOD = 'columns = ["what"]\n[[cases]]\nname = "a"\nbenchmark = "loss"\ntokens = 
         (GOOD + 'turns = "many"', "turns: Input should be a valid integer"),
         (GOOD.replace('"loss"', '"lost"'), "'lost' is not one of ceilings, "),
         ("kolumns = 1\n" + GOOD, "kolumns"),
-        (GOOD.replace("name", "nome"), "needs a name"),
+        (GOOD.replace("name", "nome"), "needs a unique name"),
     ],
 )
-def test_a_mistake_is_told_by_name(
+def test_config_error_names_the_key(
     text: str,
-    told: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -185,11 +185,11 @@ def test_a_mistake_is_told_by_name(
     monkeypatch.setattr(run, "CONFIGS", tmp_path)
     (tmp_path / "bad.toml").write_text(text)
     assert main(["bad"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["steps"], "'steps' is not a benchmark: checkpoint, "),
         (["step", "--turns"], "--turns needs a value"),
@@ -197,25 +197,25 @@ def test_a_mistake_is_told_by_name(
         (["step", "--turnz=3"], "case 'float32': turnz: Extra inputs"),
     ],
 )
-def test_a_mistyped_command_is_told(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_command_line_error_names_the_argument(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_overrides_are_tables() -> None:
+def test_overrides_are_parsed_into_tables() -> None:
     found = run.parse_overrides(["--turns", "5", "--keys.compile.enable=true", "--dtype", "bf16"])
     assert found == {"turns": 5, "keys": {"compile.enable": True}, "dtype": "bf16"}
     assert [case["tokens"] for case in load_cases("loss", {"tokens": 7})] == [7, 7]
 
 
 def row(what: str, **values: Any) -> dict[str, Any]:
-    facts = {"config": "c", "case": "a", "what": what, "problem": None} | environment("abc")
-    return facts | values
+    fields = {"config": "c", "case": "a", "what": what, "problem": None} | environment("abc")
+    return fields | values
 
 
-def test_a_table_shows_the_newest_rows(tmp_path: Path) -> None:
+def test_table_shows_the_newest_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     append_rows(out, [row("x", mfu_palm=0.5), row("y", ratio_wall=0.97349)])
     append_rows(out, [row("x", mfu_palm=0.25, problem="cold")])
@@ -225,7 +225,7 @@ def test_a_table_shows_the_newest_rows(tmp_path: Path) -> None:
     assert (y, x) == ("| y |  | 0.973 |  |", "| x | 25.0% |  | cold |")
 
 
-def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
+def test_torn_line_is_skipped(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     append_rows(out, [row("x")])
     with out.open("a") as file:
@@ -236,16 +236,16 @@ def test_a_torn_line_costs_no_other(tmp_path: Path) -> None:
     assert "\n\n" not in out.read_text()
 
 
-def test_each_machine_has_a_table() -> None:
+def test_each_machine_has_its_own_table() -> None:
     rows = [row("x", cores=2), row("x", cores=4), row("y", cores=2)]
-    here, *of_here, there, _, _, _, x = tables(rows, ["what"]).split("\n")
-    assert "2 cores" in here
-    assert of_here == ["", "| what |", "| --- |", "| x |", "| y |", ""]
-    assert "4 cores" in there
+    first, *first_table, second, _, _, _, x = tables(rows, ["what"]).split("\n")
+    assert "2 cores" in first
+    assert first_table == ["", "| what |", "| --- |", "| x |", "| y |", ""]
+    assert "4 cores" in second
     assert x == "| x |"
 
 
-def test_tables_of_the_documentation_are_the_committed_rows() -> None:
+def test_documentation_tables_are_rendered_rows() -> None:
     texts = [page.read_text() for page in table.PAGES]
     named = {name for text in texts for _, name, _ in table.MARKED.findall(text)}
     assert named >= {path.name for path in table.RESULTS.glob("*.jsonl")}

@@ -1,4 +1,4 @@
-"""A model, its optimizer and some values under a checkpointer: ``train.py`` in small."""
+"""Small run: a model, its optimizer and JSON values with a checkpointer."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from models import TransformerArgs
 from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, Layout, build_sharded
+from tests.layouts import CPU, Layout, shard_debugmodel
 from tests.parallelisms.test_materialize import digest, small_args
 
 ARGS = replace(small_args("qwen3", "debugmodel"), n_layers=1, dim=32, hidden_dim=48, head_dim=8)
@@ -19,7 +19,7 @@ ARGS = replace(small_args("qwen3", "debugmodel"), n_layers=1, dim=32, hidden_dim
 
 @dataclass
 class Values:
-    """State that is JSON."""
+    """``Stateful`` of JSON values."""
 
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -40,7 +40,8 @@ class Run:
         optimizer: Optimizer | None = None,
         **config: Any,
     ) -> None:
-        self.model, dims = build_sharded("qwen3", args, layout)
+        sharded = shard_debugmodel("qwen3", args, layout)
+        self.model, dims = sharded.module, sharded.dims
         materialize(self.model, CPU, seed=1)
         self.optimizer = build_optimizer(
             self.model,
@@ -54,14 +55,14 @@ class Run:
         self.checkpointer = Checkpointer(
             folder,
             Checkpoint(**config),
-            tensors={"model": self.model_state, "optimizer": optimizer_state},
-            values={"train": self.values},
-            facts={},
-            check=lambda manifest: None,
+            tensor_states={"model": self.model_state, "optimizer": optimizer_state},
+            json_states={"train": self.values},
+            metadata={},
+            validate=lambda manifest: None,
         )
 
     def save(self, *steps: int) -> None:
-        """One optimizer update before each."""
+        """Run one optimizer update before each save."""
         for step in steps:
             for parameter in self.model.parameters():
                 parameter.grad = parameter.detach() - 0.1 * step
@@ -74,7 +75,7 @@ class Run:
             self.checkpointer.finish()
 
     def digests(self) -> dict[str, str]:
-        """Of every weight and every tensor of the optimizer, as it is there and not as saved."""
+        """Digest every weight and optimizer tensor in memory, not as saved."""
         found = {}
         for fqn, parameter in self.model.named_parameters():
             found[fqn] = digest(parameter)

@@ -1,4 +1,4 @@
-"""What was saved comes back bit for bit, on any mesh; a failure of one rank is one of all."""
+"""Checkpoints load bit for bit on any mesh; an error of one rank is raised on all ranks."""
 
 import json
 import shutil
@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpoint.checkpoint_dir import STATE_FILE
 from checkpoint.checkpointer import Checkpointer, merge
-from checkpoint.manifest import NAME, read_manifest
+from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState
-from checkpoint.storage import write_parts
-from checkpoint.store import STATE_FILE
+from checkpoint.tensor_files import write_tensor_file
 from config import ConfigError
 from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
@@ -45,7 +45,7 @@ def save_run(folder: Path, layout: Layout, args: TransformerArgs = ARGS) -> dict
 
 
 def load_runs(folders: list[Path], layout: Layout) -> list[Loaded]:
-    """The step, values and digests that a new run finds in each folder."""
+    """Step, values and digests of a new run that loads from each folder."""
     found = []
     for folder in folders:
         run = Run(folder, layout)
@@ -56,7 +56,7 @@ def load_runs(folders: list[Path], layout: Layout) -> list[Loaded]:
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, dict[str, str]]:
-    """A folder of checkpoints for each layout, and the digests of the last one."""
+    """Folders of checkpoints, one for each layout, and the digests of the last checkpoint."""
     folders = {tmp_path_factory.mktemp("saved"): layout for layout in LAYOUTS}
     return {
         f: ranks.run(save_run, layout.world_size, f, layout)[0] for f, layout in folders.items()
@@ -78,7 +78,7 @@ def test_any_mesh_loads_what_any_mesh_saved(
 
 
 def digests_of_steps(folder: Path, layout: Layout, optimizer: Optimizer) -> list[dict[str, str]]:
-    """Of what is there after step 2, which is loaded if it was saved, and after step 3."""
+    """Digests after step 2, loaded if it was saved before, and after step 3."""
     run = Run(folder, layout, optimizer=optimizer)
     if run.checkpointer.load_latest() is None:
         run.save(1, 2)
@@ -89,7 +89,7 @@ def digests_of_steps(folder: Path, layout: Layout, optimizer: Optimizer) -> list
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_every_optimizer_goes_on_as_it_was(
+def test_optimizer_resumes_bit_for_bit(
     ranks: RankPool, tmp_path: Path, name: str, state_dtype: str
 ) -> None:
     optimizer = Optimizer(name=name, state_dtype=state_dtype)
@@ -98,7 +98,7 @@ def test_every_optimizer_goes_on_as_it_was(
         shutil.rmtree(tmp_path / "step-00000003")
         for found in ranks.run(digests_of_steps, layout.world_size, tmp_path, layout, optimizer):
             assert found[0] == want[0]
-            # On another mesh a kernel may round otherwise where a shard ends.
+            # On another mesh, kernels may round differently at the end of a shard.
             assert found[1] == want[1] or layout != TWO
 
 
@@ -111,7 +111,7 @@ def resume_with_other_options(folder: Path) -> None:
     assert {group["betas"][1] for group in groups} == {0.99}
 
 
-def test_optimizer_options_are_the_configurations(ranks: RankPool, tmp_path: Path) -> None:
+def test_optimizer_options_come_from_the_config(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(resume_with_other_options, 2, tmp_path)
 
 
@@ -123,7 +123,7 @@ def save_and_resume(folder: Path, keep: int, steps: list[int], **config: int) ->
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, {30}), (2, {2, 30}), (0, {1, 2, 30})])
-def test_the_newest_are_kept_and_nothing_foreign_is_touched(
+def test_retention_keeps_newest_and_foreign_folders(
     ranks: RankPool, tmp_path: Path, keep: int, kept: set[int]
 ) -> None:
     for name in FOREIGN | LEFTOVERS:
@@ -132,12 +132,12 @@ def test_the_newest_are_kept_and_nothing_foreign_is_touched(
     assert names(tmp_path) == {f"step-{step:08d}" for step in kept} | FOREIGN
 
 
-def test_steps_of_nine_digits_are_newer(ranks: RankPool, tmp_path: Path) -> None:
+def test_steps_of_nine_digits_sort_as_newer(ranks: RankPool, tmp_path: Path) -> None:
     assert set(ranks.run(save_and_resume, 2, tmp_path, 1, [99_999_999, 100_000_000])) == {10**8}
     assert names(tmp_path) == {"step-100000000"}
 
 
-def test_only_the_owner_may_look(ranks: RankPool, tmp_path: Path) -> None:
+def test_checkpoints_are_readable_by_owner_only(ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     ranks.run(save_and_resume, 2, folder, 1, [1])
     assert {path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())} == {0o700}
@@ -152,7 +152,7 @@ def save_twice(folder: Path) -> list[dict[str, str]]:
     return found
 
 
-def test_a_step_saved_again_overwrites_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_saving_a_step_again_overwrites_nothing(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(save_twice, 2, tmp_path)[0]
     assert first != second
     [replaced] = tmp_path.glob("replaced-step-00000001-*")
@@ -164,7 +164,7 @@ def test_a_step_saved_again_overwrites_nothing(ranks: RankPool, tmp_path: Path) 
 
 
 def begin_and_finish(run: Run, step: int) -> str:
-    """What the alarm says, if there is one."""
+    """Save; return the logged error, if any."""
     run.checkpointer.begin(step)
     with patch.object(logger, "error") as alarm:
         folder = run.checkpointer.finish()
@@ -173,7 +173,7 @@ def begin_and_finish(run: Run, step: int) -> str:
 
 
 def save_values(folder: Path, values: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Save what each rank has; the error, and what is then found."""
+    """Save each rank's values; return the error and the values that then load."""
     run = Run(folder, TWO)
     run.values.state = values[dist.get_rank()]
     error = begin_and_finish(run, 1)
@@ -189,13 +189,13 @@ def test_values_are_the_union_over_ranks(ranks: RankPool, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "step-00000001" / STATE_FILE).read_text()) == {"train": union}
 
 
-def test_ranks_that_disagree_save_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_save_fails_if_ranks_disagree(ranks: RankPool, tmp_path: Path) -> None:
     for error, found in ranks.run(save_values, 2, tmp_path, [{"step": 1}, {"step": 2}]):
         assert "ranks disagree on the state 'step': 1 and 2" in error
         assert found == {}
 
 
-def save_a_number(folder: Path) -> str:
+def save_non_tensor(folder: Path) -> str:
     run = Run(folder, TWO)
     state = {"number": 5}
     with (
@@ -206,8 +206,8 @@ def save_a_number(folder: Path) -> str:
     return str(alarm.call_args)
 
 
-def test_what_is_not_a_tensor_is_not_saved_as_one(ranks: RankPool, tmp_path: Path) -> None:
-    for error in ranks.run(save_a_number, 2, tmp_path):
+def test_non_tensor_state_is_rejected(ranks: RankPool, tmp_path: Path) -> None:
+    for error in ranks.run(save_non_tensor, 2, tmp_path):
         assert "not a tensor, so it could not be loaded: model.number" in error
     assert not any(tmp_path.glob("step-*"))
 
@@ -222,13 +222,13 @@ def test_what_is_not_a_tensor_is_not_saved_as_one(ranks: RankPool, tmp_path: Pat
         ({"outer": {"key": [1, 2]}}, {"outer": {"key": [1]}}),
     ],
 )
-def test_a_disagreement_is_named(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_merge_error_names_the_key(first: dict[str, Any], second: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="'key'"):
         merge(first, second)
 
 
 def fail_on_one(folder: Path, rank: int, target: str) -> tuple[str, Loaded]:
-    """What this rank raises while ``target`` fails on ``rank``, and what is found afterwards."""
+    """Error on this rank while ``target`` fails on ``rank``, and what loads afterwards."""
     run, resumed = Run(folder, TWO), Run(folder, TWO)
     run.save(1)
     is_broken = dist.get_rank() == rank
@@ -240,7 +240,7 @@ def fail_on_one(folder: Path, rank: int, target: str) -> tuple[str, Loaded]:
             run.save(2)
             resumed.checkpointer.load_latest()
             error = str(alarm.call_args)
-        except BaseException as raised:  # DCP's are no Exceptions.
+        except BaseException as raised:  # DCP's CheckpointException is no Exception.
             error = str(raised)
     return error, load_runs([folder], TWO)[0]
 
@@ -250,14 +250,14 @@ def fail_on_one(folder: Path, rank: int, target: str) -> tuple[str, Loaded]:
     [
         (0, "pathlib.Path.mkdir", 1),
         (1, "os.fsync", 1),
-        (1, "checkpoint.checkpointer.write_parts", 1),
-        (0, "checkpoint.store.write_manifest", 1),
+        (1, "checkpoint.checkpointer.write_tensor_file", 1),
+        (0, "checkpoint.checkpoint_dir.write_manifest", 1),
         (1, "checkpoint.checkpointer.read_index", 2),
         (0, "checkpoint.checkpointer.read_state", 2),
-        (1, "checkpoint.storage.Reader.read_data", 2),
+        (1, "checkpoint.tensor_files.Reader.read_data", 2),
     ],
 )
-def test_no_rank_waits_for_one_that_failed(
+def test_error_on_one_rank_is_raised_on_all(
     ranks: RankPool, tmp_path: Path, rank: int, target: str, step: int
 ) -> None:
     begin = time.monotonic()
@@ -269,7 +269,7 @@ def test_no_rank_waits_for_one_that_failed(
 
 
 def load_initial(folder: Path, args: TransformerArgs) -> tuple[str, dict[str, str], dict[str, str]]:
-    """The error, and the digests before and after."""
+    """Error of loading initial weights, and the digests before and after."""
     run = Run(folder / "none", TWO, args=args, initial_load_path=str(folder / "step-00000002"))
     before, error = run.digests(), ""
     try:
@@ -279,7 +279,7 @@ def load_initial(folder: Path, args: TransformerArgs) -> tuple[str, dict[str, st
     return error, before, run.digests()
 
 
-def test_initial_weights_come_without_the_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+def test_initial_load_takes_weights_only(ranks: RankPool, tmp_path: Path) -> None:
     digests = ranks.run(save_run, 2, tmp_path, TWO)[0]
     for error, before, after in ranks.run(load_initial, 2, tmp_path, ARGS):
         assert not error
@@ -287,49 +287,48 @@ def test_initial_weights_come_without_the_optimizer(ranks: RankPool, tmp_path: P
         assert after != before
 
 
-def test_broken_initial_weights_are_a_mistake_in_the_configuration(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_damaged_initial_weights_are_a_config_error(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_run, 2, tmp_path, TWO)
     (tmp_path / "step-00000002" / STATE_FILE).write_text("{}")
     for error, before, after in ranks.run(load_initial, 2, tmp_path, ARGS):
         assert error.startswith("checkpoint.initial_load_path: ")
         assert after == before
-    (tmp_path / "step-00000002" / NAME).unlink()
+    (tmp_path / "step-00000002" / MANIFEST_FILE).unlink()
     for error, _, _ in ranks.run(load_initial, 2, tmp_path, ARGS):
-        assert "step-00000002 has no manifest.json, as checkpoints have, nor Hugging" in error
+        assert "step-00000002 has no manifest.json (Shardloom), nor config.json (Hugging" in error
 
 
-def test_weights_of_a_deeper_model_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_weights_of_a_deeper_model_are_rejected(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_run, 2, tmp_path, TWO, replace(ARGS, n_layers=2))
     for error, before, after in ranks.run(load_initial, 2, tmp_path, ARGS):
-        assert "of another model: it also has model.layers.1.attention.k_norm.weight" in error
+        assert (
+            "does not match the model: unexpected tensor model.layers.1.attention.k_norm.weight"
+            in error
+        )
         assert after == before
 
 
-def when_to_save(folder: Path) -> list[tuple[list[int], list[int]]]:
-    """Of steps without a checkpoint, the due and the overdue ones."""
+def due_and_overdue(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Steps at which a save is due, and overdue if none succeeded, for each config."""
     found = []
     for keys in ({}, {"max_unsaved_steps": 5}, {"enable": False}):
         checkpointer = Checkpointer(
-            folder, Checkpoint(interval=4, **keys), tensors={}, values={}, facts={},
-            check=lambda _: None,
+            folder, Checkpoint(interval=4, **keys), tensor_states={}, json_states={}, metadata={},
+            validate=lambda _: None,
         )  # fmt: skip
-        asked = checkpointer.is_due, checkpointer.is_overdue
-        found.append(tuple([step for step in range(1, 15) if is_so(step)] for is_so in asked))
+        predicates = checkpointer.is_due, checkpointer.is_overdue
+        found.append(tuple([step for step in range(1, 15) if test(step)] for test in predicates))
     return found
 
 
-def test_every_interval_is_saved_and_three_without_are_too_many(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_save_is_due_each_interval_and_overdue_after_three(ranks: RankPool, tmp_path: Path) -> None:
     due = [4, 8, 12]
     want = [(due, [13, 14]), (due, list(range(6, 15))), ([], [])]
-    assert ranks.run(when_to_save, 1, tmp_path) == [want]
+    assert ranks.run(due_and_overdue, 1, tmp_path) == [want]
 
 
 class OneTensor:
-    """Fewer tensors than ranks: a rank has nothing to write."""
+    """``Stateful`` of one tensor: on several ranks, some have nothing to write."""
 
     def __init__(self) -> None:
         self.tensors = {"weight": torch.arange(3.0)}
@@ -344,7 +343,12 @@ class OneTensor:
 def save_one_tensor(folder: Path) -> tuple[int, list[float]]:
     one = OneTensor()
     checkpointer = Checkpointer(
-        folder, Checkpoint(), tensors={"model": one}, values={}, facts={}, check=lambda _: None
+        folder,
+        Checkpoint(),
+        tensor_states={"model": one},
+        json_states={},
+        metadata={},
+        validate=lambda _: None,
     )
     for step in (1, 2):
         one.tensors["weight"] += 1
@@ -352,38 +356,38 @@ def save_one_tensor(folder: Path) -> tuple[int, list[float]]:
     one.tensors["weight"].zero_()
     assert checkpointer.load_latest() == 2
     checkpointer.close()
-    return checkpointer.newest, one.tensors["weight"].tolist()
+    return checkpointer.newest_step, one.tensors["weight"].tolist()
 
 
-def test_ranks_without_a_share_save_too(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_without_shards_can_save(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(save_one_tensor, 3, tmp_path) == [(2, [2.0, 3.0, 4.0])] * 3
 
 
 class Small:
-    """A checkpointer of one tensor and one value, and what it tells."""
+    """Checkpointer of one tensor and one value that records its callbacks."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.one, self.values = OneTensor(), Values({"seen": [0]})
-        self.told: list[int] = []
-        self.checked: list[int] = []
+        self.saved: list[int] = []
+        self.validated: list[int] = []
         self.checkpointer = Checkpointer(
             folder,
             Checkpoint(**config),
-            tensors={"model": self.one},
-            values={"train": self.values},
-            facts={"flavor": "small"},
-            check=lambda manifest: self.checked.append(manifest["step"]),
-            tell=self.told.append,
+            tensor_states={"model": self.one},
+            json_states={"train": self.values},
+            metadata={"flavor": "small"},
+            validate=lambda manifest: self.validated.append(manifest["step"]),
+            on_saved=self.saved.append,
         )
 
 
-def lineages(folder: Path) -> None:
+def check_lineages(folder: Path) -> None:
     first, second = Small(folder), Small(folder)
     first.checkpointer.save(1, wait=True)
-    assert (first.told, first.checkpointer.parent) == ([1], None)
+    assert (first.saved, first.checkpointer.parent) == ([1], None)
     assert Small(folder, enable=False).checkpointer.load_latest() is None
     assert second.checkpointer.load_latest() == 1
-    assert second.checked == [1]
+    assert second.validated == [1]
     second.checkpointer.save(2, wait=True)
     begun, resumed = (read_manifest(folder / f"step-0000000{step}") for step in (1, 2))
     names = [first.checkpointer.attempt, second.checkpointer.attempt]
@@ -393,9 +397,9 @@ def lineages(folder: Path) -> None:
     parent = {"run": names[0], "attempt": names[0], "step": 1}
     assert (begun["parent"], resumed["parent"]) == (None, parent)
     assert {(m["world_size"], m["flavor"]) for m in (begun, resumed)} == {(1, "small")}
-    # A rollback is an attempt of its own, and may leave values as they are.
+    # A rollback begins a new attempt, and can skip values.
     second.values.state = {"seen": [9]}
-    assert second.checkpointer.load_latest(leave={"train"}) == 2
+    assert second.checkpointer.load_latest(skip={"train"}) == 2
     assert second.values.state == {"seen": [9]}
     assert second.checkpointer.parent == names[1] != second.checkpointer.attempt
     other = Small(folder / "other", initial_load_path=str(folder / "step-00000002"))
@@ -406,8 +410,8 @@ def lineages(folder: Path) -> None:
     assert taken["parent"] == {"run": names[0], "attempt": names[1], "step": 2}
 
 
-def test_a_checkpoint_says_what_it_came_from(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(lineages, 1, tmp_path)
+def test_manifest_records_the_lineage(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(check_lineages, 1, tmp_path)
 
 
 def load_into_float64(folder: Path) -> None:
@@ -417,31 +421,30 @@ def load_into_float64(folder: Path) -> None:
     begun = Small(folder / "other", initial_load_path=str(folder / "step-00000001"))
     for small in (resumed, begun):
         small.one.tensors = {"weight": torch.zeros(3, dtype=torch.float64)}
-    with pytest.raises(ConfigError, match=r"its model\.weight is float32"):
+    with pytest.raises(ConfigError, match=r"tensor model\.weight is float32"):
         resumed.checkpointer.load_latest()
     begun.checkpointer.load_initial(begun.one)
     assert torch.equal(begun.one.tensors["weight"], saved.one.tensors["weight"].double())
 
 
-def test_weights_alone_may_change_their_dtype(ranks: RankPool, tmp_path: Path) -> None:
-    """Not those of a run that goes on."""
+def test_initial_load_converts_dtype_but_resume_rejects_it(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(load_into_float64, 1, tmp_path)
 
 
-def change_while_it_is_written(folder: Path, mode: str) -> None:
+def change_state_during_write(folder: Path, mode: str) -> None:
     small = Small(folder, async_mode=mode)
 
     def slow(*args: Any) -> Any:
         time.sleep(0.1)
-        return write_parts(*args)
+        return write_tensor_file(*args)
 
-    with patch("checkpoint.checkpointer.write_parts", slow):
+    with patch("checkpoint.checkpointer.write_tensor_file", slow):
         small.checkpointer.save(1, wait=False)
         small.one.tensors["weight"] += 1
         small.values.state["seen"][0] = 1
-        # It finishes the last one.
+        # Finishes the previous save first.
         small.checkpointer.save(2, wait=True)
-    assert small.told == [1, 2]
+    assert small.saved == [1, 2]
     for step in (2, 1):
         assert small.checkpointer.load_latest() == step
         assert small.one.tensors["weight"].tolist() == [step - 1.0, step, step + 1.0]
@@ -450,5 +453,5 @@ def change_while_it_is_written(folder: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_what_is_saved_is_what_was_there(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    ranks.run(change_while_it_is_written, 1, tmp_path, mode)
+def test_save_captures_state_at_begin(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    ranks.run(change_state_during_write, 1, tmp_path, mode)

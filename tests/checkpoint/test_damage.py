@@ -1,4 +1,4 @@
-"""A damaged checkpoint is set aside and the one before it is loaded; nothing in a file is run."""
+"""A damaged checkpoint is quarantined and the one before it loads; no file can run code."""
 
 import json
 import os
@@ -15,9 +15,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from checkpoint.manifest import NAME, read_manifest, write_manifest
-from checkpoint.storage import INDEX_FILE, describe_file, load_alone, write_parts
-from checkpoint.store import STATE_FILE, problems_of
+from checkpoint.checkpoint_dir import STATE_FILE, verify_checkpoint
+from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from checkpoint.tensor_files import (
+    TENSOR_INDEX_FILE,
+    describe_file,
+    load_single_process,
+    write_tensor_file,
+)
 from config import ConfigError
 from tests.checkpoint.small_run import Run
 from tests.layouts import Layout
@@ -26,7 +31,7 @@ from tests.ranks import RankPool
 T = TypeVar("T")
 TWO = Layout(2)
 OLDER, NEWER = "step-00000001", "step-00000002"
-FILES = ("rank-00000.bin", "rank-00001.bin", INDEX_FILE, STATE_FILE)
+FILES = ("rank-00000.bin", "rank-00001.bin", TENSOR_INDEX_FILE, STATE_FILE)
 FOREIGN = ("step-999.bak", "old-step-500", ".tmp-step-00000003-dead", "step-3", "step-0000000a")
 
 
@@ -45,15 +50,15 @@ def empty(path: Path) -> None:
 
 
 def forge(change: Callable[[Path], object], path: Path) -> None:
-    """Let ``change`` write another file, and list that one in the manifest."""
+    """Change a file with ``change``, and update its size and hash in the manifest."""
     change(path)
     manifest = read_manifest(path.parent)
     manifest["files"][path.name] = describe_file(path)
-    rewrite(path.parent, manifest)
+    rewrite_manifest(path.parent, manifest)
 
 
-def rewrite(folder: Path, manifest: dict[str, Any]) -> None:
-    (folder / NAME).unlink()
+def rewrite_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    (folder / MANIFEST_FILE).unlink()
     write_manifest(folder, manifest.pop("files"), manifest)
 
 
@@ -61,44 +66,45 @@ def list_as(name: Any, path: Path) -> None:
     """Also list state.json by another name, with the right size and hash."""
     manifest = read_manifest(path.parent)
     manifest["files"][name] = manifest["files"][STATE_FILE]
-    rewrite(path.parent, manifest)
+    rewrite_manifest(path.parent, manifest)
 
 
 def describe_as(description: Any, path: Path) -> None:
+    """Replace the manifest's description of state.json."""
     manifest = read_manifest(path.parent)
     manifest["files"][STATE_FILE] = description
-    rewrite(path.parent, manifest)
+    rewrite_manifest(path.parent, manifest)
 
 
 def unlist(name: str, path: Path) -> None:
     manifest = read_manifest(path.parent)
     del manifest["files"][name]
-    rewrite(path.parent, manifest)
+    rewrite_manifest(path.parent, manifest)
 
 
-def change_entry(change: dict[str, Any], path: Path) -> None:
-    """Of the first tensor."""
+def change_record(change: dict[str, Any], path: Path) -> None:
+    """Change the index record of the first tensor."""
     index = json.loads(path.read_text())
     next(iter(index.values())).update(change)
     path.write_text(json.dumps(index))
 
 
-def change_part(change: dict[str, Any], path: Path) -> None:
-    """Of the first part of the first tensor."""
+def change_shard(change: dict[str, Any], path: Path) -> None:
+    """Change the first shard of the first tensor in the index."""
     index = json.loads(path.read_text())
     next(iter(index.values()))["parts"][0].update(change)
     path.write_text(json.dumps(index))
 
 
 class Evil:
-    """Unpickling this ends the process."""
+    """Object whose unpickling ends the process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os._exit, (1,)
 
 
 def become_link(path: Path) -> None:
-    """To the same bytes, elsewhere."""
+    """Replace a file by a symlink to the same bytes."""
     elsewhere = path.parent.parent / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     path.rename(elsewhere / path.name)
@@ -115,7 +121,7 @@ def become_folder(path: Path) -> None:
     path.mkdir()
 
 
-ENTRIES: dict[str, dict[str, Any]] = {
+RECORDS: dict[str, dict[str, Any]] = {
     "foreign dtype": {"dtype": "system"},
     "dtype that is none": {"dtype": ["float32"]},
     "negative shape": {"shape": [-1]},
@@ -126,7 +132,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "no parts": {"parts": []},
     "parts that are none": {"parts": "all"},
 }
-PARTS: dict[str, dict[str, Any]] = {
+SHARDS: dict[str, dict[str, Any]] = {
     "part above": {"file": f"../{OLDER}/rank-00000.bin"},
     "part at the root": {"file": "/etc/passwd"},
     "part of no file": {"file": None},
@@ -150,53 +156,57 @@ TEXTS = {
 }
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     f"{damage.__name__} {name}": (name, damage)
-    for name in (*FILES, NAME)
+    for name in (*FILES, MANIFEST_FILE)
     for damage in (flip_bit, truncate, empty, Path.unlink)
 }
 ATTACKS: dict[str, tuple[str, Callable[[Path], object]]] = {
     **{
         f"{attack.__name__} {name}": (name, attack)
-        for name in (*FILES, NAME)
+        for name in (*FILES, MANIFEST_FILE)
         for attack in (become_link, become_pipe, become_folder)
     },
-    **{f"unlisted {name}": (NAME, partial(unlist, name)) for name in FILES},
+    **{f"unlisted {name}": (MANIFEST_FILE, partial(unlist, name)) for name in FILES},
     **{
-        f"listed {name!r}": (NAME, partial(list_as, name))
+        f"listed {name!r}": (MANIFEST_FILE, partial(list_as, name))
         for name in (f"../{OLDER}/{STATE_FILE}", f"/{STATE_FILE}", "..", ".", "", "a/b", "a\0")
     },
     **{
-        f"described as {description}": (NAME, partial(describe_as, description))
+        f"described as {description}": (MANIFEST_FILE, partial(describe_as, description))
         for description in ({"size": 1}, {"xxh3_128": ""}, {"size": "", "xxh3_128": ""}, None)
     },
     **{
         f"{name} {text}": (name, partial(forge, partial(Path.write_bytes, data=data)))
-        for name in (INDEX_FILE, STATE_FILE)
+        for name in (TENSOR_INDEX_FILE, STATE_FILE)
         for text, data in TEXTS.items()
     },
-    **{f"manifest {text}": (NAME, partial(Path.write_bytes, data=d)) for text, d in TEXTS.items()},
     **{
-        text: (INDEX_FILE, partial(forge, partial(change_entry, change)))
-        for text, change in ENTRIES.items()
+        f"manifest {text}": (MANIFEST_FILE, partial(Path.write_bytes, data=d))
+        for text, d in TEXTS.items()
     },
     **{
-        text: (INDEX_FILE, partial(forge, partial(change_part, change)))
-        for text, change in PARTS.items()
+        text: (TENSOR_INDEX_FILE, partial(forge, partial(change_record, change)))
+        for text, change in RECORDS.items()
+    },
+    **{
+        text: (TENSOR_INDEX_FILE, partial(forge, partial(change_shard, change)))
+        for text, change in SHARDS.items()
     },
 }
-Found = tuple[int | None, dict[str, Any], dict[str, str]]
+Loaded = tuple[int | None, dict[str, Any], dict[str, str]]
 
 
-def save_two(folder: Path) -> list[Found]:
-    """What a new run, the older and the newer checkpoint hold."""
+def save_two(folder: Path) -> list[Loaded]:
+    """Save twice; return the state of the new run and of both checkpoints."""
     run = Run(folder, TWO)
-    found: list[Found] = [(None, run.values.state, run.digests())]
+    found: list[Loaded] = [(None, run.values.state, run.digests())]
     for step in (1, 2):
         run.save(step)
         found.append((step, run.values.state, run.digests()))
     return found
 
 
-def load_all(folders: list[Path]) -> list[Found]:
+def load_all(folders: list[Path]) -> list[Loaded]:
+    """Step, values and digests of a new run that loads from each folder."""
     found = []
     for folder in folders:
         run = Run(folder, TWO)
@@ -206,7 +216,7 @@ def load_all(folders: list[Path]) -> list[Found]:
 
 
 def errors_of_loading(folders: list[Path], *, is_initial: bool) -> list[str]:
-    """What each folder is refused for; the weights must be as they were."""
+    """Errors of loading from each folder; the weights must not change."""
     found = []
     for folder in folders:
         run = Run(folder, TWO, initial_load_path=str(folder / NEWER))
@@ -220,36 +230,36 @@ def errors_of_loading(folders: list[Path], *, is_initial: bool) -> list[str]:
     return found
 
 
-def opened_by(paths: set[str], function: Callable[..., T], *args: Any) -> T:
-    """Call ``function`` and add all that is opened meanwhile to ``paths``."""
-    is_on = True
+def record_opened(paths: set[str], function: Callable[..., T], *args: Any) -> T:
+    """Call ``function`` and add all paths that it opens to ``paths``."""
+    is_active = True
 
-    def note(event: str, details: tuple[Any, ...]) -> None:
-        if is_on and event == "open" and isinstance(details[0], str):
+    def hook(event: str, details: tuple[Any, ...]) -> None:
+        if is_active and event == "open" and isinstance(details[0], str):
             paths.add(details[0])
 
-    sys.addaudithook(note)
+    sys.addaudithook(hook)
     try:
         return function(*args)
     finally:
-        is_on = False
+        is_active = False
 
 
-def load_and_watch(folders: list[Path]) -> tuple[list[Found], set[str]]:
+def load_and_record_opened(folders: list[Path]) -> tuple[list[Loaded], set[str]]:
     paths: set[str] = set()
-    return opened_by(paths, load_all, folders), paths
+    return record_opened(paths, load_all, folders), paths
 
 
 @pytest.fixture(scope="module")
-def intact(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
+def intact(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Loaded]]:
     folder = tmp_path_factory.mktemp("intact")
     return folder, ranks.run(save_two, 2, folder)[0]
 
 
-def copies(
+def damaged_copies(
     source: Path, target: Path, damages: dict[str, tuple[str, Callable[[Path], object]]]
 ) -> list[Path]:
-    """A copy of the run for each damage, done to the newer of its checkpoints."""
+    """Copy the run for each damage, and damage the newer checkpoint."""
     folders = [target / str(index) / "checkpoints" for index in range(len(damages))]
     for folder, (name, damage) in zip(folders, damages.values(), strict=True):
         shutil.copytree(source, folder)
@@ -257,42 +267,42 @@ def copies(
     return folders
 
 
-@pytest.mark.row(6, "A damaged checkpoint is set aside and the one before it is used")
-def test_the_one_before_a_damaged_checkpoint_is_loaded(
-    ranks: RankPool, intact: tuple[Path, list[Found]], tmp_path: Path, seen: Callable[[str], None]
+@pytest.mark.row(6, "A damaged checkpoint is quarantined and the one before it is used")
+def test_damaged_checkpoint_falls_back_to_the_one_before(
+    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     source, (_, older, _) = intact
-    folders = copies(source, tmp_path, DAMAGES)
+    folders = damaged_copies(source, tmp_path, DAMAGES)
     for results in ranks.run(load_all, 2, folders):
         for damaged, found in zip(DAMAGES, results, strict=True):
             assert found == older, damaged
     for folder in folders:
-        [aside] = folder.glob(f"corrupt-{NEWER}-*")
-        assert {path.name for path in folder.iterdir()} == {OLDER, aside.name}
+        [quarantined] = folder.glob(f"corrupt-{NEWER}-*")
+        assert {path.name for path in folder.iterdir()} == {OLDER, quarantined.name}
     seen(f"{len(DAMAGES)} of {len(DAMAGES)} damages")
 
 
 @pytest.mark.row(24, "A hostile checkpoint runs no code and reads nothing outside of itself")
-def test_nothing_in_a_checkpoint_is_run_or_leads_outside(
-    ranks: RankPool, intact: tuple[Path, list[Found]], tmp_path: Path, seen: Callable[[str], None]
+def test_hostile_checkpoint_runs_no_code_and_reads_nothing_else(
+    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path, seen: Callable[[str], None]
 ) -> None:
     source, (_, older, _) = intact
-    folders = copies(source, tmp_path, ATTACKS)
+    folders = damaged_copies(source, tmp_path, ATTACKS)
     for texts in ranks.run(partial(errors_of_loading, is_initial=True), 2, folders):
         assert all(text.startswith("checkpoint.initial_load_path: ") for text in texts)
-    for results, opened in ranks.run(load_and_watch, 2, folders):
+    for results, opened in ranks.run(load_and_record_opened, 2, folders):
         for attack, found in zip(ATTACKS, results, strict=True):
             assert found == older, attack
-        # What is opened lies in a checkpoint; links are refused by the system, not followed.
-        ours = {path for path in opened if path.startswith(str(tmp_path))}
-        assert ours
-        assert not [path for path in ours if "elsewhere" in path or ".." in path]
-        assert not [path for path in opened - ours if path.startswith(("/etc", str(source)))]
+        # Only files in a checkpoint are opened; O_NOFOLLOW rejects links.
+        inside = {path for path in opened if path.startswith(str(tmp_path))}
+        assert inside
+        assert not [path for path in inside if "elsewhere" in path or ".." in path]
+        assert not [path for path in opened - inside if path.startswith(("/etc", str(source)))]
     seen(f"{len(ATTACKS)} attacks through resume and initial_load_path: 0 executed, 0 outside")
 
 
-def test_where_nothing_verifies_nothing_is_loaded_or_changed(
-    ranks: RankPool, intact: tuple[Path, list[Found]], tmp_path: Path
+def test_nothing_is_loaded_or_renamed_if_none_verifies(
+    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path
 ) -> None:
     source, _ = intact
     folders = [tmp_path / name for name in FILES]
@@ -308,37 +318,37 @@ def test_where_nothing_verifies_nothing_is_loaded_or_changed(
 
 
 @pytest.mark.row(5, "Bit rot is noticed")
-def test_no_flipped_bit_and_no_zeroed_page_is_missed(
-    intact: tuple[Path, list[Found]],
+def test_flipped_bits_and_zeroed_pages_are_detected(
+    intact: tuple[Path, list[Loaded]],
     tmp_path: Path,
     trials: Callable[[int], int],
     seen: Callable[[str], None],
 ) -> None:
     folder = tmp_path / NEWER
     shutil.copytree(intact[0] / NEWER, folder)
-    want, draws = read_manifest(folder), random.Random(0)
+    want, rng = read_manifest(folder), random.Random(0)
     n_flips, n_pages, missed = trials(1000), trials(200), []
     for trial in range(n_flips + n_pages):
-        path = draws.choice(sorted(folder.iterdir()))
+        path = rng.choice(sorted(folder.iterdir()))
         content = path.read_bytes()
         damaged = bytearray(content)
-        place = draws.randrange(len(content))
+        offset = rng.randrange(len(content))
         if trial < n_flips:
-            damaged[place] ^= 1 << draws.randrange(8)
+            damaged[offset] ^= 1 << rng.randrange(8)
         else:
-            damaged[place : place + 4096] = bytes(len(damaged[place : place + 4096]))
+            damaged[offset : offset + 4096] = bytes(len(damaged[offset : offset + 4096]))
         path.write_bytes(damaged)
-        # White space of the manifest may change: it says the same.
-        if damaged != content and not problems_of(folder) and read_manifest(folder) != want:
-            missed.append((path.name, place))
+        # A change of white space in the manifest does not matter.
+        if damaged != content and not verify_checkpoint(folder) and read_manifest(folder) != want:
+            missed.append((path.name, offset))
         path.write_bytes(content)
     assert not missed
-    assert not problems_of(folder)
+    assert not verify_checkpoint(folder)
     seen(f"{n_flips} flipped bits and {n_pages} zeroed pages: 0 missed")
 
 
-def test_what_is_not_read_does_not_matter(
-    ranks: RankPool, intact: tuple[Path, list[Found]], tmp_path: Path
+def test_unlisted_files_and_foreign_folders_are_ignored(
+    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path
 ) -> None:
     source, (_, _, newer) = intact
     folder = tmp_path / "checkpoints"
@@ -351,13 +361,15 @@ def test_what_is_not_read_does_not_matter(
     assert {path.name for path in folder.iterdir()} == {OLDER, NEWER, *FOREIGN}
 
 
-def test_a_file_that_shrank_since_it_was_verified_is_told(tmp_path: Path) -> None:
+def test_file_truncated_after_verification_raises(tmp_path: Path) -> None:
     tensor = torch.ones(5)
-    _, entries = write_parts(tmp_path / "file", _create_write_items("x", tensor), lambda _: tensor)
+    _, entries = write_tensor_file(
+        tmp_path / "file", _create_write_items("x", tensor), lambda _: tensor
+    )
     read = {"x": torch.zeros(5)}
-    load_alone(read, tmp_path, entries)
+    load_single_process(read, tmp_path, entries)
     assert torch.equal(read["x"], tensor)
     os.truncate(tmp_path / "file", tensor.nbytes - 1)
-    # DCP's are no Exceptions.
-    with pytest.raises(BaseException, match="shorter than it was"):
-        load_alone(read, tmp_path, entries)
+    # DCP's CheckpointException is no Exception.
+    with pytest.raises(BaseException, match="truncated since it was verified"):
+        load_single_process(read, tmp_path, entries)

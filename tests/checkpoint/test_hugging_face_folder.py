@@ -1,4 +1,4 @@
-"""Folders of transformers load here and ours there, bit for bit; broken ones are refused."""
+"""Hugging Face folders convert both ways bit for bit, and damaged ones are rejected."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from checkpoint.hugging_face import (
     Folder,
     is_hugging_face,
     load_weights,
-    open_as,
+    open_checked,
     split,
     write_folder,
 )
@@ -35,7 +35,7 @@ from models.hugging_face import HuggingFace, TensorPair
 from models.meta import build_on_meta
 from models.transformer import Transformer
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, build_sharded
+from tests.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, shard_debugmodel
 from tests.models.test_hugging_face import (
     CASES,
     SHARED,
@@ -50,7 +50,7 @@ from tests.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
 
-# Of the larger tensors one fits in, of the smaller ones several.
+# One of the larger tensors fits into a shard, or several of the smaller ones.
 SHARD_BYTES = 20_000
 NAMES = {"Llama": "llama3", "Qwen3": "qwen3"}
 TWO = Layout(2)
@@ -79,10 +79,10 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What transformers saves of each case, every second one in shards, and one as bfloat16."""
+    """Each case saved by transformers: every second one in shards, one in bfloat16."""
     folders = {}
     for number, case in enumerate(CASES):
-        folders[case] = tmp_path_factory.mktemp("theirs") / case
+        folders[case] = tmp_path_factory.mktemp("hf") / case
         model = hugging_face(case)
         model = model.bfloat16() if case == "qwen3" else model.float()
         size = f"{SHARD_BYTES // 1000}KB" if number % 2 else "5GB"
@@ -90,12 +90,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def args_in(folder: Path) -> TransformerArgs:
+def args_of(folder: Path) -> TransformerArgs:
     config = json.loads((folder / "config.json").read_text())
     return form_of(config["model_type"]).args(config)
 
 
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     parts = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
     return {name: tensor for part in parts for name, tensor in part.items()}
 
@@ -103,27 +103,27 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 def export(
     model: Transformer, model_type: str, folder: Path, form: HuggingFace | None = None
 ) -> None:
-    """In shards, as the tool does it."""
+    """Export in shards, as ``tools.convert`` does."""
     form = form or form_of(model_type)
     state = model.state_dict()
-    pairs = [pair for pair in form.tensors(model.args) if pair.shares is None]
-    tensors = (part for pair in pairs for part in split(pair, state[pair.ours]))
+    pairs = [pair for pair in form.tensors(model.args) if pair.tied_to is None]
+    tensors = (part for pair in pairs for part in split(pair, state[pair.fqn]))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = form.config(model.args) | {"dtype": dtype}
     write_folder(folder, config, tensors, files={}, shard_bytes=SHARD_BYTES)
 
 
 @torch.no_grad()
-def distance(case: str, folder: Path, form: HuggingFace | None = None) -> float:
-    """Between our logits and those of transformers with what we wrote, in float64."""
-    theirs = config_of(case)
-    model = Transformer(form_of(theirs.model_type).args(theirs.to_dict())).double()
+def max_logit_difference(case: str, folder: Path, form: HuggingFace | None = None) -> float:
+    """Export a model; compare its logits to those of transformers, in float64."""
+    hf_config = config_of(case)
+    model = Transformer(form_of(hf_config.model_type).args(hf_config.to_dict())).double()
     model.init_weights()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.add_(noise, alpha=0.3)
-    export(model, theirs.model_type, folder, form)
+    export(model, hf_config.model_type, folder, form)
     tokens = torch.randint(SHARED["vocab_size"], (2, SHARED["max_position_embeddings"]))
     with float64_for_float32():
         loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -136,92 +136,95 @@ def distance(case: str, folder: Path, form: HuggingFace | None = None) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_transformers_loads_what_we_write(case: str, tmp_path: Path) -> None:
-    assert distance(case, tmp_path / "ours") < TOLERANCE
-    assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 3
-    assert ("lm_head.weight" in tensors_in(tmp_path / "ours")) == ("tied" not in case)
+def test_transformers_loads_exported_folder(case: str, tmp_path: Path) -> None:
+    assert max_logit_difference(case, tmp_path / "folder") < TOLERANCE
+    assert len(list((tmp_path / "folder").glob("model-*-of-*.safetensors"))) > 3
+    assert ("lm_head.weight" in read_tensors(tmp_path / "folder")) == ("tied" not in case)
 
 
-def test_a_wrong_table_is_seen(tmp_path: Path) -> None:
+def test_wrong_conversion_table_is_detected(tmp_path: Path) -> None:
     right = form_of("llama")
 
     def swapped(args: TransformerArgs) -> list[TensorPair]:
         swaps = {"up_proj": "gate_proj", "gate_proj": "up_proj"}
         return [
-            replace(p, theirs=(re.sub("up_proj|gate_proj", lambda m: swaps[m[0]], p.theirs[0]),))
-            for p in right.tensors(args)
+            replace(
+                pair,
+                hf_names=(re.sub("up_proj|gate_proj", lambda m: swaps[m[0]], pair.hf_names[0]),),
+            )
+            for pair in right.tensors(args)
         ]
 
     def unscaled(args: TransformerArgs) -> dict[str, Any]:
         return right.config(replace(args, rope_scaling=None))
 
-    assert distance("llama31", tmp_path / "right", right) < TOLERANCE
+    assert max_logit_difference("llama31", tmp_path / "right", right) < TOLERANCE
     faults = [replace(right, tensors=swapped), replace(right, config=unscaled)]
     for number, wrong in enumerate(faults):
-        assert distance("llama31", tmp_path / str(number), wrong) > 1e3 * TOLERANCE
+        assert max_logit_difference("llama31", tmp_path / str(number), wrong) > 1e3 * TOLERANCE
 
 
-def load_on(layout: Layout, folders: list[Path], fault: str) -> list[dict[str, str]]:
-    """Digests of a model's weights after each folder. Asserts that a rank reads its parts only."""
-    read_ours, n_read = Folder.read_ours, [0]
+def digests_after_load(layout: Layout, folders: list[Path], fault: str) -> list[dict[str, str]]:
+    """Digests of a model's weights loaded from each folder. Each rank must read only its shards."""
+    read_box, n_read = Folder.read_box, [0]
 
     def counted(self: Folder, pair: Any, offsets: Any, sizes: Any) -> torch.Tensor:
         n_read[0] += math.prod(sizes)
         if fault == "offsets":
             offsets = [0] * len(offsets)
-        return read_ours(self, pair, offsets, sizes)
+        return read_box(self, pair, offsets, sizes)
 
     found = []
-    with patch.object(Folder, "read_ours", counted):
+    with patch.object(Folder, "read_box", counted):
         for folder in folders:
-            args = args_in(folder)
+            args = args_of(folder)
             name = "qwen3" if args.qk_norm else "llama3"
-            model, _ = build_sharded(name, args, layout)
+            model = shard_debugmodel(name, args, layout).module
             materialize(model, CPU, seed=1)
             n_read[0] = 0
             state = ModelState(model)
             load_weights(folder, state, MODEL_SPECS[name].hugging_face, args)
             tensors = state.state_dict()
-            parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-            assert n_read[0] == sum(part.numel() for part in parts)
+            shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+            assert n_read[0] == sum(shard.numel() for shard in shards)
             found.append({fqn: digest(tensor) for fqn, tensor in tensors.items()})
     return found
 
 
-def digests_in(folder: Path) -> dict[str, str]:
-    """By our names, as float32."""
-    args, tensors = args_in(folder), tensors_in(folder)
+def expected_digests(folder: Path) -> dict[str, str]:
+    """Digests of a folder's tensors in float32, by Shardloom FQN."""
+    args, tensors = args_of(folder), read_tensors(folder)
     pairs = form_of("qwen3" if args.qk_norm else "llama").tensors(args)
-    places = {pair.ours: pair.theirs[0] for pair in pairs}
-    names = {p.ours: places[p.shares or p.ours] for p in pairs}
-    return {ours: digest(tensors[name].float()) for ours, name in names.items()}
+    hf_names = {pair.fqn: pair.hf_names[0] for pair in pairs}
+    names = {p.fqn: hf_names[p.tied_to or p.fqn] for p in pairs}
+    return {fqn: digest(tensors[name].float()) for fqn, name in names.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_mesh_loads_what_transformers_saved(
+def test_any_mesh_loads_a_transformers_folder(
     ranks: RankPool, saved: dict[str, Path], layout: Layout
 ) -> None:
     folders = list(saved.values())
-    answers = ranks.run(load_on, layout.world_size, layout, folders, "")
+    answers = ranks.run(digests_after_load, layout.world_size, layout, folders, "")
     for number, folder in enumerate(folders):
-        # A stage has some of them.
+        # A pipeline stage has some of the weights.
         merged: dict[str, str] = {}
         for answer in answers:
             merged |= answer[number]
-        assert merged == digests_in(folder)
-        want = digests_in(folder)
+        assert merged == expected_digests(folder)
+        want = expected_digests(folder)
         assert all(want[fqn] == text for a in answers for fqn, text in a[number].items())
 
 
-def test_parts_read_from_a_wrong_place_are_seen(ranks: RankPool, saved: dict[str, Path]) -> None:
-    answers = ranks.run(load_on, 2, TWO, [saved["llama"]], "offsets")
-    assert answers[0][0] != digests_in(saved["llama"])
+def test_wrong_offsets_are_detected(ranks: RankPool, saved: dict[str, Path]) -> None:
+    answers = ranks.run(digests_after_load, 2, TWO, [saved["llama"]], "offsets")
+    assert answers[0][0] != expected_digests(saved["llama"])
 
 
 def fail_to_load(folder: Path, path: Path, changed: dict[str, Any]) -> tuple[str, bool]:
-    """The message, and whether no weight changed."""
-    args = replace(args_in(folder), **changed)
-    model, _ = build_sharded("llama3", args, TWO)
+    """Error of ``load_weights``, and whether no weight changed."""
+    args = replace(args_of(folder), **changed)
+    model = shard_debugmodel("llama3", args, TWO).module
     materialize(model, CPU, seed=1)
     state = ModelState(model)
     before = {fqn: digest(tensor) for fqn, tensor in state.state_dict().items()}
@@ -241,29 +244,29 @@ OTHER_MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "told"), OTHER_MODELS)
-def test_another_model_is_refused(
-    saved: dict[str, Path], changed: dict[str, Any], told: str
+@pytest.mark.parametrize(("changed", "message"), OTHER_MODELS)
+def test_folder_of_another_model_is_rejected(
+    saved: dict[str, Path], changed: dict[str, Any], message: str
 ) -> None:
-    args = args_in(saved["llama"])
-    assert open_as(saved["llama"], form_of("llama"), args, {}).config["model_type"] == "llama"
-    # What is computed, not trained, may differ.
-    open_as(saved["llama"], form_of("llama"), replace(args, max_seq_len=7), {})
-    with pytest.raises(ValueError, match="another model") as raised:
-        open_as(saved["llama"], form_of("llama"), replace(args, **changed), {})
-    assert told in str(raised.value)
+    args = args_of(saved["llama"])
+    assert open_checked(saved["llama"], form_of("llama"), args, {}).config["model_type"] == "llama"
+    # max_seq_len does not affect the weights and may differ.
+    open_checked(saved["llama"], form_of("llama"), replace(args, max_seq_len=7), {})
+    with pytest.raises(ValueError, match="does not match the model") as raised:
+        open_checked(saved["llama"], form_of("llama"), replace(args, **changed), {})
+    assert message in str(raised.value)
 
 
-def test_a_folder_that_one_rank_cannot_read_is_a_mistake_on_all(
+def test_unreadable_folder_is_a_config_error_on_all_ranks(
     ranks: RankPool, saved: dict[str, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(saved["llama"], tmp_path / "torn")
     (file,) = (tmp_path / "torn").glob("*.safetensors")
     os.truncate(file, file.stat().st_size - 1)
-    for path, told in ((tmp_path / "torn", file.name), (tmp_path / "none", "config.json")):
+    for path, message in ((tmp_path / "torn", file.name), (tmp_path / "none", "config.json")):
         for error, is_untouched in ranks.run(fail_to_load, 2, saved["llama"], path, {}):
             assert error.startswith("checkpoint.initial_load_path: ")
-            assert told in error
+            assert message in error
             assert error.count("\n") == 0
             assert is_untouched
     wrong = {"vocab_size": 64}
@@ -295,7 +298,7 @@ def edit_config(**changed: Any) -> Damage:
 
 
 def edit_index(edit: Callable[[dict[str, Any]], Any]) -> Damage:
-    """Of a folder that is in shards first."""
+    """Write the folder in shards, then edit the index."""
 
     def damage(folder: Path) -> None:
         tensors = load_file(folder / FILE)
@@ -305,7 +308,7 @@ def edit_index(edit: Callable[[dict[str, Any]], Any]) -> Damage:
         write_folder(scratch, config, iter(tensors.items()), files={}, shard_bytes=SHARD_BYTES)
         for file in scratch.iterdir():
             shutil.move(file, folder / file.name)
-        path = folder / subject.INDEX_FILE
+        path = folder / subject.SAFETENSORS_INDEX_FILE
         index = json.loads(path.read_text())
         edit(index)
         path.write_text(json.dumps(index))
@@ -313,11 +316,11 @@ def edit_index(edit: Callable[[dict[str, Any]], Any]) -> Damage:
     return damage
 
 
-def write_over(name: str, data: bytes) -> Damage:
+def overwrite(name: str, data: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(data) and None
 
 
-def only_pickles(folder: Path) -> None:
+def leave_only_pickles(folder: Path) -> None:
     class Attack:
         def __reduce__(self) -> tuple[Any, ...]:
             return (os.mkdir, (str(folder / "executed"),))
@@ -354,25 +357,25 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated": (lambda folder: os.truncate(folder / FILE, 9_999), FILE),
     "no header": (truncate(7), FILE),
     "empty": (truncate(0), FILE),
-    "header too long": (write_over(FILE, b"\xff" * 64), FILE),
-    "a pipe": (replace_by_pipe, "not a plain file"),
-    "only pickles": (only_pickles, "pytorch_model.bin is a pickle"),
+    "header too long": (overwrite(FILE, b"\xff" * 64), FILE),
+    "a pipe": (replace_by_pipe, "not a regular file"),
+    "only pickles": (leave_only_pickles, "pytorch_model.bin is a pickle"),
     "no weights": (lambda folder: (folder / FILE).unlink(), f"no {FILE}"),
-    "both": (write_over(subject.INDEX_FILE, b"{}"), "both"),
+    "both": (overwrite(subject.SAFETENSORS_INDEX_FILE, b"{}"), "both"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    "config is no JSON": (write_over("config.json", b"{"), "config.json"),
-    "config is a list": (write_over("config.json", b"[]"), "not a table"),
-    "config is deep": (write_over("config.json", b"[" * 100_000), "config.json"),
-    "config is no text": (write_over("config.json", b"\xff"), "config.json"),
+    "config is no JSON": (overwrite("config.json", b"{"), "config.json"),
+    "config is a list": (overwrite("config.json", b"[]"), "not a JSON object"),
+    "config is deep": (overwrite("config.json", b"[" * 100_000), "config.json"),
+    "config is no text": (overwrite("config.json", b"\xff"), "config.json"),
     "rope": (edit_config(rope_parameters={"rope_type": "yarn"}), "rope_type: 'yarn'"),
     "bias": (edit_config(attention_bias=True), "attention_bias: True"),
     "sizes": (edit_config(hidden_size=2**39), ""),
     "layers": (edit_config(num_hidden_layers=2**39), ""),
     "index without names": (edit_index(dict.clear), "no weight_map"),
-    "index of numbers": (edit_index(lambda i: i["weight_map"].update({NORM: 1})), "1 is not the"),
+    "index of numbers": (edit_index(lambda i: i["weight_map"].update({NORM: 1})), "1 is not a"),
     "index leads away": (
         edit_index(lambda i: i["weight_map"].update({NORM: "../model.safetensors"})),
-        "'../model.safetensors' is not the name of a file",
+        "'../model.safetensors' is not a plain file name",
     ),
     "index names no file": (
         edit_index(lambda i: i["weight_map"].update({NORM: "none.safetensors"})),
@@ -394,56 +397,56 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 def open_folder(folder: Path, args: TransformerArgs) -> Folder:
-    """As ``load_weights`` does on one rank."""
+    """Open a folder as ``load_weights`` does on one rank."""
     form = form_of("llama")
     model = build_on_meta(MODEL_SPECS["llama3"], args, torch.float32)
-    return open_as(folder, form, args, {k: t.shape for k, t in model.state_dict().items()})
+    return open_checked(folder, form, args, {k: t.shape for k, t in model.state_dict().items()})
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_broken_folder_is_refused_by_name(
+def test_damaged_folder_error_names_the_fault(
     saved: dict[str, Path], tmp_path: Path, damage: str
 ) -> None:
-    source, args = saved["llama"], args_in(saved["llama"])
+    source, args = saved["llama"], args_of(saved["llama"])
     folder = Path(shutil.copytree(source, tmp_path / "folder"))
     assert len(open_folder(folder, args).names) == 30
-    act, told = DAMAGES[damage]
+    act, message = DAMAGES[damage]
     act(folder)
     with pytest.raises(ValueError, match=r".") as raised:
         open_folder(folder, args)
     assert str(folder) in str(raised.value)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert not (folder / "executed").exists()
 
 
-def test_an_index_that_is_right_is_taken(saved: dict[str, Path], tmp_path: Path) -> None:
-    """The damages to an index are not refused for what is made of the folder before."""
+def test_intact_index_is_accepted(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Verify that ``edit_index`` alone does not damage the folder."""
     folder = Path(shutil.copytree(saved["llama"], tmp_path / "folder"))
     edit_index(lambda index: None)(folder)
-    assert len(open_folder(folder, args_in(folder)).names) == 30
+    assert len(open_folder(folder, args_of(folder)).names) == 30
 
 
-def test_links_of_a_cache_are_followed(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_symlinks_of_the_hub_cache_are_followed(saved: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "snapshot"
     folder.mkdir()
     for file in saved["llama"].iterdir():
         (folder / file.name).symlink_to(file)
-    assert len(open_folder(folder, args_in(folder)).names) == 30
+    assert len(open_folder(folder, args_of(folder)).names) == 30
 
 
-def test_a_tied_head_may_be_there_if_it_is_equal(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_tied_head_may_be_present_if_equal(saved: dict[str, Path], tmp_path: Path) -> None:
     folder, embedding, edit = tmp_path / "folder", "model.embed_tokens.weight", edit_tensors
     folder.mkdir()
     shutil.copy(saved["llama_tied"] / "config.json", folder)
-    save_file(tensors_in(saved["llama_tied"]), folder / FILE)
+    save_file(read_tensors(saved["llama_tied"]), folder / FILE)
     edit(lambda t: t.update({HEAD: t[embedding].clone()}))(folder)
-    assert HEAD in open_folder(folder, args_in(folder)).names
+    assert HEAD in open_folder(folder, args_of(folder)).names
     edit(lambda t: t[HEAD].view(torch.int32)[60, 31].bitwise_xor_(1))(folder)
     with pytest.raises(ValueError, match=f"{HEAD} and {embedding} are tied, but not equal"):
-        open_folder(folder, args_in(folder))
+        open_folder(folder, args_of(folder))
     edit(lambda t: t.update({HEAD: t[embedding].clone()}) or t.pop(embedding))(folder)
     with pytest.raises(ValueError, match=f"{embedding} is missing"):
-        open_folder(folder, args_in(folder))
+        open_folder(folder, args_of(folder))
 
 
 STACKED = tuple(f"experts.{i}.weight" for i in range(5))
@@ -460,22 +463,22 @@ def undo_interleave(tensor: torch.Tensor) -> torch.Tensor:
 PAIRS = {
     "one": TensorPair("x", ("y",)),
     "stacked": TensorPair("x", STACKED, is_stacked=True),
-    "converted": TensorPair("x", ("y",), to_theirs=interleave, to_ours=undo_interleave),
+    "converted": TensorPair("x", ("y",), to_hf=interleave, from_hf=undo_interleave),
     "both": TensorPair(
-        "x", STACKED, is_stacked=True, to_theirs=torch.t, to_ours=torch.t
+        "x", STACKED, is_stacked=True, to_hf=torch.t, from_hf=torch.t
     ),
     "zero": TensorPair("x", ()),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_any_box_of_any_pair_comes_back(kind: str, tmp_path: Path) -> None:
+def test_any_box_of_any_pair_reads_back(kind: str, tmp_path: Path) -> None:
     pair = PAIRS[kind]
     tensor = torch.randn(5, 6, 4) if pair.is_stacked else torch.randn(10, 4)
     tensor = torch.zeros(3) if kind == "zero" else tensor
     rest = [("other", torch.ones(1))]
     written = [*split(pair, tensor), *rest]
-    assert {name for name, _ in written} == {*pair.theirs, "other"}
+    assert {name for name, _ in written} == {*pair.hf_names, "other"}
     write_folder(tmp_path / "folder", {}, iter(written), files={})
     folder = Folder(tmp_path / "folder")
     pairs = [pair, TensorPair("other", ("other",))]
@@ -486,19 +489,19 @@ def test_any_box_of_any_pair_comes_back(kind: str, tmp_path: Path) -> None:
         ends = [torch.randint(n + 1, (2,), generator=generator).sort()[0] for n in tensor.shape]
         offsets, sizes = [int(e[0]) for e in ends], [int(e[1] - e[0]) for e in ends]
         want = tensor[tuple(slice(int(e[0]), int(e[1])) for e in ends)]
-        assert torch.equal(folder.read_ours(pair, offsets, sizes), want)
+        assert torch.equal(folder.read_box(pair, offsets, sizes), want)
     if kind != "zero":
         transposed = tensor.shape[:-2] + tensor.shape[-2:][::-1]
         with pytest.raises(ValueError, match="not \\["):
             folder.check(family, None, {"x": transposed})
 
 
-def test_what_has_no_place_there_must_be_zero() -> None:
+def test_tensor_without_hf_counterpart_must_be_zero() -> None:
     with pytest.raises(ValueError, match="x is not zero"):
         list(split(PAIRS["zero"], torch.tensor([0.0, 1.0])))
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_write_folder_is_all_or_nothing(tmp_path: Path) -> None:
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         yield "first", torch.ones(10)
         yield "second", torch.ones(10)
@@ -512,30 +515,30 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o700
     names = {file.name for file in (tmp_path / "folder").iterdir()}
     shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
-    assert names == {"a", "config.json", subject.INDEX_FILE, *shards}
+    assert names == {"a", "config.json", subject.SAFETENSORS_INDEX_FILE, *shards}
     for shard in shards:
         with safe_open(tmp_path / "folder" / shard, framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
-    index = json.loads((tmp_path / "folder" / subject.INDEX_FILE).read_text())
+    index = json.loads((tmp_path / "folder" / subject.SAFETENSORS_INDEX_FILE).read_text())
     assert index["metadata"] == {"total_size": 80}
     with pytest.raises(ValueError, match="nothing is overwritten"):
         write_folder(tmp_path / "folder", {}, iter(()), files={})
 
 
-def test_a_tensor_larger_than_a_file_may_be_has_one_of_its_own(tmp_path: Path) -> None:
+def test_tensor_larger_than_shard_bytes_gets_its_own_file(tmp_path: Path) -> None:
     tensors = {"first": torch.ones(10), "second": torch.zeros(10)}
     write_folder(tmp_path / "folder", {}, iter(tensors.items()), files={}, shard_bytes=39)
     assert len(list((tmp_path / "folder").glob("*.safetensors"))) == 2
 
 
-def test_a_link_to_nowhere_is_not_written_over(tmp_path: Path) -> None:
+def test_write_folder_keeps_a_dangling_symlink(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="already exists"):
         write_folder(tmp_path / "folder", {}, iter([]), files={})
     assert [file.name for file in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_stack_of_several_dtypes_has_one_that_holds_all(tmp_path: Path) -> None:
+def test_stacked_dtypes_are_promoted(tmp_path: Path) -> None:
     dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
     tensors = {name: torch.ones(1, dtype=d) for name, d in zip(STACKED, dtypes, strict=True)}
     write_folder(tmp_path / "folder", {}, iter(tensors.items()), files={})
@@ -544,13 +547,13 @@ def test_a_stack_of_several_dtypes_has_one_that_holds_all(tmp_path: Path) -> Non
     assert folder.dtype(PAIRS["zero"]) == torch.float32
 
 
-def test_a_checkpoint_with_a_config_of_theirs_is_ours(tmp_path: Path) -> None:
+def test_folder_with_manifest_is_not_hugging_face(tmp_path: Path) -> None:
     (tmp_path / subject.CONFIG_FILE).write_text("{}")
     assert is_hugging_face(tmp_path)
     (tmp_path / subject.NAME).write_text("{}")
     assert not is_hugging_face(tmp_path)
 
 
-def test_a_model_without_a_form_there_is_told_of(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no Hugging Face form of this model\.name"):
+def test_model_without_hf_format_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"this model\.name has no Hugging Face format"):
         load_weights(tmp_path, ModelState(torch.nn.Linear(1, 1)), None, None)

@@ -1,4 +1,4 @@
-"""A save that cannot be written is known at once, harms no older one, and ends no training."""
+"""A failed save is reported at once, harms no older checkpoint and does not stop training."""
 
 import errno
 import os
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from checkpoint.storage import ALIGNMENT, HashedFile, write_parts
-from checkpoint.store import problems_of
+from checkpoint.checkpoint_dir import verify_checkpoint
+from checkpoint.tensor_files import ALIGNMENT, HashedFile, write_tensor_file
 from runtime.log import logger
 from tests.checkpoint.small_run import Run
 from tests.layouts import Layout
@@ -29,14 +29,14 @@ ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def failing_write(nth: int, error: int) -> Iterator[None]:
-    """The ``nth`` write to any file of this rank fails."""
-    left = nth
+    """Make the ``nth`` write of this rank fail."""
+    remaining = nth
     original = HashedFile.write
 
     def write(self: HashedFile, data: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
             raise OSError(error, "planted")
         original(self, data)
 
@@ -45,8 +45,8 @@ def failing_write(nth: int, error: int) -> Iterator[None]:
 
 
 @contextmanager
-def limited_files(n_bytes: int) -> Iterator[None]:
-    """The kernel lets no file grow beyond that (EFBIG)."""
+def file_size_limit(n_bytes: int) -> Iterator[None]:
+    """Limit the size of any file (RLIMIT_FSIZE): writes beyond it raise EFBIG."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     try:
@@ -55,8 +55,8 @@ def limited_files(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def swallowing_write() -> AbstractContextManager[Any]:
-    """The fault that all this is there to find: an error that nobody hears of."""
+def silent_short_write() -> AbstractContextManager[Any]:
+    """Write half of the data without an error: the fault that verification must find."""
     original = HashedFile.write
 
     def write(self: HashedFile, data: Any) -> None:
@@ -66,12 +66,12 @@ def swallowing_write() -> AbstractContextManager[Any]:
     return patch.object(HashedFile, "write", write)
 
 
-def save_badly(
+def save_with_faults(
     folder: Path, mode: str, faults: list[tuple[int, Callable[[], AbstractContextManager[Any]]]]
 ) -> list[tuple[int, str]]:
-    """After a good save, one bad and one good for each fault: of rank ``rank`` alone.
+    """For each fault, on its rank only: one save that fails, then one that succeeds.
 
-    Returns the step that counts as the newest after each, and what the alarm said.
+    Returns the newest step after each fault, and the logged error.
     """
     run = Run(folder, TWO, keep_latest_k=1, async_mode=mode)
     run.save(1)
@@ -80,20 +80,20 @@ def save_badly(
         with patch.object(logger, "error") as alarm:
             with fault() if dist.get_rank() == rank else nullcontext():
                 run.save(2 * step)
-            assert run.checkpointer.newest == 2 * step - 1
+            assert run.checkpointer.newest_step == 2 * step - 1
             if dist.get_rank() == 0:
-                assert not list(folder.glob(".tmp-*")), "it takes room"
-            assert not problems_of(folder / f"step-{2 * step - 1:08d}")
-        found.append((run.checkpointer.newest, str(alarm.call_args)))
+                assert not list(folder.glob(".tmp-*")), "a failed save frees its disk space"
+            assert not verify_checkpoint(folder / f"step-{2 * step - 1:08d}")
+        found.append((run.checkpointer.newest_step, str(alarm.call_args)))
         run.save(2 * step + 1)
-        assert run.checkpointer.newest == 2 * step + 1
+        assert run.checkpointer.newest_step == 2 * step + 1
     run.checkpointer.close()
     return found
 
 
 @pytest.mark.row(4, "A write error is never taken for success, and ends no training")
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_every_write_error_is_an_alarm_and_no_more(
+def test_write_error_is_logged_and_training_goes_on(
     ranks: RankPool,
     tmp_path: Path,
     mode: str,
@@ -106,36 +106,38 @@ def test_every_write_error_is_an_alarm_and_no_more(
         (rank, partial(failing_write, nth, error))
         for rank, error, nth in cases[:: max(1, len(cases) // n_errors)]
     ]
-    faults += [(rank, partial(limited_files, n_bytes)) for rank in (0, 1) for n_bytes in (0, 5000)]
-    for found in ranks.run(save_badly, 2, tmp_path, mode, faults):
-        assert all("was not saved" in alarm for _, alarm in found)
+    faults += [
+        (rank, partial(file_size_limit, n_bytes)) for rank in (0, 1) for n_bytes in (0, 5000)
+    ]
+    for found in ranks.run(save_with_faults, 2, tmp_path, mode, faults):
+        assert all("checkpoint save failed" in alarm for _, alarm in found)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{2 * len(faults) + 1:08d}"}
     seen(f"{mode}: {len(faults)} of {len(faults)} known at once; the next save succeeded")
 
 
-def test_an_error_that_is_swallowed_is_found(ranks: RankPool, tmp_path: Path) -> None:
-    faults = [(rank, swallowing_write) for rank in (0, 1)]
-    for found in ranks.run(save_badly, 2, tmp_path, "disabled", faults):
-        assert all("was not saved" in alarm for _, alarm in found)
+def test_silent_short_write_is_detected(ranks: RankPool, tmp_path: Path) -> None:
+    faults = [(rank, silent_short_write) for rank in (0, 1)]
+    for found in ranks.run(save_with_faults, 2, tmp_path, "disabled", faults):
+        assert all("checkpoint save failed" in alarm for _, alarm in found)
 
 
-def test_what_is_closed_survives_a_power_cut(tmp_path: Path) -> None:
+def test_close_fsyncs_the_whole_file(tmp_path: Path) -> None:
     sizes: list[int] = []
-    with patch("checkpoint.storage.os.fsync", lambda fd: sizes.append(os.fstat(fd).st_size)):
+    with patch("checkpoint.tensor_files.os.fsync", lambda fd: sizes.append(os.fstat(fd).st_size)):
         file = HashedFile(tmp_path / "file")
         file.write(b"all of it")
         file.close()
     assert sizes == [9]
 
 
-def test_no_file_is_written_twice(tmp_path: Path) -> None:
+def test_hashed_file_never_overwrites(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
         HashedFile(tmp_path / "file")
 
 
-def test_parts_begin_where_any_dtype_can(tmp_path: Path) -> None:
+def test_shards_are_aligned_for_any_dtype(tmp_path: Path) -> None:
     tensors = {"odd": torch.ones(3, dtype=torch.bfloat16), "wide": torch.ones(2)}
     items = [item for name, t in tensors.items() for item in _create_write_items(name, t)]
-    _, entries = write_parts(tmp_path / "file", items, lambda item: tensors[item.index.fqn])
+    _, entries = write_tensor_file(tmp_path / "file", items, lambda item: tensors[item.index.fqn])
     assert [part.start % ALIGNMENT for e in entries.values() for part in e.parts] == [0, 0]

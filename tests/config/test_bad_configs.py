@@ -1,4 +1,4 @@
-"""Every mistake ends in exit code 2 and a line that names the key, before anything is started."""
+"""Every config error exits with code 2 and names the key before any rank starts."""
 
 import os
 import shlex
@@ -12,9 +12,9 @@ import torch
 
 import train
 from config import load_config
-from job import resolve
+from launcher import launch
+from run_spec import resolve
 from runtime import exit_codes
-from tools import launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 @dataclass(frozen=True)
 class Bad:
     key: str
-    """What each line on stderr has to name."""
+    """Key that each line on stderr must name."""
     typed: str = ""
-    """The command line."""
+    """Command-line overrides."""
     toml: str = ""
     says: str = ""
-    """The reason, or part of it."""
+    """Part of the reason."""
     ranks: int = 2
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ RESHARD = "--parallelism.fsdp_reshard_after_forward"
 FLOAT8 = "--float8.recipe tensorwise"
 EMULATED = f"{FLOAT8} --float8.emulate true"
 BUDGET = "--activation_checkpoint.mode memory_budget"
-ELASTIC = "--debug.determinism elastic"
+ELASTIC = "--debug.deterministic elastic"
 RAMP = (
     "--training.global_batch_size 64 --training.batch_size_ramp"
     " '[{{steps = 1, global_batch_size = {}}}]'"
@@ -99,7 +99,7 @@ BAD = [
     Bad("data.source", "--data.source c5", says="'c4'"),
     Bad("model.name", "--model.name lama3", says="did you mean 'llama3'?"),
     Bad("model.flavor", "--model.flavor debugmodle", says="did you mean 'debugmodel'?"),
-    # Names that would leave the run's folder, or surprise a shell
+    # Names that would escape the run's folder, or confuse a shell
     Bad("job.name", "--job.name ''"),
     Bad("job.name", "--job.name a/b"),
     Bad("job.name", "--job.name ../x"),
@@ -116,8 +116,8 @@ BAD = [
     Bad("traning", "--traning.steps 1", says="did you mean [training]?"),
     Bad("traning", toml="[traning]\nsteps = 1", says="did you mean [training]?"),
     Bad("job.name", toml="[job.name]\nx = 1", says="string"),
-    Bad("steps", toml="steps = 1", says="must stand in a [table]"),
-    Bad("job", toml="[[job]]\nname = 'x'", says="must stand in a [table]"),
+    Bad("steps", toml="steps = 1", says="must be in a [table]"),
+    Bad("job", toml="[[job]]\nname = 'x'", says="must be in a [table]"),
     Bad("'--steps'", "--steps 1", says="not --section.key"),
     Bad("'-training.steps'", "-training.steps=1", says="not --section.key"),
     Bad("'--a.b.c'", "--a.b.c 1", says="not --section.key"),
@@ -127,13 +127,13 @@ BAD = [
     Bad("--training.steps", "--training.steps --compile.enable=true", says="needs a value"),
     Bad(FILE, toml="[training\nsteps = 1", says="line 1"),
     Bad(FILE, toml="[training]\nsteps = 1\nsteps = 2"),
-    # What does not fit together
-    Bad("parallelism", f"--{TP} 2", says="do not make 3 ranks", ranks=3),
-    Bad("parallelism", f"--{TP} 4", says="do not make 2 ranks"),
+    # Contradictions
+    Bad("parallelism", f"--{TP} 2", says="must multiply to 3 ranks", ranks=3),
+    Bad("parallelism", f"--{TP} 4", says="must multiply to 2 ranks"),
     Bad("parallelism", "--parallelism.data_parallel_shard_degree 2 " + HSDP + " 2", says="2 ranks"),
     Bad("parallelism.data_parallel_shard_degree",
         f"{DDP} --parallelism.data_parallel_shard_degree 2", says="does not shard"),
-    Bad("parallelism.data_parallel_replicate_degree", f"{DDP} {HSDP} 2", says="leave", ranks=4),
+    Bad("parallelism.data_parallel_replicate_degree", f"{DDP} {HSDP} 2", says="number of", ranks=4),
     Bad("parallelism.fsdp_reshard_after_forward", f"{DDP} {RESHARD} never", says="ddp"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{SIMPLE} {RESHARD} always", says="default"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{SIMPLE} {RESHARD} 2", says="never", ranks=4),
@@ -157,7 +157,7 @@ BAD = [
     Bad("optimizer.name", f"--optimizer.name muon {ELASTIC}", says="elastic"),
     Bad("parallelism.fsdp_cpu_offload",
         "--optimizer.name muon --parallelism.fsdp_cpu_offload true", says="host"),
-    Bad("optimizer.muon_momentum", "--optimizer.muon_momentum 0.9", says="name is muon"),
+    Bad("optimizer.muon_momentum", "--optimizer.muon_momentum 0.9", says="optimizer.name"),
     Bad("optimizer.muon_momentum",
         "--optimizer.name muon --optimizer.state_dtype bfloat16 --optimizer.muon_momentum 0.999",
         says="0.99609375"),
@@ -175,18 +175,19 @@ BAD = [
     Bad("training.seq_len", f"--{TP} 2 --training.seq_len 255", says="multiple of tensor"),
     Bad("training.seq_len", f"--{CP} 2 --training.seq_len 255", says="context_parallel_degree"),
     Bad("training.seq_len", f"--{CP} 2 {GATHER} --training.seq_len 254", says="twice"),
-    Bad(f"{TP[:-6]}async", f"--{TP[:-6]}async true --compile.enable true", says="nothing without"),
+    Bad(f"{TP[:-6]}async", f"--{TP[:-6]}async true --compile.enable true", says="no effect"),
     Bad(f"{TP[:-6]}async", f"--{TP[:-6]}async true --compile.enable true --{TP} 2", says="GPU"),
     Bad(f"{TP[:-6]}async", f"--{TP[:-6]}async true --{TP} 2", says="compile.enable"),
     Bad(f"{TP[:-6]}async",
         f"--{TP[:-6]}async true --compile.enable true --{TP} 2 --training.local_batch_size 1",
         says="several sequences"),
-    Bad("parallelism.context_parallel_method", GATHER, says="nothing without"),
+    Bad("parallelism.context_parallel_method", GATHER, says="has no effect"),
     Bad("parallelism.context_parallel_method", f"--{CP} 8", says="n_heads", ranks=8),
     Bad(PP, f"--{PP} 8", says="layers", ranks=8),
     Bad(PP, f"--{PP} 4 {SCHEDULE} Interleaved1F1B", says="layers", ranks=4),
-    Bad("parallelism.pipeline_parallel_schedule", f"{SCHEDULE} GPipe", says="nothing"),
-    Bad("parallelism.pipeline_parallel_schedule", f"--{PP[:-6]}microbatch_size 2", says="nothing"),
+    Bad("parallelism.pipeline_parallel_schedule", f"{SCHEDULE} GPipe", says="no effect"),
+    Bad("parallelism.pipeline_parallel_schedule",
+        f"--{PP[:-6]}microbatch_size 2", says="no effect"),
     Bad("parallelism.pipeline_parallel_stages_per_rank",
         f"--{PP} 2 --{PP[:-6]}stages_per_rank 3", says="interleaved"),
     Bad("parallelism.pipeline_parallel_microbatch_size",
@@ -207,8 +208,8 @@ BAD = [
         f" {RESHARD} always", says="freed"),
     Bad(TP, f"{NEXT} --{TP} 4", says="n_key_heads", ranks=4),
     Bad("parallelism.context_parallel_", f"{NEXT} --{CP} 8", says="n_key_heads", ranks=8),
-    Bad("experts.balance_loss", "--experts.balance_loss 0.5", says="no experts"),
-    Bad("debug.determinism", f"{MOE} {ELASTIC}", says="experts"),
+    Bad("experts.balance_loss", "--experts.balance_loss 0.5", says="no MoE layers"),
+    Bad("debug.deterministic", f"{MOE} {ELASTIC}", says="dense"),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 3",
         says="(3 does not divide 8)", ranks=3),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 4", says="(4 does not divide 2)"),
@@ -221,7 +222,7 @@ BAD = [
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble --compile.enable true", says="compiled"),
     Bad("training.global_batch_size", "--training.global_batch_size 24",
-        says="(24 is no multiple of 8 * 2)"),
+        says="(24 is not a multiple of 8 * 2)"),
     Bad("training.global_batch_size", "--training.global_batch_size 4", says="multiple"),
     Bad("training.batch_size_ramp", RAMP.format(24), says="each size: must be a multiple"),
     Bad("training.batch_size_ramp", RAMP.format(64), says="must grow"),
@@ -231,7 +232,7 @@ BAD = [
     Bad("training.batch_size_ramp", "--training.global_batch_size 64 --training.batch_size_ramp"
         " '[{steps = 1, global_batch_size = 32}, {steps = 1, global_batch_size = 16}]'",
         says="must grow"),
-    Bad("training.batch_size_ramp", f"{RAMP.format(48)} {ELASTIC}", says="power of two"),
+    Bad("training.batch_size_ramp", f"{RAMP.format(48)} {ELASTIC}", says="2^n microbatches"),
     Bad("training.batch_size_ramp", f"{RAMP.format(8)} --{PP} 2 --{PP[:-6]}microbatch_size 8",
         says="as many microbatches"),
     Bad("training.batch_size_ramp", f"{RAMP.format(5)} --{PP} 2 {SCHEDULE} Interleaved1F1B"
@@ -245,48 +246,48 @@ BAD = [
     Bad("training.batch_size_ramp", "--training.batch_size_ramp 16", says="list"),
     Bad("parallelism.data_parallel", f"{ELASTIC} {DDP}", says="fsdp2"),
     Bad("parallelism.data_parallel", f"{ELASTIC} {SIMPLE}", says="fsdp2"),
-    Bad("parallelism.data_parallel_replicate_degree", f"{ELASTIC} {HSDP} 2", says="copies"),
+    Bad("parallelism.data_parallel_replicate_degree", f"{ELASTIC} {HSDP} 2", says="replicas"),
     Bad("parallelism.data_parallel_shard_degree", ELASTIC, says="power of two", ranks=3),
     Bad("training.global_batch_size",
-        f"{ELASTIC} --training.global_batch_size 48", says="a power of two"),
+        f"{ELASTIC} --training.global_batch_size 48", says="2^n microbatches"),
     Bad("parallelism.fsdp_reduce_gradients",
         f"{ELASTIC} --training.global_batch_size 32"
         " --parallelism.fsdp_reduce_gradients last_microbatch", says="pairwise"),
     Bad("parallelism.context_parallel_degree",
-        f"{ELASTIC} --parallelism.context_parallel_degree 2", says="proved"),
+        f"{ELASTIC} --parallelism.context_parallel_degree 2", says="only data and tensor"),
     Bad("parallelism.pipeline_parallel_degree",
-        f"{ELASTIC} --parallelism.pipeline_parallel_degree 2", says="proved"),
+        f"{ELASTIC} --parallelism.pipeline_parallel_degree 2", says="only data and tensor"),
     Bad("parallelism.expert_parallel_degree",
-        f"{ELASTIC} --parallelism.expert_parallel_degree 2", says="proved"),
+        f"{ELASTIC} --parallelism.expert_parallel_degree 2", says="only data and tensor"),
     Bad("training.mixed_precision_param",
         "--training.dtype float64 --training.mixed_precision_param bfloat16", says="float32"),
     Bad("training.mixed_precision_reduce",
         "--training.dtype bfloat16 --training.mixed_precision_reduce bfloat16", says="float32"),
     Bad("activation_checkpoint.selective",
-        toml="[activation_checkpoint]\nmode = 'full'\nselective = 2", says="does nothing"),
+        toml="[activation_checkpoint]\nmode = 'full'\nselective = 2", says="no effect"),
     Bad("activation_checkpoint.selective",
-        toml="[activation_checkpoint]\nmode = 'none'\nselective = 2", says="does nothing"),
+        toml="[activation_checkpoint]\nmode = 'none'\nselective = 2", says="no effect"),
     Bad("parallelism.fsdp_cpu_offload", "--parallelism.fsdp_cpu_offload true", says="GPU"),
     Bad("float8.recipe", "--float8.recipe delayed", says="'rowwise'"),
-    Bad("float8.recipe", "--float8.emulate true", says="nothing"),
-    Bad("float8.recipe", "--float8.skip_small false", says="nothing"),
+    Bad("float8.recipe", "--float8.emulate true", says="no effect"),
+    Bad("float8.recipe", "--float8.skip_small false", says="no effect"),
     Bad("float8.recipe", FLOAT8, says="8.9"),
-    Bad("float8.recipe", f"{FLOAT8} --training.dtype float64", says="may not ask for more"),
+    Bad("float8.recipe", f"{FLOAT8} --training.dtype float64", says="only with float8.emulate"),
     Bad("float8.recipe", f"{FLOAT8} --training.mixed_precision_param float32",
-        says="may not ask for more"),
+        says="only with float8.emulate"),
     Bad("parallelism.pipeline_parallel_schedule", f"{EMULATED} --{PP} 2 {SCHEDULE}"
         " InterleavedZeroBubble --activation_checkpoint.mode none", says="float8"),
-    Bad("debug.determinism", f"{EMULATED} {ELASTIC}", says="float8"),
+    Bad("debug.deterministic", f"{EMULATED} {ELASTIC}", says="float8"),
     Bad("training.seq_len", f"{EMULATED} --training.seq_len 100 --training.local_batch_size 1",
         says="16"),
     Bad("activation_checkpoint.memory_budget", "--activation_checkpoint.memory_budget 0.3",
-        says="does nothing"),
+        says="no effect"),
     Bad("activation_checkpoint.memory_budget", f"{BUDGET} --activation_checkpoint.memory_budget 2"),
     Bad("activation_checkpoint.mode", BUDGET, says="compile.enable"),
     Bad("activation_checkpoint.mode",
         f"{BUDGET} --compile.enable true --compile.backend aot_eager", says="compile.backend"),
     Bad(TP, f"{BUDGET} --compile.enable true --{TP} 2", says="memory_budget"),
-    Bad("activation_checkpoint.mode", f"{BUDGET} {SIMPLE} --compile.enable true", says="gathers"),
+    Bad("activation_checkpoint.mode", f"{BUDGET} {SIMPLE} --compile.enable true", says="gathered"),
     Bad(
         "activation_checkpoint.mode",
         "--compile.enable true --activation_checkpoint.mode full " + SIMPLE,
@@ -310,29 +311,29 @@ BAD = [
     Bad("checkpoint.max_unsaved_steps",
         "--checkpoint.max_unsaved_steps 999 --checkpoint.async_mode async", says="twice"),
     Bad("checkpoint.keep_every",
-        "--checkpoint.keep_every 1000 --checkpoint.keep_latest_k 0", says="all stay"),
+        "--checkpoint.keep_every 1000 --checkpoint.keep_latest_k 0", says="all are kept"),
     Bad("numerics.on_spike", "--numerics.on_spike rollback --checkpoint.enable false",
-        says="needs checkpoint.enable"),
-    Bad("data.path", "--data.source files", says="what to read"),
-    Bad("data.path", "--data.source huggingface", says="what to read"),
-    Bad("data.path", "--data.source tokens", says="what to read"),
-    Bad("data.path", "--data.path *.txt", says="does nothing"),
-    Bad("data.path", "--data.source c4 --data.path en", says="does nothing"),
-    Bad("data.subset", "--data.source c4 --data.subset en", says="does nothing"),
-    Bad("data.sources", "--data.text_key a", toml=SOURCES, says="beside it"),
-    Bad("data.sources", "--data.source c4", toml=SOURCES, says="beside it"),
-    Bad("data.sources", "--data.path x", toml=SOURCES, says="beside it"),
+        says="requires checkpoint.enable"),
+    Bad("data.path", "--data.source files", says="must be set"),
+    Bad("data.path", "--data.source huggingface", says="must be set"),
+    Bad("data.path", "--data.source tokens", says="must be set"),
+    Bad("data.path", "--data.path *.txt", says="no effect"),
+    Bad("data.path", "--data.source c4 --data.path en", says="no effect"),
+    Bad("data.subset", "--data.source c4 --data.subset en", says="no effect"),
+    Bad("data.sources", "--data.text_key a", toml=SOURCES, says="when it is set"),
+    Bad("data.sources", "--data.source c4", toml=SOURCES, says="when it is set"),
+    Bad("data.sources", "--data.path x", toml=SOURCES, says="when it is set"),
     Bad("data.max_bad_records", "--data.max_bad_records 5", says="on_bad_record"),
-    Bad("data.sources", toml=SOURCES + SOURCES, says="same: give each a name (*.txt)"),
+    Bad("data.sources", toml=SOURCES + SOURCES, says="same name: give each its own (*.txt)"),
     Bad("data.sources[0].weight", toml=SOURCES + "weight = 0.0", says="greater than 0"),
     Bad("data.sources[0].wait", toml=SOURCES + "wait = 1.0", says="weight"),
     Bad("data.sources", toml="[data]\nsources = 3", says="list"),
-    Bad("data.text_key", "--data.text_key content", says="does nothing"),
-    Bad("data.text_key", "--data.source c4 --data.text_key content", says="does nothing"),
-    Bad("data.text_key", "--data.source tokens --data.path x --data.text_key y", says="nothing"),
-    Bad("data.validation_percent", "--data.validation_percent 0", says="more than 0"),
+    Bad("data.text_key", "--data.text_key content", says="no effect"),
+    Bad("data.text_key", "--data.source c4 --data.text_key content", says="no effect"),
+    Bad("data.text_key", "--data.source tokens --data.path x --data.text_key y", says="no effect"),
+    Bad("data.validation_percent", "--data.validation_percent 0", says="greater than 0"),
     Bad("data.validation_percent", "--data.source files --data.path x --data.validation_percent 0",
-        says="more than 0"),
+        says="greater than 0"),
 ]  # fmt: skip
 
 
@@ -343,7 +344,7 @@ def write(folder: Path, toml: str) -> Path:
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
-def test_launcher_refuses_by_name(
+def test_launcher_rejects_by_name(
     bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -354,11 +355,11 @@ def test_launcher_refuses_by_name(
     assert code == exit_codes.BAD_CONFIG
     assert errors.strip()
     assert bad.says in errors
-    # One mistake is not told as several, on keys that are right.
+    # One error must not be reported for several keys.
     assert all(bad.key in line for line in errors.splitlines()), errors
 
 
-def test_a_trainer_without_a_config_says_how_it_is_started(capsys: pytest.CaptureFixture[str]):
+def test_trainer_without_a_config_prints_usage(capsys: pytest.CaptureFixture[str]):
     assert train.start([]) == exit_codes.BAD_CONFIG
     assert "train.py CONFIG.toml" in capsys.readouterr().err
 
@@ -368,7 +369,7 @@ def test_launcher_names_a_missing_config(tmp_path: Path, capsys: pytest.CaptureF
     assert "absent.toml" in capsys.readouterr().err
 
 
-UNFINDABLE = [
+BAD_AT_LOAD = [
     Bad("data.tokenizer", "--data.tokenizer nope", says="cl100k_base"),
     Bad("data.tokenizer", "--data.tokenizer absent.model", says="absent.model"),
     Bad("data.tokenizer", "--data.tokenizer absent.json", says="absent.json"),
@@ -384,8 +385,8 @@ UNFINDABLE = [
 ]
 
 
-@pytest.mark.parametrize("bad", UNFINDABLE, ids=str)
-def test_trainer_refuses_by_name_what_only_it_can_find(
+@pytest.mark.parametrize("bad", BAD_AT_LOAD, ids=str)
+def test_trainer_rejects_bad_files_by_name(
     bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -405,12 +406,12 @@ def test_trainer_refuses_by_name_what_only_it_can_find(
     [
         Bad("training.steps", "--training.steps ten"),
         Bad("training.seq_len", f"--{TP} 2 --training.seq_len 255"),
-        # Only the trainer opens the tokenizer: its code has to come through torchrun.
+        # Only the trainer opens the tokenizer: the launcher must preserve its exit code.
         Bad("data.tokenizer", "--data.tokenizer nope", ranks=1),
     ],
     ids=str,
 )
-def test_the_command_line_ends_with_code_2_and_no_traceback(bad: Bad, tmp_path: Path):
+def test_run_train_exits_with_code_2_and_no_traceback(bad: Bad, tmp_path: Path):
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "NGPU": str(bad.ranks)}
     done = subprocess.run(
         [ROOT / "run_train.sh", *bad.overrides],
@@ -423,4 +424,4 @@ def test_the_command_line_ends_with_code_2_and_no_traceback(bad: Bad, tmp_path: 
     assert done.returncode == exit_codes.BAD_CONFIG, done.stderr
     assert bad.key in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    assert list(tmp_path.iterdir()) == [], "a refused run leaves nothing behind"
+    assert list(tmp_path.iterdir()) == [], "a rejected run writes nothing"

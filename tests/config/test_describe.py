@@ -1,4 +1,4 @@
-"""Help and schema say everything that can be set."""
+"""Help and schema cover every key."""
 
 from functools import cache
 from pathlib import Path
@@ -12,8 +12,8 @@ from config.describe import help_text, schema_text
 
 FIELDS = {
     f"{section}.{name}": field
-    for section, of_section in JobConfig.model_fields.items()
-    for name, field in type(of_section.default).model_fields.items()
+    for section, section_field in JobConfig.model_fields.items()
+    for name, field in type(section_field.default).model_fields.items()
 }
 
 
@@ -28,7 +28,7 @@ def help_lines() -> list[str]:
 
 
 @pytest.mark.parametrize("key", FIELDS)
-def test_every_key_has_a_description_and_stands_in_the_help(key: str):
+def test_every_key_has_a_description_and_is_in_the_help(key: str):
     field: Any = FIELDS[key]
     assert field.description
     assert field.description.strip()

@@ -1,4 +1,4 @@
-"""Which value wins, how it may be written, and that mistakes are told together and by name."""
+"""Precedence and syntax of values, and errors reported together and by name."""
 
 import os
 from pathlib import Path
@@ -18,24 +18,24 @@ def toml(tmp_path: Path) -> Path:
     return path
 
 
-def mistakes(path: Path, *overrides: str) -> list[str]:
+def errors(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, list(overrides))
     return caught.value.messages
 
 
-def test_command_line_beats_file_beats_default(toml: Path):
+def test_command_line_overrides_file_overrides_default(toml: Path):
     training = load_config(toml, ["--training.steps", "9"]).training
     assert training == Training(steps=9, seq_len=512)
     assert training.gc_freq == Training().gc_freq
 
 
 @pytest.mark.parametrize("overrides", [["--training.steps", "9"], ["--training.steps=9"]])
-def test_both_spellings_of_an_override(toml: Path, overrides: list[str]):
+def test_override_with_space_or_equals_sign(toml: Path, overrides: list[str]):
     assert load_config(toml, overrides).training.steps == 9
 
 
-def test_the_last_override_wins(toml: Path):
+def test_last_override_wins(toml: Path):
     assert load_config(toml, ["--training.steps=9", "--training.steps=8"]).training.steps == 8
 
 
@@ -51,11 +51,11 @@ def test_the_last_override_wins(toml: Path):
         ("'2024'", "2024"),
     ],
 )
-def test_a_text_key_takes_what_was_typed(toml: Path, raw: str, text: str):
+def test_string_key_takes_the_literal_text(toml: Path, raw: str, text: str):
     assert load_config(toml, ["--job.name", raw]).job.name == text
 
 
-def test_a_value_may_hold_anything_after_an_equals_sign(toml: Path):
+def test_value_after_equals_sign_may_be_anything(toml: Path):
     overrides = ["--validation.sample_prompt=--steps=3", "--data.path=", "--data.subset", "a=b"]
     config = load_config(toml, overrides)
     assert config.validation.sample_prompt == "--steps=3"
@@ -63,20 +63,20 @@ def test_a_value_may_hold_anything_after_an_equals_sign(toml: Path):
     assert config.data.subset == "a=b"
 
 
-def test_a_value_is_one_value(toml: Path):
-    (message,) = mistakes(toml, "--training.steps", "3\nseq_len = 4")
+def test_override_sets_only_one_key(toml: Path):
+    (message,) = errors(toml, "--training.steps", "3\nseq_len = 4")
     assert "training.steps" in message
 
 
 @pytest.mark.parametrize("raw", ["[" * 5000, "9" * 5000], ids=["nested", "digits"])
-def test_a_value_that_toml_gives_up_on_is_named(toml: Path, raw: str):
-    (message,) = mistakes(toml, f"--training.steps={raw}")
+def test_unparsable_value_names_the_key(toml: Path, raw: str):
+    (message,) = errors(toml, f"--training.steps={raw}")
     assert "command line: training.steps: " in message
 
 
-def test_bytes_that_are_not_text_are_named(toml: Path):
-    typed = os.fsdecode(b"--job.output_dir=caf\xe9")
-    assert mistakes(toml, typed) == ["command line: --job.output_dir: 'caf\\udce9' is not UTF-8"]
+def test_invalid_utf8_names_the_key(toml: Path):
+    argument = os.fsdecode(b"--job.output_dir=caf\xe9")
+    assert errors(toml, argument) == ["command line: --job.output_dir: 'caf\\udce9' is not UTF-8"]
 
 
 MANY_OVERRIDES = [
@@ -100,7 +100,7 @@ MANY_OVERRIDES = [
 
 
 @pytest.mark.parametrize("overrides", [[], MANY_OVERRIDES], ids=["as it is", "many overrides"])
-def test_what_is_dumped_loads_as_the_same(tmp_path: Path, overrides: list[str]):
+def test_dumped_config_loads_as_equal(tmp_path: Path, overrides: list[str]):
     config = load_config(DEBUG_MODEL, overrides)
     dumped = tmp_path / "dumped.toml"
     dumped.write_text(dump_toml(config), encoding="utf-8")
@@ -109,11 +109,11 @@ def test_what_is_dumped_loads_as_the_same(tmp_path: Path, overrides: list[str]):
     defaults = JobConfig().model_dump()
     for section, values in config.model_dump().items():
         for key, value in values.items():
-            # Every override took effect, or the comparison above proves nothing.
+            # The comparison above proves something only if every override took effect.
             assert f"{section}.{key}" not in changed or value != defaults[section][key]
 
 
-def test_absent_stays_absent(toml: Path):
+def test_none_is_not_dumped(toml: Path):
     assert load_config(toml, []).lr_scheduler == LrScheduler()
     assert "total_steps" not in dump_toml(load_config(toml, []))
 
@@ -129,22 +129,22 @@ def test_absent_stays_absent(toml: Path):
     ],
     ids=["table", "yaml", "twice", "nested", "digits"],
 )
-def test_a_syntax_error_names_the_file(tmp_path: Path, text: str):
+def test_syntax_error_names_the_file(tmp_path: Path, text: str):
     path = tmp_path / "broken.toml"
     path.write_text(text)
-    (message,) = mistakes(path)
+    (message,) = errors(path)
     assert message.startswith(str(path))
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+def test_unreadable_file_is_named(tmp_path: Path):
     not_text = tmp_path / "binary.toml"
     not_text.write_bytes(b"\xff\xfe")
     for path in (tmp_path / "absent.toml", tmp_path, not_text):
-        (message,) = mistakes(path)
+        (message,) = errors(path)
         assert message.startswith(str(path))
 
 
-def test_all_mistakes_at_once_each_where_it_was_made(tmp_path: Path):
+def test_all_errors_are_reported_with_their_origin(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text("steps = 3\n[training]\nseq_len = 0\ngc_freq = 1.5\n[modle]\nname = 'llama3'\n")
     overrides = ["--steps", "3", "--optimizer.lr", "fast", "--debug.seed=-1"]
@@ -160,14 +160,14 @@ def test_all_mistakes_at_once_each_where_it_was_made(tmp_path: Path):
         "trainings": "command line",
         "--compile.enable": "command line",
     }
-    messages = mistakes(path, *overrides)
+    messages = errors(path, *overrides)
     assert len(messages) == len(origins)
     for key, origin in origins.items():
         assert sum(message.startswith(f"{origin}: {key}") for message in messages) == 1, key
 
 
-def test_the_branches_of_a_union_are_one_mistake(toml: Path):
-    (message,) = mistakes(toml, "--activation_checkpoint.selective", "0")
+def test_union_branches_are_one_error(toml: Path):
+    (message,) = errors(toml, "--activation_checkpoint.selective", "0")
     assert message.count("activation_checkpoint.selective") == 1
 
 
@@ -182,13 +182,13 @@ def test_the_branches_of_a_union_are_one_mistake(toml: Path):
     ],
 )
 def test_unknown_keys_and_tables_suggest_a_known_one(toml: Path, override: str, suggested: str):
-    (message,) = mistakes(toml, override)
+    (message,) = errors(toml, override)
     assert "unknown" in message
     assert message.endswith(suggested)
 
 
-def test_nothing_near_suggests_nothing(toml: Path):
-    assert all("did you mean" not in m for m in mistakes(toml, "--training.zzz=3", "--zzz.steps=3"))
+def test_no_suggestion_without_a_similar_name(toml: Path):
+    assert all("did you mean" not in m for m in errors(toml, "--training.zzz=3", "--zzz.steps=3"))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_nothing_near_suggests_nothing(toml: Path):
         ("", "files"),
     ],
 )
-def test_a_source_is_called_by_the_end_of_its_path(path: str, label: str):
+def test_source_label_is_the_end_of_its_path(path: str, label: str):
     assert DataSource(path=path).label == label
     assert DataSource(path=path, name="mine").label == "mine"
 

@@ -1,4 +1,4 @@
-"""Against the list of all sizes, written out."""
+"""Batch size ramps against a list of all sizes."""
 
 import pytest
 
@@ -8,7 +8,7 @@ FINAL = 8
 
 
 @pytest.mark.parametrize("ramp", [(), ((3, 2),), ((1, 1), (4, 2), (2, 6)), [[2, 4], [1, 6]]])
-def test_sizes_are_those_of_the_phases(ramp) -> None:
+def test_sizes_follow_the_ramp(ramp) -> None:
     sizes = [size for steps, size in ramp for _ in range(steps)] + 3 * [FINAL]
     steps = range(1, len(sizes) + 1)
     assert [batch_size_of(step, ramp, FINAL) for step in steps] == sizes

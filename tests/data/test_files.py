@@ -1,16 +1,16 @@
 import pytest
 
-from data.files import locate, spread
+from data.files import evenly_spaced, find_shard
 
 
-def test_documents_are_located_in_order() -> None:
+def test_find_shard_numbers_documents_in_order() -> None:
     counts, ends = [0, 2, 0, 3, 1], [0, 2, 2, 5, 6]
-    places = [(file, place) for file, count in enumerate(counts) for place in range(count)]
-    assert [locate(ends, index) for index in range(6)] == places
+    expected = [(file, index) for file, count in enumerate(counts) for index in range(count)]
+    assert [find_shard(ends, index) for index in range(6)] == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 127, 128, 1000, 10**12])
-def test_a_few_are_spread_over_all(count: int) -> None:
-    indices = spread(count, 64)
+def test_samples_are_evenly_spaced(count: int) -> None:
+    indices = evenly_spaced(count, 64)
     assert len(indices) == count if count < 64 else 32 <= len(indices) <= 64
     assert count == 0 or (indices[0] == 0 and count - indices.step <= indices[-1] < count)

@@ -1,4 +1,4 @@
-"""The loader against a truth without batches, threads and ranks: each row's tokens as one list."""
+"""The loader against a reference without batches, threads or ranks: each row's tokens as a list."""
 
 import gc
 import json
@@ -19,16 +19,16 @@ import torch
 
 from checkpoint.checkpointer import merge
 from config.job_config import Data
-from data.loader import Batch, BatchLoader
+from data.loader import Batch, BatchLoader, LoaderConfig
 from data.mixture import Mixture
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN, ROWS = 16, 8
-LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]  # (degree, local_batch_size)
+LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]  # (dp_degree, microbatch_size)
 
-# No two documents share a token, so that a ledger can tell what was read and how often.
+# A token belongs to one document only, so counts of tokens show what was read how often.
 UNIQUE = Tokenizer(
     encode=lambda text: np.array([int(word) for word in text.split()], np.int64),
     decode=lambda ids: " ".join(map(str, ids)),
@@ -40,7 +40,7 @@ UNIQUE = Tokenizer(
 
 
 def documents(count: int, longest: int, seed: int = 0) -> list[str]:
-    """Texts of 0 to ``longest`` tokens of their own."""
+    """Texts of 0 to ``longest`` unique tokens."""
     lengths = np.random.default_rng(seed).integers(0, longest, count, endpoint=True)
     ends = np.cumsum(lengths) + 2
     return [" ".join(map(str, range(e - n, e))) for e, n in zip(ends, lengths, strict=True)]
@@ -52,27 +52,34 @@ def shuffled(texts: list[str], fingerprint: str = "texts") -> ShuffledDocuments:
     )
 
 
-def build(source: Source, degree: int = 1, rank: int = 0, **changes: Any) -> BatchLoader:
+def build(
+    source: Source,
+    dp_degree: int = 1,
+    dp_rank: int = 0,
+    tokenizer: Tokenizer = UNIQUE,
+    **changes: Any,
+) -> BatchLoader:
     keywords: dict[str, Any] = {
-        "tokenizer": UNIQUE,
         "vocab_size": UNIQUE.n_vocab,
         "seq_len": SEQ_LEN,
-        "local_batch_size": 1,
+        "microbatch_size": 1,
         "global_batch_size": ROWS,
         "document_mask": False,
         "prefetch": 2,
     }
-    return BatchLoader(Mixture([source]), rank=rank, degree=degree, **(keywords | changes))
+    config = LoaderConfig(dp_rank=dp_rank, dp_degree=dp_degree, **(keywords | changes))
+    return BatchLoader(Mixture([source]), tokenizer, config)
 
 
-def build_all(source: Source, degree: int, local: int, **changes: Any) -> list[BatchLoader]:
+def build_all(source: Source, dp_degree: int, local: int, **changes: Any) -> list[BatchLoader]:
     return [
-        build(source, degree, rank, local_batch_size=local, **changes) for rank in range(degree)
+        build(source, dp_degree, dp_rank, microbatch_size=local, **changes)
+        for dp_rank in range(dp_degree)
     ]
 
 
 def take_step(loaders: list[BatchLoader], n_rows: int = ROWS) -> Batch:
-    """One global batch, put together from all ranks' microbatches by the order of its rows."""
+    """Take and commit one step; return the global batch, in the order of its rows."""
     count = loaders[0].microbatches * n_rows // ROWS
     of_ranks = [list(islice(loader, count)) for loader in loaders]
     for loader, batches in zip(loaders, of_ranks, strict=True):
@@ -83,8 +90,8 @@ def take_step(loaders: list[BatchLoader], n_rows: int = ROWS) -> Batch:
     return Batch(*whole, sum(spans, ()))
 
 
-def true_row(source: Source, row: int, length: int) -> tuple[list[int], list[int]]:
-    """The first tokens of a row, and of each the number of its document."""
+def reference_row(source: Source, row: int, length: int) -> tuple[list[int], list[int]]:
+    """The first ``length`` tokens of a row, and the document number of each."""
     tokens: list[int] = []
     numbers: list[int] = []
     for number, text in enumerate(source.documents(row, ROWS, 0)):
@@ -96,10 +103,10 @@ def true_row(source: Source, row: int, length: int) -> tuple[list[int], list[int
     raise AssertionError("sources are endless")
 
 
-def true_step(source: Source, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of the global batch of a step (from 0)."""
+def reference_step(source: Source, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels (b, s) of the global batch of ``step`` (from 0)."""
     begin = step * SEQ_LEN
-    rows = [true_row(source, row, begin + SEQ_LEN + 1)[0][begin:] for row in range(ROWS)]
+    rows = [reference_row(source, row, begin + SEQ_LEN + 1)[0][begin:] for row in range(ROWS)]
     sequences = torch.tensor(rows)
     return sequences[:, :-1], sequences[:, 1:]
 
@@ -107,47 +114,47 @@ def true_step(source: Source, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def assert_steps(source: Source, loaders: list[BatchLoader], steps: range) -> None:
     for step in steps:
         batch = take_step(loaders)
-        tokens, labels = true_step(source, step)
+        tokens, labels = reference_step(source, step)
         assert torch.equal(batch.tokens, tokens), f"step {step}"
         assert torch.equal(batch.labels, labels), f"step {step}"
 
 
-@pytest.mark.parametrize(("degree", "local"), LAYOUTS)
-def test_global_batches_do_not_depend_on_the_layout(degree: int, local: int) -> None:
+@pytest.mark.parametrize(("dp_degree", "local"), LAYOUTS)
+def test_global_batch_does_not_depend_on_the_layout(dp_degree: int, local: int) -> None:
     source = shuffled(documents(40, longest=3 * SEQ_LEN))
-    assert_steps(source, build_all(source, degree, local), range(12))
+    assert_steps(source, build_all(source, dp_degree, local), range(12))
 
 
-def test_every_token_is_predicted_once_an_epoch() -> None:
+def test_every_token_is_a_label_once_per_epoch() -> None:
     texts = documents(101, longest=40)
     source = shuffled(texts)
     n_documents = len(range(0, len(texts), ROWS))
     tokens = sum(len(text.split()) + 2 for text in texts if text)
     loaders = build_all(source, 2, 2)
-    # More than the first epoch of every row; what lies beyond is cut off.
+    # Take more than the first epoch of every row; the slice below drops the rest.
     batches = [take_step(loaders) for _ in range(tokens // SEQ_LEN)]
-    ledger: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for row in range(ROWS):
         labels = torch.cat([batch.labels[row] for batch in batches]).tolist()
         own = list(islice(source.documents(row, ROWS, 0), n_documents))
         in_epoch = own if row < len(texts) % ROWS else own[:-1]
-        ledger.update(labels[: sum(len(text.split()) + 2 for text in in_epoch if text) - 1])
+        counts.update(labels[: sum(len(text.split()) + 2 for text in in_epoch if text) - 1])
     ends = sum(1 for text in texts if text)
-    # The token that opens a row has none before it that could predict it.
+    # The first token of a row is never a label.
     want = Counter({UNIQUE.eos_id: ends, UNIQUE.bos_id: ends - ROWS})
     want.update(int(word) for text in texts for word in text.split())
-    assert ledger == want
+    assert counts == want
 
 
 class CountsPrefetched(BatchLoader):
-    """The fault that the state is of what was prepared, and not of what was committed."""
+    """Fault: the state includes prefetched batches."""
 
     def commit(self, microbatches: list[Batch]) -> None:
-        super().commit([*microbatches, *(prepared.result() for prepared in self._ahead)])
+        super().commit([*microbatches, *(prepared.result() for prepared in self._prefetched)])
 
 
 class CountsTaken(BatchLoader):
-    """The fault that the state is of what was taken, and not of what was committed."""
+    """Fault: the state includes batches that are not committed."""
 
     def __next__(self) -> Batch:
         batch = super().__next__()
@@ -158,7 +165,7 @@ class CountsTaken(BatchLoader):
 def resume(
     source: Source, taken: int, before: tuple[int, int], after: tuple[int, int], cls: type
 ) -> None:
-    """Take steps in one layout, go through a checkpoint's JSON, and go on in another."""
+    """Take ``taken`` steps in one layout, then resume in another from the state as JSON."""
     loaders = build_all(source, *before, prefetch=8)
     for loader in loaders:
         loader.__class__ = cls
@@ -180,7 +187,7 @@ def resume(
     [((1, 4), (4, 1)), ((4, 2), (2, 1)), ((2, 2), (1, 8)), ((2, 1), (2, 4))],
 )
 @pytest.mark.parametrize("longest", [3, 100])
-def test_resume_repeats_and_skips_nothing(
+def test_resume_neither_repeats_nor_skips(
     before: tuple[int, int], after: tuple[int, int], longest: int
 ) -> None:
     source = shuffled(documents(40, longest))
@@ -189,43 +196,43 @@ def test_resume_repeats_and_skips_nothing(
 
 
 @pytest.mark.parametrize("fault", [CountsPrefetched, CountsTaken])
-def test_resume_test_catches_a_state_of_what_was_not_committed(fault: type) -> None:
+def test_resume_check_detects_uncommitted_state(fault: type) -> None:
     source = shuffled(documents(40, longest=20))
     with pytest.raises(AssertionError, match="step 3"):
         resume(source, 3, (2, 2), (2, 2), fault)
 
 
 SIZES = (2, 4, 4, 2, 6, 8, 8, 8)
-"""Of steps; after most of them, the next row is amid the global batch."""
+"""Batch sizes of steps; most steps end in the middle of the global batch."""
 
 
 def assert_ramp(source: Source, loaders: list[BatchLoader], steps: range) -> None:
-    """Each step takes the next sequences of the order that steps of all rows have."""
-    whole = torch.cat([true_step(source, step)[0] for step in range(len(SIZES))])
+    """Assert that steps of a ramp take the same sequences as whole global batches."""
+    whole = torch.cat([reference_step(source, step)[0] for step in range(len(SIZES))])
     for step in steps:
         begin = sum(SIZES[:step])
         batch = take_step(loaders, SIZES[step])
         assert torch.equal(batch.tokens, whole[begin : begin + SIZES[step]]), f"step {step}"
 
 
-@pytest.mark.parametrize(("degree", "local"), [(1, 2), (1, 1), (2, 1)])
-def test_small_batches_take_the_same_order_apart(degree: int, local: int) -> None:
+@pytest.mark.parametrize(("dp_degree", "local"), [(1, 2), (1, 1), (2, 1)])
+def test_ramp_keeps_the_order_of_sequences(dp_degree: int, local: int) -> None:
     source = shuffled(documents(40, longest=3 * SEQ_LEN))
-    assert_ramp(source, build_all(source, degree, local), range(len(SIZES)))
+    assert_ramp(source, build_all(source, dp_degree, local), range(len(SIZES)))
 
 
 class ForgetsNextRow(BatchLoader):
-    """The fault that a resumed run begins with the first row."""
+    """Fault: a resumed run starts at the first row."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state | {"next_row": 0})
 
 
 class CountsOwnRows(BatchLoader):
-    """The fault that other ranks' rows are forgotten."""
+    """Fault: the next row ignores the rows of other ranks."""
 
     def commit(self, microbatches: list[Batch]) -> None:
-        self._rows_at_once = 1
+        self._rows_per_microbatch = 1
         super().commit(microbatches)
 
 
@@ -248,24 +255,24 @@ def resume_ramp(taken: int, before: tuple[int, int], after: tuple[int, int], cls
 @pytest.mark.parametrize(
     ("before", "after"), [((1, 2), (2, 1)), ((2, 1), (1, 1)), ((1, 1), (1, 2))]
 )
-def test_small_batches_go_on_amid_the_rows(before: tuple[int, int], after: tuple[int, int]) -> None:
+def test_ramp_resumes_at_any_row(before: tuple[int, int], after: tuple[int, int]) -> None:
     for taken in range(len(SIZES)):
         resume_ramp(taken, before, after, BatchLoader)
 
 
 @pytest.mark.parametrize("after", [(1, 8), (4, 2), (8, 1)])
-def test_after_small_batches_go_on_those_that_they_did_not_fit(after: tuple[int, int]) -> None:
+def test_larger_microbatches_resume_after_a_ramp(after: tuple[int, int]) -> None:
     assert sum(SIZES[:5]) % ROWS != 0
     resume_ramp(5, (2, 1), after, BatchLoader)
 
 
 @pytest.mark.parametrize("fault", [ForgetsNextRow, CountsOwnRows, CountsPrefetched, CountsTaken])
-def test_a_wrong_place_amid_the_rows_is_seen(fault: type) -> None:
+def test_ramp_check_detects_a_wrong_row(fault: type) -> None:
     with pytest.raises(AssertionError, match=r"step 1|next_row"):
         resume_ramp(1, (2, 1), (2, 1), fault)
 
 
-def test_states_from_before_there_were_small_batches_are_loaded() -> None:
+def test_state_without_next_row_is_loaded() -> None:
     source = shuffled(documents(40, longest=50))
     loader = build(source)
     take_step([loader])
@@ -276,7 +283,7 @@ def test_states_from_before_there_were_small_batches_are_loaded() -> None:
     assert_steps(source, [resumed], range(1, 3))
 
 
-def test_resume_at_another_sequence_length_goes_on_at_the_same_token() -> None:
+def test_resume_with_another_seq_len_continues_at_the_token() -> None:
     source = shuffled(documents(40, longest=50))
     loader = build(source, seq_len=3 * SEQ_LEN)
     take_step([loader])
@@ -286,19 +293,19 @@ def test_resume_at_another_sequence_length_goes_on_at_the_same_token() -> None:
 
 
 @pytest.mark.parametrize("longest", [3, SEQ_LEN, 4 * SEQ_LEN])
-def test_document_mask_tells_the_documents_apart(longest: int) -> None:
+def test_document_mask_separates_documents(longest: int) -> None:
     source = shuffled(documents(50, longest))
     loaders = build_all(source, 2, 2, document_mask=True)
     for step in range(8):
         batch = take_step(loaders)
         begin = step * SEQ_LEN
         for row in range(ROWS):
-            numbers = true_row(source, row, begin + SEQ_LEN)[1][begin:]
+            numbers = reference_row(source, row, begin + SEQ_LEN)[1][begin:]
             assert batch.document_ids is not None
             assert batch.positions is not None
             assert batch.document_ids[row].tolist() == numbers
-            places = [i - numbers.index(number) for i, number in enumerate(numbers)]
-            assert batch.positions[row].tolist() == places
+            positions = [i - numbers.index(number) for i, number in enumerate(numbers)]
+            assert batch.positions[row].tolist() == positions
 
 
 @pytest.mark.parametrize(
@@ -310,7 +317,7 @@ def test_document_mask_tells_the_documents_apart(longest: int) -> None:
         ({"global_batch_size": 2 * ROWS}, r"training\.global_batch_size"),
     ],
 )
-def test_resume_on_other_data_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_resume_on_other_data_names_the_key(changes: dict[str, Any], named: str) -> None:
     source = shuffled(documents(40, 20))
     state = build(source).state_dict()
     loader = build(changes.pop("source", source), **changes)
@@ -326,7 +333,7 @@ def files_source(folder: Path, count: int) -> Source:
 
 
 @pytest.mark.parametrize("fault", ["vanished", "not UTF-8"])
-def test_unreadable_file_is_named_where_the_batch_is_taken(tmp_path: Path, fault: str) -> None:
+def test_unreadable_file_is_named_by_next(tmp_path: Path, fault: str) -> None:
     source = files_source(tmp_path, 200)
     broken = tmp_path / "123.txt"
     if fault == "vanished":
@@ -334,12 +341,12 @@ def test_unreadable_file_is_named_where_the_batch_is_taken(tmp_path: Path, fault
     else:
         broken.write_bytes(b"caf\xe9")
     loader = build(source, tokenizer=load_tokenizer("bytes"))
-    for _ in range(2):  # nor is it forgotten
+    for _ in range(2):  # the error persists
         with pytest.raises((OSError, ValueError), match=r"123\.txt"):
             list(islice(loader, 1000))
 
 
-def test_panic_of_a_library_reaches_the_caller() -> None:
+def test_base_exception_of_the_thread_reaches_the_caller() -> None:
     class Panic(BaseException): ...
 
     def encode(text: str) -> np.ndarray:
@@ -351,7 +358,7 @@ def test_panic_of_a_library_reaches_the_caller() -> None:
 
 
 class Sparse:
-    """Documents with empty ones before each."""
+    """Source with ``n_empty`` empty documents before each other one."""
 
     fingerprint = description = "sparse"
     n_documents = None
@@ -364,11 +371,11 @@ class Sparse:
 
 
 @pytest.mark.parametrize("count", [1, 3, 5000])
-def test_documents_without_text_are_an_error(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_source_without_text_is_an_error(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr("data.mixture.MAX_EMPTY_DOCUMENTS", 1000)
-    with pytest.raises(ValueError, match="1,000 documents in a row have no text"):
+    with pytest.raises(ValueError, match="1,000 consecutive documents have no text"):
         next(build(shuffled([""] * count)))
-    with pytest.raises(ValueError, match="1,000 documents in a row have no text"):
+    with pytest.raises(ValueError, match="1,000 consecutive documents have no text"):
         next(build(Sparse(n_empty=1000)))
     assert_steps(Sparse(n_empty=999), [build(Sparse(n_empty=999))], range(2))
 
@@ -377,7 +384,7 @@ def data_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("data")]
 
 
-def test_dropped_loader_leaves_no_thread_and_no_memory() -> None:
+def test_deleted_loader_leaves_no_thread_and_no_memory() -> None:
     others = set(data_threads())
     source = Sparse(n_empty=0)
     loader = build(source, prefetch=4)
@@ -391,18 +398,19 @@ def test_dropped_loader_leaves_no_thread_and_no_memory() -> None:
     assert is_alive() is None
 
 
-def test_interpreter_exits_cleanly_while_batches_are_prepared() -> None:
+def test_interpreter_exits_cleanly_while_prefetching() -> None:
     program = """if True:
         from config.job_config import Data
-        from data.loader import BatchLoader
+        from data.loader import BatchLoader, LoaderConfig
         from data.mixture import Mixture
         from data.sources import build_sources
         from data.tokenizer import load_tokenizer
         mixture = Mixture(build_sources(Data(), 0)[0])
-        loader = BatchLoader(
-            mixture, load_tokenizer("bytes"), vocab_size=320, seq_len=128, local_batch_size=2,
-            global_batch_size=2, rank=0, degree=1, document_mask=True, prefetch=50,
+        config = LoaderConfig(
+            vocab_size=320, seq_len=128, microbatch_size=2, global_batch_size=2, dp_rank=0,
+            dp_degree=1, document_mask=True, prefetch=50,
         )
+        loader = BatchLoader(mixture, load_tokenizer("bytes"), config)
         next(loader)
     """
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Mixtures against a truth of plain lists: shares, order, resume on other ranks, and the end."""
+"""Mixtures against a reference of plain lists: weights, order, resume on other ranks, end."""
 
 import gzip
 import json
@@ -19,10 +19,10 @@ import zstandard
 from checkpoint.checkpointer import merge
 from config import ConfigError
 from config.job_config import Data, DataSource
-from data.loader import BatchLoader
+from data.loader import BatchLoader, LoaderConfig
 from data.mixture import Mixture, RowState
 from data.sources import ShuffledDocuments, build_sources
-from runtime.labels import IGNORED
+from runtime.labels import IGNORE_INDEX
 from tests.data.test_loader import UNIQUE
 
 Loaders = list[BatchLoader]
@@ -35,7 +35,7 @@ def source(texts: list[str], *, repeat: bool = True) -> ShuffledDocuments:
 
 
 def corpora(generator: random.Random, n_sources: int, n_documents: int) -> list[list[str]]:
-    """No two documents share a token; some are empty, some of one token, some long."""
+    """Texts without common tokens; some are empty, some have one token, some are long."""
     ids, found = count(2), []
     for _ in range(n_sources):
         longest = generator.choice([2, 20, 90])
@@ -47,18 +47,28 @@ def corpora(generator: random.Random, n_sources: int, n_documents: int) -> list[
     return found
 
 
-def build(mixture: Mixture, degree: int, local: int, *, n_rows: int, seq_len: int) -> Loaders:
+def build(mixture: Mixture, dp_degree: int, local: int, *, n_rows: int, seq_len: int) -> Loaders:
     return [
         BatchLoader(
-            mixture, UNIQUE, vocab_size=UNIQUE.n_vocab, seq_len=seq_len, local_batch_size=local,
-            global_batch_size=n_rows, rank=rank, degree=degree, document_mask=True, prefetch=3,
+            mixture,
+            UNIQUE,
+            LoaderConfig(
+                vocab_size=UNIQUE.n_vocab,
+                seq_len=seq_len,
+                microbatch_size=local,
+                global_batch_size=n_rows,
+                dp_rank=dp_rank,
+                dp_degree=dp_degree,
+                document_mask=True,
+                prefetch=3,
+            ),
         )
-        for rank in range(degree)
-    ]  # fmt: skip
+        for dp_rank in range(dp_degree)
+    ]
 
 
 def take(loaders: Loaders) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of a global batch, row by row."""
+    """Take and commit one step; return tokens and labels of the global batch."""
     of_ranks = [list(islice(loader, loader.microbatches)) for loader in loaders]
     for loader, batches in zip(loaders, of_ranks, strict=True):
         loader.commit(batches)
@@ -66,13 +76,13 @@ def take(loaders: Loaders) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.cat([getattr(b, name) for b in in_order]) for name in ("tokens", "labels"))
 
 
-def true_row(mixture: Mixture, row: int, n_rows: int, length: int) -> tuple[list[int], list[int]]:
-    """The first tokens of a row, and how many it has of each source, by the rule in words."""
+def row_tokens(mixture: Mixture, row: int, n_rows: int, length: int) -> tuple[list[int], list[int]]:
+    """The first tokens of a row, and their number per source."""
     streams = [s.documents(row, n_rows, 0) for s in mixture.sources]
     seen, count, tokens = [0] * len(streams), [0] * len(streams), []
     live = set(range(len(streams)))
     while len(tokens) < length and live:
-        # The rule itself is looked at below; here it is what is made of it.
+        # Other tests below check the choice itself.
         chosen = mixture.choose(row, count, seen, sorted(live))
         text = next(streams[chosen], None)
         if text is None:
@@ -87,7 +97,7 @@ def true_row(mixture: Mixture, row: int, n_rows: int, length: int) -> tuple[list
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_mixture_on_any_ranks_with_any_stops_is_the_truth(seed: int) -> None:
+def test_random_mixtures_ranks_and_restarts_match_reference(seed: int) -> None:
     generator = random.Random(seed)
     n_sources, n_rows = generator.randint(1, 4), generator.choice([4, 6, 7, 8, 10])
     texts = corpora(generator, n_sources, n_documents=generator.choice([9, 40]))
@@ -95,21 +105,21 @@ def test_any_mixture_on_any_ranks_with_any_stops_is_the_truth(seed: int) -> None
     repeats = [generator.random() < 0.6 for _ in texts]
     mixture = Mixture([source(t, repeat=r) for t, r in zip(texts, repeats, strict=True)], weights)
     seq_len, n_steps = generator.choice([4, 16]), 30
-    want = [true_row(mixture, row, n_rows, n_steps * seq_len + 1)[0] for row in range(n_rows)]
+    want = [row_tokens(mixture, row, n_rows, n_steps * seq_len + 1)[0] for row in range(n_rows)]
     saved = None
     for step in range(n_steps):
         if step == 0 or generator.random() < 0.3:
-            # Stopped, and started again on another number of ranks.
-            degree = generator.choice([d for d in range(1, 9) if n_rows % d == 0])
-            local = generator.choice([m for m in (1, 2) if n_rows % (degree * m) == 0])
-            loaders = build(mixture, degree, local, n_rows=n_rows, seq_len=seq_len)
+            # Restart on another number of ranks.
+            dp_degree = generator.choice([d for d in range(1, 9) if n_rows % d == 0])
+            local = generator.choice([m for m in (1, 2) if n_rows % (dp_degree * m) == 0])
+            loaders = build(mixture, dp_degree, local, n_rows=n_rows, seq_len=seq_len)
             for loader in loaders if saved else []:
                 loader.load_state_dict(saved["data"])
         tokens, labels = take(loaders)
         for row in range(n_rows):
             begin = step * seq_len
             valid = want[row][begin + 1 : begin + seq_len + 1]
-            assert labels[row].tolist() == valid + [IGNORED] * (seq_len - len(valid))
+            assert labels[row].tolist() == valid + [IGNORE_INDEX] * (seq_len - len(valid))
             real = want[row][begin : begin + seq_len]
             if valid:
                 assert tokens[row, : len(real)].tolist() == real
@@ -117,7 +127,7 @@ def test_any_mixture_on_any_ranks_with_any_stops_is_the_truth(seed: int) -> None
         saved = json.loads(json.dumps(reduce(merge, states)))
 
 
-def test_shares_are_those_of_tokens_not_of_documents() -> None:
+def test_weights_count_tokens_not_documents() -> None:
     generator = random.Random(0)
     short = [" ".join(["7"] * generator.randint(1, 5)) for _ in range(3000)]
     long = [" ".join(["8"] * generator.randint(50, 400)) for _ in range(300)]
@@ -127,19 +137,19 @@ def test_shares_are_those_of_tokens_not_of_documents() -> None:
         take([loader])
     (_, of_short), (_, of_long) = loader.consumed()
     assert of_short / (of_short + of_long) == pytest.approx(0.75, abs=0.01)
-    # All that was trained on, in the midst of documents too.
+    # All consumed tokens count, also those of unfinished documents.
     assert of_short + of_long == 40 * 4 * 500
     # On every row, within a few documents.
     for row in range(4):
         for length in (5000, 20_000):
-            _, (first, second) = true_row(mixture, row, 4, length)
+            _, (first, second) = row_tokens(mixture, row, 4, length)
             assert abs(first - 3 * second) <= 3 * 6 * 402
 
 
 @pytest.mark.parametrize("weights", [[0.91] + [0.01] * 9, [3.0, 1.0], [1.0, 1.0, 1.0]])
 @pytest.mark.parametrize("n_tokens", [400, 8000])
-def test_every_global_batch_has_the_shares(weights: list[float], n_tokens: int) -> None:
-    """Not one source in all rows, and then another."""
+def test_every_global_batch_follows_the_weights(weights: list[float], n_tokens: int) -> None:
+    """Rows must not all read one source, and then all another."""
     sources = [source([" ".join([str(i + 2)] * n_tokens)]) for i in range(len(weights))]
     mixture, n_rows, seq_len = Mixture(sources, weights), 128, 1000
     (loader,) = build(mixture, 1, n_rows, n_rows=n_rows, seq_len=seq_len)
@@ -147,61 +157,61 @@ def test_every_global_batch_has_the_shares(weights: list[float], n_tokens: int) 
         tokens, _ = take([loader])
         share = (tokens == 2).sum() / (tokens > 1).sum()
         want = weights[0] / sum(weights)
-        # Of so many rows at random, four standard deviations.
+        # Four standard deviations of a random choice per row.
         assert abs(share - want) < 4 * (want * (1 - want) / n_rows) ** 0.5
 
 
-def test_rows_begin_with_all_sources_by_weight() -> None:
+def test_rows_start_with_sources_by_weight() -> None:
     mixture = Mixture([source(["1"]), source(["2"]), source(["3"])], [5.0, 3.0, 2.0])
-    nothing = (0, 0, 0)
-    begins = Counter(mixture.choose(row, nothing, nothing, (0, 1, 2)) for row in range(1000))
-    assert [begins[i] for i in range(3)] == pytest.approx([500, 300, 200], abs=60)
+    zeros = (0, 0, 0)
+    starts = Counter(mixture.choose(row, zeros, zeros, (0, 1, 2)) for row in range(1000))
+    assert [starts[i] for i in range(3)] == pytest.approx([500, 300, 200], abs=60)
 
 
-def test_a_head_start_is_of_documents_as_long_as_the_sources_own() -> None:
+def test_head_start_scales_with_the_sources_mean_length() -> None:
     mixture = Mixture([source(["1"]), source(["2"])], [1.0, 1.0])
     with patch.object(Mixture, "_head_start", return_value=1.0):
-        # 31 documents of a token and one of 30: 31 + 1 is less than 30 + 30.
+        # 31 documents of one token against one of 30: 31 + 1 < 30 + 30.
         assert mixture.choose(0, [31, 1], [31, 30], [0, 1]) == 0
 
 
-def test_every_token_of_sources_that_end_is_predicted_once() -> None:
+def test_every_token_of_ending_sources_is_a_label_once() -> None:
     texts = corpora(random.Random(1), 3, 100)
     mixture = Mixture([source(t, repeat=False) for t in texts], [1.0, 2.0, 0.5])
-    loaders, ledger, n_rows = build(mixture, 2, 2, n_rows=8, seq_len=16), Counter(), 8
+    loaders, counts, n_rows = build(mixture, 2, 2, n_rows=8, seq_len=16), Counter(), 8
     firsts: list[int] = []
     for step in range(1000):
         tokens, labels = take(loaders)
-        valid = labels[labels != IGNORED]
+        valid = labels[labels != IGNORE_INDEX]
         if len(valid) == 0:
             break
         firsts += tokens[:, 0].tolist() if step == 0 else []
-        ledger.update(valid.tolist())
+        counts.update(valid.tolist())
     assert step > 5
     want = Counter(int(word) for t in texts for text in t for word in text.split())
     ends = sum(1 for t in texts for text in t if text)
     assert firsts == [UNIQUE.bos_id] * n_rows
-    assert ledger == want + Counter({UNIQUE.eos_id: ends, UNIQUE.bos_id: ends - n_rows})
-    # And it stays at the end, also after a checkpoint there.
+    assert counts == want + Counter({UNIQUE.eos_id: ends, UNIQUE.bos_id: ends - n_rows})
+    # The loader stays at the end, also after resuming there.
     states = [loader.state_dict() for loader in loaders]
     again = build(mixture, 1, 8, n_rows=8, seq_len=16)
     again[0].load_state_dict(reduce(merge, states))
-    assert (take(again)[1] == IGNORED).all()
+    assert (take(again)[1] == IGNORE_INDEX).all()
 
 
-def test_what_padding_is_belongs_to_no_document() -> None:
+def test_padding_belongs_to_no_document() -> None:
     mixture = Mixture([source(["5 6 7"], repeat=False)])
     (loader,) = build(mixture, 1, 1, n_rows=1, seq_len=12)
     batch = next(loader)
-    assert batch.labels[0].tolist() == [5, 6, 7, UNIQUE.eos_id] + [IGNORED] * 8
+    assert batch.labels[0].tolist() == [5, 6, 7, UNIQUE.eos_id] + [IGNORE_INDEX] * 8
     assert batch.document_ids is not None
     assert batch.document_ids[0].tolist() == [0] * 5 + [1] * 7
-    # Memory as it was found may have ids that no model has.
+    # Uninitialized memory might contain ids out of range.
     assert batch.tokens[0, 5:].tolist() == [UNIQUE.eos_id] * 7
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [2.0, 1.0]])
-def test_other_weights_are_another_order(weights: list[float]) -> None:
+def test_resume_with_other_weights_is_rejected(weights: list[float]) -> None:
     sources = [source(["1 2"]), source(["3 4"])]
     (before,) = build(Mixture(sources, [1.0, 1.0]), 1, 1, n_rows=1, seq_len=4)
     (after,) = build(Mixture(sources, weights), 1, 1, n_rows=1, seq_len=4)
@@ -209,14 +219,14 @@ def test_other_weights_are_another_order(weights: list[float]) -> None:
         after.load_state_dict(before.state_dict())
 
 
-def test_a_state_is_integers() -> None:
+def test_row_state_survives_json() -> None:
     state = RowState((1, 2), (30, 40), 6, 1, 5)
-    assert RowState.of_json(json.loads(json.dumps(state.as_json()))) == state
+    assert RowState.from_json(json.loads(json.dumps(state.as_json()))) == state
     assert state.place == (3, 5)
 
 
 class Ids:
-    """A source of token ids, the same three documents for each row."""
+    """Source of token ids with the same three documents for each row."""
 
     description = fingerprint = "ids"
 
@@ -230,13 +240,19 @@ class Ids:
 @pytest.mark.parametrize(
     ("bad", "dtype"), [(20, "uint16"), (20, "int32"), (2**31, "uint32"), (-1, "int32"), (-1, "i8")]
 )
-def test_an_id_outside_of_the_vocabulary_ends_the_run(bad: int, dtype: str) -> None:
+def test_id_outside_the_vocabulary_is_an_error(bad: int, dtype: str) -> None:
     def read_all(last: int) -> list[int]:
         mixture = cast(Any, Mixture([cast(Any, Ids(1, last, 2, dtype=dtype))]))
-        loader = BatchLoader(
-            mixture, UNIQUE, vocab_size=20, seq_len=5, local_batch_size=1, global_batch_size=1,
-            rank=0, degree=1, document_mask=False, prefetch=1,
-        )  # fmt: skip
+        loader = BatchLoader(mixture, UNIQUE, LoaderConfig(
+vocab_size=20,
+seq_len=5,
+microbatch_size=1,
+global_batch_size=1,
+dp_rank=0,
+dp_degree=1,
+document_mask=False,
+prefetch=1,
+))  # fmt: skip
         batch = next(loader)
         return [*batch.tokens[0].tolist(), int(batch.labels[0, -1])]
 
@@ -264,56 +280,63 @@ def test_bad_records_are_skipped_and_counted_on_any_ranks(tmp_path: Path, suffix
     with pytest.raises(ValueError, match=rf"a{suffix}, line 3, byte 32: "):
         build_sources(Data(**path), 0)
     (plain,), _ = build_sources(Data(**path, on_bad_record="skip"), 0)
-    for degree in (1, 2, 4):
-        loaders = build(Mixture([plain]), degree, 1, n_rows=4, seq_len=4)
-        ledger: Counter[int] = Counter()
-        # An epoch of 20 records is 5 on each row; the next one begins with other tokens.
-        while min(sum(state.taken) for x in loaders for state in x._starts.values()) < 6:
-            ledger.update(take(loaders)[1].flatten().tolist())
+    for dp_degree in (1, 2, 4):
+        loaders = build(Mixture([plain]), dp_degree, 1, n_rows=4, seq_len=4)
+        counts: Counter[int] = Counter()
+        # Each row has 5 of the 20 records in an epoch; the next epoch starts with other tokens.
+        while min(sum(state.taken) for x in loaders for state in x._committed.values()) < 6:
+            counts.update(take(loaders)[1].flatten().tolist())
         assert sum(loader.n_bad for loader in loaders) >= len(BAD_LINES)
         read = {2 * i for i in range(1, 21) if i not in BAD_LINES}
-        assert read <= set(ledger)
-        assert set(ledger) <= read | {n + 1 for n in read} | {UNIQUE.bos_id, UNIQUE.eos_id}
-    # A run that ends has read each record once.
+        assert read <= set(counts)
+        assert set(counts) <= read | {n + 1 for n in read} | {UNIQUE.bos_id, UNIQUE.eos_id}
+    # Without repeat, a run reads each record once.
     config = Data(
-        on_bad_record="skip", validation_percent=0.0,
+        on_bad_record="skip",
+        validation_percent=0.0,
         sources=[DataSource(path=path["path"], repeat=False)],
-    )  # fmt: skip
-    counts = set()
-    for degree in (1, 2, 4):
-        loaders = build(Mixture(build_sources(config, 0)[0]), degree, 1, n_rows=4, seq_len=4)
-        while (take(loaders)[1] != IGNORED).any():
+    )
+    n_bad = set()
+    for dp_degree in (1, 2, 4):
+        loaders = build(Mixture(build_sources(config, 0)[0]), dp_degree, 1, n_rows=4, seq_len=4)
+        while (take(loaders)[1] != IGNORE_INDEX).any():
             pass
-        counts.add(sum(loader.n_bad for loader in loaders))
-        again = build(Mixture(build_sources(config, 0)[0]), degree, 1, n_rows=4, seq_len=4)
+        n_bad.add(sum(loader.n_bad for loader in loaders))
+        again = build(Mixture(build_sources(config, 0)[0]), dp_degree, 1, n_rows=4, seq_len=4)
         states = reduce(merge, [loader.state_dict() for loader in loaders])
         for loader in again:
             loader.load_state_dict(states)
         assert sum(loader.n_bad for loader in again) == len(BAD_LINES)
-        assert (take(again)[1] == IGNORED).all()
-    assert counts == {len(BAD_LINES)}
+        assert (take(again)[1] == IGNORE_INDEX).all()
+    assert n_bad == {len(BAD_LINES)}
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_bad_records_are_counted_where_there_is_nothing_else(tmp_path: Path, packing: str) -> None:
+def test_only_bad_records_are_counted(tmp_path: Path, packing: str) -> None:
     for i in range(10):
         (tmp_path / f"{i}.txt").write_bytes(b"caf\xe9")
     once = DataSource(path=str(tmp_path / "*"), repeat=False)
     config = Data(on_bad_record="skip", validation_percent=0.0, sources=[once])
-    loader = BatchLoader(
-        Mixture(build_sources(config, 0)[0]), UNIQUE, vocab_size=UNIQUE.n_vocab, seq_len=4,
-        local_batch_size=2, global_batch_size=2, rank=0, degree=1, document_mask=False, prefetch=1,
-        packing=packing,
-    )  # fmt: skip
-    assert (next(loader).labels == IGNORED).all()
+    loader = BatchLoader(Mixture(build_sources(config, 0)[0]), UNIQUE, LoaderConfig(
+vocab_size=UNIQUE.n_vocab,
+seq_len=4,
+microbatch_size=2,
+global_batch_size=2,
+dp_rank=0,
+dp_degree=1,
+document_mask=False,
+prefetch=1,
+packing=packing,
+))  # fmt: skip
+    assert (next(loader).labels == IGNORE_INDEX).all()
     assert loader.n_bad == 10
 
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("keeps", [0.0, 0.5, 0.99])
-def test_a_torn_file_is_named(tmp_path: Path, policy: str, suffix: str, keeps: float) -> None:
-    """Also where it is cut between two lines, which its reader takes for the end."""
+def test_truncated_file_is_named(tmp_path: Path, policy: str, suffix: str, keeps: float) -> None:
+    """Includes truncation between two lines, which its reader reports as the end."""
     path = tmp_path / f"a.jsonl{suffix}"
     lines = [b'{"text": "%d"}\n' % random.Random(i).getrandbits(200) for i in range(2000)]
     compressor = zstandard.ZstdCompressor().compressobj() if suffix == ".zst" else None
@@ -325,7 +348,7 @@ def test_a_torn_file_is_named(tmp_path: Path, policy: str, suffix: str, keeps: f
     path.write_bytes(whole[: int(len(whole) * keeps)] or whole[:20])
     config = Data(source="files", path=str(path), on_bad_record=policy)
     with pytest.raises(
-        ValueError, match=rf"a\.jsonl{suffix}, after byte \d+ of its text: it is torn"
+        ValueError, match=rf"a\.jsonl{suffix}, after byte \d+ of its text: truncated or"
     ):
         build_sources(config, 0)
     path.write_bytes(whole)
@@ -333,7 +356,7 @@ def test_a_torn_file_is_named(tmp_path: Path, policy: str, suffix: str, keeps: f
     assert whole_source.n_documents == 2000
 
 
-def test_policy_does_not_change_which_documents_there_are(tmp_path: Path) -> None:
+def test_bad_record_policy_does_not_change_the_documents(tmp_path: Path) -> None:
     lines = ['{"text": "a"}', "", '{"text": "b"}', "  ", '{"text": ""}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     config = Data(source="files", path=str(tmp_path / "*"), validation_percent=0.0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from config.job_config import Data, DataSource
-from data.files import FINGERPRINTED
-from data.sources import ShuffledDocuments, Source, build_sources, naming
+from data.files import FINGERPRINT_SAMPLES
+from data.sources import ShuffledDocuments, Source, build_sources, with_source_name
 from data.tokenizer import load_tokenizer
 from tests.data.test_token_files import DOCUMENTS, write_prepared
 
@@ -25,7 +25,7 @@ def files(folder: Path, percent: float = 30.0) -> Data:
 
 
 def both(config: Data, seed: int) -> list[Source]:
-    """Of the only source, what is trained on and what is held out."""
+    """Build the only source, for training and held out."""
     (train,), held_out = build_sources(config, seed)
     return [train, *held_out.values()]
 
@@ -35,29 +35,29 @@ def epoch(source: Source, count: int) -> list[str]:
 
 
 def write_files(folder: Path, names: list[str]) -> None:
-    """Files of two pieces each, that say whose they are."""
+    """Write files of two pieces each that contain their name."""
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(f"{name}\n" * (30_000 // len(name)))
 
 
 def names_in(source: Source | None) -> set[str]:
-    """The files that a source reads, one epoch through."""
+    """Names of the files that a source reads in one epoch."""
     assert source is not None
     count = int(source.description.split()[0].replace(",", ""))
     return {text.split()[0] for text in epoch(source, count)}
 
 
 @pytest.mark.parametrize(("n_documents", "n_rows"), [(1, 3), (10, 1), (10, 4), (10, 10), (7, 16)])
-def test_rows_read_every_document_once_an_epoch(n_documents: int, n_rows: int) -> None:
+def test_rows_read_every_document_once_per_epoch(n_documents: int, n_rows: int) -> None:
     source = shuffled(n_documents)
     for epochs in (1, 3):
         total = epochs * n_documents
-        ledger: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for row in range(n_rows):
             own = len(range(row, total, n_rows))
-            ledger.update(islice(source.documents(row, n_rows, 0), own))
-        assert ledger == {str(i): epochs for i in range(n_documents)}
+            counts.update(islice(source.documents(row, n_rows, 0), own))
+        assert counts == {str(i): epochs for i in range(n_documents)}
 
 
 def test_row_can_start_anywhere() -> None:
@@ -67,7 +67,7 @@ def test_row_can_start_anywhere() -> None:
         assert list(islice(source.documents(2, 4, start), 10)) == whole[start : start + 10]
 
 
-def test_order_depends_on_seed_and_epoch_alone() -> None:
+def test_order_depends_only_on_seed_and_epoch() -> None:
     first, second = np.array(epoch(shuffled(50), 100)).reshape(2, 50)
     assert not np.array_equal(first, second)
     assert epoch(shuffled(50), 100) == [*first, *second]
@@ -75,7 +75,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     assert shuffled(50).fingerprint != shuffled(50, repeat=False).fingerprint
 
 
-def test_held_out_files_are_whole_and_stay_on_their_side(tmp_path: Path) -> None:
+def test_held_out_split_is_by_file_and_stable(tmp_path: Path) -> None:
     names = [f"{folder}/{i}.txt" for folder in "ab" for i in range(50)]
     write_files(tmp_path, names)
     sides = [names_in(source) for source in both(files(tmp_path), 0)]
@@ -84,7 +84,7 @@ def test_held_out_files_are_whole_and_stay_on_their_side(tmp_path: Path) -> None
     assert not train & held_out
     assert 15 <= len(held_out) <= 45
 
-    # Whatever other files there are, and wherever the folder is.
+    # The split depends neither on other files nor on the folder's path.
     kept = names[::3]
     for name in set(names) - set(kept):
         (tmp_path / name).unlink()
@@ -93,7 +93,7 @@ def test_held_out_files_are_whole_and_stay_on_their_side(tmp_path: Path) -> None
     assert fewer == [side & set(kept) for side in sides]
 
 
-def test_fingerprint_tells_other_data(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_the_data(tmp_path: Path) -> None:
     names = [f"a/{i}.txt" for i in range(20)]
     write_files(tmp_path, names)
 
@@ -106,14 +106,14 @@ def test_fingerprint_tells_other_data(tmp_path: Path) -> None:
     assert fingerprint(percent=0.0) != before
     path = tmp_path / names[7]
     text = path.read_text()
-    path.write_text(text.replace("a/", "A/"))  # of the same size
+    path.write_text(text.replace("a/", "A/"))  # same size
     edited = fingerprint()
     path.write_text(text + "\n")
     assert len({before, edited, fingerprint()}) == 3
 
 
-def test_names_and_sizes_tell_what_no_sample_sees(tmp_path: Path) -> None:
-    for i in range(3 * FINGERPRINTED):
+def test_fingerprint_includes_all_names_and_sizes(tmp_path: Path) -> None:
+    for i in range(3 * FINGERPRINT_SAMPLES):
         (tmp_path / f"{i:03}.txt").write_text("text")
     found = {both(files(tmp_path, 0.0), 0)[0].fingerprint}
     (tmp_path / "001.txt").write_text("longer text")
@@ -124,7 +124,7 @@ def test_names_and_sizes_tell_what_no_sample_sees(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("percent", [1e-9, 50.0])
-def test_side_without_documents_is_an_error(tmp_path: Path, percent: float) -> None:
+def test_empty_split_is_an_error(tmp_path: Path, percent: float) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/0.txt").write_text("one piece")
     with pytest.raises(ValueError, match=r"for \w+; see data\.validation_percent"):
@@ -132,7 +132,7 @@ def test_side_without_documents_is_an_error(tmp_path: Path, percent: float) -> N
     assert build_sources(files(tmp_path, 0.0), 0)[1] == {}
 
 
-def test_of_few_documents_one_is_held_out(tmp_path: Path) -> None:
+def test_few_documents_hold_out_one(tmp_path: Path) -> None:
     names = [f"a/{i}.txt" for i in range(3)]
     write_files(tmp_path, names)
     train, held_out = (names_in(source) for source in both(files(tmp_path, 1e-9), 0))
@@ -144,7 +144,7 @@ def test_of_few_documents_one_is_held_out(tmp_path: Path) -> None:
 BYTES = load_tokenizer("bytes")
 
 
-def test_ids_of_another_tokenizer_are_refused_by_source(tmp_path: Path) -> None:
+def test_ids_of_another_tokenizer_name_the_source(tmp_path: Path) -> None:
     def build(*paths: Path) -> None:
         sources = [DataSource(type="tokens", path=str(path), name=path.name) for path in paths]
         config = Data(source="tokens", path=str(paths[0]), validation_percent=0.0)
@@ -157,24 +157,24 @@ def test_ids_of_another_tokenizer_are_refused_by_source(tmp_path: Path) -> None:
     large = write_prepared(tmp_path / "large", [[[BYTES.n_vocab]]], fingerprint=fingerprint)
     other = write_prepared(tmp_path / "other", [DOCUMENTS], fingerprint="another")
     build(own)
-    with pytest.raises(ValueError, match=r"^data\.path: an id is 258; data\.tokenizer, bytes, has"):
+    with pytest.raises(ValueError, match=r"^data\.path: token id 258 exceeds data\.tokenizer"):
         build(large)
-    with pytest.raises(ValueError, match=r"^data\.path: the ids are not those of data\.tokenizer"):
+    with pytest.raises(ValueError, match=r"^data\.path: tokenized with another tokenizer than"):
         build(other)
-    with pytest.raises(ValueError, match=r"^data\.sources, other: path: the ids are not those of"):
+    with pytest.raises(ValueError, match=r"^data\.sources, other: path: tokenized with another"):
         build(own, other)
 
 
-def test_a_disk_that_fails_is_no_mistake_of_the_data() -> None:
+def test_read_error_of_a_source_stays_an_oserror() -> None:
     source = DataSource(path="*.txt", name="books")
     with (
         pytest.raises(OSError, match=r"^data\.sources, books: disk on fire"),
-        naming(source, Data(sources=[source])),
+        with_source_name(source, Data(sources=[source])),
     ):
         raise OSError("disk on fire")
 
 
-def test_builtin_text_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builtin_files_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "latin.py"
     path.write_bytes(b"caf\xe9")
     monkeypatch.setattr("data.sources.builtin_files", lambda: [(path, "python/latin.py")])
@@ -182,6 +182,6 @@ def test_builtin_text_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.Mon
     assert epoch(train, 1) == ["caf\N{REPLACEMENT CHARACTER}"]
 
 
-def test_builtin_needs_nothing() -> None:
+def test_builtin_source_needs_no_files() -> None:
     train, _ = both(Data(), 0)
     assert "import" in "".join(epoch(train, 20))

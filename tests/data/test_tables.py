@@ -57,14 +57,14 @@ def test_rows_of_all_files_are_documents(tmp_path: Path, key: str) -> None:
         (b'{"text": 1}\n', r"bad\.jsonl, line 1, byte 0: data\.text_key: 'text' is 1, not text"),
         (b'{"text": "a"}\n{"text": 1}\n', r"bad\.jsonl, line 2, byte 14: "),
         (b'{"text": "a"}\r{"text": "b"}\n', r"bad\.jsonl, line 1, byte 0: Extra data, column 15"),
-        (b"\n \n", r"bad\.jsonl has blank lines alone"),
+        (b"\n \n", r"bad\.jsonl has only blank lines"),
         (b'{"text": "a"}\n{"text": "b\n', r"bad\.jsonl, line 2, byte 14: .*column 12"),
         (b'{"text": "caf\xe9"}\n', r"bad\.jsonl, line 1, byte 0: 'utf-8' codec"),
         (b"[" * 100_000, r"bad\.jsonl, line 1, byte 0: maximum recursion depth"),
         (b"", r"data\.path: .*bad\.jsonl is empty"),
     ],
 )
-def test_bad_table_is_named_at_the_start(tmp_path: Path, content: bytes, message: str) -> None:
+def test_bad_table_is_named_when_opened(tmp_path: Path, content: bytes, message: str) -> None:
     write(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -72,8 +72,8 @@ def test_bad_table_is_named_at_the_start(tmp_path: Path, content: bytes, message
 
 
 @pytest.mark.parametrize("skips_bad", [False, True])
-def test_text_is_left_as_it_is(tmp_path: Path, skips_bad: bool) -> None:
-    """Also where a reader that guesses types would see dates, and whatever is beside it."""
+def test_text_is_not_converted(tmp_path: Path, skips_bad: bool) -> None:
+    """Includes texts that a type-guessing reader would parse, and columns of mixed type."""
     texts = ["2020-01-01", "2020-01-01T00:00:00Z", "1", "true", "", " a\r\nb "]
     rows = [{"beside": i if i % 2 else [i], "text": text} for i, text in enumerate(texts)]
     path = tmp_path / "a.jsonl"
@@ -82,13 +82,13 @@ def test_text_is_left_as_it_is(tmp_path: Path, skips_bad: bool) -> None:
     assert [tables[i] for i in range(len(tables))] == texts
 
 
-# As the programs of these names do it.
+# Compressors with the settings of the command line tools.
 PACK = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_a_compressed_table_may_have_several_parts(tmp_path: Path, suffix: str) -> None:
-    """As of ``cat``: each begins anew, a line may be cut, and the last may have no end."""
+def test_compressed_table_may_have_several_frames(tmp_path: Path, suffix: str) -> None:
+    """Concatenated files: lines may span frames, and the last line may have no newline."""
     content = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode("utf-8-sig")
     parts = [content[:20], content[20:50], content[50:-1]]
     path = tmp_path / f"a.jsonl{suffix}"
@@ -98,8 +98,8 @@ def test_a_compressed_table_may_have_several_parts(tmp_path: Path, suffix: str) 
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_damage_amid_a_compressed_table_is_named(tmp_path: Path, suffix: str) -> None:
-    """Also by who skips bad records: what comes after it is lost."""
+def test_corruption_of_a_compressed_table_is_named(tmp_path: Path, suffix: str) -> None:
+    """An error even with ``skips_bad``, because the rest of the file is lost."""
     texts = [str(i) * (i % 50) for i in range(300)]
     write(tmp_path / "plain.jsonl", [None, *texts])
     path = tmp_path / f"a.jsonl{suffix}"
@@ -110,7 +110,7 @@ def test_damage_amid_a_compressed_table_is_named(tmp_path: Path, suffix: str) ->
             Tables([(path, path.name)], "text", skips_bad=True)
 
 
-def test_without_its_package_a_compressed_table_is_named(
+def test_compressed_table_without_zstandard_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.jsonl.zst"
@@ -121,9 +121,9 @@ def test_without_its_package_a_compressed_table_is_named(
 
 
 @pytest.mark.parametrize("suffix", ["", *PACK])
-def test_a_table_that_was_changed_is_read_anew(tmp_path: Path, suffix: str) -> None:
+def test_changed_table_is_read_again(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
-    # Of the same length.
+    # The contents have the same length.
     for texts in (["first"], ["other"]):
         content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
         path.write_bytes(PACK.get(suffix, bytes)(content))
@@ -131,7 +131,7 @@ def test_a_table_that_was_changed_is_read_anew(tmp_path: Path, suffix: str) -> N
         assert [tables[i] for i in range(len(tables))] == texts
 
 
-def test_relative_paths_are_of_the_folder_one_is_in(
+def test_relative_paths_follow_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for text in ("first", "other"):
@@ -142,7 +142,7 @@ def test_relative_paths_are_of_the_folder_one_is_in(
         assert Tables([(Path("a.jsonl"), "a.jsonl")], "text")[0] == text
 
 
-def test_parquet_is_a_table_and_named_if_it_is_broken(tmp_path: Path) -> None:
+def test_broken_parquet_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", TEXTS)
     (whole,), _ = build_sources(files(tmp_path), 0)
     assert sorted(islice(whole.documents(0, 1, 0), len(TEXTS))) == sorted(TEXTS)
@@ -158,7 +158,7 @@ def test_parquet_is_a_table_and_named_if_it_is_broken(tmp_path: Path) -> None:
 def test_tables_and_plain_text_do_not_mix(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "b.txt").write_text("plain")
-    with pytest.raises(ValueError, match=r"data\.path mixes tables with .*b\.txt;"):
+    with pytest.raises(ValueError, match=r"data\.path: mixes tables with .*b\.txt;"):
         build_sources(files(tmp_path), 0)
     for name in "cdef":
         (tmp_path / f"{name}.txt").write_text("plain")
@@ -166,7 +166,7 @@ def test_tables_and_plain_text_do_not_mix(tmp_path: Path) -> None:
         build_sources(files(tmp_path), 0)
 
 
-def test_held_out_rows_are_apart_and_stay_on_their_side(tmp_path: Path) -> None:
+def test_held_out_split_of_rows_is_stable(tmp_path: Path) -> None:
     texts = {name: [f"{name} {i}" for i in range(200)] for name in ("a.jsonl", "b.parquet")}
     for name, rows in texts.items():
         write(tmp_path / name, rows)
@@ -184,14 +184,14 @@ def test_held_out_rows_are_apart_and_stay_on_their_side(tmp_path: Path) -> None:
     assert train | held_out == {*texts["a.jsonl"], *texts["b.parquet"]}
     assert not train & held_out
     assert 60 <= len(held_out) <= 140
-    # Rows that are appended and files that go change no other row's side.
+    # Appended rows and deleted files do not change the split of other rows.
     write(tmp_path / "a.jsonl", [*texts["a.jsonl"], *(f"new {i}" for i in range(100))])
     (tmp_path / "b.parquet").unlink()
     assert sides(seed=1)[1] & {*texts["a.jsonl"]} == held_out & {*texts["a.jsonl"]}
 
 
 def hub(folder: Path, counts: list[int], suffix: str) -> list[str]:
-    """A dataset of as many training files, as the hub has them; its training texts."""
+    """Write a hub dataset with ``counts`` rows per training file; return its training texts."""
     texts = [[f"{file}-{i}" for i in range(count)] for file, count in enumerate(counts)]
     for file, rows in enumerate(texts):
         write(folder / f"train-{file:05}-of-{len(counts):05}{suffix}", rows)
@@ -204,15 +204,15 @@ def hub(folder: Path, counts: list[int], suffix: str) -> list[str]:
 def test_rows_of_the_batch_share_the_stream(tmp_path: Path, n_rows: int, suffix: str) -> None:
     texts = hub(tmp_path / "data", [5, 9, 6], suffix)
     stream = HubStream(str(tmp_path / "data"), "", "train", "text")
-    ledger: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for row in range(n_rows):
         read = list(islice(stream.documents(row, n_rows, 0), 3 * len(texts)))
         count = len(set(read))
         assert read == (read[:count] * len(read))[: len(read)], "every epoch is the same"
-        ledger.update(read[: 2 * count])
+        counts.update(read[: 2 * count])
         for start in (1, count, 2 * count + 1):
             assert next(stream.documents(row, n_rows, start)) == read[start]
-    assert ledger == dict.fromkeys(texts, 2)
+    assert counts == dict.fromkeys(texts, 2)
 
 
 def test_rows_without_documents_are_an_error(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_rows_without_documents_are_an_error(tmp_path: Path) -> None:
         next(stream.documents(3, 4, 0))
 
 
-def test_a_stream_is_read_once_if_asked(tmp_path: Path) -> None:
-    """What is held out is not; a row without a document ends at once."""
+def test_stream_without_repeat_is_read_once(tmp_path: Path) -> None:
+    """The held-out split still repeats; a row without documents ends immediately."""
     texts = hub(tmp_path / "data", [3], ".jsonl")
     repeating = DataSource(type="huggingface", path=str(tmp_path / "data"))
     once = repeating.model_copy(update={"repeat": False})
@@ -238,7 +238,7 @@ def test_a_stream_is_read_once_if_asked(tmp_path: Path) -> None:
     assert train.fingerprint != hub_streams(repeating, False, skips_bad=False)[0].fingerprint
 
 
-def test_bad_documents_of_a_stream_are_left_out_if_asked(tmp_path: Path) -> None:
+def test_bad_documents_of_a_stream_are_skipped(tmp_path: Path) -> None:
     hub(tmp_path / "data", [1], ".jsonl")
     write(tmp_path / "data" / "train-00000-of-00001.jsonl", ["a", None, "b"])
     once = DataSource(type="huggingface", path=str(tmp_path / "data"), repeat=False)
@@ -253,7 +253,7 @@ def test_bad_documents_of_a_stream_are_left_out_if_asked(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("error", "kind"), [(ValueError("bad bytes"), ValueError), (RuntimeError("no answer"), OSError)]
 )
-def test_stream_that_breaks_off_is_named(
+def test_stream_error_names_the_document(
     tmp_path: Path, error: Exception, kind: type[Exception]
 ) -> None:
     hub(tmp_path / "data", [6], ".jsonl")
@@ -267,7 +267,7 @@ def test_stream_that_breaks_off_is_named(
             raise error
 
     stream._dataset = Broken()
-    # Of two rows that share a file, every second document.
+    # Two rows share a file, so row 1 reads every second document.
     with pytest.raises(kind, match=r"document 3 of row 1 cannot be read: .*(bytes|answer)"):
         list(stream.documents(1, 2, 0))
 
@@ -289,7 +289,7 @@ def test_hub_dataset_needs_both_splits_and_the_column(tmp_path: Path) -> None:
     assert build_sources(config, 0, with_held_out=False)[1] == {}
 
 
-def test_a_hub_dataset_as_a_whole(tmp_path: Path) -> None:
+def test_hub_dataset_can_be_read_by_index(tmp_path: Path) -> None:
     texts = hub(tmp_path / "data", [5, 9], ".parquet")
     source = DataSource(type="huggingface", path=str(tmp_path / "data"))
     documents, fingerprint = open_documents(source)

@@ -33,7 +33,7 @@ def test_pieces_join_to_the_file(
     monkeypatch.setattr("data.text_files.PIECE_BYTES", 32)
     rng = np.random.default_rng(0)
     for _ in range(60):
-        # Empty ones between others, and sizes on both sides of every cut.
+        # Include empty files, and sizes around every split.
         lengths = rng.integers(0, 130, 4) * rng.integers(0, 2, 4)
         contents = ["".join(rng.choice(ALPHABETS[alphabet], n)).encode() for n in lengths]
         found = pieces(contents, tmp_path)
@@ -52,7 +52,7 @@ def test_pieces_of_arbitrary_bytes_join_to_the_file(
         assert found.encode(errors="surrogateescape") == b"".join(contents)
 
 
-def test_pieces_end_with_lines_and_are_of_one_file(tmp_path: Path) -> None:
+def test_pieces_end_at_lines_and_never_span_files(tmp_path: Path) -> None:
     lines = [f"{'x' * (i % 200)}\n" for i in range(2000)]
     text = "".join(lines).encode()
     found = pieces([text, b"", b"no newline at the end"], tmp_path)
@@ -61,7 +61,7 @@ def test_pieces_end_with_lines_and_are_of_one_file(tmp_path: Path) -> None:
     assert found[-1] == "no newline at the end"
 
 
-def test_line_without_end_is_cut_in_time(tmp_path: Path) -> None:
+def test_overlong_line_is_split(tmp_path: Path) -> None:
     found = pieces([b"x" * (20 * PIECE_BYTES)], tmp_path)
     assert {len(piece) for piece in found} == {PIECE_BYTES}
 
@@ -72,7 +72,7 @@ def test_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     assert pieces([b"caf\xe9"], tmp_path, "replace") == ["caf\N{REPLACEMENT CHARACTER}"]
 
 
-def test_builtin_files_are_library_code_and_no_tests() -> None:
+def test_builtin_files_are_library_code_without_tests() -> None:
     files = builtin_files()
     names = [name for _, name in files]
     assert {"python/json/decoder.py", "torch/nn/modules/linear.py"} <= set(names)
@@ -94,7 +94,7 @@ def test_builtin_files_are_library_code_and_no_tests() -> None:
         ("ab/c/3.txt", ["3.txt"]),
     ],
 )
-def test_names_are_relative_to_the_fixed_part_of_the_glob(
+def test_names_are_relative_to_the_globs_fixed_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, names: list[str]
 ) -> None:
     for name in ("top.txt", "a/1.txt", "a/2.txt", "ab/1.txt", "ab/c/3.txt", "a/skipped/folder/x"):
@@ -114,7 +114,7 @@ def test_glob_without_match_is_an_error(tmp_path: Path) -> None:
         matching_files(f"{tmp_path}/folder/")
 
 
-def test_one_file_alone_is_held_out_by_pieces(tmp_path: Path) -> None:
+def test_single_file_is_held_out_by_pieces(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("a line of text\n" * 20_000)
     config = Data(source="files", path=str(path), validation_percent=30.0)
@@ -124,7 +124,7 @@ def test_one_file_alone_is_held_out_by_pieces(tmp_path: Path) -> None:
     assert sum(counts) == len(TextFiles([(path, path.name)], encoding_errors="strict"))
 
 
-def test_an_empty_file_beside_a_long_one_changes_nothing(tmp_path: Path) -> None:
+def test_empty_file_does_not_change_the_split(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a line of text\n" * 20_000)
     config = Data(source="files", path=str(tmp_path / "*.txt"))
     before = [source.description for source in both(config, 0)]

@@ -1,4 +1,4 @@
-"""Prepared and Megatron-LM's files, written here by their definition, against what was written."""
+"""Reading prepared and Megatron-LM files that these tests write by the formats' definitions."""
 
 import hashlib
 import os
@@ -16,10 +16,10 @@ from data.sources import open_documents
 from data.token_files import (
     DTYPES,
     TokenFiles,
-    dtype_of,
-    index_text,
+    encode_index,
     open_token_files,
     read_index,
+    smallest_dtype,
     verify,
 )
 
@@ -35,7 +35,7 @@ def write_prepared(
     folder: Path, shards: list[list[list[int]]], dtype: str = "uint16", fingerprint: str = "f"
 ) -> Path:
     folder.mkdir(parents=True)
-    facts = []
+    entries = []
     for number, documents in enumerate(shards):
         path = folder / f"shard-{number:05d}.bin"
         ids = [token for document in documents for token in document]
@@ -45,18 +45,18 @@ def write_prepared(
         hashes = {"sha256": digest(path), "ends_sha256": digest(path.with_suffix(".ends"))}
         limits = {"min_id": min(ids, default=None), "max_id": max(ids, default=None)}
         counts = {"documents": len(documents), "tokens": len(ids), "skipped": 0}
-        facts.append({"file": path.name, **counts, **limits, **hashes})
+        entries.append({"file": path.name, **counts, **limits, **hashes})
     tokenizer = {"name": "bytes", "fingerprint": fingerprint}
-    write_index(folder, {"format": 1, "dtype": dtype, "tokenizer": tokenizer, "shards": facts})
+    write_index(folder, {"format": 1, "dtype": dtype, "tokenizer": tokenizer, "shards": entries})
     return folder
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    (folder / "index.json").write_bytes(index_text(index))
+    (folder / "index.json").write_bytes(encode_index(index))
 
 
 def write_megatron(path: Path, documents: list[list[list[int]]], dtype: str = "int32") -> Path:
-    """Documents of sequences of ids, as ``IndexedDatasetBuilder`` of Megatron-LM lays them out."""
+    """Write documents of sequences in the layout of Megatron-LM's ``IndexedDatasetBuilder``."""
     sequences = [sequence for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]
     item = np.dtype(dtype).itemsize
@@ -95,18 +95,18 @@ def random_documents(rng: np.random.Generator, high: int, least: int) -> list[li
     return [rng.integers(0, high, length, dtype=np.uint64).tolist() for length in lengths]
 
 
-def test_documents_are_what_was_written(tmp_path: Path) -> None:
+def test_prepared_documents_round_trip(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for trial in range(40):
         dtype = str(rng.choice(list(DTYPES)))
         high = int(np.iinfo(dtype).max) + 1
-        # Shards without a document are between others.
+        # Some shards have no documents.
         shards = [random_documents(rng, high, least=1) for _ in range(5)] + [[[high - 1]]]
         folder = write_prepared(tmp_path / str(trial), shards, dtype)
         files = open_token_files(str(folder))
         flat = [document for shard in shards for document in shard]
         assert contents(files) == flat
-        assert len(files) == len(files.keys) == len(flat)
+        assert len(files) == len(files.split_hashes) == len(flat)
         assert files.max_id == high - 1
         assert files.tokenizer_fingerprint == "f"
         assert not any(problem for _, problem in verify(folder))
@@ -116,7 +116,7 @@ def test_documents_are_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", CODES)
-def test_megatron_documents_are_what_was_written(tmp_path: Path, dtype: str) -> None:
+def test_megatron_documents_round_trip(tmp_path: Path, dtype: str) -> None:
     rng = np.random.default_rng(0)
     high = int(np.iinfo(dtype).max) + 1
     for trial in range(20):
@@ -131,8 +131,8 @@ def test_megatron_documents_are_what_was_written(tmp_path: Path, dtype: str) -> 
 def test_documents_are_views_of_the_file(tmp_path: Path) -> None:
     write_prepared(tmp_path / "a", [DOCUMENTS])
     write_megatron(tmp_path / "b.idx", [DOCUMENTS, [[1]]])
-    for place in ("a", "b.idx"):
-        files = open_token_files(str(tmp_path / place))
+    for name in ("a", "b.idx"):
+        files = open_token_files(str(tmp_path / name))
         assert np.shares_memory(files[0], files._mapped(0)[0])
         assert isinstance(files._mapped(0)[0].base, np.memmap)
         assert not files[0].flags.writeable
@@ -141,8 +141,8 @@ def test_documents_are_views_of_the_file(tmp_path: Path) -> None:
     assert (before[0], files[0][0]) == (1, 77)
 
 
-def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files, "MAPPED_PARTS", 3)
+def test_number_of_open_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_files, "MAX_MAPPED_SHARDS", 3)
     files = open_token_files(str(write_prepared(tmp_path / "a", [DOCUMENTS] * 40)))
     n_open = len(os.listdir("/proc/self/fd"))
     assert contents(files) == DOCUMENTS * 40
@@ -156,9 +156,9 @@ def splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def test_keys_are_uniform_and_depend_on_name_and_number_alone(tmp_path: Path) -> None:
+def test_split_hashes_are_uniform_and_depend_on_names_only(tmp_path: Path) -> None:
     write_prepared(tmp_path / "a", [[[1]] * 3000, [[2]] * 2000])
-    keys = open_token_files(str(tmp_path / "a")).keys
+    keys = open_token_files(str(tmp_path / "a")).split_hashes
     assert keys.dtype == np.uint64
     assert len(np.unique(keys)) == 5000
     name = hashlib.blake2b(b"shard-00001", digest_size=8).digest()
@@ -169,44 +169,42 @@ def test_keys_are_uniform_and_depend_on_name_and_number_alone(tmp_path: Path) ->
     # Five standard deviations of a binomial distribution.
     assert np.abs(tenths - 500).max() < 5 * np.sqrt(5000 * 0.1 * 0.9)
     write_prepared(tmp_path / "b", [[[5, 6]] * 3000, [[7]] * 2500])
-    assert (open_token_files(str(tmp_path / "b")).keys[:5000] == keys).all()
+    assert (open_token_files(str(tmp_path / "b")).split_hashes[:5000] == keys).all()
 
 
-def test_a_glob_finds_folders_and_indices(tmp_path: Path) -> None:
+def test_glob_finds_folders_and_indices(tmp_path: Path) -> None:
     write_prepared(tmp_path / "x" / "a", [DOCUMENTS])
     write_prepared(tmp_path / "x" / "c", [DOCUMENTS[1:]])
     write_megatron(tmp_path / "x" / "b.idx", [DOCUMENTS])
     files = open_token_files(str(tmp_path / "x" / "*"))
     assert contents(files) == [*DOCUMENTS, joined(DOCUMENTS), *DOCUMENTS[1:]]
     assert (files.tokenizer_fingerprint, files.max_id) == ("f", None)
-    assert len(np.unique(files.keys)) == len(files)
+    assert len(np.unique(files.split_hashes)) == len(files)
     assert len(open_token_files(str(tmp_path / "x" / "*.idx"))) == 1
     (tmp_path / "y").mkdir()
     (tmp_path / "x").rename(tmp_path / "y" / "x")
     moved = open_token_files(str(tmp_path / "y" / "x" / "*"))
     assert moved.fingerprint == files.fingerprint
-    assert (moved.keys == files.keys).all()
+    assert (moved.split_hashes == files.split_hashes).all()
     write_prepared(tmp_path / "y" / "x" / "d", [DOCUMENTS], fingerprint="g")
-    with pytest.raises(
-        ValueError, match=r"data\.path: .*x/a and .*x/d are of different tokenizers"
-    ):
+    with pytest.raises(ValueError, match=r"data\.path: .*x/a and .*x/d have different tokenizers"):
         open_token_files(str(tmp_path / "y" / "x" / "?"))
 
 
-def test_other_documents_have_another_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_the_documents(tmp_path: Path) -> None:
     other = [*DOCUMENTS[:3], [7, 8, 9, 11]]
-    cut_elsewhere = [[1, 2], [3, 4], *DOCUMENTS[2:]]
+    split_elsewhere = [[1, 2], [3, 4], *DOCUMENTS[2:]]
     found = set()
-    for number, documents in enumerate((DOCUMENTS, other, cut_elsewhere)):
+    for number, documents in enumerate((DOCUMENTS, other, split_elsewhere)):
         folder = write_prepared(tmp_path / str(number), [documents])
         write_megatron(tmp_path / str(number) / "m.idx", [[d] for d in documents])
-        places = (folder, folder / "m.idx")
-        found |= {open_token_files(str(place)).fingerprint for place in places}
+        paths = (folder, folder / "m.idx")
+        found |= {open_token_files(str(path)).fingerprint for path in paths}
     assert len(found) == 6
 
 
-def test_another_name_or_dtype_is_another_fingerprint(tmp_path: Path) -> None:
-    """Names decide what is held out; of one dtype and the other, all bytes are the same."""
+def test_fingerprint_includes_name_and_dtype(tmp_path: Path) -> None:
+    """Names decide the held-out split; both dtypes have identical bytes here."""
     for dtype in ("int16", "uint16"):
         write_megatron(tmp_path / dtype / "m.idx", [DOCUMENTS], dtype)
         write_megatron(tmp_path / dtype / "n.idx", [DOCUMENTS], dtype)
@@ -229,12 +227,12 @@ def edit(**changes: Any) -> Callable[[Path], None]:
     ("file", "damage", "message"),
     [
         ("index.json", Path.unlink, r"/p has no index\.json"),
-        ("index.json", shrink, r"/p/index\.json: contents|/p/index\.json: not an index"),
+        ("index.json", shrink, r"/p/index\.json: checksum|/p/index\.json: not an index"),
         ("index.json", lambda p: overwrite(p, 0, b"("), r"/p/index\.json: not an index: JSON"),
         ("index.json", lambda p: p.write_text("[]"), r"/p/index\.json: not an index"),
-        ("index.json", edit(format=2), r"/p/index\.json: its format is 2, not 1"),
-        ("index.json", edit(dtype="float32"), r"/p/index\.json: its dtype is 'float32', not one"),
-        ("index.json", edit(shards=[{"file": "../x.bin"}]), r"'\.\./x\.bin' is not the name"),
+        ("index.json", edit(format=2), r"/p/index\.json: format is 2, not 1"),
+        ("index.json", edit(dtype="float32"), r"/p/index\.json: dtype is 'float32', not one"),
+        ("index.json", edit(shards=[{"file": "../x.bin"}]), r"'\.\./x\.bin' is not a shard's name"),
         ("shard-00001.bin", Path.unlink, r"/p/shard-00001\.bin: No such file"),
         ("shard-00001.bin", shrink, r"/p/shard-00001\.bin has 19 bytes, not 20"),
         ("shard-00000.ends", Path.unlink, r"/p/shard-00000\.ends: No such file"),
@@ -247,7 +245,7 @@ def edit(**changes: Any) -> Callable[[Path], None]:
         ("shard-00001.ends", lambda p: overwrite(p, 24, b"\x09"), r"00001\.ends.* and 9, .* of 10"),
     ],
 )
-def test_damage_is_named_when_opened(
+def test_corrupt_file_is_named_when_opened(
     tmp_path: Path, file: str, damage: Callable[[Path], None], message: str
 ) -> None:
     folder = write_prepared(tmp_path / "p", [DOCUMENTS, DOCUMENTS])
@@ -256,20 +254,20 @@ def test_damage_is_named_when_opened(
         open_token_files(str(folder))
 
 
-def test_every_byte_of_the_index_counts(tmp_path: Path) -> None:
+def test_every_changed_byte_of_the_index_is_detected(tmp_path: Path) -> None:
     folder = write_prepared(tmp_path / "p", [DOCUMENTS])
     whole = (folder / "index.json").read_bytes()
-    for place in range(0, len(whole), 3):
-        changed = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    for i in range(0, len(whole), 3):
+        changed = whole[:i] + bytes([whole[i] ^ 1]) + whole[i + 1 :]
         (folder / "index.json").write_bytes(changed)
-        if whole[place : place + 1].isspace():
+        if whole[i : i + 1].isspace():
             continue
         with pytest.raises(ValueError, match=r"index\.json"):
             read_index(folder)
 
 
 @pytest.mark.parametrize("end", [0, 3, 11, -1, 2**62])
-def test_a_document_with_a_bad_end_is_named_when_read(tmp_path: Path, end: int) -> None:
+def test_bad_document_end_is_named_when_read(tmp_path: Path, end: int) -> None:
     folder = write_prepared(tmp_path / "p", [DOCUMENTS, DOCUMENTS])
     overwrite(folder / "shard-00001.ends", 8, struct.pack("<q", end))
     files = open_token_files(str(folder))
@@ -281,7 +279,7 @@ def test_a_document_with_a_bad_end_is_named_when_read(tmp_path: Path, end: int) 
     assert documents[5] is None
 
 
-def test_verify_names_what_changed(tmp_path: Path) -> None:
+def test_verify_names_changed_files(tmp_path: Path) -> None:
     folder = write_prepared(tmp_path / "p", [DOCUMENTS, DOCUMENTS])
     overwrite(folder / "shard-00001.bin", 6, b"\x07")
     (folder / "shard-00000.ends").unlink()
@@ -302,23 +300,23 @@ def without_documents(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("m.idx", lambda p: overwrite(p, 0, b"X"), r"m\.idx: not an index of Megatron"),
-        ("m.idx", lambda p: os.truncate(p, 20), r"m\.idx: not an index of Megatron"),
-        ("m.idx", lambda p: overwrite(p, 9, b"\x02"), r"m\.idx: its version is 2"),
-        ("m.idx", lambda p: overwrite(p, 17, b"\x07"), r"m\.idx: its dtype has code 7"),
-        ("m.idx", lambda p: overwrite(p, 17, b"\x06"), r"m\.idx: its dtype has code 6"),
+        ("m.idx", lambda p: overwrite(p, 0, b"X"), r"m\.idx: not a Megatron-LM index"),
+        ("m.idx", lambda p: os.truncate(p, 20), r"m\.idx: not a Megatron-LM index"),
+        ("m.idx", lambda p: overwrite(p, 9, b"\x02"), r"m\.idx: version is 2"),
+        ("m.idx", lambda p: overwrite(p, 17, b"\x07"), r"m\.idx: dtype code 7"),
+        ("m.idx", lambda p: overwrite(p, 17, b"\x06"), r"m\.idx: dtype code 6"),
         ("m.idx", shrink, r"m\.idx has 93 bytes, not 94"),
         ("m.bin", shrink, r"m\.bin has 23 bytes, not 24"),
         ("m.bin", Path.unlink, r"m\.bin: No such file"),
-        ("m.idx", lambda p: overwrite(p, 86, b"\x02"), r"m\.idx: its documents are not all 3"),
-        ("m.idx", lambda p: overwrite(p, 70, b"\x01"), r"m\.idx: its documents are not all 3"),
-        ("m.idx", without_documents, r"m\.idx: its documents are not all 3"),
+        ("m.idx", lambda p: overwrite(p, 86, b"\x02"), r"m\.idx: documents do not cover all 3"),
+        ("m.idx", lambda p: overwrite(p, 70, b"\x01"), r"m\.idx: documents do not cover all 3"),
+        ("m.idx", without_documents, r"m\.idx: documents do not cover all 3"),
         ("m.idx", lambda p: overwrite(p, 78, b"\x04"), r"m\.idx: document 0 has sequences 0 to 4"),
-        ("m.idx", lambda p: overwrite(p, 34, b"\x02"), r"m\.idx: document 0 is from byte 0"),
-        ("m.idx", lambda p: overwrite(p, 46, b"\x01"), r"m\.idx: document 0 is from byte 1"),
+        ("m.idx", lambda p: overwrite(p, 34, b"\x02"), r"m\.idx: document 0 spans bytes 0"),
+        ("m.idx", lambda p: overwrite(p, 46, b"\x01"), r"m\.idx: document 0 spans bytes 1"),
     ],
 )
-def test_damage_to_megatron_files_is_named(
+def test_corrupt_megatron_file_is_named(
     tmp_path: Path, file: str, damage: Callable[[Path], None], message: str
 ) -> None:
     path = write_megatron(tmp_path / "m.idx", [DOCUMENTS[:2], DOCUMENTS[2:3]])
@@ -328,7 +326,7 @@ def test_damage_to_megatron_files_is_named(
         open_token_files(str(path))
 
 
-def test_what_is_no_token_file_is_named(tmp_path: Path) -> None:
+def test_path_without_token_files_is_named(tmp_path: Path) -> None:
     for path in ("", "nowhere", str(tmp_path / "*.idx")):
         with pytest.raises(ValueError, match=r"^data\.path: no folder and no \.idx file matches"):
             open_token_files(path)
@@ -342,7 +340,7 @@ def test_what_is_no_token_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data\.path: .* has no documents"):
         open_token_files(str(write_prepared(tmp_path / "p", [[]])))
     (tmp_path / "p" / "index.json").rename(tmp_path / "p" / "begun.json")
-    with pytest.raises(ValueError, match=r"no index\.json; tools\.prepare is not done with it"):
+    with pytest.raises(ValueError, match=r"no index\.json; tools\.prepare has not finished it"):
         open_token_files(str(tmp_path / "p"))
 
 
@@ -358,13 +356,13 @@ def test_what_is_no_token_file_is_named(tmp_path: Path) -> None:
         (2**32, "uint32"),
     ],
 )
-def test_the_dtype_is_the_smallest_that_holds_all_ids(n_vocab: int, dtype: str) -> None:
-    assert dtype_of(n_vocab) == dtype
+def test_smallest_dtype_holds_all_ids(n_vocab: int, dtype: str) -> None:
+    assert smallest_dtype(n_vocab) == dtype
     assert np.array([n_vocab - 1]).astype(DTYPES[dtype])[0] == n_vocab - 1
 
 
-def test_a_file_that_goes_is_no_mistake_of_the_data(tmp_path: Path) -> None:
-    """It may come back, and no document of it is one that may be skipped."""
+def test_vanished_file_is_not_bad_data(tmp_path: Path) -> None:
+    """The file may come back, so its documents must not be skipped."""
     write_prepared(tmp_path / "p", [[[1, 2, 3]], [[4, 5]]])
     documents, _ = open_documents(
         DataSource(type="tokens", path=str(tmp_path / "p")), skips_bad=True

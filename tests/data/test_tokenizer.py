@@ -26,12 +26,12 @@ TEXTS = [
 MERGES = [b"th", b"he", b"the", b" the", b"12", b"123", b"1234"]
 
 
-def assert_says_what_it_read(tokenizer: Tokenizer) -> None:
+def assert_round_trips(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int64
         assert ids.max(initial=0) < tokenizer.n_vocab
-        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist()), "markers are text"
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist()), "bos or eos in text"
         assert tokenizer.decode(ids.tolist()) == text
         assert tokenizer.byte_lengths is not None
         assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
@@ -40,9 +40,9 @@ def assert_says_what_it_read(tokenizer: Tokenizer) -> None:
     assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.n_vocab
 
 
-def test_bytes_are_the_tokens() -> None:
+def test_bytes_tokenizer_encodes_bytes() -> None:
     tokenizer = load_tokenizer("bytes")
-    assert_says_what_it_read(tokenizer)
+    assert_round_trips(tokenizer)
     for text in TEXTS:
         assert tokenizer.encode(text).tolist() == list(text.encode())
     assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (258, 256, 257)
@@ -61,14 +61,14 @@ BYTES = [bytes([value]) for value in range(256)]
 
 
 @pytest.mark.parametrize("suffix", [".model", ".tiktoken"])
-def test_rank_file_is_llama3s(tmp_path: Path, suffix: str) -> None:
+def test_rank_file_is_treated_as_llama3(tmp_path: Path, suffix: str) -> None:
     tokens = BYTES + MERGES
     tokenizer = load_tokenizer(write_ranks(tmp_path / f"tokenizer{suffix}", tokens))
-    assert_says_what_it_read(tokenizer)
-    # As published: 256 special tokens after the ranks, these two first.
+    assert_round_trips(tokenizer)
+    # As published: 256 special tokens follow the ranks, bos and eos first.
     assert tokenizer.n_vocab == len(tokens) + 256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (len(tokens), len(tokens) + 1)
-    # Words keep the blank before them, and numbers are split into three digits at most.
+    # Words include the blank before them; numbers are split into at most three digits.
     words = [tokens[i] for i in tokenizer.encode("the other 1234")]
     assert words == [b"the", b" ", b"o", b"the", b"r", b" ", b"123", b"4"]
     assert tokens[tokenizer.encode("on the")[-1]] == b" the"
@@ -98,7 +98,7 @@ GPT2, CL100K, O200K = PUBLISHED
 
 
 @pytest.mark.parametrize(("n_ranks", "name"), [(GPT2, "gpt2"), (CL100K, "cl100k_base")])
-def test_published_rank_file_is_known_by_its_length(
+def test_published_rank_file_is_recognized_by_its_length(
     tmp_path: Path, n_ranks: int, name: str
 ) -> None:
     pairs = [bytes(pair) for pair in product(range(256), repeat=2)]
@@ -121,7 +121,7 @@ def load_ranks(path: str) -> dict[bytes, int]:
     return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 
-def test_published_patterns_are_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_patterns_equal_tiktokens(monkeypatch: pytest.MonkeyPatch) -> None:
     public = tiktoken_ext.openai_public
     for download in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
         monkeypatch.setattr(public, download, lambda *_, **__: {})
@@ -132,9 +132,9 @@ def test_published_patterns_are_tiktokens(monkeypatch: pytest.MonkeyPatch) -> No
     }
     for n_ranks, functions in sources.items():
         for function in functions:
-            facts = function()
-            assert PUBLISHED[n_ranks] == (facts["pat_str"], facts["special_tokens"])
-            assert n_ranks == min(facts["special_tokens"].values()) - (n_ranks != GPT2)
+            arguments = function()
+            assert PUBLISHED[n_ranks] == (arguments["pat_str"], arguments["special_tokens"])
+            assert n_ranks == min(arguments["special_tokens"].values()) - (n_ranks != GPT2)
 
 
 COMPANION = {"pattern": r"[\s\S]", "special_tokens": {"<s>": 270, "</s>": 263}}
@@ -145,10 +145,10 @@ def write_companion(folder: Path, content: str) -> str:
     return write_ranks(folder / "own.tiktoken", BYTES + MERGES)
 
 
-def test_a_file_beside_the_ranks_says_the_pattern(tmp_path: Path) -> None:
+def test_companion_file_sets_pattern_and_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_companion(tmp_path, json.dumps(COMPANION)))
-    assert_says_what_it_read(tokenizer)
-    # No two characters are a word, so nothing merges.
+    assert_round_trips(tokenizer)
+    # Each character is a word, so nothing merges.
     assert tokenizer.encode("the 123").tolist() == list(b"the 123")
     assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (271, 270, 263)
 
@@ -164,15 +164,13 @@ def test_a_file_beside_the_ranks_says_the_pattern(tmp_path: Path) -> None:
         (json.dumps(COMPANION | {"pattern": None}), "not of the form"),
         (json.dumps(COMPANION | {"special_tokens": ["<s>"]}), "not of the form"),
         (json.dumps(COMPANION | {"special_tokens": {"<s>": True}}), "not of the form"),
-        (json.dumps(COMPANION | {"special_tokens": {"<s>": 262}}), "ids of their own, from 263"),
-        (json.dumps(COMPANION | {"special_tokens": {"a": 270, "b": 270}}), "ids of their own"),
+        (json.dumps(COMPANION | {"special_tokens": {"<s>": 262}}), "unique ids, from 263"),
+        (json.dumps(COMPANION | {"special_tokens": {"a": 270, "b": 270}}), "unique ids"),
         (json.dumps(COMPANION | {"pattern": "("}), "the pattern: "),
         (json.dumps(COMPANION | {"pattern": r"\w+|\s+"}), 'does not match all of "Hello, the'),
     ],
 )
-def test_malformed_file_beside_the_ranks_is_named(
-    tmp_path: Path, content: str, message: str
-) -> None:
+def test_malformed_companion_file_is_named(tmp_path: Path, content: str, message: str) -> None:
     path = write_companion(tmp_path, content)
     with pytest.raises(ValueError, match=rf"data\.tokenizer: .*own\.tiktoken\.json.*{message}"):
         load_tokenizer(path)
@@ -180,7 +178,7 @@ def test_malformed_file_beside_the_ranks_is_named(
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, Any]:
-    """A byte-level BPE as ``tokenizers`` writes it."""
+    """A trained byte-level BPE, as JSON from ``tokenizers``."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -200,18 +198,18 @@ def load_json(folder: Path, content: dict[str, Any]) -> Tokenizer:
     return load_tokenizer(str(path))
 
 
-def test_tokenizer_json(tmp_path: Path, trained: dict[str, Any]) -> None:
+def test_tokenizer_json_round_trips(tmp_path: Path, trained: dict[str, Any]) -> None:
     tokenizer = load_json(tmp_path, trained)
-    assert_says_what_it_read(tokenizer)
+    assert_round_trips(tokenizer)
     assert len(tokenizer.encode("the other words")) < 8, "nothing was merged"
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
 
 
-def test_tokenizer_json_cuts_and_pads_no_document(tmp_path: Path, trained: dict[str, Any]) -> None:
+def test_tokenizer_json_never_truncates_or_pads(tmp_path: Path, trained: dict[str, Any]) -> None:
     limits = tokenizers.Tokenizer.from_str(json.dumps(trained))
     limits.enable_truncation(max_length=4)
     limits.enable_padding(length=4)
-    assert_says_what_it_read(load_json(tmp_path, json.loads(limits.to_str())))
+    assert_round_trips(load_json(tmp_path, json.loads(limits.to_str())))
 
 
 @pytest.mark.parametrize(
@@ -233,13 +231,13 @@ def test_malformed_tokenizer_json_is_named(tmp_path: Path, content: str, message
 
 
 @pytest.mark.parametrize("name", ["missing.model", "missing.json", "unknown"])
-def test_what_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+def test_missing_tokenizer_is_named(tmp_path: Path, name: str) -> None:
     path = str(tmp_path / name) if "." in name else name
     with pytest.raises(ValueError, match=rf"data\.tokenizer: .*{name}"):
         load_tokenizer(path)
 
 
-def test_very_many_blanks_in_a_row(tmp_path: Path) -> None:
+def test_million_blanks_can_be_encoded(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_ranks(tmp_path / "a.model", BYTES + MERGES))
     for text in (" " * 1_200_000 + "a", "a \t" * 3 + " \t" * 600_000):
         assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
@@ -250,12 +248,12 @@ def test_failed_download_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(tiktoken, "get_encoding", no_network)
-    with pytest.raises(ValueError, match=r"cl100k_base is downloaded on first use, .*no route"):
+    with pytest.raises(ValueError, match=r"cannot download cl100k_base: .*no route"):
         load_tokenizer("cl100k_base")
 
 
-def test_ids_of_no_token_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in cl100k_base, where a model may draw one."""
+def test_unassigned_ids_decode_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cl100k_base has unassigned ids, which a model may sample."""
     encoding = tiktoken.Encoding(
         name="gap",
         pat_str=".",
@@ -268,7 +266,7 @@ def test_ids_of_no_token_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokenizer.decode([*b"a", 280, *b"b"]) == "ab"
 
 
-def test_fingerprints_tell_a_merge(tmp_path: Path, trained: dict[str, Any]) -> None:
+def test_fingerprint_changes_with_the_merges(tmp_path: Path, trained: dict[str, Any]) -> None:
     swapped = [*MERGES[:2], MERGES[3], MERGES[2], *MERGES[4:]]
     ranks = [
         load_tokenizer(write_ranks(tmp_path / f"{i}.model", BYTES + merges)).fingerprint
@@ -283,14 +281,14 @@ def test_fingerprints_tell_a_merge(tmp_path: Path, trained: dict[str, Any]) -> N
     assert len({*ranks, *jsons, load_tokenizer("bytes").fingerprint}) == 5
 
 
-def test_fingerprints_tell_what_is_beside_the_ranks(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_the_companion_file(tmp_path: Path) -> None:
     changes = [{}, {"pattern": r"\S+|\s+"}, {"special_tokens": {"<s>": 271, "</s>": 263}}]
     contents = [json.dumps(COMPANION | change) for change in changes]
     found = {load_tokenizer(write_companion(tmp_path, content)).fingerprint for content in contents}
     assert len(found) == 3
 
 
-def test_of_several_markers_the_first_known_one_counts(tmp_path: Path) -> None:
+def test_first_known_bos_and_eos_are_used(tmp_path: Path) -> None:
     names = ["<|endoftext|>", "<s>", "</s>", "<|begin_of_text|>", "<|end_of_text|>"]
     special = {name: 270 + i for i, name in enumerate(names)}
     content = json.dumps(COMPANION | {"special_tokens": special})

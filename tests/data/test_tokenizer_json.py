@@ -1,4 +1,4 @@
-"""A tokenizer.json on tiktoken gives what ``tokenizers`` gives."""
+"""A tokenizer.json on tiktoken gives the same ids as ``tokenizers``."""
 
 import json
 import random
@@ -23,7 +23,7 @@ QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 
 @pytest.fixture(scope="module")
 def learned() -> dict[str, Any]:
-    """A byte-level BPE of enough text to have tokens of many kinds, as ids of bytes and merges."""
+    """A trained byte-level BPE with tokens of many kinds; ids are bytes, then merges."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,33 +63,33 @@ def with_ids(content: dict[str, Any], new: dict[int, int]) -> dict[str, Any]:
 
 
 def llama3_form(content: dict[str, Any]) -> dict[str, Any]:
-    """Every way to cut a token in two is a merge, as converters from tiktoken write it."""
+    """Make every split of a token in two a merge, like converters from tiktoken."""
     vocab = content["model"]["vocab"]
-    cuts = ((token[:i], token[i:]) for token in vocab for i in range(1, len(token)))
-    merges = [[left, right] for left, right in cuts if left in vocab and right in vocab]
-    # And a token that no two others make, which is only found as a word.
+    splits = ((token[:i], token[i:]) for token in vocab for i in range(1, len(token)))
+    merges = [[left, right] for left, right in splits if left in vocab and right in vocab]
+    # Add a token that no merge produces, so it only matches a whole word.
     vocab = vocab | {"zqxj": 600}
     model = with_model(content, merges=merges, vocab=vocab, ignore_merges=True)
     return with_split(model, LLAMA3_PATTERN)
 
 
 def qwen_form(content: dict[str, Any]) -> dict[str, Any]:
-    # The second is found in text once that is normalized.
+    # The second one matches only normalized text.
     plain = added(700, "of the", special=False), added(710, "ạb", special=False, normalized=True)
     markers = [*content["added_tokens"], *plain]
     content = with_split(content, QWEN_PATTERN) | {"normalizer": {"type": "NFC"}}
     return content | {"added_tokens": markers}
 
 
-def odd_places(content: dict[str, Any]) -> dict[str, Any]:
-    """Markers among the bytes and merges, the first ids unused, and holes."""
+def odd_ids(content: dict[str, Any]) -> dict[str, Any]:
+    """Put special tokens among the merges, leave the first ids and others unassigned."""
     new = {i: 1000 + i * 3 for i in range(600)}
     markers = [added(7, "<s>"), added(1001, "</s>"), added(3001, "<unused é 1>")]
     return with_ids(content, new) | {"added_tokens": markers}
 
 
-def marked(content: dict[str, Any]) -> dict[str, Any]:
-    """Its own library begins each text with a marker, as Llama 3's does."""
+def with_bos(content: dict[str, Any]) -> dict[str, Any]:
+    """Add a post-processor that prepends bos to each text, like Llama 3."""
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     number = tokenizer.token_to_id("<s>")
     template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
@@ -99,13 +99,13 @@ def marked(content: dict[str, Any]) -> dict[str, Any]:
 
 FORMS = {
     "gpt2": lambda content: content,
-    "marked": marked,
+    "marked": with_bos,
     "strings": lambda content: with_model(
         content, merges=[" ".join(pair) for pair in content["model"]["merges"]]
     ),
     "llama3": llama3_form,
     "qwen": qwen_form,
-    "odd places": odd_places,
+    "odd places": odd_ids,
 }
 
 
@@ -120,34 +120,34 @@ def load_logged(
 
 
 def assert_equals_tokenizers(tokenizer: Tokenizer, content: dict[str, Any], seed: int = 1) -> None:
-    truth = tokenizers.Tokenizer.from_str(json.dumps(content))
-    truth.encode_special_tokens = True
-    draw = random.Random(seed)
-    tokens = [token for token in truth.get_vocab() if len(token) > 1]
+    reference = tokenizers.Tokenizer.from_str(json.dumps(content))
+    reference.encode_special_tokens = True
+    generator = random.Random(seed)
+    tokens = [token for token in reference.get_vocab() if len(token) > 1]
     pieces = [*"aé .\n1'\u0301\u00c5\u212b\t", "s ", *TEXTS[1:5], "of the", "zqxj", "<unused é 1>"]
     texts = [*TEXTS, "Z\u0301 >\u0338", "zqxj", "azqxj zqxj", "a\u0323b"]
     for _ in range(300):
-        texts.append("".join(draw.choices(pieces, k=12)))
-        chars = "".join(draw.choices(tokens, k=12))
+        texts.append("".join(generator.choices(pieces, k=12)))
+        chars = "".join(generator.choices(tokens, k=12))
         texts.append(bytes(BYTE_OF.get(char, 32) for char in chars).decode(errors="replace"))
-        texts.append("".join(map(chr, draw.choices(range(0xD800), k=30))))
+        texts.append("".join(map(chr, generator.choices(range(0xD800), k=30))))
     for text in texts:
-        ids = truth.encode(text, add_special_tokens=False).ids
+        ids = reference.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text).tolist() == ids, text
     for _ in range(300):
-        # Mostly not UTF-8, and ids of no token among them.
-        ids = draw.choices(range(tokenizer.n_vocab + 10), k=8)
-        assert tokenizer.decode(ids) == truth.decode(ids, skip_special_tokens=False), ids
-    assert tokenizer.n_vocab == max(truth.get_vocab().values()) + 1
+        # Mostly invalid UTF-8; includes unassigned ids.
+        ids = generator.choices(range(tokenizer.n_vocab + 10), k=8)
+        assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=False), ids
+    assert tokenizer.n_vocab == max(reference.get_vocab().values()) + 1
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tokenizer_json_on_tiktoken(
+def test_tokenizer_json_runs_on_tiktoken(
     tmp_path: Path, learned: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = FORMS[form](learned)
     tokenizer, line = load_logged(tmp_path, content, monkeypatch)
-    assert line.endswith("tokenizer.json runs on tiktoken, which gives the same ids")
+    assert line.endswith("tokenizer.json: using tiktoken, which gives the same ids")
     assert_equals_tokenizers(tokenizer, content)
     assert tokenizer.byte_lengths is not None
     assert len(tokenizer.byte_lengths) == tokenizer.n_vocab
@@ -155,14 +155,14 @@ def test_tokenizer_json_on_tiktoken(
     assert tokenizer.byte_lengths[ids].sum() == len(TEXTS[1].encode()) > len(ids)
 
 
-def test_blanks_that_are_too_many_for_tiktoken(tmp_path: Path, learned: dict[str, Any]) -> None:
+def test_too_many_blanks_for_tiktoken_are_encoded(tmp_path: Path, learned: dict[str, Any]) -> None:
     text = " " * 1_000_000 + "x"
     tokenizer = load_json(tmp_path, learned)
     assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
 
 
 def swapped_ids(content: dict[str, Any]) -> dict[str, Any]:
-    """Of two merges that want the same letter."""
+    """Swap the ids of two merges that compete for a letter."""
     merges = [pair for pair in content["model"]["merges"] if "".join(pair).isalpha()]
     first, second = next(
         (one, other) for one, other in product(merges, repeat=2) if one[1] == other[0] != one[0]
@@ -186,37 +186,37 @@ def with_prefix_space(content: dict[str, Any]) -> dict[str, Any]:
     return content | {"pre_tokenizer": content["pre_tokenizer"] | {"add_prefix_space": True}}
 
 
-NOT_SAME = {
+MISMATCHES = {
     "in the order of ids": swapped_ids,
     "not all 256": without_byte,
-    "do not make 'zqxj'": lambda c: with_model(c, vocab=c["model"]["vocab"] | {"zqxj": 600}),
-    "may be read as a word": lambda c: with_model(
+    "do not produce 'zqxj'": lambda c: with_model(c, vocab=c["model"]["vocab"] | {"zqxj": 600}),
+    "may be matched as a word": lambda c: with_model(
         c, vocab=c["model"]["vocab"] | {"<s>": 610}, ignore_merges=True
     ),
-    "stands for no byte": lambda c: with_model(c, vocab=c["model"]["vocab"] | {"\n": 600}),
-    "reads as bytes": lambda c: c | {"added_tokens": [*c["added_tokens"], added(700, "éé")]},
-    "other than by NFC": lambda c: c | {"normalizer": {"type": "NFKC"}},
-    "no Split and ByteLevel": with_prefix_space,
-    "may mean something else": lambda c: with_split(c, r"\s+$|" + LLAMA3_PATTERN),
+    "is not in the byte alphabet": lambda c: with_model(c, vocab=c["model"]["vocab"] | {"\n": 600}),
+    "decodes as bytes": lambda c: c | {"added_tokens": [*c["added_tokens"], added(700, "éé")]},
+    "the normalizer is not NFC": lambda c: c | {"normalizer": {"type": "NFKC"}},
+    "not Split and ByteLevel": with_prefix_space,
+    "may match differently": lambda c: with_split(c, r"\s+$|" + LLAMA3_PATTERN),
     "split twice, or not at all": split_twice,
-    "it has end_of_word_suffix": lambda c: with_model(c, end_of_word_suffix="</w>"),
-    "not the words": lambda c: with_split(c, LLAMA3_PATTERN, invert=True),
-    "are not the words": lambda c: with_split(c, LLAMA3_PATTERN, behavior="MergedWithNext"),
+    "the model has end_of_word_suffix": lambda c: with_model(c, end_of_word_suffix="</w>"),
+    "not match the words": lambda c: with_split(c, LLAMA3_PATTERN, invert=True),
+    "does not match the words": lambda c: with_split(c, LLAMA3_PATTERN, behavior="MergedWithNext"),
 }
 
 
-@pytest.mark.parametrize("reason", NOT_SAME)
-def test_tokenizer_json_that_is_not_for_tiktoken(
+@pytest.mark.parametrize("reason", MISMATCHES)
+def test_tokenizer_json_stays_on_tokenizers_if_ids_differ(
     tmp_path: Path, learned: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = NOT_SAME[reason](learned)
+    content = MISMATCHES[reason](learned)
     tokenizer, line = load_logged(tmp_path, content, monkeypatch)
-    assert "runs on tokenizers, not on tiktoken" in line
+    assert "using tokenizers, not tiktoken" in line
     assert reason in line
     assert_equals_tokenizers(tokenizer, content)
 
 
-def test_samples_see_what_the_other_checks_do_not(
+def test_samples_detect_what_other_checks_miss(
     tmp_path: Path, learned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_json, "_PLAIN_PATTERN", tokenizer_json.re.compile(".*"))
@@ -232,32 +232,32 @@ def test_samples_see_what_the_other_checks_do_not(
         assert line.endswith("has other ids")
 
 
-def test_merges_said_to_be_the_same_are(learned: dict[str, Any]) -> None:
-    """Random lists of merges, good and bad, on every word of two letters."""
+def test_accepted_merges_give_the_same_ids(learned: dict[str, Any]) -> None:
+    """Random lists of merges, good and bad, on all words of the letters a and b."""
     words = ["".join(word) for n in range(1, 9) for word in product("ab", repeat=n)]
-    draw = random.Random(0)
+    generator = random.Random(0)
     n_same = n_other = 0
     for _ in range(200):
         vocab = {char: i for i, char in enumerate(ALPHABET)}
         merges: list[list[str]] = []
         known = ["a", "b"]
-        for _ in range(draw.randint(1, 9)):
-            pair = [draw.choice(known), draw.choice(known)]
+        for _ in range(generator.randint(1, 9)):
+            pair = [generator.choice(known), generator.choice(known)]
             known += [] if "".join(pair) in known else ["".join(pair)]
             vocab.setdefault("".join(pair), len(vocab))
             merges += [] if pair in merges else [pair]
-        if draw.random() < 0.3:
-            draw.shuffle(merges)
-        ignore_merges = draw.random() < 0.5
+        if generator.random() < 0.3:
+            generator.shuffle(merges)
+        ignore_merges = generator.random() < 0.5
         content = with_model(learned, vocab=vocab, merges=merges, ignore_merges=ignore_merges)
-        truth = tokenizers.Tokenizer.from_str(json.dumps(content))
+        reference = tokenizers.Tokenizer.from_str(json.dumps(content))
         try:
-            encoding = tokenizer_json._as_tiktoken(json.loads(truth.to_str()), truth)
-        except tokenizer_json._NotSame:
+            encoding = tokenizer_json._build_tiktoken(json.loads(reference.to_str()), reference)
+        except tokenizer_json._Mismatch:
             n_other += 1
             continue
         n_same += 1
-        expected = [one.ids for one in truth.encode_batch(words, add_special_tokens=False)]
+        expected = [one.ids for one in reference.encode_batch(words, add_special_tokens=False)]
         assert [encoding.encode_ordinary(word) for word in words] == expected
     assert min(n_same, n_other) > 30
 
@@ -265,8 +265,8 @@ def test_merges_said_to_be_the_same_are(learned: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "piece", [r"\p{L}", r"\p{N}", r"\s", r"\p{Lu}", r"\p{M}", r"(?i:[sdmtlvre])"]
 )
-def test_both_regex_engines_have_the_same_classes(piece: str) -> None:
-    """Of all characters: the two could be built with other versions of Unicode."""
+def test_regex_engines_have_the_same_character_classes(piece: str) -> None:
+    """Check all characters, because the engines may use different Unicode versions."""
     characters = "".join(chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
     ranks = {byte: rank for rank, byte in enumerate(BYTES)}
     words = tiktoken.Encoding(

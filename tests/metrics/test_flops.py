@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops
 from models import find_model, gated_delta_net
 from models.meta import build_on_meta
-from tests.models.test_delta_rule import token_by_token
+from tests.kernels.test_delta_rule import token_by_token
 
 
-def measured(flavor: str, seq_len: int, name: str = "llama3") -> tuple[float, float]:
+def flops_of(flavor: str, seq_len: int, name: str = "llama3") -> tuple[float, float]:
     spec, args = find_model(name, flavor)
     model = build_on_meta(spec, args, torch.float32)
     return flops_per_token(
@@ -34,10 +34,10 @@ def measured(flavor: str, seq_len: int, name: str = "llama3") -> tuple[float, fl
         ("qwen3_next", "debugmodel"),
     ],
 )
-def test_formula_is_three_times_the_multiplications_of_forward(
+def test_formula_is_three_times_the_counted_forward_flops(
     monkeypatch: pytest.MonkeyPatch, name: str, flavor: str
 ) -> None:
-    # Chunks multiply more than the rule says.
+    # The chunked form needs more FLOPs than the recurrence, which the formula counts.
     monkeypatch.setattr(gated_delta_net, "delta_rule", token_by_token)
     seq_len = 64
     spec, args = find_model(name, flavor)
@@ -46,22 +46,22 @@ def test_formula_is_three_times_the_multiplications_of_forward(
     tokens = torch.zeros(2, seq_len, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens)
-    palm, causal = measured(flavor, seq_len, name)
+    palm, causal = flops_of(flavor, seq_len, name)
     assert palm * tokens.numel() == 3 * counter.get_total_flops()
-    # The mask leaves half of attention, and nothing else, undone.
+    # The causal mask halves attention and nothing else.
     states = sum(cast(Any, net).state_size for net in spec.delta_nets(model))
     linear = 6 * matmul_parameters(model) + 18 * states
     assert palm - causal == causal - linear
 
 
-def test_published_numbers_of_8b() -> None:
+def test_flops_and_parameters_of_8b_are_as_published() -> None:
     spec, args = find_model("llama3", "8B")
     assert matmul_parameters(build_on_meta(spec, args, torch.float32)) == 7_504_658_432
-    palm, causal = measured("8B", 8192)
+    palm, causal = flops_of("8B", 8192)
     assert (round(palm / 1e9, 1), round(causal / 1e9, 1)) == (57.9, 51.5)
 
 
-def test_peak_is_given_or_known_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_flops_is_given_or_known_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert peak_flops(cpu, 12.5) == 12.5e12
     assert peak_flops(cpu, None) is None

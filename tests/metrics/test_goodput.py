@@ -13,17 +13,17 @@ def test_goodput_counts_each_step_once() -> None:
     assert goodput(clean, 138.0) == 0.5
     validation = {"step": 20, "time": 120.0, "validation_loss": 1.0}
     assert goodput([*clean, validation], 119.0) == 1.0
-    # Back from 30 to 15: 20 is made again, 30 is gone.
+    # Rolled back from 30 to 15: step 20 is repeated, 30 no longer counts.
     rolled_back = [*clean, line(30, 129.0, 1.0), line(20, 134.0, 1.0)]
     assert [kept["time"] for kept in history_of(rolled_back)] == [100.0, 109.0, 134.0]
     assert goodput(rolled_back, 138.0) == 0.5
     # Resumed from a checkpoint of step 15: steps 16 to 20 have no line of their own.
     resumed = [*clean[:2], line(20, 147.0, 2.0)]
     assert goodput(resumed, 149.0) == (9 + 20) / 49
-    # Started anew, from the first step: what was before is lost, and its time is not.
-    anew = [*clean, line(1, 130.0, 9.0), line(10, 139.0, 1.0)]
-    assert goodput(anew, 145.0) == 9 / 45
+    # Restarted from the first step: earlier steps are lost, and their time still counts.
+    restarted = [*clean, line(1, 130.0, 9.0), line(10, 139.0, 1.0)]
+    assert goodput(restarted, 145.0) == 9 / 45
     assert goodput(clean[:1], 200.0) is None
-    # By a clock that was set back.
+    # The clock was set back.
     assert goodput(clean, 100.0) is None
     assert goodput([], 200.0) is None

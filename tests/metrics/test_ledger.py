@@ -1,4 +1,4 @@
-"""Runs of real loaders that are killed, resumed and rolled back, and the ledger that they leave."""
+"""Ledgers of runs with real loaders that are killed, resumed and rolled back."""
 
 import json
 import zlib
@@ -54,21 +54,21 @@ class Start:
 
     world: int
     last: int
-    """The step that it finished before it ended."""
+    """Last finished step."""
     resumed_from: int = 0
     tp: int = 1
-    """Ranks that read the same rows."""
+    """Number of ranks that read the same rows."""
     in_step: int = 0
-    """Ranks that logged the next step too, before one that did not was killed."""
+    """Number of ranks that also logged the next step, before another one was killed."""
 
 
 class Program:
-    """``train.py`` in small: what its checkpoints hold of the data, and its ledger."""
+    """A small ``train.py``: the data state of its checkpoints, and its ledger."""
 
     def __init__(self, folder: Path, cls: type = BatchLoader, ramp: Ramp = ()) -> None:
         self.folder, self._cls, self._ramp = folder, cls, ramp
         self.saved: dict[int, tuple[str, State]] = {}
-        """Of each step, the attempt that saved it, and the place of the data."""
+        """By step: the attempt that saved it, and the loaders' state."""
         self._attempts = 0
 
     def run(
@@ -80,7 +80,7 @@ class Program:
         data_of: int | None = None,
         data_after: int | None = None,
     ) -> "Program":
-        """``first_step``, and ``data_of``, whose data are restored, are there for faults."""
+        """``first_step``, and ``data_of`` (the step whose data are restored), inject faults."""
         name, self._attempts = f"attempt{self._attempts}", self._attempts + 1
         self.readers = readers = loaders(start.world // start.tp, self._cls)
         c = start.resumed_from
@@ -88,7 +88,7 @@ class Program:
         if (place := data if data_of is None else data_of) > 0:
             for reader in readers:
                 reader.load_state_dict(self.saved[place][1])
-        head = Attempt(
+        attempt = Attempt(
             attempt=name,
             parent=self.saved[c][0] if c else None,
             resumed_from=c,
@@ -100,7 +100,7 @@ class Program:
             ramp=self._ramp,
         )
         ledgers = [
-            Ledger(self.folder / "ledger", replace(head, rank=rank, place=rank // start.tp))
+            Ledger(self.folder / "ledger", replace(attempt, rank=rank, place=rank // start.tp))
             for rank in range(start.world)
         ]
         for step in range(first_step or c + 1, start.last + 1):
@@ -121,18 +121,18 @@ class Program:
     ) -> list[list[Batch]]:
         n_rows = batch_size_of(step, self._ramp, ROWS)
         count = readers[0].microbatches * n_rows // ROWS
-        taken = [list(islice(reader, count)) for reader in readers]
-        loss = value(taken)
+        microbatches = [list(islice(reader, count)) for reader in readers]
+        loss = value(microbatches)
         for rank, ledger in enumerate(ledgers):
-            ledger.log(step, taken[rank // tp], loss=loss, grad_norm=loss / 3)
-        return taken
+            ledger.log(step, microbatches[rank // tp], loss=loss, grad_norm=loss / 3)
+        return microbatches
 
 
-def value(taken: list[list[Batch]]) -> float:
-    """A number that every token has a part in."""
+def value(microbatches: list[list[Batch]]) -> float:
+    """A loss that depends on every token."""
     rows = {
         span.row: zlib.crc32(tokens.numpy())
-        for batches in taken
+        for batches in microbatches
         for batch in batches
         for span, tokens in zip(batch.spans, batch.tokens, strict=True)
     }
@@ -145,12 +145,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Lineage:
     return replay(program.folder)
 
 
-def faults(program: Program, reference: Lineage) -> list[str]:
+def all_violations(program: Program, reference: Lineage) -> list[str]:
     lineage = replay(program.folder)
     return lineage.violations + check_ledger.compare(lineage, reference)[0]
 
 
-def test_spans_follow_each_other_and_say_what_was_read(uninterrupted: Lineage) -> None:
+def test_spans_are_contiguous_and_match_the_documents(uninterrupted: Lineage) -> None:
     assert sorted(uninterrupted.steps) == list(range(1, 31))
     assert uninterrupted.violations == []
     texts = source()
@@ -158,7 +158,7 @@ def test_spans_follow_each_other_and_say_what_was_read(uninterrupted: Lineage) -
         spans = [entry.rows[row].tolist() for entry in uninterrupted.steps.values()]
         assert spans[0][:3] == [row, 0, 0]
         assert all(a[3:5] == b[1:3] for a, b in pairwise(spans))
-        # The tokens of all documents up to the last place are all the sequences.
+        # All tokens of documents up to the last place are in the sequences.
         document, place = spans[-1][3:5]
         own = islice(texts.documents(row, ROWS, 0), document)
         assert sum(len(t.split()) + 2 for t in own if t) + place == len(spans) * SEQ_LEN
@@ -185,19 +185,19 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-def test_history_is_proved(
+def test_history_is_verified(
     tmp_path: Path, uninterrupted: Lineage, history: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, starts = Program(tmp_path), HISTORIES[history]
     for start in starts:
         program.run(start)
-    assert faults(program, uninterrupted) == []
+    assert all_violations(program, uninterrupted) == []
     assert check_ledger.main([str(tmp_path)]) == 0
-    told = f"steps 1..{starts[-1].last}: every row of every step consumed exactly once"
-    assert f"{told} by {len(starts)} attempts\n" in capsys.readouterr().out
+    expected = f"steps 1..{starts[-1].last}: every row of every step consumed exactly once"
+    assert f"{expected} by {len(starts)} attempts\n" in capsys.readouterr().out
 
 
-def test_chaos_is_proved(
+def test_random_history_is_verified(
     tmp_path: Path, uninterrupted: Lineage, trials: Callable[[int], int]
 ) -> None:
     for seed in range(trials(20)):
@@ -208,11 +208,11 @@ def test_chaos_is_proved(
             last = int(rng.integers(resumed, resumed + 3, endpoint=True))
             world = int(rng.choice([1, 2, 4]))
             program.run(Start(world, last, resumed, in_step=int(rng.integers(0, world))))
-            tear(program, rng)
-        assert faults(program, uninterrupted) == []
+            write_torn_line(program, rng)
+        assert all_violations(program, uninterrupted) == []
 
 
-# Rows 0 to 3, 4 to 7, 0 to 3, 4 to 7, and so on: an odd number of steps ends amid the rows.
+# Rows 0 to 3, 4 to 7, 0 to 3, and so on: an odd number of steps ends in the middle of the rows.
 RAMPS: dict[str, tuple[Ramp, list[Start]]] = {
     "never stopped": (((5, 4),), [Start(2, last=9)]),
     "over at once": (((1, 2),), [Start(2, last=9)]),
@@ -229,7 +229,7 @@ RAMPS: dict[str, tuple[Ramp, list[Start]]] = {
 
 
 @pytest.mark.parametrize("history", RAMPS)
-def test_history_of_a_ramp_is_proved(
+def test_history_with_ramp_is_verified(
     tmp_path: Path, uninterrupted: Lineage, history: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ramp, starts = RAMPS[history]
@@ -243,7 +243,7 @@ def test_history_of_a_ramp_is_proved(
 
 
 def sequences(lineage: Lineage) -> list[list[int]]:
-    """What was read, in the order of its rows."""
+    """Ledger rows in the order in which they were read."""
     found, next_row = [], 0
     for _, entry in sorted(lineage.steps.items()):
         rows = sorted(entry.rows.tolist(), key=lambda row: (row[0] - next_row) % ROWS)
@@ -252,42 +252,42 @@ def sequences(lineage: Lineage) -> list[list[int]]:
     return found
 
 
-def test_data_left_out_in_a_ramp_are_told(tmp_path: Path) -> None:
+def test_data_skipped_in_a_ramp_are_reported(tmp_path: Path) -> None:
     program = Program(tmp_path, ramp=((20, 2),)).run(Start(2, last=9))
     program.run(Start(2, last=14, resumed_from=4), data_after=9)
-    # From the middle of the rows, and by some of their places before the data that were left out.
+    # Resumes in the middle of the rows, some of which are still before the skipped data.
     program.run(Start(1, last=30, resumed_from=11))
     lineage = replay(tmp_path)
-    assert (lineage.violations, lineage.left_out) == ([], {4: 5})
+    assert (lineage.violations, lineage.skipped) == ([], {4: 5})
 
 
-def tear(program: Program, rng: np.random.Generator) -> None:
-    """Leave half a line, as a rank that is killed while it writes."""
+def write_torn_line(program: Program, rng: np.random.Generator) -> None:
+    """Write part of a line, as a rank killed while writing."""
     files = sorted((program.folder / "ledger").iterdir())
     with files[rng.integers(len(files))].open("a") as file:
         file.write('{"step":7,"rows":[[0,'[: rng.integers(1, 20)])
 
 
-def test_data_left_out_on_purpose_are_told(
+def test_data_skipped_on_purpose_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = Program(tmp_path).run(Start(2, last=9))
     program.run(Start(2, last=8, resumed_from=4), data_after=9)
     assert check_ledger.main([str(tmp_path)]) == 0
-    assert "by 2 attempts; the data of 5 steps left out on purpose" in capsys.readouterr().out
-    # Once more to the same step: what was made of other data is left out too.
+    assert "by 2 attempts; data of 5 steps skipped on purpose" in capsys.readouterr().out
+    # Rolled back to the same step again: the data of the second attempt are skipped too.
     program.run(Start(2, last=8, resumed_from=4), data_after=8)
-    assert replay(tmp_path).left_out == {4: 5 + 4}
-    # Gone back as far, or further, they are read after all.
+    assert replay(tmp_path).skipped == {4: 5 + 4}
+    # Resumed from that step or an earlier one without skipping, the data are read.
     for back in (4, 3):
         program.run(Start(2, last=8, resumed_from=back))
         lineage = replay(tmp_path)
-        assert (lineage.violations, lineage.left_out) == ([], {})
+        assert (lineage.violations, lineage.skipped) == ([], {})
     assert check_ledger.main([str(tmp_path)]) == 0
     assert "by 5 attempts\n" in capsys.readouterr().out
 
 
-def test_data_left_out_up_to_a_step_that_never_was_are_named(tmp_path: Path) -> None:
+def test_data_skipped_to_unfinished_step_are_a_violation(tmp_path: Path) -> None:
     program = Program(tmp_path).run(Start(2, last=9))
     program.saved[12] = program.saved[9]
     program.run(Start(2, last=8, resumed_from=4), data_after=12)
@@ -298,26 +298,28 @@ def test_data_left_out_up_to_a_step_that_never_was_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("first", "data_of", "told"),
+    ("first", "data_of", "expected"),
     [
         (6, None, "step 6 without step 5"),
-        (4, None, "step 4 again, although attempt attempt1 was past it"),
+        (4, None, "step 4 again, but attempt attempt1 was already past it"),
         (5, 5, "row 0 of step 5 starts at "),
         (5, 3, "row 0 of step 5 starts at "),
-        (5, 0, "row 0 of step 5 starts at (0, 0), but the one before it ended at "),
+        (5, 0, "row 0 of step 5 starts at (0, 0), but its previous read ended at "),
     ],
     ids=["step + 1", "step - 1", "data + 1", "data - 1", "data not restored"],
 )
-def test_wrong_resume_is_named(tmp_path: Path, first: int, data_of: int | None, told: str) -> None:
+def test_wrong_resume_is_a_violation(
+    tmp_path: Path, first: int, data_of: int | None, expected: str
+) -> None:
     program = Program(tmp_path).run(Start(2, last=7))
     program.run(Start(2, last=9, resumed_from=4), first_step=first, data_of=data_of)
-    assert told in replay(tmp_path).violations[0]
+    assert expected in replay(tmp_path).violations[0]
 
 
 @pytest.mark.parametrize("fault", [CountsPrefetched, CountsTaken])
-def test_position_of_what_was_not_committed_is_named(tmp_path: Path, fault: type) -> None:
+def test_uncommitted_data_position_is_a_violation(tmp_path: Path, fault: type) -> None:
     program = Program(tmp_path, fault).run(Start(2, last=7))
-    # What the ranks took for a step that was never finished.
+    # Batches taken for a step that was never finished.
     for reader in program.readers:
         next(reader)
     program.saved[7] = "attempt0", reduce(merge, [r.state_dict() for r in program.readers])
@@ -328,36 +330,36 @@ def test_position_of_what_was_not_committed_is_named(tmp_path: Path, fault: type
 
 
 class ForgetsNextRow(BatchLoader):
-    """The fault that a resumed run begins with the first row."""
+    """Fault: a resumed run starts at the first row."""
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state | {"next_row": 0})
 
 
-class GoesByRows(BatchLoader):
-    """The fault that every step begins with the first row."""
+class RestartsRowsEachStep(BatchLoader):
+    """Fault: every step starts at the first row."""
 
     def commit(self, microbatches: list[Batch]) -> None:
         super().commit(microbatches)
         state = self.state_dict() | {"next_row": 0}
-        self._ahead.clear()
+        self._prefetched.clear()
         self.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "expected"),
     [
-        (ForgetsNextRow, "step 6: row 0 is no row of the batch"),
-        (GoesByRows, "step 2: row 0 is no row of the batch"),
+        (ForgetsNextRow, "step 6: row 0 is not in the global batch"),
+        (RestartsRowsEachStep, "step 2: row 0 is not in the global batch"),
     ],
 )
-def test_rows_of_a_ramp_that_are_left_out_are_named(tmp_path: Path, fault: type, told: str) -> None:
+def test_rows_skipped_in_a_ramp_are_a_violation(tmp_path: Path, fault: type, expected: str) -> None:
     program = Program(tmp_path, fault, ramp=((20, 4),))
     program.run(Start(1, last=5)).run(Start(1, last=9, resumed_from=5))
-    assert replay(tmp_path).violations[0] == told
+    assert replay(tmp_path).violations[0] == expected
 
 
-def test_a_row_that_waits_for_its_turn_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_row_not_in_the_next_ramp_step_must_continue_later(tmp_path: Path) -> None:
     program = Program(tmp_path, ramp=((20, 4),)).run(Start(1, last=4))
     path = program.folder / "ledger" / "rank-00000.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -366,18 +368,18 @@ def test_a_row_that_waits_for_its_turn_goes_on_where_it_was(tmp_path: Path) -> N
     assert replay(tmp_path).violations[0].startswith("row 0 of step 3 starts at ")
 
 
-def test_ramp_that_was_not_followed_is_named(tmp_path: Path) -> None:
+def test_ramp_that_was_not_followed_is_a_violation(tmp_path: Path) -> None:
     program = Program(tmp_path, ramp=((2, 4),)).run(Start(1, last=4))
     path = program.folder / "ledger" / "rank-00000.jsonl"
     path.write_text(path.read_text().replace('"ramp":[[2,4]]', '"ramp":[[3,4]]'))
-    assert replay(tmp_path).violations[0] == "step 3: row 4 is no row of the batch"
+    assert replay(tmp_path).violations[0] == "step 3: row 4 is not in the global batch"
     program = Program(tmp_path / "ranks", ramp=((2, 4),)).run(Start(2, last=4))
     path = program.folder / "ledger" / "rank-00001.jsonl"
     path.write_text(path.read_text().replace('"ramp":[[2,4]]', '"ramp":[[3,4]]'))
     assert replay(program.folder).violations == ["attempt attempt0: ranks 0 and 1 differ in ramp"]
 
 
-def test_ledgers_from_before_there_were_ramps_are_read(tmp_path: Path) -> None:
+def test_ledger_without_ramp_key_is_read(tmp_path: Path) -> None:
     program = Program(tmp_path).run(Start(1, last=4))
     path = program.folder / "ledger" / "rank-00000.jsonl"
     assert '"ramp":[]' in path.read_text()
@@ -386,7 +388,7 @@ def test_ledgers_from_before_there_were_ramps_are_read(tmp_path: Path) -> None:
     assert replay(tmp_path).violations == []
 
 
-def test_order_that_depends_on_the_rank_is_seen(tmp_path: Path, uninterrupted: Lineage) -> None:
+def test_rank_dependent_order_is_a_violation(tmp_path: Path, uninterrupted: Lineage) -> None:
     def shuffled_by_rank(degree: int, cls: type) -> list[BatchLoader]:
         sources = [source(seed=5 + rank) for rank in range(degree)]
         for each in sources:
@@ -394,15 +396,13 @@ def test_order_that_depends_on_the_rank_is_seen(tmp_path: Path, uninterrupted: L
         return [build(each, degree, rank) for rank, each in enumerate(sources)]
 
     program = Program(tmp_path).run(Start(2, last=4), loaders=shuffled_by_rank)
-    found = faults(program, uninterrupted)
-    # One row of each microbatch is the other rank's.
-    rows = [
-        f"step {s}, row {r}: not the tokens of both" for s in range(1, 5) for r in range(1, ROWS, 2)
-    ]
+    found = all_violations(program, uninterrupted)
+    # One row of each microbatch belongs to the other rank.
+    rows = [f"step {s}, row {r}: the tokens differ" for s in range(1, 5) for r in range(1, ROWS, 2)]
     assert found == rows
 
 
-def test_two_ranks_with_one_row_are_named(tmp_path: Path) -> None:
+def test_row_read_by_two_ranks_is_a_violation(tmp_path: Path) -> None:
     def all_first(degree: int, cls: type) -> list[BatchLoader]:
         return [build(source(), degree, 0) for _ in range(degree)]
 
@@ -411,15 +411,17 @@ def test_two_ranks_with_one_row_are_named(tmp_path: Path) -> None:
     assert "step 1: row 1 was read by no rank" in violations
 
 
-def test_ranks_that_should_share_rows_and_do_not_are_named(tmp_path: Path) -> None:
+def test_ranks_of_one_place_with_other_rows_are_a_violation(tmp_path: Path) -> None:
     program = Program(tmp_path).run(Start(2, last=2, tp=2))
     path = tmp_path / "ledger" / "rank-00001.jsonl"
     path.write_text(path.read_text().replace("[0,0,0,", "[0,0,1,"))
-    assert "step 1: ranks 0 and 1 share rows, and read others" in replay(tmp_path).violations
+    assert (
+        "step 1: ranks 0 and 1 share rows, but read different ones" in replay(tmp_path).violations
+    )
     assert program.saved
 
 
-def test_abandoned_branch_is_named(tmp_path: Path) -> None:
+def test_resume_from_abandoned_branch_is_a_violation(tmp_path: Path) -> None:
     program = Program(tmp_path).run(Start(1, last=10))
     abandoned = program.saved[10]
     program.run(Start(1, last=7, resumed_from=4))
@@ -432,17 +434,17 @@ def test_abandoned_branch_is_named(tmp_path: Path) -> None:
     program.saved[10] = abandoned
     program.run(Start(1, last=12, resumed_from=10))
     assert (
-        "from step 10 of attempt attempt0, but it was made again by attempt1"
+        "from step 10 of attempt attempt0, but it was trained again by attempt1"
         in (replay(program.folder).violations[0])
     )
 
 
-def test_a_step_is_the_kernels_at_once_and_the_disks_when_asked(tmp_path: Path) -> None:
-    head = Attempt(
+def test_line_is_flushed_at_once_and_fsynced_by_sync(tmp_path: Path) -> None:
+    attempt = Attempt(
         attempt="a", parent=None, resumed_from=0, data_after=0, world_size=1, rank=0, place=0,
         n_rows=1,
     )  # fmt: skip
-    ledger = Ledger(tmp_path / "ledger", head)
+    ledger = Ledger(tmp_path / "ledger", attempt)
     for step in (1, 2):
         ledger.log(step, [], loss=0.1, grad_norm=0.3)
         assert len((tmp_path / "ledger" / "rank-00000.jsonl").read_text().splitlines()) == 1 + step
@@ -454,17 +456,17 @@ def test_a_step_is_the_kernels_at_once_and_the_disks_when_asked(tmp_path: Path) 
     assert (tmp_path / "ledger").stat().st_mode & 0o777 == 0o700
 
 
-def test_crc_is_of_every_token(tmp_path: Path) -> None:
+def test_crc_covers_every_token(tmp_path: Path) -> None:
     tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
     start, end, other = (RowState((n,), (0,), 0, 0, token) for n, token in ((0, 0), (1, 2), (3, 4)))
     spans = ((0, start, end), (1, start, other))
 
     def crcs(sequence: torch.Tensor, name: str) -> list[int]:
-        head = Attempt(
+        attempt = Attempt(
             attempt=name, parent=None, resumed_from=0, data_after=0, world_size=1, rank=0,
             place=0, n_rows=2,
         )  # fmt: skip
-        ledger = Ledger(tmp_path / name / "ledger", head)
+        ledger = Ledger(tmp_path / name / "ledger", attempt)
         batch = Batch(
             sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous(), None, None, spans
         )

@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def build(folder: Path, *, board: bool = False, **changes: Any) -> MetricsLogger:
+def build(folder: Path, *, tensorboard: bool = False, **changes: Any) -> MetricsLogger:
     keywords: dict[str, Any] = {
         "is_writer": True,
         "device": torch.device("cpu"),
@@ -39,7 +39,7 @@ def build(folder: Path, *, board: bool = False, **changes: Any) -> MetricsLogger
         "flops_per_token": (6e6, 5e6),
         "peak_flops": 1e9,
     }
-    config = Metrics(log_freq=10, enable_tensorboard=board)
+    config = Metrics(log_freq=10, enable_tensorboard=tensorboard)
     return MetricsLogger(folder, config, **(keywords | changes))
 
 
@@ -73,20 +73,20 @@ def test_line_has_every_key_at_full_precision(
     }
 
 
-def test_speed_is_since_the_last_line_without_pauses(tmp_path: Path, clock: Clock) -> None:
+def test_throughput_is_since_last_line_without_excluded_time(tmp_path: Path, clock: Clock) -> None:
     metrics = build(tmp_path)
     for seconds in (2.0, 4.0):
         for _ in range(2):
             metrics.count(tokens=1000, data_wait=0.5)
             clock.now += seconds
-            with metrics.paused():
+            with metrics.exclude_from_throughput():
                 clock.now += 100.0
         metrics.log(10, 100, VALUES)
     speeds = [(record["tokens_per_second"], record["data_wait"]) for record in records(tmp_path)]
     assert speeds == [(500.0, 0.25), (250.0, 0.125)]
 
 
-def test_unknown_peak_is_no_utilization(tmp_path: Path, clock: Clock) -> None:
+def test_mfu_is_none_for_unknown_peak(tmp_path: Path, clock: Clock) -> None:
     metrics = build(tmp_path, peak_flops=None)
     metrics.count(tokens=1, data_wait=0.0)
     clock.now += 1.0
@@ -95,7 +95,7 @@ def test_unknown_peak_is_no_utilization(tmp_path: Path, clock: Clock) -> None:
     assert (record["mfu"], record["mfu_causal"]) == (None, None)
 
 
-def test_validation_is_told_by_source_and_in_bits_per_byte(tmp_path: Path) -> None:
+def test_validation_logged_by_source_and_in_bits_per_byte(tmp_path: Path) -> None:
     build(tmp_path).log_validation(10, {"": 2.0, "sun": 1.5, "moon": 2.5}, bits_per_nat=0.25)
     (record,) = records(tmp_path)
     assert {key: value for key, value in record.items() if key.startswith("validation")} == {
@@ -106,17 +106,17 @@ def test_validation_is_told_by_source_and_in_bits_per_byte(tmp_path: Path) -> No
     }
 
 
-def test_resumed_run_adds_lines(tmp_path: Path) -> None:
+def test_resumed_run_appends_lines(tmp_path: Path) -> None:
     for step in (10, 20):
         metrics = build(tmp_path)
         metrics.log_validation(step, {"": 1 / 3})
         metrics.close()
-    told = [(r["step"], r["validation_loss"], r["restarts"]) for r in records(tmp_path)]
-    assert told == [(10, 1 / 3, 0), (20, 1 / 3, 1)]
+    lines = [(r["step"], r["validation_loss"], r["restarts"]) for r in records(tmp_path)]
+    assert lines == [(10, 1 / 3, 0), (20, 1 / 3, 1)]
 
 
 def test_only_the_writer_writes(tmp_path: Path, clock: Clock) -> None:
-    metrics = build(tmp_path, is_writer=False, board=True)
+    metrics = build(tmp_path, is_writer=False, tensorboard=True)
     metrics.count(tokens=1, data_wait=0.0)
     clock.now += 1.0
     metrics.log(1, 1, VALUES)
@@ -125,13 +125,13 @@ def test_only_the_writer_writes(tmp_path: Path, clock: Clock) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_due_steps_are_the_first_and_every_tenth(tmp_path: Path) -> None:
+def test_first_step_and_multiples_of_log_freq_are_due(tmp_path: Path) -> None:
     metrics = build(tmp_path)
     assert [step for step in range(1, 31) if metrics.is_due(step)] == [1, 10, 20, 30]
 
 
-def test_tensorboard_has_what_the_lines_have(tmp_path: Path, clock: Clock) -> None:
-    metrics = build(tmp_path, board=True)
+def test_tensorboard_has_the_values_of_the_lines(tmp_path: Path, clock: Clock) -> None:
+    metrics = build(tmp_path, tensorboard=True)
     for step in (1, 10):
         metrics.count(tokens=1000 * step, data_wait=0.5)
         clock.now += 2.0
@@ -141,7 +141,7 @@ def test_tensorboard_has_what_the_lines_have(tmp_path: Path, clock: Clock) -> No
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     lines = records(tmp_path)
-    # TensorBoard has a clock of its own.
+    # TensorBoard adds its own time.
     tags = {key for line in lines for key in line} - {"step", "time", "restarts"}
     assert set(events.Tags()["scalars"]) == tags
     for tag in tags:
@@ -152,7 +152,7 @@ def test_tensorboard_has_what_the_lines_have(tmp_path: Path, clock: Clock) -> No
 
 def test_resumed_log_has_every_step_once(tmp_path: Path, clock: Clock) -> None:
     for resumed, steps in ((None, (10, 11, 12)), (10, (11, 13))):
-        metrics = build(tmp_path, resumed=resumed, board=True)
+        metrics = build(tmp_path, resumed=resumed, tensorboard=True)
         for step in steps:
             clock.now += 1.0
             metrics.count(tokens=1, data_wait=0.0)
@@ -164,7 +164,7 @@ def test_resumed_log_has_every_step_once(tmp_path: Path, clock: Clock) -> None:
     assert [event.step for event in events.Scalars("loss")] == [10, 11, 13]
 
 
-def test_a_start_whose_lines_are_all_made_again_counts(tmp_path: Path, clock: Clock) -> None:
+def test_restarts_count_starts_whose_lines_were_replaced(tmp_path: Path, clock: Clock) -> None:
     for step in (10, 20, 20, 20):
         metrics = build(tmp_path, resumed=10 if step == 20 else None)
         clock.now += 1.0
@@ -174,7 +174,7 @@ def test_a_start_whose_lines_are_all_made_again_counts(tmp_path: Path, clock: Cl
     assert [(r["step"], r["restarts"]) for r in records(tmp_path)] == [(10, 0), (20, 3)]
 
 
-def test_log_is_json_also_without_numbers(tmp_path: Path, clock: Clock) -> None:
+def test_nan_is_logged_as_null(tmp_path: Path, clock: Clock) -> None:
     metrics = build(tmp_path)
     clock.now += 1.0
     metrics.count(tokens=1, data_wait=0.0)
@@ -184,14 +184,14 @@ def test_log_is_json_also_without_numbers(tmp_path: Path, clock: Clock) -> None:
 
 @pytest.mark.parametrize("resumed", [None, 20])
 @pytest.mark.parametrize("torn", ['{"step": 30, "lo', '{"step": 20}'])
-def test_a_torn_line_costs_no_other(tmp_path: Path, resumed: int | None, torn: str) -> None:
+def test_torn_line_loses_no_other_line(tmp_path: Path, resumed: int | None, torn: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n' + torn)
     build(tmp_path, resumed=resumed).write({"step": 40})
     steps = [record["step"] for record in records(tmp_path)]
     assert steps == ([10, 40] if "lo" in torn else [10, 20, 40])
 
 
-def test_a_full_disk_is_an_alarm_and_no_more(tmp_path: Path) -> None:
+def test_full_disk_is_logged_and_not_raised(tmp_path: Path) -> None:
     metrics = build(tmp_path)
     with (
         patch.object(metrics, "_file", Mock(write=Mock(side_effect=OSError("disk full")))),
@@ -203,12 +203,12 @@ def test_a_full_disk_is_an_alarm_and_no_more(tmp_path: Path) -> None:
     assert [record["step"] for record in records(tmp_path)] == [2]
 
 
-def test_nor_is_it_when_the_run_ends(tmp_path: Path) -> None:
+def test_full_disk_on_close_is_logged_and_not_raised(tmp_path: Path) -> None:
     metrics = build(tmp_path)
     with Path("/dev/full").open("w") as full, patch.object(logger, "error") as alarm:
         metrics._file = full
         metrics.write({"step": 1})
         metrics.close()
-    told = [str(call) for call in alarm.call_args_list]
-    assert ["metrics of step 1" in told[0], "the last metrics" in told[1]] == [True, True]
-    assert all("No space left" in text for text in told)
+    lines = [str(call) for call in alarm.call_args_list]
+    assert ["metrics of step 1" in lines[0], "the last metrics" in lines[1]] == [True, True]
+    assert all("No space left" in text for text in lines)

@@ -1,4 +1,4 @@
-"""The page that says how to add a model is right: its files, as they are, train on any mesh."""
+"""The files of docs/add_a_model.md train on any mesh."""
 
 import os
 import re
@@ -21,7 +21,7 @@ FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With the page's files, where Python finds them."""
+    """Folder with the page's files, in PYTHONPATH."""
     files = dict(FILE.findall(PAGE.read_text()))
     models = ["my_models/sizes.py", "my_models/relu2.py", "my_models/relu2_sharding.py"]
     assert list(files) == [*models, "relu2_debug.toml"]
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_family_has_a_size_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_flavor_has_the_expected_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(folder)
     spec, args = find_model("my_models.sizes:QWEN3", "tiny")
     model = build_on_meta(spec, args, torch.float32)
@@ -47,7 +47,7 @@ def test_a_family_has_a_size_more(folder: Path, monkeypatch: pytest.MonkeyPatch)
 MESHES = [{PP: "2"}, {TP: "2"}, {CP: "2"}]
 
 
-def test_it_is_the_same_on_any_mesh_and_writes_text(folder: Path) -> None:
+def test_losses_match_on_any_mesh_and_generate_works(folder: Path) -> None:
     keys = {"job.name": "debug_model", "training.steps": "3"}
     curves = []
     for mesh in [{}, *MESHES]:
@@ -73,7 +73,7 @@ def test_it_is_the_same_on_any_mesh_and_writes_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("no_such_models:SPEC", "cannot be imported: ModuleNotFoundError: No module named"),
         ("models:SPEC", "cannot be imported: AttributeError"),
@@ -81,7 +81,7 @@ def test_it_is_the_same_on_any_mesh_and_writes_text(folder: Path) -> None:
         ("models:", "is not a ModelSpec"),
     ],
 )
-def test_what_is_no_spec_is_told(name: str, told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+def test_invalid_spec_raises_by_name(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         find_model(name, "debugmodel")
     assert str(caught.value).startswith(f"model.name: {name!r} ")

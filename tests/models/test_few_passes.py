@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embeddings with a backward of their own: the plain formulas' numbers."""
+"""RMSNorm and rotary embeddings with custom backward match the plain formulas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.rms_norm import RMSNorm
+from kernels.rms_norm import RMSNorm
 from models.transformer import apply_rope
 
 EPS, DIM = 1e-5, 48
@@ -34,7 +34,7 @@ def plain_rope(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 def with_gradients(op: Op, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """The output, and the gradients of those inputs that want one."""
+    """Return the output, and the gradients of inputs that require one."""
     leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
     out = op(*leaves)
     generator = torch.Generator().manual_seed(1)
@@ -45,8 +45,8 @@ def with_gradients(op: Op, *inputs: torch.Tensor) -> list[torch.Tensor]:
 
 def inputs_of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [(3 * tensor).to(dtype).requires_grad_() for tensor in drawn]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [(3 * tensor).to(dtype).requires_grad_() for tensor in tensors]
 
 
 def angles(dtype: torch.dtype) -> torch.Tensor:
@@ -56,27 +56,27 @@ def angles(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm_is_pytorchs_to_the_last_bit_and_its_gradients_round_no_more(
+def test_rms_norm_is_bitwise_and_gradients_round_no_more(
     dtype: torch.dtype,
 ) -> None:
     x, weight = inputs_of(dtype, (3, 5, DIM), (DIM,))
-    ours, plain = with_gradients(normed, x, weight), with_gradients(plain_norm, x, weight)
-    assert torch.equal(ours[0], plain[0])
+    got_all, want_all = with_gradients(normed, x, weight), with_gradients(plain_norm, x, weight)
+    assert torch.equal(got_all[0], want_all[0])
     exact = with_gradients(plain_norm, x.detach().double().requires_grad_(),
                            weight.detach().double().requires_grad_())  # fmt: skip
-    for got, theirs, true in zip(ours, plain, exact, strict=True):
-        error, allowed = ((found - true).abs().max().item() for found in (got, theirs))
+    for got, want, true in zip(got_all, want_all, exact, strict=True):
+        error, allowed = ((found - true).abs().max().item() for found in (got, want))
         assert error <= 1.5 * allowed + 4 * torch.finfo(dtype).eps * true.abs().max().item()
         assert got.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rotation_is_the_plain_formula_to_the_last_bit(dtype: torch.dtype) -> None:
+def test_rotation_equals_the_plain_formula_bit_for_bit(dtype: torch.dtype) -> None:
     (x,) = inputs_of(dtype, (2, 7, 3, 10))
     rope = angles(dtype)
-    ours, plain = with_gradients(apply_rope, x, rope), with_gradients(plain_rope, x, rope)
-    assert len(ours) == 2
-    assert all(map(torch.equal, ours, plain))
+    got_all, want_all = with_gradients(apply_rope, x, rope), with_gradients(plain_rope, x, rope)
+    assert len(got_all) == 2
+    assert all(map(torch.equal, got_all, want_all))
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_a_rotation_is_the_plain_formula_to_the_last_bit(dtype: torch.dtype) -> 
         (apply_rope, [*inputs_of(torch.float64, (2, 7, 1, 10)), angles(torch.float64)]),
     ],
 )
-def test_backward_is_the_derivative(op: Op, inputs: list[Any]) -> None:
+def test_backward_passes_gradcheck(op: Op, inputs: list[Any]) -> None:
     assert torch.autograd.gradcheck(op, inputs)

@@ -1,6 +1,6 @@
-"""Our logits are those of Hugging Face's models, and configs are equal there and back.
+"""Logits match Hugging Face's models, and configs survive the round trip.
 
-In float64, so that a wrong epsilon or a frequency off by a little cannot pass for rounding.
+In float64, so that a slightly wrong epsilon or frequency exceeds rounding errors.
 """
 
 import json
@@ -37,7 +37,7 @@ LLAMA31 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    # Turns in 32 positions: 5.1 (kept), 1.6 (blended), 0.5 and fewer (divided by the factor).
+    # Rotations in 32 positions: 5.1 (kept), 1.6 (interpolated), 0.5 or fewer (divided).
     "original_max_position_embeddings": 32,
 }
 CASES = {
@@ -57,7 +57,7 @@ def config_of(case: str, **changed: Any) -> Any:
 
 
 def hugging_face(case: str) -> Any:
-    """A small model in float64; every parameter is far from its initial value."""
+    """Build a small float64 model; every parameter is far from its initial value."""
     torch.manual_seed(0)
     model_cls = getattr(transformers, f"{CASES[case][0]}ForCausalLM")
     model = model_cls(config_of(case)).double().eval()
@@ -72,21 +72,21 @@ def form_of(model_type: str) -> HuggingFace:
     return next(form for form in found if form.model_type == model_type)
 
 
-def ours(config: Any, weights: dict[str, torch.Tensor]) -> Transformer:
-    """The model that Hugging Face's ``config`` and ``weights`` describe."""
+def shardloom_model(config: Any, weights: dict[str, torch.Tensor]) -> Transformer:
+    """Build the Shardloom model of a Hugging Face ``config`` and ``weights``."""
     form = form_of(config.model_type)
     args = form.args(config.to_dict())
     model = Transformer(args).double()
     model.init_weights()
     pairs = form.tensors(args)
-    assert {name for pair in pairs for name in pair.theirs} == weights.keys()
-    model.load_state_dict({pair.ours: weights[pair.theirs[0]] for pair in pairs})
+    assert {name for pair in pairs for name in pair.hf_names} == weights.keys()
+    model.load_state_dict({pair.fqn: weights[pair.hf_names[0]] for pair in pairs})
     return model
 
 
 @contextmanager
 def float64_for_float32() -> Iterator[None]:
-    """Hugging Face computes norms and angles in float32, whatever the model's dtype."""
+    """Context in which Hugging Face computes norms and angles in float64, not float32."""
     with (
         patch.object(torch, "float32", torch.float64),
         patch.object(torch, "float", torch.float64),
@@ -96,20 +96,20 @@ def float64_for_float32() -> Iterator[None]:
 
 
 @torch.no_grad()
-def distance(case: str, **changed: Any) -> float:
-    """Between their logits and ours, where our config has ``changed`` options."""
+def max_difference(case: str, **changed: Any) -> float:
+    """Return the max difference of logits; ``changed`` options apply to Shardloom only."""
     with float64_for_float32():
-        theirs = hugging_face(case)
+        hf_model = hugging_face(case)
         tokens = torch.randint(SHARED["vocab_size"], (2, SEQ_LEN))
-        want = theirs(tokens).logits
-    got = ours(config_of(case, **changed), theirs.state_dict())(tokens)
+        want = hf_model(tokens).logits
+    got = shardloom_model(config_of(case, **changed), hf_model.state_dict())(tokens)
     assert want.dtype == got.dtype == torch.float64
     return (got - want).abs().max().item()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_hugging_faces(case: str) -> None:
-    assert distance(case) < TOLERANCE
+def test_logits_match_hugging_face(case: str) -> None:
+    assert max_difference(case) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_logits_are_hugging_faces(case: str) -> None:
           for key in ("factor", "low_freq_factor", "high_freq_factor")),
     ],
 )  # fmt: skip
-def test_one_option_off_by_a_thousandth_is_seen(case: str, changed: dict[str, Any]) -> None:
-    assert distance(case, **changed) > 100 * TOLERANCE
+def test_an_option_wrong_by_a_thousandth_is_detected(case: str, changed: dict[str, Any]) -> None:
+    assert max_difference(case, **changed) > 100 * TOLERANCE
 
 
 FLAVORS = {
@@ -135,26 +135,26 @@ FLAVORS = {
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_every_flavor_is_what_transformers_reads_and_writes(flavor: str) -> None:
-    """As written by us, as transformers understands that, and as it writes it again."""
+def test_config_round_trip_through_transformers(flavor: str) -> None:
+    """Args survive Shardloom's config.json, transformers' reading and its writing."""
     form, args = FLAVORS[flavor]
     config = form.config(args)
     assert form.args(json.loads(json.dumps(config))) == args
-    theirs = transformers.AutoConfig.for_model(**config)
-    assert type(theirs).__name__.removesuffix("Config") in theirs.architectures[0]
-    # Older keys, which it reads and does not keep.
+    hf_config = transformers.AutoConfig.for_model(**config)
+    assert type(hf_config).__name__.removesuffix("Config") in hf_config.architectures[0]
+    # Older keys, which transformers reads but does not keep.
     older = {"rope_theta", "rope_scaling", "partial_rotary_factor", "full_attention_interval"}
     for key in config.keys() - {"model_type", *older}:
-        assert getattr(theirs, key) == config[key], key
-    assert form.args(theirs.to_dict()) == args
-    # Who knows but the older keys of the rotary embeddings understands the same.
+        assert getattr(hf_config, key) == config[key], key
+    assert form.args(hf_config.to_dict()) == args
+    # The older rotary keys alone mean the same.
     without = {key: value for key, value in config.items() if key != "rope_parameters"}
     assert form.args(without) == args
     older_in_new = transformers.AutoConfig.for_model(**without)
-    assert older_in_new.rope_parameters == theirs.rope_parameters == config["rope_parameters"]
+    assert older_in_new.rope_parameters == hf_config.rope_parameters == config["rope_parameters"]
 
 
-# As published with Llama 3.1 and 3.2, and without what their oldest files leave out.
+# As published with Llama 3.1 and 3.2, without the keys that the oldest files lack.
 OLDER = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -173,19 +173,19 @@ OLDER = {
 
 
 @pytest.mark.parametrize("scaling", [None, {k: v for k, v in LLAMA31.items() if k != "rope_theta"}])
-def test_older_configs_mean_what_transformers_takes_them_for(scaling: Any) -> None:
+def test_older_configs_match_transformers(scaling: Any) -> None:
     older = OLDER | {"rope_scaling": scaling}
     args = form_of("llama").args(older)
     assert (args.head_dim, args.n_kv_heads, args.tie_embeddings) == (16, 4, False)
     assert (args.rope_scaling is None) == (scaling is None)
-    # It takes the entries of what it is given.
-    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(older)))
-    assert form_of("llama").args(theirs.to_dict()) == args
+    # transformers removes entries from its argument, hence the copy.
+    hf_config = transformers.AutoConfig.for_model(**json.loads(json.dumps(older)))
+    assert form_of("llama").args(hf_config.to_dict()) == args
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
-REFUSED = [
+UNSUPPORTED = [
     ("model_type", {"model_type": "mistral"}),
     ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),
     ("attention_bias", {"attention_bias": True}),
@@ -224,14 +224,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("key", "changed"), REFUSED)
-def test_what_is_not_implemented_is_refused_by_key(key: str, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("key", "changed"), UNSUPPORTED)
+def test_unsupported_config_raises_by_key(key: str, changed: dict[str, Any]) -> None:
     assert form_of("llama").args(OLDER).dim == 64
     with pytest.raises(ValueError, match=f"^{key}: "):
         form_of("llama").args(OLDER | changed)
 
 
-def test_a_window_that_is_off_is_no_window() -> None:
+def test_disabled_sliding_window_is_accepted() -> None:
     off = {"sliding_window": 4096, "use_sliding_window": False, "layer_types": ["full_attention"]}
     assert form_of("llama").args(OLDER | off) == form_of("llama").args(OLDER)
     qwen3 = form_of("qwen3").config(FLAVORS["qwen3-debugmodel"][1])
@@ -240,14 +240,14 @@ def test_a_window_that_is_off_is_no_window() -> None:
         form_of("qwen3").args(qwen3 | {"use_sliding_window": True})
 
 
-def test_qwen3_leaves_nothing_to_derive() -> None:
-    """Where these are absent, transformers takes numbers of one size of the family."""
+def test_qwen3_requires_head_dim_and_n_kv_heads() -> None:
+    """transformers' defaults for absent keys are those of one size of the family."""
     qwen3 = form_of("qwen3").config(FLAVORS["qwen3-debugmodel"][1])
     for key in ("head_dim", "num_key_value_heads"):
         with pytest.raises(ValueError, match=key):
             form_of("qwen3").args(qwen3 | {key: None})
 
 
-def test_a_model_without_a_form_there_has_no_config() -> None:
+def test_inexpressible_args_have_no_config() -> None:
     with pytest.raises(ValueError, match="qk_norm"):
         form_of("llama").config(FLAVORS["qwen3-debugmodel"][1])

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts and Qwen3-Next have Hugging Face's logits, and folders both ways."""
+"""Qwen3 MoE and Qwen3-Next match Hugging Face's logits, and convert both ways."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -49,8 +49,8 @@ FAMILIES = {
 }
 
 
-def theirs(family: str, **changed: Any) -> Any:
-    """A small model in float64, every parameter far from its initial value."""
+def build_hf(family: str, **changed: Any) -> Any:
+    """Build a small float64 model; every parameter is far from its initial value."""
     torch.manual_seed(0)
     with float64_for_float32():
         options = SHARED | FAMILIES[family][2] | changed
@@ -63,21 +63,21 @@ def theirs(family: str, **changed: Any) -> Any:
     return model
 
 
-def read(family: str, path: Path) -> Any:
+def read_folder(family: str, path: Path) -> Any:
     form, model_cls, _ = FAMILIES[family]
     folder = Folder(path)
     args: Any = form.args(folder.config)
     model = cast(Any, model_cls(args)).double()
     model.init_weights()
-    own = model.state_dict()
+    state = model.state_dict()
     pairs = form.tensors(args)
-    folder.check(form, args, {fqn: tensor.shape for fqn, tensor in own.items()})
+    folder.check(form, args, {fqn: tensor.shape for fqn, tensor in state.items()})
     found = {
-        pair.ours: folder.read_ours(pair, [0] * own[pair.ours].ndim, own[pair.ours].shape)
+        pair.fqn: folder.read_box(pair, [0] * state[pair.fqn].ndim, state[pair.fqn].shape)
         for pair in pairs
-        if pair.shares is None
+        if pair.tied_to is None
     }
-    found |= {pair.ours: found[pair.shares] for pair in pairs if pair.shares is not None}
+    found |= {pair.fqn: found[pair.tied_to] for pair in pairs if pair.tied_to is not None}
     model.load_state_dict(found)
     return model
 
@@ -95,82 +95,82 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "changed"), CASES)
 @torch.no_grad()
-def test_their_folder_has_our_logits(family: str, changed: dict[str, Any], tmp_path: Path) -> None:
-    other = theirs(family, **changed)
-    other.save_pretrained(tmp_path)
+def test_logits_match_hugging_face(family: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    hf_model = build_hf(family, **changed)
+    hf_model.save_pretrained(tmp_path)
     tokens = torch.randint(VOCAB_SIZE, (2, SEQ_LEN))
     with float64_for_float32():
-        want = other(tokens, use_cache=False).logits
-    got = read(family, tmp_path)(tokens)
+        want = hf_model(tokens, use_cache=False).logits
+    got = read_folder(family, tmp_path)(tokens)
     assert want.dtype == got.dtype == torch.float64
     assert (got - want).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(("family", "changed"), CASES)
-def test_our_folder_is_theirs_to_the_last_bit(
+def test_export_equals_hugging_face_bit_for_bit(
     family: str, changed: dict[str, Any], tmp_path: Path
 ) -> None:
     form = FAMILIES[family][0]
-    other = theirs(family, **changed)
-    other.save_pretrained(tmp_path / "theirs")
-    model = read(family, tmp_path / "theirs")
-    own, pairs = model.state_dict(), form.tensors(model.args)
-    written = [pair for pair in pairs if pair.shares is None]
-    tensors = (part for pair in written for part in split(pair, own[pair.ours]))
+    hf_model = build_hf(family, **changed)
+    hf_model.save_pretrained(tmp_path / "hugging_face")
+    model = read_folder(family, tmp_path / "hugging_face")
+    state, pairs = model.state_dict(), form.tensors(model.args)
+    written = [pair for pair in pairs if pair.tied_to is None]
+    tensors = (part for pair in written for part in split(pair, state[pair.fqn]))
     config = form.config(model.args) | {"dtype": "float64"}
-    write_folder(tmp_path / "ours", config, tensors, files={}, shard_bytes=50_000)
+    write_folder(tmp_path / "shardloom", config, tensors, files={}, shard_bytes=50_000)
     back, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", dtype=torch.float64, output_loading_info=True
+        tmp_path / "shardloom", dtype=torch.float64, output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    for fqn, tensor in other.state_dict().items():
+    for fqn, tensor in hf_model.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[fqn]), fqn
     assert form.args(form.config(model.args)) == model.args
 
 
 @torch.no_grad()
-def test_packed_documents_are_documents(tmp_path: Path) -> None:
-    """Theirs ignores on a CPU where documents begin, so it sees one at a time."""
+def test_packed_documents_match_separate_documents(tmp_path: Path) -> None:
+    """Hugging Face ignores document boundaries on CPUs, so it gets one document at a time."""
     sizes = (37, 64, 1, 48)
     with float64_for_float32():
-        other = theirs("Qwen3Next")
+        hf_model = build_hf("Qwen3Next")
         tokens = torch.randint(VOCAB_SIZE, (1, SEQ_LEN))
-        parts = [other(part, use_cache=False).logits for part in tokens.split(sizes, dim=1)]
-    other.save_pretrained(tmp_path)
+        parts = [hf_model(part, use_cache=False).logits for part in tokens.split(sizes, dim=1)]
+    hf_model.save_pretrained(tmp_path)
     ids = torch.cat([torch.full((1, size), number) for number, size in enumerate(sizes)], dim=1)
     positions = torch.cat([torch.arange(size)[None] for size in sizes], dim=1)
-    model = read("Qwen3Next", tmp_path)
+    model = read_folder("Qwen3Next", tmp_path)
     got = model(tokens, positions, ids)
     assert (got - torch.cat(parts, dim=1)).abs().max() < 1e-10
     assert (model(tokens, positions) - got).abs().max() > 0.1, "documents make no difference"
 
 
-def test_what_predicts_several_tokens_is_left_out(
+def test_multi_token_prediction_weights_are_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs("Qwen3Next").save_pretrained(tmp_path)
-    want = read("Qwen3Next", tmp_path).state_dict()
+    build_hf("Qwen3Next").save_pretrained(tmp_path)
+    want = read_folder("Qwen3Next", tmp_path).state_dict()
     assert not caplog.records
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, file)
-    got = read("Qwen3Next", tmp_path).state_dict()
+    got = read_folder("Qwen3Next", tmp_path).state_dict()
     assert all(torch.equal(tensor, want[fqn]) for fqn, tensor in got.items())
-    assert "left out: 1 tensors mtp.*" in caplog.text
+    assert "skipped 1 tensors mtp.*" in caplog.text
     save_file(tensors | {"other.weight": torch.ones(2, 2)}, file)
-    with pytest.raises(ValueError, match=r"other\.weight is unknown \(of 1 tensors\)"):
-        read("Qwen3Next", tmp_path)
+    with pytest.raises(ValueError, match=r"other\.weight is unknown \(1 in all\)"):
+        read_folder("Qwen3Next", tmp_path)
 
 
-def test_weights_that_do_not_add_up_to_1_are_refused(tmp_path: Path) -> None:
-    theirs("Qwen3Moe", norm_topk_prob=False).save_pretrained(tmp_path)
+def test_unnormalized_router_weights_raise(tmp_path: Path) -> None:
+    build_hf("Qwen3Moe", norm_topk_prob=False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="norm_topk_prob"):
-        read("Qwen3Moe", tmp_path)
+        read_folder("Qwen3Moe", tmp_path)
 
 
-def test_layers_in_another_order_are_refused(tmp_path: Path) -> None:
-    config = theirs("Qwen3Next").config.to_dict()
+def test_unsupported_layer_order_raises(tmp_path: Path) -> None:
+    config = build_hf("Qwen3Next").config.to_dict()
     config["layer_types"] = ["full_attention", *["linear_attention"] * 4]
     with pytest.raises(ValueError, match="layer_types"):
         FAMILIES["Qwen3Next"][0].args(config)

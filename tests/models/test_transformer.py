@@ -1,4 +1,4 @@
-"""The models have the published sizes; attention looks only back, and only within a document."""
+"""Models have the published sizes; attention is causal and stays within documents."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ SEQ_LEN = sum(DOCUMENTS)
 
 @torch.no_grad()
 def small_model(name: str, flavor: str) -> Transformer:
-    """In float64, with weights large enough that attention is far from uniform."""
+    """Build a float64 model with weights so large that attention is far from uniform."""
     args = replace(find_model(name, flavor)[1], n_layers=2, max_seq_len=2 * SEQ_LEN)
     torch.manual_seed(0)
     model = Transformer(args).double()
@@ -48,31 +48,31 @@ def random_tokens(args: TransformerArgs, rows: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
-def test_parameter_count_is_the_published_one(name: str, flavor: str) -> None:
+def test_parameter_count_matches_published(name: str, flavor: str) -> None:
     spec, args = find_model(name, flavor)
     with torch.device("meta"):
         model = spec.model_cls(args)
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name, flavor]
 
 
-def test_every_published_flavor_is_counted() -> None:
+def test_every_published_flavor_has_a_count() -> None:
     flavors = {(name, flavor) for name, spec in MODEL_SPECS.items() for flavor in spec.flavors}
     assert {(name, f) for name, f in flavors if not f.startswith("debugmodel")} == set(PUBLISHED)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "flavor"), DEBUG)
-def test_packed_documents_equal_documents_alone(name: str, flavor: str) -> None:
+def test_packed_documents_match_separate_documents(name: str, flavor: str) -> None:
     model = small_model(name, flavor)
     tokens = random_tokens(model.args)
-    # The rows cut differently: a mask that mixes them up would show.
-    cuts = [DOCUMENTS, DOCUMENTS[::-1]]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in cuts])
+    # Rows have different boundaries, so a mask that mixes them up fails.
+    lengths_of_rows = [DOCUMENTS, DOCUMENTS[::-1]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths_of_rows])
     document_ids = torch.stack(
-        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in cuts]
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths_of_rows]
     )
     packed = model(tokens, positions, document_ids)
-    for row, lengths in enumerate(cuts):
+    for row, lengths in enumerate(lengths_of_rows):
         alone = [model(part[None])[0] for part in tokens[row].split(lengths)]
         torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-12)
     assert not torch.allclose(model(tokens, positions), packed, atol=1e-2)
@@ -80,7 +80,7 @@ def test_packed_documents_equal_documents_alone(name: str, flavor: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "flavor"), DEBUG)
-def test_positions_count_by_their_distance(name: str, flavor: str) -> None:
+def test_only_relative_positions_matter(name: str, flavor: str) -> None:
     model = small_model(name, flavor)
     tokens = random_tokens(model.args)
     positions = torch.arange(SEQ_LEN).expand_as(tokens)

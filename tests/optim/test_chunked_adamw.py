@@ -1,4 +1,4 @@
-"""AdamW in pieces: bits that do not depend on where shards end, and moments in bfloat16."""
+"""ChunkedAdamW: bitwise independent of where shards end, and bfloat16 moments."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from config.constraints import MAX_BFLOAT16_DECAY
 from config.job_config import Optimizer
-from config.refusals import MAX_BFLOAT16_DECAY
 from models import find_model
 from models.meta import build_on_meta
 from optim import chunked_adamw
@@ -20,26 +20,26 @@ from optim.chunked_adamw import ChunkedAdamW
 from optim.loss import cross_entropy_sum
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, build_sharded
+from tests.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, shard_debugmodel
 from tests.parallelisms.test_materialize import digest, small_args
 from tests.ranks import RankPool
 
 N, STEPS = 331, 5
 MOMENTS = ("exp_avg", "exp_avg_sq")
-SHORT = partial(ChunkedAdamW, moment_dtype=torch.bfloat16)
-# Of a number that is rounded to bfloat16, at most.
+BF16 = partial(ChunkedAdamW, moment_dtype=torch.bfloat16)
+# Maximum relative error of rounding to bfloat16.
 ROUNDING = 2**-8
 
 
-def train(kind: Any, cuts: list[int], dtype: torch.dtype, steps: int = STEPS) -> list[torch.Tensor]:
-    """Weights and moments after ``steps`` on shards that end at ``cuts``, whole again."""
+def train(kind: Any, ends: list[int], dtype: torch.dtype, steps: int = STEPS) -> list[torch.Tensor]:
+    """Concatenated weights and moments after ``steps`` on shards that end at ``ends``."""
     generator = torch.Generator().manual_seed(0)
     weight, *grads = torch.randn(steps + 1, N, generator=generator).to(dtype)
-    parameters = [nn.Parameter(part.clone()) for part in weight.tensor_split(cuts)]
+    parameters = [nn.Parameter(part.clone()) for part in weight.tensor_split(ends)]
     options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
     optimizer = kind(parameters, **options, fused=True)
     for grad in grads:
-        for parameter, part in zip(parameters, grad.tensor_split(cuts), strict=True):
+        for parameter, part in zip(parameters, grad.tensor_split(ends), strict=True):
             parameter.grad = part.clone()
         optimizer.step()
     states = [optimizer.state[parameter] for parameter in parameters]
@@ -57,18 +57,18 @@ def is_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         (ChunkedAdamW, torch.float32),
         (ChunkedAdamW, torch.float64),
         (ChunkedAdamW, torch.bfloat16),
-        (SHORT, torch.float32),
+        (BF16, torch.float32),
     ],
 )
 @pytest.mark.parametrize("chunk", [chunked_adamw.CHUNK, 64])
-def test_where_shards_end_changes_no_bit(kind: Any, dtype: torch.dtype, chunk: int) -> None:
+def test_result_independent_of_shard_ends(kind: Any, dtype: torch.dtype, chunk: int) -> None:
     whole = train(kind, [], dtype)
     with patch.object(chunked_adamw, "CHUNK", chunk):
-        for cuts in ([], [1], [100, 100, 250], list(range(1, N))):
-            assert is_equal(train(kind, cuts, dtype), whole)
+        for ends in ([], [1], [100, 100, 250], list(range(1, N))):
+            assert is_equal(train(kind, ends, dtype), whole)
 
 
-def test_is_pytorchs_where_that_has_no_end() -> None:
+def test_equals_pytorch_on_full_vectors() -> None:
     whole = train(torch.optim.AdamW, [], torch.float32)
     padded = train(ChunkedAdamW, [], torch.float32)
     in_vectors = N - N % 16
@@ -77,7 +77,7 @@ def test_is_pytorchs_where_that_has_no_end() -> None:
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("kind", [ChunkedAdamW, SHORT])
+@pytest.mark.parametrize("kind", [ChunkedAdamW, BF16])
 def test_found_inf_masks_an_update(kind: Any) -> None:
     parameter = nn.Parameter(torch.randn(19))
     optimizer = kind([parameter], fused=True)
@@ -91,30 +91,30 @@ def test_found_inf_masks_an_update(kind: Any) -> None:
     assert is_equal([parameter.detach(), *state.values()], before)
 
 
-def test_a_step_rounds_the_moments_once_and_the_update_not_at_all() -> None:
-    want, got = train(torch.optim.AdamW, [], torch.float32, 1), train(SHORT, [], torch.float32, 1)
+def test_step_rounds_moments_once_and_never_the_update() -> None:
+    want, got = train(torch.optim.AdamW, [], torch.float32, 1), train(BF16, [], torch.float32, 1)
     torch.testing.assert_close(got[0], want[0])
-    for short, full in zip(got[1:], want[1:], strict=True):
-        assert short.dtype == torch.bfloat16
-        assert ((short - full).abs() <= ROUNDING * full.abs()).all()
+    for rounded, full in zip(got[1:], want[1:], strict=True):
+        assert rounded.dtype == torch.bfloat16
+        assert ((rounded - full).abs() <= ROUNDING * full.abs()).all()
 
 
-def test_moments_stay_within_their_rounding() -> None:
-    """A rounding is forgotten at the rate of the moment: at most 1 / (1 - beta) of them add up."""
-    want, got = (train(kind, [], torch.float32, 100) for kind in (torch.optim.AdamW, SHORT))
-    for short, full, beta in zip(got[1:], want[1:], (0.9, 0.95), strict=True):
+def test_moment_errors_are_bounded() -> None:
+    """Rounding errors decay with the moment, so at most 1 / (1 - beta) of them add up."""
+    want, got = (train(kind, [], torch.float32, 100) for kind in (torch.optim.AdamW, BF16))
+    for rounded, full, beta in zip(got[1:], want[1:], (0.9, 0.95), strict=True):
         size = full.abs().max() if beta == 0.9 else full.abs()
-        assert ((short - full).abs() <= ROUNDING / (1 - beta) * size).all()
-        # By far most are much closer.
-        assert (short - full).norm() < 2 * ROUNDING * full.norm()
+        assert ((rounded - full).abs() <= ROUNDING / (1 - beta) * size).all()
+        # Most are much closer.
+        assert (rounded - full).norm() < 2 * ROUNDING * full.norm()
     assert (got[0] - want[0]).norm() < 0.01 * want[0].norm()
 
 
-def after_a_decay(beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every significand of bfloat16, and what a step without a gradient leaves of it."""
+def decay_moments(beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every bfloat16 significand, and the same after a step with zero gradient."""
     values = (1 + torch.arange(128) / 128).to(torch.bfloat16)
     parameter = nn.Parameter(torch.zeros(128))
-    optimizer = SHORT([parameter], betas=(beta, beta), fused=True)
+    optimizer = BF16([parameter], betas=(beta, beta), fused=True)
     parameter.grad = torch.zeros(128)
     optimizer.step()
     optimizer.state[parameter]["exp_avg_sq"].copy_(values)
@@ -122,15 +122,15 @@ def after_a_decay(beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     return values, optimizer.state[parameter]["exp_avg_sq"]
 
 
-def test_moments_move_with_every_beta_that_is_allowed() -> None:
-    before, after = after_a_decay(MAX_BFLOAT16_DECAY)
+def test_moments_decay_with_every_allowed_beta() -> None:
+    before, after = decay_moments(MAX_BFLOAT16_DECAY)
     assert (after < before).all()
-    before, after = after_a_decay(1 - 0.98 * 2**-8)
+    before, after = decay_moments(1 - 0.98 * 2**-8)
     assert (after == before).any()
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that anything made, but for views and writes in place."""
+class LargestAllocation(TorchDispatchMode):
+    """Records the size of the largest tensor allocated (not views or in-place results)."""
 
     elements = 0
 
@@ -142,23 +142,23 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_memory() -> None:
-    """8 bytes a parameter, and copies of a chunk."""
+def test_memory_of_moments_and_chunks() -> None:
+    """8 bytes per parameter, plus copies of one chunk."""
     parameters = [nn.Parameter(torch.randn(size)) for size in (4096, 31, 7, 1024)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    optimizer = SHORT(parameters, fused=True)
+    optimizer = BF16(parameters, fused=True)
     optimizer.step()
     moments = [optimizer.state[p][name] for p in parameters for name in MOMENTS]
     n_bytes = sum(t.numel() * t.element_size() for t in [*parameters, *moments])
     assert n_bytes == 8 * sum(p.numel() for p in parameters)
-    with patch.object(chunked_adamw, "CHUNK", 256), Largest() as mode:
+    with patch.object(chunked_adamw, "CHUNK", 256), LargestAllocation() as mode:
         optimizer.step()
     assert mode.elements == 256
 
 
-def losses(state_dtype: str) -> torch.Tensor:
-    """Of a model that learns a batch by heart."""
+def losses_of(state_dtype: str) -> torch.Tensor:
+    """Losses of a model that memorizes one batch."""
     spec, args = find_model("llama3", "debugmodel")
     args = replace(args, n_layers=2, max_seq_len=32)
     model = build_on_meta(spec, args, torch.float32)
@@ -175,8 +175,8 @@ def losses(state_dtype: str) -> torch.Tensor:
     return torch.stack(found)
 
 
-def test_a_model_learns_alike() -> None:
-    want, got = losses("float32"), losses("bfloat16")
+def test_bfloat16_moments_train_equally_well() -> None:
+    want, got = losses_of("float32"), losses_of("bfloat16")
     assert want[-1] < 0.5 * want[0]
     assert ((got - want).abs() < 0.01 * want).all()
     assert not torch.equal(got, want)
@@ -192,19 +192,19 @@ LAYOUTS = [
     Layout(2, {TP: 2}),
     Layout(2, {PP: 2}),
     Layout(4, {TP: 2, REPLICATE: 2}),
-    # Fewer rows of keys than ranks: they are cut by columns.
+    # Fewer rows of keys than ranks: sharded by columns.
     Layout(4),
     Layout(4, {MODE: "simple_fsdp"}),
 ]
 
 
-def updated(layout: Layout | None, state_dtype: str) -> dict[str, str]:
-    """Digests of weights and moments after some updates that no mesh has a part in."""
+def updated_digests(layout: Layout | None, state_dtype: str) -> dict[str, str]:
+    """Digests of weights and moments after updates whose gradients do not depend on the mesh."""
     args = replace(small_args("qwen3", "debugmodel"), n_kv_heads=1, head_dim=2)
     if layout is None:
         model = build_on_meta(find_model("qwen3", "debugmodel")[0], args, torch.float32)
     else:
-        model, _ = build_sharded("qwen3", args, layout)
+        model = shard_debugmodel("qwen3", args, layout).module
     materialize(model, CPU, seed=3)
     config = Optimizer(lr=1e-2, state_dtype=state_dtype)
     optimizer = build_optimizer(model, config, is_elastic=True)
@@ -222,26 +222,28 @@ def updated(layout: Layout | None, state_dtype: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_any_mesh_makes_the_same_bits(ranks: RankPool, layout: Layout, state_dtype: str) -> None:
-    want = updated(None, state_dtype)
-    found = ranks.run(updated, layout.world_size, layout, state_dtype)
+def test_result_bitwise_equal_on_every_mesh(
+    ranks: RankPool, layout: Layout, state_dtype: str
+) -> None:
+    want = updated_digests(None, state_dtype)
+    found = ranks.run(updated_digests, layout.world_size, layout, state_dtype)
     assert dict(chain.from_iterable(part.items() for part in found)) == want
 
 
-def test_a_loaded_state_has_the_dtype_of_the_optimizer_and_its_options() -> None:
+def test_loaded_state_has_dtype_of_optimizer() -> None:
     weight = torch.randn(N)
     optimizers = []
-    for kind, lr in ((ChunkedAdamW, 0.25), (SHORT, 0.5)):
+    for kind, lr in ((ChunkedAdamW, 0.25), (BF16, 0.5)):
         parameter = nn.Parameter(weight.clone())
         optimizers.append(kind([parameter], lr=lr, fused=True))
         parameter.grad = torch.randn(N)
         optimizers[-1].step()
-    full, short = optimizers
-    for giving, taking in ((short, full), (full, short), (short, short)):
-        taking.load_state_dict(giving.state_dict())
-        assert taking.param_groups[0]["lr"] == giving.param_groups[0]["lr"]
-        [given], [taken] = giving.state.values(), taking.state.values()
-        assert taken["step"].dtype == torch.float32
+    full, rounded = optimizers
+    for source, target in ((rounded, full), (full, rounded), (rounded, rounded)):
+        target.load_state_dict(source.state_dict())
+        assert target.param_groups[0]["lr"] == source.param_groups[0]["lr"]
+        [given], [loaded] = source.state.values(), target.state.values()
+        assert loaded["step"].dtype == torch.float32
         for name in MOMENTS:
-            assert taken[name].dtype == (taking.moment_dtype or torch.float32)
-            assert torch.equal(taken[name], given[name].to(taken[name].dtype))
+            assert loaded[name].dtype == (target.moment_dtype or torch.float32)
+            assert torch.equal(loaded[name], given[name].to(loaded[name].dtype))

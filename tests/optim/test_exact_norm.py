@@ -1,4 +1,4 @@
-"""The exact norm is right, and has the same bits in any order and partition."""
+"""The exact norm is correct, and bitwise equal for any order and split."""
 
 import math
 from collections.abc import Callable
@@ -27,16 +27,16 @@ GRADIENTS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-def pieces(values: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    """All values in another order and cut elsewhere; some pieces are empty."""
+def reshard(values: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """All values in another order and split; some shards are empty."""
     generator = torch.Generator().manual_seed(seed)
-    cuts = torch.randint(len(values), (9,), generator=generator).sort().values
+    splits = torch.randint(len(values), (9,), generator=generator).sort().values
     shuffled = values[torch.randperm(len(values), generator=generator)]
-    return [*shuffled.tensor_split(cuts), values[:0]]
+    return [*shuffled.tensor_split(splits), values[:0]]
 
 
 @pytest.mark.parametrize("build", GRADIENTS.values(), ids=GRADIENTS)
-def test_is_the_norm(build: Callable[[], torch.Tensor]) -> None:
+def test_exact_norm_is_correct(build: Callable[[], torch.Tensor]) -> None:
     values = build()
     want = math.sqrt(math.fsum(x * x for x in values.tolist()))
     for n_elements in (len(values), 2**31, 10**12):
@@ -45,22 +45,22 @@ def test_is_the_norm(build: Callable[[], torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("build", GRADIENTS.values(), ids=GRADIENTS)
-def test_the_order_changes_no_bit(build: Callable[[], torch.Tensor]) -> None:
+def test_norm_independent_of_order_and_split(build: Callable[[], torch.Tensor]) -> None:
     values = build()
-    norms = {exact_norm({(): pieces(values, seed)}, len(values)).item() for seed in range(10)}
+    norms = {exact_norm({(): reshard(values, seed)}, len(values)).item() for seed in range(10)}
     assert len(norms) == 1
 
 
-def test_an_ordinary_norm_has_an_order() -> None:
+def test_pytorch_norm_depends_on_order() -> None:
     def norm(parts: list[torch.Tensor]) -> float:
         filled = [part for part in parts if part.numel()]
         return torch.stack(torch._foreach_norm(filled, 2.0)).square().sum().item()
 
-    assert len({norm(pieces(normal(), seed)) for seed in range(10)}) > 1
+    assert len({norm(reshard(normal(), seed)) for seed in range(10)}) > 1
 
 
-def test_no_sum_overflows() -> None:
-    # Equal values are all the largest; at 2**k - 1 and 2**k elements the width of a level changes.
+def test_level_sums_do_not_overflow() -> None:
+    # Equal values are the worst case. Between 2**k - 1 and 2**k elements a level's width changes.
     for n in (1, 2, 3, 2**16 - 1, 2**16, 2**16 + 1):
         want = 3.0 * math.sqrt(n)
         assert exact_norm({(): [torch.full((n,), -3.0)]}, n).item() == pytest.approx(
@@ -69,13 +69,13 @@ def test_no_sum_overflows() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_makes_the_norm_infinite(bad: float) -> None:
-    for place in (0, N - 1):
+def test_nonfinite_gradient_makes_norm_infinite(bad: float) -> None:
+    for index in (0, N - 1):
         values = normal()
-        values[place] = bad
+        values[index] = bad
         assert exact_norm({(): [values, normal()]}, 2 * N).item() == math.inf
 
 
-def test_zeros_and_nothing_are_zero() -> None:
+def test_norm_of_zeros_or_no_elements_is_zero() -> None:
     assert exact_norm({(): [torch.zeros(3), torch.zeros(0)]}, 3).item() == 0.0
     assert exact_norm({(): [torch.zeros(0)]}, 3).item() == 0.0

@@ -1,4 +1,4 @@
-"""The norm of gradients is no rounder than they are, and clips as PyTorch's does."""
+"""The gradient norm is at least float32, and clipping equals PyTorch's."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from optim.grad_norm import clip_grad_norm_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_norm_is_float32_at_least(dtype: torch.dtype) -> None:
+def test_norm_is_at_least_float32(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(300, 100, dtype=dtype)) for _ in range(4)]
     for parameter in parameters:
@@ -26,14 +26,16 @@ def test_the_norm_is_float32_at_least(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6, 1e-3, 1e3])
-def test_clips_as_pytorch_does(scale: float) -> None:
-    """Also where the norm is small beside what keeps it from 0, and not at all where it may be."""
+def test_clipping_equals_pytorch(scale: float) -> None:
+    """Also for norms below the epsilon of the division, and below ``max_norm``."""
     generator = torch.Generator().manual_seed(0)
-    ours, theirs = ([nn.Parameter(torch.zeros(5, 3).double()) for _ in range(2)] for _ in range(2))
-    for one, other in zip(ours, theirs, strict=True):
+    params, expected = (
+        [nn.Parameter(torch.zeros(5, 3).double()) for _ in range(2)] for _ in range(2)
+    )
+    for one, other in zip(params, expected, strict=True):
         one.grad = scale * torch.randn(5, 3, generator=generator, dtype=torch.float64)
         other.grad = one.grad.clone()
-    want = nn.utils.clip_grad_norm_(theirs, max_norm=1e-3)
-    torch.testing.assert_close(clip_grad_norm_(ours, 1e-3), want, rtol=1e-14, atol=0.0)
-    for one, other in zip(ours, theirs, strict=True):
+    want = nn.utils.clip_grad_norm_(expected, max_norm=1e-3)
+    torch.testing.assert_close(clip_grad_norm_(params, 1e-3), want, rtol=1e-14, atol=0.0)
+    for one, other in zip(params, expected, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-14, atol=0.0)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from config.job_config import Compile
 from optim import loss
-from optim.loss import IGNORED, cross_entropy_sum
+from optim.loss import IGNORE_INDEX, cross_entropy_sum
 
 INDUCTOR = Compile(enable=True)
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -29,13 +29,13 @@ def batch() -> Batch:
     logits = torch.randn(3, 7, 11, generator=generator, dtype=torch.float64)
     labels = torch.randint(11, (3, 7), generator=generator)
     labels[0, :2], labels[1, 0] = torch.tensor([0, 10]), 0
-    labels[0, 2:] = IGNORED
-    labels[2] = IGNORED
+    labels[0, 2:] = IGNORE_INDEX
+    labels[2] = IGNORE_INDEX
     return logits, labels
 
 
 def reference(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By PyTorch: the sum of the loss and the gradient of logits, at least in float32."""
+    """PyTorch's summed loss and gradient of the logits, at least float32."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     leaf = logits.to(dtype, copy=True).requires_grad_()
     want = F.cross_entropy(leaf.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -44,66 +44,66 @@ def reference(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
     return want.detach(), leaf.grad
 
 
-def test_loss_and_gradient_are_pytorchs(loss_fn: LossFn, batch: Batch) -> None:
+def test_loss_and_gradient_equal_pytorch(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch
     want, gradient = reference(logits, labels)
-    own = logits.clone().requires_grad_()
-    found = loss_fn(own * 1, labels, 7)
+    leaf = logits.clone().requires_grad_()
+    found = loss_fn(leaf * 1, labels, 7)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, want / 7, rtol=1e-14, atol=0)
     (found * 3).backward()
-    assert own.grad is not None
-    torch.testing.assert_close(own.grad, gradient * 3 / 7, rtol=1e-13, atol=1e-15)
-    assert torch.equal(own.grad.abs().sum(-1) > 0, labels != IGNORED)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, gradient * 3 / 7, rtol=1e-13, atol=1e-15)
+    assert torch.equal(leaf.grad.abs().sum(-1) > 0, labels != IGNORE_INDEX)
 
 
-def test_logits_far_apart_do_not_overflow(loss_fn: LossFn, batch: Batch) -> None:
+def test_large_logits_do_not_overflow(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch[0] * 1e3, batch[1]
     want, gradient = reference(logits, labels)
-    own = logits.clone().requires_grad_()
-    found = loss_fn(own * 1, labels)
+    leaf = logits.clone().requires_grad_()
+    found = loss_fn(leaf * 1, labels)
     found.backward()
     torch.testing.assert_close(found, want, rtol=1e-14, atol=0)
-    torch.testing.assert_close(own.grad, gradient, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(leaf.grad, gradient, rtol=1e-13, atol=1e-15)
 
 
-def test_microbatches_add_up(loss_fn: LossFn, batch: Batch) -> None:
+def test_microbatch_losses_sum_to_batch_loss(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch
     parts = [loss_fn(logits[row : row + 1], labels[row : row + 1]) for row in range(3)]
     torch.testing.assert_close(sum(parts), loss_fn(logits, labels), rtol=1e-14, atol=0)
-    assert parts[2] == 0, "no valid label is no loss, not 0 / 0"
+    assert parts[2] == 0, "without valid labels the loss is 0, not 0 / 0"
 
 
-def test_bfloat16_is_rounded_once(loss_fn: LossFn, batch: Batch) -> None:
+def test_bfloat16_gradient_is_rounded_once(loss_fn: LossFn, batch: Batch) -> None:
     logits, labels = batch[0].bfloat16(), batch[1]
     want, gradient = reference(logits, labels)
-    own = logits.clone().requires_grad_()
-    found = loss_fn(own * 1, labels, 4)
+    leaf = logits.clone().requires_grad_()
+    found = loss_fn(leaf * 1, labels, 4)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, want / 4, rtol=1e-6, atol=0)
     (found * 3).backward()
-    assert own.grad is not None
-    # A float32 apart, it may be rounded to the other side.
-    close = own.grad.float(), gradient * 3 / 4
+    assert leaf.grad is not None
+    # float32 errors may change the direction of rounding.
+    close = leaf.grad.float(), gradient * 3 / 4
     torch.testing.assert_close(*close, rtol=2**-8, atol=1e-6)
-    assert (own.grad == (gradient * 3 / 4).bfloat16()).float().mean() > 0.99
+    assert (leaf.grad == (gradient * 3 / 4).bfloat16()).float().mean() > 0.99
 
 
-def test_gradients_are_where_logits_were(loss_fn: LossFn, batch: Batch) -> None:
-    """So that nothing of the size of logits is kept beside them."""
+def test_gradient_overwrites_logits(loss_fn: LossFn, batch: Batch) -> None:
+    """No other tensor of the logits' size is kept."""
     logits, labels = batch
-    own = logits.clone().requires_grad_()
-    scores = own * 1
+    leaf = logits.clone().requires_grad_()
+    scores = leaf * 1
     loss_fn(scores, labels).backward()
-    assert own.grad is not None
-    assert torch.equal(scores.detach(), own.grad)
+    assert leaf.grad is not None
+    assert torch.equal(scores.detach(), leaf.grad)
     with torch.no_grad():
         scores = logits.clone()
         loss_fn(scores, labels)
-    assert torch.equal(scores, logits), "nobody asked for a gradient"
+    assert torch.equal(scores, logits), "no gradient was requested"
 
 
-def test_it_is_compiled_if_asked_to(batch: Batch) -> None:
+def test_compiled_only_with_inductor(batch: Batch) -> None:
     logits, labels = batch
     with patch.object(loss, "_compiled", wraps=loss._compiled) as compiled:
         cross_entropy_sum(logits.clone().requires_grad_() * 1, labels).backward()
@@ -114,8 +114,8 @@ def test_it_is_compiled_if_asked_to(batch: Batch) -> None:
         assert compiled.call_count == 2
 
 
-def test_a_second_backward_is_refused(batch: Batch) -> None:
-    """It would take the gradient for logits."""
+def test_second_backward_raises(batch: Batch) -> None:
+    """It would read the gradient as logits."""
     logits, labels = batch
     found = cross_entropy_sum(logits.requires_grad_() * 1, labels)
     found.backward(retain_graph=True)
@@ -123,8 +123,8 @@ def test_a_second_backward_is_refused(batch: Batch) -> None:
         found.backward()
 
 
-def test_another_ranks_label_takes_no_logit() -> None:
-    """Nor makes a loss of nothing of one that is -inf."""
+def test_label_of_another_rank_reads_no_local_logit() -> None:
+    """A local logit of -inf must not make the loss nonfinite."""
     logits = torch.zeros(1, 1, 4, dtype=torch.float64)
     logits[..., 0] = -torch.inf
     found = loss._CrossEntropySum.apply(logits, torch.tensor([[1]]), 1, None, 4, False)

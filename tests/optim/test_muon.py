@@ -1,4 +1,4 @@
-"""Muon's update is PyTorch's, orthogonal, and the same on every mesh."""
+"""Muon's update equals PyTorch's, is orthogonal, and is the same on every mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,20 @@ from optim import muon
 from optim.muon import COEFFICIENTS, ITERATIONS, Muon, hidden_matrices, orthogonalize
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
-from tests.layouts import CP, CPU, EP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout, spread
-from tests.optim.test_nonfinite import no_waiting
+from tests.layouts import (
+    CP,
+    CPU,
+    EP,
+    METHOD,
+    MODE,
+    PP,
+    REPLICATE,
+    SCHEDULE,
+    TP,
+    Layout,
+    shard_debugmodel,
+)
+from tests.optim.test_nonfinite import forbid_host_sync
 from tests.parallelisms.test_parity import check_layout, slow
 from tests.ranks import RankPool
 
@@ -40,7 +52,7 @@ LAYOUTS = [
     Layout(4, {CP: 2, TP: 2}),
     Layout(2, {PP: 2}),
 ]
-# Each is a larger one of a kind above, or two of them in one.
+# Larger layouts of a kind above, or combinations of them.
 SLOW_LAYOUTS = [
     Layout(4, SIMPLE),
     Layout(4, DDP),
@@ -50,15 +62,15 @@ SLOW_LAYOUTS = [
     Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
     Layout(8, {TP: 2, REPLICATE: 2, PP: 2}),
 ]
-WITH_EXPERTS = [
+MOE_LAYOUTS = [
     Layout(2, DDP),
     Layout(4, {EP: 2}),
     Layout(4, {EP: 2, REPLICATE: 2}),
     Layout(4, {TP: 2, EP: 4}),
     Layout(4, {PP: 2, EP: 2}),
 ]
-# Each is in one of those above.
-SLOW_WITH_EXPERTS = [Layout(2), Layout(2, {EP: 2}), Layout(4, {TP: 2, EP: 2})]
+# Each is part of a layout above.
+SLOW_MOE_LAYOUTS = [Layout(2), Layout(2, {EP: 2}), Layout(4, {TP: 2, EP: 2})]
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *map(slow, SLOW_LAYOUTS)], ids=str)
@@ -66,25 +78,25 @@ def test_layout_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(partial(check_layout, config=MUON), layout.world_size, "qwen3", True, layout)
 
 
-@pytest.mark.parametrize("layout", [*WITH_EXPERTS, *map(slow, SLOW_WITH_EXPERTS)], ids=str)
+@pytest.mark.parametrize("layout", [*MOE_LAYOUTS, *map(slow, SLOW_MOE_LAYOUTS)], ids=str)
 def test_layout_with_experts_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     check = partial(check_layout, config=MUON)
     ranks.run(check, layout.world_size, "qwen3_moe", False, layout)
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "simple_fsdp"])
-def test_fewer_rows_than_ranks(ranks: RankPool, mode: str) -> None:
+def test_matrix_with_fewer_rows_than_ranks(ranks: RankPool, mode: str) -> None:
     check = partial(check_layout, config=MUON, has_narrow_keys=True)
     assert ranks.run(check, 4, "llama3", False, Layout(4, {MODE: mode}))[0] != []
 
 
-def test_delta_nets(ranks: RankPool) -> None:
+def test_delta_nets_match_one_device(ranks: RankPool) -> None:
     check = partial(check_layout, config=MUON)
     ranks.run(check, 4, "qwen3_next", False, Layout(4, {CP: 2, TP: 2} | {METHOD: "ulysses"}))
 
 
-def test_singular_values_go_through_the_polynomial() -> None:
-    """The closed form: U f(S) V', whatever the shape."""
+def test_orthogonalize_maps_singular_values_by_polynomial() -> None:
+    """Closed form: U f(S) V' for every shape."""
     a, b, c = COEFFICIENTS
     generator = torch.Generator().manual_seed(0)
     for shape in ((5, 12, 7), (2, 6, 6), (3, 4, 20)):
@@ -98,7 +110,7 @@ def test_singular_values_go_through_the_polynomial() -> None:
     assert torch.equal(orthogonalize(torch.zeros(1, 3, 4)), torch.zeros(1, 3, 4))
 
 
-def trained(optimizers: Any, parameters: list[nn.Parameter], steps: int = 4) -> list[torch.Tensor]:
+def train(optimizers: Any, parameters: list[nn.Parameter], steps: int = 4) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         for parameter in parameters:
@@ -109,7 +121,7 @@ def trained(optimizers: Any, parameters: list[nn.Parameter], steps: int = 4) -> 
     return [parameter.detach() for parameter in parameters]
 
 
-def small(dtype: torch.dtype) -> list[nn.Parameter]:
+def build_parameters(dtype: torch.dtype) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(6, 8), (8, 6), (8, 6), (3, 5, 4), (9,)]
     return [nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)) for s in shapes]
@@ -118,8 +130,8 @@ def small(dtype: torch.dtype) -> list[nn.Parameter]:
 OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "fused": True}
 
 
-def built(parameters: list[nn.Parameter], **options: Any) -> Muon:
-    """Muon for all but the last."""
+def build_muon(parameters: list[nn.Parameter], **options: Any) -> Muon:
+    """Muon for all parameters but the last."""
     groups = [
         {"params": parameters[-1:], "weight_decay": 0.1},
         {"params": parameters[:-1], "weight_decay": 0.1, "muon_momentum": 0.9},
@@ -127,8 +139,8 @@ def built(parameters: list[nn.Parameter], **options: Any) -> Muon:
     return Muon(groups, weight_mesh=None, **OPTIONS, **options)
 
 
-class NoBfloat16(TorchDispatchMode):
-    """Casts to bfloat16 become casts to float64."""
+class Float64ForBfloat16(TorchDispatchMode):
+    """Turns casts to bfloat16 into casts to float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -138,35 +150,35 @@ class NoBfloat16(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("chunk", [muon.CHUNK, 100, 1])
-def test_is_pytorchs(chunk: int) -> None:
-    """In float64, and with each expert as a matrix of its own; PyTorch's knows bfloat16 only."""
-    parameters, copies = small(torch.float64), small(torch.float64)
+def test_update_equals_pytorch(chunk: int) -> None:
+    """In float64, with one parameter per expert. PyTorch's Muon computes in bfloat16 only."""
+    parameters, references = build_parameters(torch.float64), build_parameters(torch.float64)
     with patch.object(muon, "CHUNK", chunk):
-        got = trained([built(parameters)], parameters)
-    # They share the memory of the stack.
-    experts = [nn.Parameter(matrix) for matrix in copies[3].detach()]
+        got = train([build_muon(parameters)], parameters)
+    # Views of the stack's memory.
+    experts = [nn.Parameter(matrix) for matrix in references[3].detach()]
 
-    def deal() -> None:
-        assert copies[3].grad is not None
-        for expert, gradient in zip(experts, copies[3].grad, strict=True):
+    def set_expert_gradients() -> None:
+        assert references[3].grad is not None
+        for expert, gradient in zip(experts, references[3].grad, strict=True):
             expert.grad = gradient
 
-    theirs = torch.optim.Muon(
-        copies[:3] + experts,
+    pytorch_muon = torch.optim.Muon(
+        references[:3] + experts,
         lr=0.02,
         momentum=0.9,
         weight_decay=0.1,
         adjust_lr_fn="match_rms_adamw",
     )
-    adamw = torch.optim.AdamW(copies[-1:], weight_decay=0.1, **OPTIONS)
-    with NoBfloat16():
-        want = trained([SimpleNamespace(step=deal), theirs, adamw], copies)
-    for ours, other in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-12)
+    adamw = torch.optim.AdamW(references[-1:], weight_decay=0.1, **OPTIONS)
+    with Float64ForBfloat16():
+        want = train([SimpleNamespace(step=set_expert_gradients), pytorch_muon, adamw], references)
+    for actual, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_an_update_is_as_large_as_adamws() -> None:
-    """Root mean square 0.2 lr, where AdamW's is between 0.2 and 0.4 (arXiv 2502.16982)."""
+def test_update_rms_is_similar_to_adamw() -> None:
+    """Update RMS is 0.2 lr; AdamW's is 0.2 to 0.4 lr (arXiv 2502.16982)."""
     for shape in ((64, 64), (32, 128), (128, 32)):
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.randn(shape)
@@ -176,86 +188,84 @@ def test_an_update_is_as_large_as_adamws() -> None:
 
 
 @pytest.mark.parametrize("moment_dtype", [None, torch.bfloat16])
-def test_found_inf_masks_an_update_and_the_host_does_not_wait(
+def test_found_inf_masks_update_without_host_sync(
     moment_dtype: torch.dtype | None,
 ) -> None:
-    parameters = small(torch.float32)
-    optimizer = built(parameters, moment_dtype=moment_dtype)
-    trained([optimizer], parameters)
+    parameters = build_parameters(torch.float32)
+    optimizer = build_muon(parameters, moment_dtype=moment_dtype)
+    train([optimizer], parameters)
     state = [value for own in optimizer.state.values() for value in own.values()]
     before = [tensor.detach().clone() for tensor in [*parameters, *state]]
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.fill_(torch.nan)
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    with no_waiting():
+    with forbid_host_sync():
         optimizer.step()
     assert all(map(torch.equal, before, [*parameters, *state]))
     optimizer.found_inf.zero_()  # type: ignore[attr-defined]
-    trained([optimizer], parameters)
+    train([optimizer], parameters)
     assert not any(map(torch.equal, before[: len(parameters)], parameters))
 
 
-def test_momentum_in_bfloat16() -> None:
-    parameters, others = small(torch.float32), small(torch.float32)
-    short = built(parameters, moment_dtype=torch.bfloat16)
-    got, want = trained([short], parameters), trained([built(others)], others)
-    buffers = [short.state[p]["momentum_buffer"] for p in parameters[:-1]]
+def test_bfloat16_momentum_is_close_to_float32() -> None:
+    parameters, others = build_parameters(torch.float32), build_parameters(torch.float32)
+    rounded = build_muon(parameters, moment_dtype=torch.bfloat16)
+    got, want = train([rounded], parameters), train([build_muon(others)], others)
+    buffers = [rounded.state[p]["momentum_buffer"] for p in parameters[:-1]]
     assert {buffer.dtype for buffer in buffers} == {torch.bfloat16}
-    for ours, other in zip(got, want, strict=True):
-        assert 0 < (ours - other).norm() < 0.02 * other.norm()
+    for actual, expected in zip(got, want, strict=True):
+        assert 0 < (actual - expected).norm() < 0.02 * expected.norm()
 
 
-def fqns_of_muon(name: str) -> set[str]:
+def muon_fqns(name: str) -> set[str]:
     spec, args = find_model(name, "debugmodel")
     model = build_on_meta(spec, replace(args, n_layers=1), torch.float32)
     names = {id(p): fqn for fqn, p in model.named_parameters()}
     return {names[id(p)] for p in hidden_matrices(spec.blocks(model), spec.moes(model))}
 
 
-def test_matrices_of_blocks_are_muons() -> None:
+def test_muon_updates_matrices_of_blocks() -> None:
     attention = {f"layers.0.attention.w{x}.weight" for x in "qkvo"}
     dense = attention | {f"layers.0.feed_forward.w{x}.weight" for x in "123"}
-    assert fqns_of_muon("llama3") == fqns_of_muon("qwen3") == dense
+    assert muon_fqns("llama3") == muon_fqns("qwen3") == dense
     experts = {f"layers.0.feed_forward.experts.w{x}" for x in "123"}
-    assert fqns_of_muon("qwen3_moe") == attention | experts | {
-        "layers.0.feed_forward.router.weight"
-    }
-    # Neither the convolution (heads, channels, taps) nor the shared expert's gate, a vector.
+    assert muon_fqns("qwen3_moe") == attention | experts | {"layers.0.feed_forward.router.weight"}
+    # Excludes the convolution (heads, channels, taps) and the shared expert's gate, a vector.
     linear = {f"layers.0.attention.{x}.weight" for x in ("wqkvz", "wba", "wo")}
     shared = {f"layers.0.feed_forward.shared.w{x}.weight" for x in "123"}
-    assert fqns_of_muon("qwen3_next") == linear | shared | experts | {
+    assert muon_fqns("qwen3_next") == linear | shared | experts | {
         "layers.0.feed_forward.router.weight"
     }
 
 
-def test_a_model_without_matrices_is_refused() -> None:
+def test_model_without_matrices_raises() -> None:
     with pytest.raises(ValueError, match="no hidden matrices"):
         build_optimizer(nn.Linear(2, 2), MUON)
 
 
-def plan_of(layout: Layout) -> list[tuple[tuple[int, ...], int, bool]]:
-    """Of each stack its shape, the rank that orthogonalizes it, and whether it travels."""
+def assignments(layout: Layout) -> list[tuple[tuple[int, ...], int, bool]]:
+    """Shape, owner rank and whether it needs communication, of each stack."""
     spec, args = find_model("qwen3_moe", "debugmodel")
-    found = spread("qwen3_moe", replace(args, n_layers=4), layout)
-    materialize(found.model, CPU, seed=1)
-    matrices = hidden_matrices(spec.blocks(found.model), spec.moes(found.model))
+    found = shard_debugmodel("qwen3_moe", replace(args, n_layers=4), layout)
+    materialize(found.module, CPU, seed=1)
+    matrices = hidden_matrices(spec.blocks(found.module), spec.moes(found.module))
     optimizer = build_optimizer(
-        found.model, MUON, matrices=matrices, weight_mesh=found.dims.weight_mesh
+        found.module, MUON, matrices=matrices, weight_mesh=found.dims.weight_mesh
     )
     assert isinstance(optimizer, Muon)
-    return [(t.stack.shape, t.owner, t.travels) for ts in optimizer._rounds for t in ts]
+    return [(t.stack.shape, t.owner, t.needs_communication) for ts in optimizer._rounds for t in ts]
 
 
 @pytest.mark.parametrize("layout", [Layout(4), Layout(4, DDP), Layout(4, {EP: 2})], ids=str)
-def test_the_work_is_dealt_out(ranks: RankPool, layout: Layout) -> None:
-    plan, *others = ranks.run(plan_of, 4, layout)
-    assert all(other == plan for other in others)
+def test_owners_balance_the_cost(ranks: RankPool, layout: Layout) -> None:
+    assigned, *others = ranks.run(assignments, 4, layout)
+    assert all(expected == assigned for expected in others)
     loads = [0, 0, 0, 0]
-    for (count, m, n), owner, _ in plan:
+    for (count, m, n), owner, _ in assigned:
         loads[owner] += count * m * n * min(m, n)
     assert max(loads) < 1.25 * sum(loads) / 4
-    stays = {shape for shape, _, travels in plan if not travels}
-    # Experts that are whole on a rank stay there.
-    assert all(len(shape) == 3 and shape[0] > 1 for shape in stays)
-    assert (stays == set()) == (layout.parallelism == DDP)
+    local_shapes = {shape for shape, _, needs_communication in assigned if not needs_communication}
+    # Experts that are whole on a rank are not communicated.
+    assert all(len(shape) == 3 and shape[0] > 1 for shape in local_shapes)
+    assert (local_shapes == set()) == (layout.parallelism == DDP)

@@ -19,7 +19,7 @@ def small_model(tie_embeddings: bool) -> Transformer:
     return Transformer(args)
 
 
-def built(model: Transformer, config: Optimizer) -> torch.optim.AdamW:
+def build(model: Transformer, config: Optimizer) -> torch.optim.AdamW:
     matrices = hidden_matrices(model.layers, moes=[])
     return build_optimizer(model, config, matrices=matrices)
 
@@ -33,8 +33,8 @@ def test_only_matrices_decay(tie_embeddings: bool, config: Optimizer) -> None:
         torch.nn.init.normal_(parameter)
         before[fqn] = parameter.detach().clone()
         parameter.grad = torch.zeros_like(parameter)
-    built(model, config).step()
-    # Without a gradient, decay is all that a step does.
+    build(model, config).step()
+    # With zero gradients, a step only decays.
     decayed = {fqn for fqn, p in model.named_parameters() if not torch.equal(p, before[fqn])}
     projections = {
         f"layers.{i}.{name}.weight"
@@ -48,19 +48,17 @@ def test_only_matrices_decay(tie_embeddings: bool, config: Optimizer) -> None:
 
 @pytest.mark.parametrize("config", [CONFIG, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_every_parameter_is_updated_by_the_same_rule(
-    tie_embeddings: bool, config: Optimizer
-) -> None:
+def test_every_parameter_has_the_same_options(tie_embeddings: bool, config: Optimizer) -> None:
     model = small_model(tie_embeddings)
-    optimizer = built(model, config)
-    given = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(given) == sorted(id(p) for p in model.parameters())
-    rules = [(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups]
-    assert set(rules) == {(0.5, (0.8, 0.9), 1e-6)}
+    optimizer = build(model, config)
+    updated = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(updated) == sorted(id(p) for p in model.parameters())
+    options = [(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups]
+    assert set(options) == {(0.5, (0.8, 0.9), 1e-6)}
 
 
-def test_muon_is_as_configured() -> None:
-    optimizer = built(small_model(False), MUON.model_copy(update={"state_dtype": "bfloat16"}))
+def test_muon_has_configured_options() -> None:
+    optimizer = build(small_model(False), MUON.model_copy(update={"state_dtype": "bfloat16"}))
     assert isinstance(optimizer, Muon)
     assert optimizer.moment_dtype == torch.bfloat16
     momenta = [group.get("muon_momentum") for group in optimizer.param_groups]

@@ -23,10 +23,10 @@ def curve(config: LrScheduler, total_steps: int) -> list[float]:
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 @pytest.mark.parametrize("decay_ratio", [0.0, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_curve_is_warmup_then_flat_then_decay(
+def test_curve_is_warmup_then_constant_then_decay(
     shape: str, warmup: int, decay_ratio: float, floor: float
 ) -> None:
-    # No ratio of it but 0 and 1 is whole, and one is nearer to the number above.
+    # Of these ratios only 0 and 1 give whole steps, and one is rounded up.
     total = 113
     config = LrScheduler(
         warmup_steps=warmup, decay_ratio=decay_ratio, decay_type=shape, min_lr_factor=floor
@@ -41,14 +41,14 @@ def test_curve_is_warmup_then_flat_then_decay(
     factors = curve(config, total)
     assert factors == pytest.approx(up + flat + down, abs=1e-12)
     assert factors[-1] == pytest.approx(floor if decay_ratio else 1.0)
-    # No step is steeper than the shape's steepest one.
+    # No step is steeper than the steepest one of the shape.
     steepest = {"linear": 1.0, "sqrt": math.sqrt(total - start), "cosine": math.pi / 2}[shape]
     limit = max(1 / max(1, warmup), steepest / max(1, total - start))
     assert max(abs(a - b) for a, b in pairwise(factors)) <= limit + 1e-12
 
 
-def test_longer_horizon_only_moves_the_decay() -> None:
-    """What warmup-stable-decay is for: a run can be extended from before its decay."""
+def test_more_total_steps_only_move_the_decay() -> None:
+    """Warmup-stable-decay: a run can be extended from before its decay."""
     assert curve(WSD, 200)[:80] == curve(WSD, 100)[:80]
     assert curve(WSD, 200)[80:160] == [1.0] * 80
 

@@ -1,4 +1,4 @@
-"""What tensor, context and pipeline parallelism send in a step is what a closed form says."""
+"""Tests the collectives of tensor, context and pipeline parallelism against closed forms."""
 
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +13,7 @@ from data.loader import Batch
 from models import TransformerArgs, find_model
 from optim import loss
 from parallelisms.materialize import materialize
-from tests.layouts import CP, CPU, METHOD, PP, SCHEDULE, TP, Layout, spread
+from tests.layouts import CP, CPU, METHOD, PP, SCHEDULE, TP, Layout, shard_debugmodel
 from tests.ranks import RankPool
 
 ROWS, SEQ_LEN, MICROBATCHES, BYTES = 1, 32, 4, 4
@@ -25,9 +25,9 @@ SHORT_NAMES = {
     "c10d::send": "send",
     "c10d::recv_": "receive",
 }
-# FSDP's own, of weights: tests/benchmarks/test_sharding.py counts them.
-OF_WEIGHTS = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
-# What: bytes of the whole (of what one rank puts in, where nothing is a part): calls.
+# FSDP's collectives, which tests/benchmarks/test_sharding.py counts.
+FSDP_COLLECTIVES = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
+# Calls by collective and bytes: those of the unsharded tensor, or of one rank's all-to-all or P2P.
 Calls = Counter[tuple[str, int]]
 
 
@@ -37,47 +37,50 @@ def args_of(n_layers: int) -> TransformerArgs:
 
 
 def count(layout: Layout, n_layers: int) -> Calls:
-    model = spread("llama3", args_of(n_layers), layout, compute_dtype="float32")
-    materialize(model.model, CPU, seed=1)
-    runner = model.runner()
+    sharded = shard_debugmodel("llama3", args_of(n_layers), layout, compute_dtype="float32")
+    materialize(sharded.module, CPU, seed=1)
+    runner = sharded.runner()
     tokens = torch.randint(300, (ROWS, SEQ_LEN))
     microbatches = [Batch(tokens, tokens)] * MICROBATCHES
 
     def step() -> None:
-        # A row of logits at a time.
+        # The loss runs on one row of logits at a time.
         with patch.object(loss, "CPU_CHUNK", 1):
-            runner.train(microbatches, ROWS * SEQ_LEN * MICROBATCHES)
+            runner.forward_backward(microbatches, ROWS * SEQ_LEN * MICROBATCHES)
 
     step()
     calls: Calls = Counter()
     for event in profiled(step):
-        if event.name.startswith("c10d::") and event.name not in OF_WEIGHTS:
+        if event.name.startswith("c10d::") and event.name not in FSDP_COLLECTIVES:
             size = max(operand_bytes(operand) for operand in event.extra_fields.inputs[:2])
             calls[SHORT_NAMES[event.name], size] += 1
     return calls
 
 
-def of_tensor_parallel(args: TransformerArgs, layers: int, tp: int, cp: int = 1) -> Calls:
-    """Megatron-LM's count (arXiv 2205.05198): a gather before each pair of matrices, a scatter
-    after it, and the reverse in backward. The embedding only scatters, the output only gathers."""
+def tensor_parallel_calls(args: TransformerArgs, layers: int, tp: int, cp: int = 1) -> Calls:
+    """Megatron-LM's count (arXiv 2205.05198).
+
+    An all-gather before each pair of matmuls, a reduce-scatter after it, and the reverse in
+    backward. The embedding only scatters, the output only gathers.
+    """
     positions = ROWS * SEQ_LEN // cp
     hidden, pairs = BYTES * positions * args.dim, 2 * layers + 1
     calls: Calls = Counter()
     for kind in ("all_gather", "reduce_scatter"):
         calls[kind, hidden] = 2 * pairs
         if args.n_kv_heads < tp:
-            # Keys and values of all heads, forward; their gradients, backward.
+            # Keys and values of all heads in forward, their gradients in backward.
             calls[kind, BYTES * positions * args.n_kv_heads * args.head_dim] = 2 * layers
-    # Of each norm, a gradient.
+    # One gradient per norm.
     calls["all_reduce", BYTES * args.dim] = pairs
-    # Of each token its greatest logit; its sum of exponentials and its label's. Logits stay.
+    # Per token the maximum logit, then the sum of exponentials and the label's logit.
     calls["all_reduce", BYTES * positions] += 1
     calls["all_reduce", 2 * BYTES * positions] += 1
     return calls
 
 
-def of_ulysses(args: TransformerArgs, layers: int, cp: int, tp: int = 1) -> Calls:
-    """Queries, keys and values there, what attention makes of them back; and the gradients."""
+def ulysses_calls(args: TransformerArgs, layers: int, cp: int, tp: int = 1) -> Calls:
+    """Q, K and V before attention, its output after it, and their gradients."""
     heads, kv_heads = args.n_heads // tp, max(args.n_kv_heads // tp, cp)
     size = BYTES * ROWS * SEQ_LEN // cp * args.head_dim
     calls: Calls = Counter()
@@ -86,14 +89,14 @@ def of_ulysses(args: TransformerArgs, layers: int, cp: int, tp: int = 1) -> Call
     return calls
 
 
-def of_allgather(args: TransformerArgs, layers: int, tp: int = 1) -> Calls:
+def allgather_calls(args: TransformerArgs, layers: int, tp: int = 1) -> Calls:
     whole = 2 * BYTES * ROWS * SEQ_LEN * args.n_kv_heads // tp * args.head_dim
     return Counter({("all_gather", whole): layers, ("reduce_scatter", whole): layers})
 
 
-def of_a_stage(args: TransformerArgs, neighbours: int, parts: int = 1) -> Calls:
-    """To and from each stage beside it, hidden states one way and gradients the other."""
-    hidden = BYTES * ROWS * SEQ_LEN * args.dim // parts
+def pipeline_calls(args: TransformerArgs, neighbours: int, shards: int = 1) -> Calls:
+    """Hidden states one way and gradients the other, for each neighbouring stage."""
+    hidden = BYTES * ROWS * SEQ_LEN * args.dim // shards
     return Counter({("send", hidden): neighbours, ("receive", hidden): neighbours})
 
 
@@ -101,23 +104,25 @@ GATHER = {METHOD: "allgather"}
 
 
 def expected(layout: Layout, n_layers: int, rank: int) -> Calls:
-    """Of one microbatch."""
+    """Return the calls of one microbatch on ``rank``."""
     args, keys = args_of(n_layers), layout.parallelism
     tp, cp, pp = (keys.get(key, 1) for key in (TP, CP, PP))
     calls: Calls = Counter()
     layers = n_layers // pp
     if pp > 1:
         stages = 2 if SCHEDULE in keys else 1
-        place = rank // (layout.world_size // pp)
-        # The first and the last stage of all have one neighbour.
-        ends = (place == 0) + (place == pp - 1)
-        calls += of_a_stage(args, 2 * stages - ends, parts=tp * cp)
+        pp_rank = rank // (layout.world_size // pp)
+        # The first and the last stage have one neighbour.
+        ends = (pp_rank == 0) + (pp_rank == pp - 1)
+        calls += pipeline_calls(args, 2 * stages - ends, shards=tp * cp)
     if tp > 1:
-        assert pp == 1, "a stage has not all of it"
-        calls += of_tensor_parallel(args, layers, tp, cp)
+        assert pp == 1, "the closed form is of a whole model"
+        calls += tensor_parallel_calls(args, layers, tp, cp)
     if cp > 1:
         is_ulysses = METHOD not in keys
-        calls += of_ulysses(args, layers, cp, tp) if is_ulysses else of_allgather(args, layers, tp)
+        calls += (
+            ulysses_calls(args, layers, cp, tp) if is_ulysses else allgather_calls(args, layers, tp)
+        )
     return calls
 
 
@@ -138,8 +143,8 @@ def expected(layout: Layout, n_layers: int, rank: int) -> Calls:
     ],
     ids=str,
 )
-def test_a_step_sends_what_the_closed_form_says(ranks: RankPool, layout: Layout) -> None:
-    # As few as there are stages, and twice as many.
+def test_step_collectives_match_closed_form(ranks: RankPool, layout: Layout) -> None:
+    # As many layers as stages, and twice as many.
     fewest = 4 if PP in layout.parallelism else 2
     for n_layers in (fewest, 2 * fewest):
         found = ranks.run(count, layout.world_size, layout, n_layers)
@@ -148,9 +153,8 @@ def test_a_step_sends_what_the_closed_form_says(ranks: RankPool, layout: Layout)
             assert calls == {key: MICROBATCHES * n for key, n in wanted.items()}, f"rank {rank}"
 
 
-def test_recomputation_keeps_what_collectives_brought(ranks: RankPool) -> None:
-    """Of Ulysses and of the scatters of tensor parallelism; keys are gathered again, which are
-    those of the whole sequence."""
+def test_recompute_repeats_only_kv_all_gathers(ranks: RankPool) -> None:
+    """Recomputation keeps the results of Ulysses' all-to-alls, but gathers K and V again."""
     op = ActivationCheckpoint(mode="selective")
     for keys, again in (({CP: 2}, {}), ({CP: 2} | GATHER, {"all_gather": 2})):
         layout = Layout(2, keys, recompute=op)

@@ -1,7 +1,6 @@
-"""Packed documents on layouts that cut the sequence compute what one device does, see only
-themselves, and cost each rank only its part.
+"""Tests of packed documents on layouts that shard the sequence: parity, isolation and memory.
 
-The rows put the documents' boundaries on, before and after every place where a layout cuts.
+The rows have document boundaries on, before and after every boundary between shards.
 """
 
 import math
@@ -21,32 +20,44 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Parallelism
-from data.loader import Batch, count_valid
-from forward_backward import Runner, WholeModel, _SequenceParts
+from data.loader import Batch, num_target_tokens
+from forward_backward import ModelRunner, SPMDRunner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from models.transformer import InnerAttention
-from optim.loss import IGNORED, cross_entropy_sum
-from parallelisms.context_parallel import AllGather, Ulysses, sequence_part
+from optim.loss import IGNORE_INDEX, cross_entropy_sum
+from parallelisms.context_parallel import AllGather, SequenceSharder, Ulysses, sequence_shard
 from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
-from runtime.distributed import local_part, sum_in_order, sum_over
-from tests.layouts import CP, CPU, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout, spread
+from runtime.distributed import sum_in_order, sum_over
+from runtime.dtensor import to_local
+from tests.layouts import (
+    CP,
+    CPU,
+    METHOD,
+    MODE,
+    PP,
+    REPLICATE,
+    SCHEDULE,
+    TP,
+    Layout,
+    shard_debugmodel,
+)
 from tests.ranks import RankPool
 
 LLAMA, QWEN = "llama3", "qwen3"
 TOLERANCE = 1e-9
 SEQ_LEN, MICROBATCHES, FLOAT64 = 32, 2, 8
-# Context parallel on 4 ranks cuts at each of these places, other layouts at some of them.
+# Context parallel on 4 ranks shards at each of these positions, other layouts at some of them.
 EDGES = range(4, SEQ_LEN, 4)
-# Where the documents of each row start.
+# First positions of the documents of each row.
 STARTS: tuple[tuple[int, ...], ...] = (
     (0, *EDGES),
     (0, *(edge - 1 for edge in EDGES)),
     (0, *(edge + 1 for edge in EDGES)),
     # Documents of one token on both sides of every edge.
     (0, *sorted(edge + side for edge in EDGES for side in (-1, 0, 1))),
-    # Longer than any part.
+    # Longer than any shard.
     (0, 5, 26),
     (0,),
     (0, 15),
@@ -72,7 +83,7 @@ class Case:
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Of context and tensor parallel: what cuts the sequence."""
+        """Degrees of context and tensor parallel, which shard the sequence."""
         return self.layout.parallelism.get(CP, 1), self.layout.parallelism.get(TP, 1)
 
     @property
@@ -84,7 +95,7 @@ GATHER = {METHOD: "allgather"}
 CASES = [
     Case(Layout(2, {CP: 2})),
     Case(Layout(2, {CP: 2} | GATHER)),
-    # Heads of keys that are split, and those that several ranks need.
+    # KV heads that are split, and those that several ranks need.
     Case(Layout(2, {CP: 2}), 6, 3),
     Case(Layout(2, {PP: 2})),
     Case(Layout(4, {CP: 4})),
@@ -94,7 +105,7 @@ CASES = [
     Case(Layout(4, {CP: 2, PP: 2})),
     Case(Layout(4, {CP: 2, PP: 2} | GATHER)),
 ]
-# Each with one of the models; the other is slow.
+# Each runs one of the models; SLOW_CASES run the other.
 TENSOR_PARALLEL = [
     Case(Layout(2, {TP: 2}), 6, 3, (QWEN,)),
     Case(Layout(2, {TP: 2}), 4, 1, (LLAMA,)),
@@ -133,7 +144,7 @@ VARIANTS = [
 
 
 def args_of(name: str, case: Case) -> TransformerArgs:
-    """A tiny model, so that many sequences take little time. qwen3's embeddings are tied."""
+    """Return a model tiny enough for many sequences. qwen3's embeddings are tied."""
     args = find_model(name, "debugmodel")[1]
     assert args.tie_embeddings == (name == QWEN)
     args = replace(args, n_heads=case.n_heads, n_kv_heads=case.n_kv_heads, head_dim=8)
@@ -145,7 +156,7 @@ def args_of(name: str, case: Case) -> TransformerArgs:
 
 @cache
 def packed() -> Batch:
-    """The rows of STARTS."""
+    """Return a batch of the rows of STARTS."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(64, (ROWS, SEQ_LEN + 1), generator=generator)
     is_start = torch.zeros(ROWS, SEQ_LEN, dtype=torch.long)
@@ -154,11 +165,11 @@ def packed() -> Batch:
     index = torch.arange(SEQ_LEN)
     positions = index - (index * is_start).cummax(dim=1).values
     labels = tokens[:, 1:].clone()
-    # Late labels count less often.
+    # Later labels are ignored less often.
     chance = 0.8 * (index / SEQ_LEN) ** 2
-    labels[torch.rand(labels.shape, generator=generator) < chance] = IGNORED
-    # With ulysses some ranks have no label at all in the first microbatch.
-    labels[: ROWS // MICROBATCHES, : SEQ_LEN // 2] = IGNORED
+    labels[torch.rand(labels.shape, generator=generator) < chance] = IGNORE_INDEX
+    # With Ulysses some ranks have no target tokens in the first microbatch.
+    labels[: ROWS // MICROBATCHES, : SEQ_LEN // 2] = IGNORE_INDEX
     return Batch(tokens[:, :-1].contiguous(), labels, positions, is_start.cumsum(dim=1))
 
 
@@ -166,7 +177,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
     return Batch(*(None if tensor is None else tensor[rows] for tensor in batch[:4]))
 
 
-def test_the_rows_hold_every_case():
+def test_rows_cover_all_document_boundaries():
     assert all(row == tuple(sorted(set(row))) and row[0] == 0 for row in STARTS)
     lengths = [
         [end - start for start, end in zip(row, (*row[1:], SEQ_LEN), strict=True)] for row in STARTS
@@ -174,13 +185,13 @@ def test_the_rows_hold_every_case():
     for edge in EDGES:
         for start in (edge - 1, edge, edge + 1):
             assert any(start in row for row in STARTS)
-            # With whole documents of more than a token on both sides, and as one token.
+            # Both between two longer documents and as a document of one token.
             found = [(n, row.index(start)) for n, row in enumerate(STARTS) if start in row]
             assert any(min(lengths[n][i - 1 : i + 1]) > 1 for n, i in found)
             assert any(lengths[n][i] == 1 for n, i in found)
-        # A document goes on over the edge.
+        # A document crosses the edge.
         assert any(not {edge - 1, edge, edge + 1} & set(row) for row in STARTS)
-    # The longest part of a sequence that is cut is half of it.
+    # The longest shard of a sequence is half of it.
     assert any(SEQ_LEN // 2 < length < SEQ_LEN for row in lengths for length in row)
     assert [SEQ_LEN] in lengths
     assert [1] * SEQ_LEN in lengths
@@ -191,27 +202,27 @@ def test_the_rows_hold_every_case():
 
 
 class Measured(NamedTuple):
-    """What hooks saw of one forward and backward."""
+    """Measurements of one forward and backward, by hooks."""
 
     blocks: set[int]
-    """Lengths of the sequence where blocks begin."""
+    """Sequence lengths of the blocks' inputs."""
     queries: set[tuple[int, int]]
-    """Lengths of the queries, and their heads, where ``attention.inner`` begins."""
+    """(length, heads) of the queries that enter ``attention.inner``."""
     scores: set[tuple[int, int]]
-    """The same, where queries are multiplied with keys."""
+    """(length, heads) of the queries where they are multiplied with keys."""
     saved: int
-    """Bytes that a block saves for backward for one more row."""
+    """Bytes that a block saves for backward per row."""
 
 
 class Truth(NamedTuple):
-    """What one device makes of ``packed()``."""
+    """Results of one device on ``packed()``."""
 
     logits: torch.Tensor
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     saved: int
     mask: int
-    """Bytes of ``saved`` that are there for the documents' sake."""
+    """Bytes of ``saved`` that the document mask takes."""
 
 
 @cache
@@ -219,9 +230,9 @@ def one_device(name: str, args: TransformerArgs) -> Truth:
     spec, batch = find_model(name, "debugmodel")[0], packed()
     model = build_on_meta(spec, args, torch.float64)
     materialize(model, CPU, seed=7)
-    runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
+    runner = SPMDRunner(model, parallelism=Parallelism(), device=CPU)
     logits = runner.logits(batch)
-    loss = runner.train([batch], count_valid([batch])).sum()
+    loss = runner.forward_backward([batch], num_target_tokens([batch])).sum()
     gradients = {}
     for fqn, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -234,26 +245,26 @@ def one_device(name: str, args: TransformerArgs) -> Truth:
 
 @dataclass
 class Report:
-    """What a rank found."""
+    """Results of one rank."""
 
     errors: dict[str, float]
-    """Relative to one device: of logits, of the loss, and of gradients by FQN."""
+    """Relative errors of logits, loss, and gradients by FQN, against one device."""
     leaks: dict[str, int]
-    """Counts of pairs of positions, by what is wrong with them."""
+    """Counts of pairs of positions, by kind of leak."""
     measured: Measured | None
-    cuts: set[int]
-    """Where this rank's part of a sequence has a beginning."""
-    part: tuple[int, int]
-    """What part of the batch the rank has, by rows and by sequence."""
-    n_valid: int
-    """Labels in it."""
+    shard_starts: set[int]
+    """First positions of this rank's sequence shards."""
+    coordinate: tuple[int, int]
+    """This rank's index among the shards of rows and of sequences."""
+    n_targets: int
+    """Target tokens in the shard."""
 
     @property
-    def wrong(self) -> dict[str, float]:
-        return {what: error for what, error in self.errors.items() if not error < TOLERANCE}
+    def large_errors(self) -> dict[str, float]:
+        return {name: error for name, error in self.errors.items() if not error < TOLERANCE}
 
     def excess(self, name: str, case: Case) -> dict[str, str]:
-        """What the rank holds beyond its part of the sequence."""
+        """Return what the rank holds beyond its sequence shard."""
         assert self.measured is not None
         cp, tp = case.degrees
         heads, length = case.n_heads // tp, SEQ_LEN // cp
@@ -267,22 +278,22 @@ class Report:
             found["saved"] = f"{saved} bytes, not {bound}"
         return found
 
-    def caught(self, name: str, case: Case) -> set[str]:
-        """The kinds of what is wrong."""
-        values = {what if what in ("logits", "loss") else "gradients" for what in self.wrong}
+    def failures(self, name: str, case: Case) -> set[str]:
+        """Return the kinds of properties that fail."""
+        values = {key if key in ("logits", "loss") else "gradients" for key in self.large_errors}
         isolation = {"isolation"} if any(self.leaks.values()) else set()
         return values | isolation | set(self.excess(name, case))
 
 
 def saved_bound(args: TransformerArgs, truth: Truth, case: Case) -> float:
-    """Bytes per row of which a block's backward may need no more.
+    """Return the most bytes per row that a block may save for backward.
 
-    The share of what one device saves, and what attention to the whole sequence takes:
+    This rank's share of what one device saves, and what attention to the whole sequence takes:
 
-    - its output is saved twice, before and after it is in this rank's order;
-    - allgather has keys and values of the whole sequence, ulysses some heads of them for others;
-    - the mask is for queries and keys: all of both with ulysses. With allgather chunks r and
-      2n-1-r see r+1 and 2n-r chunks, together 2n+1 of (2n)^2 pairs of chunks.
+    - its output is saved twice, before and after it is reordered;
+    - allgather has K and V of the whole sequence, Ulysses repeats some of their heads;
+    - with Ulysses the mask covers all queries and keys. With allgather chunks r and 2n-1-r see
+      r+1 and 2n-r chunks, together 2n+1 of (2n)^2 pairs of chunks.
     """
     cp, _ = case.degrees
     output = SEQ_LEN * args.n_heads * args.head_dim * FLOAT64 / cp
@@ -297,113 +308,115 @@ def saved_bound(args: TransformerArgs, truth: Truth, case: Case) -> float:
 def inspect(
     name: str, case: Case, fault: Callable[[], AbstractContextManager] = nullcontext
 ) -> Report:
-    """Everything this file asks of a layout, of one model on this rank."""
+    """Run all checks of this file for one model on this rank. Collective."""
     layout, spec, args = case.layout, find_model(name, "debugmodel")[0], args_of(name, case)
     truth = one_device(name, args)
     is_plain = layout.recompute.mode == "none" and not layout.compile.enable
-    # What other tests compiled in this process counts against PyTorch's limit for a function.
+    # Functions that other tests compiled in this process count against PyTorch's recompile limit.
     torch.compiler.reset()
     with fault():
-        sharded = spread(name, args, layout, dtype="float64")
-        materialize(sharded.model, CPU, seed=7)
+        sharded = shard_debugmodel(name, args, layout, dtype="float64")
+        materialize(sharded.module, CPU, seed=7)
         runner, dims = sharded.runner(), sharded.dims
-        errors = compare(sharded.model, runner, dims, truth)
+        errors = compare(sharded.module, runner, dims, truth)
         leaks = find_leaks(runner)
-        measured = measure(sharded.model, spec, runner, packed()) if is_plain else None
-    own = own_positions(case, dims)
-    # Between the matrices tensor parallel cuts it again.
-    cut = own.chunk(dims.degrees.tp)[dims.data_mesh["tp"].get_local_rank()]
-    labels = torch.cat([batch.labels[:, own] for batch in own_microbatches(dims)])
+        measured = measure(sharded.module, spec, runner, packed()) if is_plain else None
+    positions = local_positions(case, dims)
+    # Tensor parallel shards the sequence again between the matmuls.
+    shard = positions.chunk(dims.degrees.tp)[dims.data_mesh["tp"].get_local_rank()]
+    labels = torch.cat([batch.labels[:, positions] for batch in local_microbatches(dims)])
     return Report(
         errors,
         leaks,
         measured,
-        {int(start) for start in cut if int(start) - 1 not in cut},
+        {int(start) for start in shard if int(start) - 1 not in shard},
         (dims.batch_mesh.get_local_rank(), dims.cp_mesh.get_local_rank()),
-        int((labels != IGNORED).sum()),
+        int((labels != IGNORE_INDEX).sum()),
     )
 
 
-def own_positions(case: Case, dims: ParallelDims) -> torch.Tensor:
+def local_positions(case: Case, dims: ParallelDims) -> torch.Tensor:
     if dims.degrees.cp == 1:
         return torch.arange(SEQ_LEN)
     method = "allgather" if case.gathers else "ulysses"
-    return sequence_part(SEQ_LEN, dims.cp_mesh, method=method)
+    return sequence_shard(SEQ_LEN, dims.cp_mesh, method=method)
 
 
-def compare(model: nn.Module, runner: Runner, dims: ParallelDims, truth: Truth) -> dict[str, float]:
-    """Relative errors of a step with several microbatches.
+def compare(
+    model: nn.Module, runner: ModelRunner, dims: ParallelDims, truth: Truth
+) -> dict[str, float]:
+    """Return the relative errors of a step with several microbatches. Collective.
 
-    They are only returned: a rank that raised would leave the others in their collectives.
+    It does not assert, because a rank that raises leaves the others hanging in collectives.
     """
-    # Forward gives the modules whole weights for a while.
+    # During forward the modules read unsharded weights.
     parameters = dict(model.named_parameters())
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
     rows = slice(rank * ROWS // degree, (rank + 1) * ROWS // degree)
     logits = runner.logits(rows_of(packed(), rows))
-    microbatches = own_microbatches(dims)
-    n_tokens = int(sum_over(torch.tensor(count_valid(microbatches)), dims.batch_mesh))
-    loss = sum_in_order(runner.train(microbatches, n_tokens), dims.data_mesh)
-    errors = {"logits": off(logits, truth.logits[rows]), "loss": off(loss, truth.loss)}
+    microbatches = local_microbatches(dims)
+    n_tokens = int(sum_over(torch.tensor(num_target_tokens(microbatches)), dims.batch_mesh))
+    loss = sum_in_order(runner.forward_backward(microbatches, n_tokens), dims.data_mesh)
+    errors = {"logits": distance(logits, truth.logits[rows]), "loss": distance(loss, truth.loss)}
     for fqn, parameter in parameters.items():
         assert isinstance(parameter.grad, DTensor)
-        errors[fqn] = off(parameter.grad.full_tensor(), truth.gradients[fqn])
+        errors[fqn] = distance(parameter.grad.full_tensor(), truth.gradients[fqn])
     return errors
 
 
-def own_microbatches(dims: ParallelDims) -> list[Batch]:
+def local_microbatches(dims: ParallelDims) -> list[Batch]:
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
     n_rows = ROWS // (degree * MICROBATCHES)
     starts = range(rank * n_rows, ROWS, degree * n_rows)
     return [rows_of(packed(), slice(start, start + n_rows)) for start in starts]
 
 
-def off(got: torch.Tensor, want: torch.Tensor) -> float:
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
-def find_leaks(runner: Runner) -> dict[str, int]:
-    """Change each token of each row in turn, and see which logits change at all.
+def find_leaks(runner: ModelRunner) -> dict[str, int]:
+    """Change each token of each row in turn, and count the logits that wrongly change or do not.
 
-    To the last bit: both times the same operations are done in the same order, and what a mask
-    hides has a weight of exactly 0.
+    Compares bits: both runs do the same operations in the same order, and masked positions have a
+    weight of exactly 0.
     """
     tokens, positions, document_ids = packed().inputs
     assert document_ids is not None
     whole = torch.zeros(1, SEQ_LEN, dtype=torch.long)
     leaks = {}
-    for what, inputs, ids in [
+    for name, inputs, ids in [
         ("documents", (tokens, positions, document_ids), document_ids),
         ("one document", (tokens[:1],), whole),
     ]:
         sees = influence(runner, *inputs)
         is_later = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).triu()
         is_same = ids[:, :, None] == ids[:, None, :]
-        leaks[f"other documents see {what}"] = int((sees & ~is_same).sum())
-        leaks[f"earlier positions see {what}"] = int((sees & is_same & ~is_later).sum())
-        leaks[f"own later positions do not see {what}"] = int((~sees & is_same & is_later).sum())
+        leaks[f"other documents see {name}"] = int((sees & ~is_same).sum())
+        leaks[f"earlier positions see {name}"] = int((sees & is_same & ~is_later).sum())
+        leaks[f"own later positions do not see {name}"] = int((~sees & is_same & is_later).sum())
     return leaks
 
 
-def influence(runner: Runner, tokens: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Which position's token changes which position's logits (rows, s, s)."""
+def influence(runner: ModelRunner, tokens: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """Return whether token i changes the logits of position j: (rows, s, s), [row, i, j]."""
     before, *rest = (t[:, None].expand(-1, SEQ_LEN, -1) for t in (tokens, *others))
     after = before.clone()
     after.diagonal(dim1=1, dim2=2).add_(1).remainder_(64)
     before, after, *rest = (t.flatten(0, 1) for t in (before, after, *rest))
-    facts = rest or [None, None]
-    logits = [runner.logits(Batch(tokens, tokens, *facts)) for tokens in (before, after)]
+    others_or_none = rest or [None, None]
+    logits = [runner.logits(Batch(tokens, tokens, *others_or_none)) for tokens in (before, after)]
     is_changed = logits[0] != logits[1]
     return is_changed.any(dim=-1).unflatten(0, (-1, SEQ_LEN))
 
 
-def measure(model: nn.Module, spec: Any, runner: Runner, batch: Batch) -> Measured:
-    """Train on one row of ``batch`` and then on two: weights cost nothing for one more row."""
+def measure(model: nn.Module, spec: Any, runner: ModelRunner, batch: Batch) -> Measured:
+    """Measure training on one row of ``batch`` and on two, to exclude the weights."""
     lengths: tuple[set[int], set[Any], set[Any]] = (set(), set(), set())
     saved = []
     for n_rows in (1, 2):
         with watched(model, spec, lengths) as sizes:
-            runner.train([rows_of(batch, slice(n_rows))] * MICROBATCHES, SEQ_LEN)
+            runner.forward_backward([rows_of(batch, slice(n_rows))] * MICROBATCHES, SEQ_LEN)
         saved.append(max(sizes))
     return Measured(*lengths, saved[1] - saved[0])
 
@@ -412,15 +425,15 @@ def measure(model: nn.Module, spec: Any, runner: Runner, batch: Batch) -> Measur
 def watched(
     model: nn.Module, spec: Any, lengths: tuple[set[int], set[Any], set[Any]]
 ) -> Iterator[list[int]]:
-    """Gives the bytes that each call of a block saves for backward. Adds to ``lengths``."""
+    """Yield a list of the bytes each call of a block saves for backward. Mutates ``lengths``."""
     sizes: list[int] = []
     open_hooks: list[saved_tensors_hooks] = []
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        local = local_part(tensor)
+        local = to_local(tensor)
         local = local.elem if isinstance(local, AsyncCollectiveTensor) else local
-        # Many tensors are views of one storage; one that is kept has an address of its own.
+        # Count each storage once: many tensors are views of one.
         storages[local.untyped_storage().data_ptr()] = local.untyped_storage()
         return tensor
 
@@ -458,51 +471,51 @@ def inspect_models(case: Case) -> dict[str, Report]:
 
 @pytest.fixture(scope="module")
 def reports(ranks: RankPool) -> Callable[[Case], list[dict[str, Report]]]:
-    """Of each rank, by model; a layout is started once for all tests."""
+    """Return each rank's reports by model. A layout runs once for all tests."""
     found: dict[str, list[dict[str, Report]]] = {}
 
-    def of(case: Case) -> list[dict[str, Report]]:
+    def reports_of(case: Case) -> list[dict[str, Report]]:
         if str(case) not in found:
             found[str(case)] = ranks.run(inspect_models, case.layout.world_size, case)
         return found[str(case)]
 
-    return of
+    return reports_of
 
 
-def marked(cases: list[Case], *others: Case) -> list[Any]:
+def params(cases: list[Case], *others: Case) -> list[Any]:
     slow = [pytest.param(case, marks=pytest.mark.slow, id=str(case)) for case in others]
     return [*(pytest.param(case, id=str(case)) for case in cases), *slow]
 
 
-@pytest.mark.parametrize("case", marked([*CASES, *TENSOR_PARALLEL], *SLOW_CASES, *VARIANTS))
+@pytest.mark.parametrize("case", params([*CASES, *TENSOR_PARALLEL], *SLOW_CASES, *VARIANTS))
 def test_packed_documents_match_one_device(reports, case: Case):
     for name in case.models:
         found = [report[name] for report in reports(case)]
-        assert [report.wrong for report in found] == [{}] * len(found)
+        assert [report.large_errors for report in found] == [{}] * len(found)
         want = {"logits", "loss", *one_device(name, args_of(name, case)).gradients}
         assert set().union(*(report.errors for report in found)) == want
-        # What the rows are made for: each part begins at an edge, and has other counts of labels.
-        assert set().union(*(report.cuts for report in found)) <= {0, *EDGES}
-        counts = {report.part: report.n_valid for report in found}
+        # By design each shard starts at an edge, and has its own count of target tokens.
+        assert set().union(*(report.shard_starts for report in found)) <= {0, *EDGES}
+        counts = {report.coordinate: report.n_targets for report in found}
         assert len(set(counts.values())) == len(counts)
 
 
-@pytest.mark.parametrize("case", marked([*CASES, *TENSOR_PARALLEL], *SLOW_CASES, *VARIANTS))
-def test_a_token_changes_its_document_from_there_on_and_nothing_else(reports, case: Case):
+@pytest.mark.parametrize("case", params([*CASES, *TENSOR_PARALLEL], *SLOW_CASES, *VARIANTS))
+def test_tokens_change_only_later_tokens_of_their_document(reports, case: Case):
     leaks = [report[name].leaks for report in reports(case) for name in case.models]
     assert all(leaks), "nothing was compared"
-    assert [{what: n for what, n in each.items() if n} for each in leaks] == [{}] * len(leaks)
+    assert [{name: n for name, n in each.items() if n} for each in leaks] == [{}] * len(leaks)
 
 
-@pytest.mark.parametrize("case", marked([*CASES, *TENSOR_PARALLEL], *SLOW_CASES))
-def test_a_rank_holds_its_part_of_the_sequence_only(reports, case: Case):
+@pytest.mark.parametrize("case", params([*CASES, *TENSOR_PARALLEL], *SLOW_CASES))
+def test_ranks_hold_only_their_sequence_shard(reports, case: Case):
     for name in case.models:
         found = [report[name].excess(name, case) for report in reports(case)]
         assert found == [{}] * len(found)
 
 
-def with_heads_in_turn() -> AbstractContextManager:
-    """Copies of heads as 0 1 0 1, not 0 0 1 1."""
+def with_interleaved_heads() -> AbstractContextManager:
+    """Repeat heads as 0 1 0 1, not 0 0 1 1."""
 
     def repeat(tensor: torch.Tensor, copies: int, dim: int) -> torch.Tensor:
         return torch.cat([tensor] * copies, dim=dim)
@@ -510,8 +523,8 @@ def with_heads_in_turn() -> AbstractContextManager:
     return patch.object(torch.Tensor, "repeat_interleave", repeat)
 
 
-def in_order_of_ranks() -> AbstractContextManager:
-    """Keys of rank 0's chunks first, then of rank 1's, as they arrive."""
+def without_chunk_reordering() -> AbstractContextManager:
+    """Leave gathered keys in the order of the ranks."""
 
     def gather(self: AllGather, kv: torch.Tensor) -> torch.Tensor:
         parts = DTensor.from_local(kv, self.cp_mesh, [Shard(2)], run_check=False)
@@ -520,13 +533,13 @@ def in_order_of_ranks() -> AbstractContextManager:
     return patch.object(AllGather, "_gather", gather)
 
 
-def without_others_gradients() -> AbstractContextManager:
-    """Of keys that were gathered, the gradient of this rank's queries only."""
+def without_kv_reduce_scatter() -> AbstractContextManager:
+    """Give gathered keys the gradient of this rank's queries only."""
     return patch("parallelisms.context_parallel.Partial", Replicate)
 
 
 def without_gradients_of_shared_heads() -> AbstractContextManager:
-    """Of heads of keys that several ranks need, the gradient of this rank's queries only."""
+    """Give KV heads that several ranks need the gradient of this rank's queries only."""
     return patch("models.transformer_sharding.Partial", Replicate)
 
 
@@ -534,18 +547,18 @@ def without_documents() -> AbstractContextManager:
     return _with_document_ids(lambda document_ids: None)
 
 
-def with_boundaries_moved() -> AbstractContextManager:
-    """Every document but the first begins a token late."""
+def with_shifted_boundaries() -> AbstractContextManager:
+    """Start every document but the first one token late."""
 
-    def moved(document_ids: torch.Tensor | None) -> torch.Tensor | None:
+    def shifted(document_ids: torch.Tensor | None) -> torch.Tensor | None:
         return None if document_ids is None else document_ids[:, [0, *range(SEQ_LEN - 1)]]
 
-    return _with_document_ids(moved)
+    return _with_document_ids(shifted)
 
 
 @contextmanager
 def _with_document_ids(change: Callable[[Any], Any]) -> Iterator[None]:
-    """As context parallel's attention sees them."""
+    """Change the document ids that context parallel's attention gets."""
     with ExitStack() as stack:
         for kind in (Ulysses, AllGather):
             stack.enter_context(patch.object(kind, "forward", _changed(kind.forward, change)))
@@ -556,32 +569,32 @@ def _changed(forward: Callable[..., Any], change: Callable[[Any], Any]) -> Calla
     return lambda self, q, k, v, ids: forward(self, q, k, v, change(ids))
 
 
-def with_positions_of_the_first_part() -> AbstractContextManager:
-    """Each rank counts from where rank 0 does."""
-    original = _SequenceParts.inputs
+def with_positions_of_rank_0() -> AbstractContextManager:
+    """Give all ranks the positions of rank 0."""
+    original = SequenceSharder.inputs
 
     def inputs(
-        self: _SequenceParts, tokens: torch.Tensor, positions: Any = None, ids: Any = None
+        self: SequenceSharder, tokens: torch.Tensor, positions: Any = None, ids: Any = None
     ) -> Any:
         x, options = original(self, tokens, positions, ids)
         if positions is None:
             positions = torch.arange(SEQ_LEN).expand(tokens.shape)
         return x, options | {"positions": positions[:, : x.shape[1]]}
 
-    return patch.object(_SequenceParts, "inputs", inputs)
+    return patch.object(SequenceSharder, "inputs", inputs)
 
 
-def with_a_look_ahead() -> AbstractContextManager:
-    """Each query sees the next key too, if its chunk ends later."""
+def with_visible_next_token() -> AbstractContextManager:
+    """Unmask the next key of each query, unless its chunk ends there."""
     original = torch.Tensor.tril
     return patch.object(torch.Tensor, "tril", lambda mask, n: original(mask, n + 1))
 
 
 @contextmanager
-def without_cutting() -> Iterator[None]:
-    """A degree that is accepted and does nothing: each rank computes the same, and all is right."""
+def without_sharding() -> Iterator[None]:
+    """Ignore the degree: each rank computes the whole, correct result."""
 
-    def whole(self: _SequenceParts, logits: torch.Tensor) -> torch.Tensor:
+    def unchanged(self: SequenceSharder, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
     def loss(
@@ -591,8 +604,8 @@ def without_cutting() -> Iterator[None]:
 
     with (
         patch("parallelisms.parallelize.apply_context_parallel"),
-        patch.object(_SequenceParts, "own", whole),
-        patch.object(_SequenceParts, "whole", whole),
+        patch.object(SequenceSharder, "shard", unchanged),
+        patch.object(SequenceSharder, "unshard", unchanged),
         patch("forward_backward.cross_entropy_sum", loss),
     ):
         yield
@@ -613,35 +626,35 @@ VALUES = {"logits", "loss", "gradients"}
             (
                 Case(Layout(4, {CP: 4})),
                 {
-                    with_heads_in_turn: VALUES,
-                    with_positions_of_the_first_part: VALUES,
+                    with_interleaved_heads: VALUES,
+                    with_positions_of_rank_0: VALUES,
                     without_documents: VALUES | {"isolation"},
-                    with_boundaries_moved: VALUES | {"isolation"},
-                    without_cutting: {"lengths", "saved"},
+                    with_shifted_boundaries: VALUES | {"isolation"},
+                    without_sharding: {"lengths", "saved"},
                 },
             ),
             (
                 Case(Layout(2, {CP: 2} | GATHER)),
                 {
-                    in_order_of_ranks: VALUES | {"isolation"},
-                    without_others_gradients: {"gradients"},
-                    with_positions_of_the_first_part: VALUES,
+                    without_chunk_reordering: VALUES | {"isolation"},
+                    without_kv_reduce_scatter: {"gradients"},
+                    with_positions_of_rank_0: VALUES,
                     without_documents: VALUES | {"isolation"},
-                    with_boundaries_moved: VALUES | {"isolation"},
-                    with_a_look_ahead: VALUES | {"isolation"},
-                    without_cutting: {"lengths", "saved"},
+                    with_shifted_boundaries: VALUES | {"isolation"},
+                    with_visible_next_token: VALUES | {"isolation"},
+                    without_sharding: {"lengths", "saved"},
                 },
             ),
             (
                 Case(Layout(4, {TP: 4})),
-                {with_heads_in_turn: VALUES, without_gradients_of_shared_heads: {"gradients"}},
+                {with_interleaved_heads: VALUES, without_gradients_of_shared_heads: {"gradients"}},
             ),
         ]
     ],
 )
-def test_a_fault_is_seen(
+def test_faults_are_detected(
     ranks: RankPool, case: Case, faults: dict[Callable[[], AbstractContextManager], set[str]]
 ):
     for reports in ranks.run(inspect_faults, case.layout.world_size, case, list(faults)):
-        found = [report.caught(LLAMA, case) for report in reports]
+        found = [report.failures(LLAMA, case) for report in reports]
         assert dict(zip(faults, found, strict=True)) == faults

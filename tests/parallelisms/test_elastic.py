@@ -1,11 +1,11 @@
-"""The order of additions, on its own; that whole runs agree is tested in tests/reliability."""
+"""Tests of the order of additions; tests/reliability compares whole runs."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from parallelisms.elastic import GradientTree, PairwiseReduceScatter
+from parallelisms.elastic import PairwiseGradientAccumulator, PairwiseReduceScatter
 from tests.ranks import RankPool
 
 # Values whose sum in float32 depends on the order.
@@ -13,7 +13,7 @@ SLOTS = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)) ** 9
 
 
 def pairwise(slots: torch.Tensor) -> torch.Tensor:
-    """The definition."""
+    """Add ``slots`` (n, ...) pairwise, by definition."""
     if len(slots) == 1:
         return slots[0]
     half = len(slots) // 2
@@ -22,7 +22,7 @@ def pairwise(slots: torch.Tensor) -> torch.Tensor:
 
 def accumulate(grads: torch.Tensor, reduce_dtype: torch.dtype | None = None) -> torch.Tensor:
     parameter = nn.Parameter(torch.zeros_like(grads[0]))
-    tree = GradientTree([parameter], reduce_dtype)
+    tree = PairwiseGradientAccumulator([parameter], reduce_dtype)
     for index, grad in enumerate(grads):
         assert parameter.grad is None
         parameter.grad = grad.clone()
@@ -36,21 +36,21 @@ def test_microbatches_are_added_pairwise(count: int) -> None:
     assert torch.equal(accumulate(SLOTS[:count]), pairwise(SLOTS[:count]))
 
 
-def test_the_order_shows() -> None:
+def test_order_changes_the_sum() -> None:
     one_by_one = SLOTS[0].clone()
     for slot in SLOTS[1:]:
         one_by_one += slot
     assert not torch.equal(one_by_one, pairwise(SLOTS))
 
 
-def test_sums_are_rounded_to_the_dtype_of_reduction() -> None:
+def test_sums_are_rounded_to_reduce_dtype() -> None:
     rounded = SLOTS.bfloat16()
     found = accumulate(rounded.float(), torch.bfloat16)
     assert found.dtype == torch.float32
     assert torch.equal(found, pairwise(rounded).float())
 
 
-def test_a_tree_of_three_is_refused() -> None:
+def test_three_microbatches_are_rejected() -> None:
     with pytest.raises(AssertionError, match="3 microbatches are not a power of two"):
         accumulate(SLOTS[:3])
 
@@ -69,6 +69,6 @@ def test_ranks_are_added_pairwise(ranks: RankPool, dtype: torch.dtype) -> None:
         assert torch.equal(whole, pairwise(SLOTS[:count].to(dtype)))
 
 
-def test_a_tree_of_three_ranks_is_refused(ranks: RankPool) -> None:
+def test_three_ranks_are_rejected(ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match="3 ranks are not a power of two"):
         ranks.run(reduce_scatter, 3, torch.float32)

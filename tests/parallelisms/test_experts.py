@@ -1,4 +1,4 @@
-"""Experts on any mesh compute what one device computes: routing, balance loss, every gradient."""
+"""Experts on any mesh match one device: routing, balance loss, every gradient."""
 
 import re
 from typing import cast
@@ -8,14 +8,14 @@ import torch
 from torch.profiler import profile
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
-from data.loader import count_valid
-from forward_backward import WholeModel
+from data.loader import num_target_tokens
+from forward_backward import SPMDRunner
 from models import find_model
 from models.meta import build_on_meta
 from models.moe import MoE
-from optim.expert_balance import ExpertBalance
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
+from optim.router_bias import RouterBiasUpdater
 from parallelisms.materialize import materialize
 from tests.layouts import (
     CP,
@@ -29,7 +29,7 @@ from tests.layouts import (
     SCHEDULE,
     TP,
     Layout,
-    spread,
+    shard_debugmodel,
 )
 from tests.parallelisms.test_parity import (
     MAX_NORM,
@@ -77,7 +77,7 @@ LAYOUTS = [
     Layout(2, {MODE: "simple_fsdp"}, compile=AOT, recompute=SELECTIVE),
     Layout(2, {MODE: "ddp"}, compile=AOT),
 ]
-# What each combines is in one or two of those above, or, without experts, in test_parity.py.
+# Each combines features that one or two layouts above cover, or, without experts, test_parity.py.
 SLOW_LAYOUTS = [
     Layout(8, {EP: 4, TP: 2, REPLICATE: 2}),
     Layout(4, {EP: 2}, recompute=SELECTIVE),
@@ -108,17 +108,19 @@ def test_layout_matches_one_device(ranks: RankPool, layout: Layout) -> None:
     ranks.run(check_layout, layout.world_size, "qwen3_moe", False, layout)
 
 
-def gathers(layout: Layout) -> str:
-    """What FSDP2 gathers in a step, attention, and, in brackets, whose backward begins, in order;
-    "1e" are the experts of block 1."""
+def trace_gathers(layout: Layout) -> str:
+    """Order of FSDP2's all-gathers, attention and, in brackets, each backward that starts.
+
+    "1e" are the experts of block 1.
+    """
     args = args_of("qwen3_moe", False, False, n_layers=3)
-    found = spread("qwen3_moe", args, layout)
-    materialize(found.model, CPU, seed=7)
+    found = shard_debugmodel("qwen3_moe", args, layout)
+    materialize(found.module, CPU, seed=7)
     runner, batch = found.runner(), global_batch(args.vocab_size, False)
-    batches, n_tokens = [rows_of(batch, slice(2))], count_valid([batch])
-    runner.train(batches, n_tokens)
+    batches, n_tokens = [rows_of(batch, slice(2))], num_target_tokens([batch])
+    runner.forward_backward(batches, n_tokens)
     with profile() as profiler:
-        runner.train(batches, n_tokens)
+        runner.forward_backward(batches, n_tokens)
     seen = []
     for event in sorted(profiler.events() or [], key=lambda event: event.time_range.start):
         what = re.fullmatch(r"FSDP::(all_gather|pre_backward) \((.*)\)", event.name)
@@ -149,19 +151,19 @@ def gathers(layout: Layout) -> str:
 def test_experts_are_gathered_with_their_block(
     ranks: RankPool, keys: dict[str, int], forward: str, backward: str
 ) -> None:
-    """And not when the host has waited for the counts of their tokens, with nothing left to do."""
-    for seen in ranks.run(gathers, 4, Layout(4, {EP: 2} | keys)):
+    """Gathered later, they would start after the host has waited for the token counts."""
+    for seen in ranks.run(trace_gathers, 4, Layout(4, {EP: 2} | keys)):
         assert seen == f"{forward} {backward}"
 
 
 def check_routing(layout: Layout) -> None:
-    """In each of some steps, each expert of each layer gets the tokens it gets on one device."""
+    """In each of three steps, each expert gets the same tokens as on one device."""
     args = args_of("qwen3_moe", False, False, n_layers=2)
     batch = global_batch(args.vocab_size, False)
     spec, _ = find_model("qwen3_moe", "debugmodel")
     alone = build_on_meta(spec, args, torch.float64)
-    sharded = spread("qwen3_moe", args, layout, dtype="float64")
-    dims, model = sharded.dims, sharded.model
+    sharded = shard_debugmodel("qwen3_moe", args, layout, dtype="float64")
+    dims, model = sharded.dims, sharded.module
     rates = {}
     for each in (alone, model):
         materialize(each, CPU, seed=7)
@@ -171,28 +173,30 @@ def check_routing(layout: Layout) -> None:
     n_rows = ROWS // degree // 2
     starts = range(rank * ROWS // degree, (rank + 1) * ROWS // degree, n_rows)
     mine = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
-    n_tokens = count_valid([batch])
-    balance = ExpertBalance(spec.moes(model), dims.data_mesh, rate=RATE, device=CPU)
+    n_tokens = num_target_tokens([batch])
+    balance = RouterBiasUpdater(spec.moes(model), dims.data_mesh, rate=RATE, device=CPU)
     names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
     for step in range(3):
-        WholeModel(alone, parallelism=Parallelism(), device=CPU).train([batch], n_tokens)
-        sharded.runner().train(mine, n_tokens)
+        SPMDRunner(alone, parallelism=Parallelism(), device=CPU).forward_backward([batch], n_tokens)
+        sharded.runner().forward_backward(mine, n_tokens)
         for each, optimizer in rates.items():
             clip_grad_norm_(
                 list(each.parameters()), MAX_NORM, pp_mesh=dims.pp_mesh if each is model else None
             )
             optimizer.step()
             optimizer.zero_grad()
-        balance.finish_step(torch.zeros(()))
+        balance.update(torch.zeros(()))
         for name in names:
             got, want = (cast(MoE, each.get_submodule(name)) for each in (model, alone))
-            mean = want.load.double().mean()
-            want.bias += RATE * (mean - want.load).sign().float()
-            assert want.load.sum() == ROWS * SEQ_LEN * args.n_chosen, "a token was dropped"
+            mean = want.tokens_per_expert.double().mean()
+            want.bias += RATE * (mean - want.tokens_per_expert).sign().float()
+            assert want.tokens_per_expert.sum() == ROWS * SEQ_LEN * args.n_chosen, (
+                "a token was dropped"
+            )
             assert torch.equal(got.bias, want.bias), f"step {step}, {name}"
-            want.load.zero_()
+            want.tokens_per_expert.zero_()
 
 
 @pytest.mark.parametrize("layout", ROUTED, ids=str)
-def test_every_mesh_routes_alike(ranks: RankPool, layout: Layout) -> None:
+def test_routing_is_the_same_on_every_mesh(ranks: RankPool, layout: Layout) -> None:
     ranks.run(check_routing, layout.world_size, layout)

@@ -1,4 +1,4 @@
-"""Float8: products within the format's error, training that follows float32, alike on any mesh."""
+"""Float8: GEMMs within the format's error, training that follows float32, the same on any mesh."""
 
 import logging
 import math
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import profile
 
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
-from data.loader import Batch, count_valid
-from forward_backward import WholeModel
+from data.loader import Batch, num_target_tokens
+from forward_backward import SPMDRunner
 from models import find_model
 from models.meta import build_on_meta
 from optim.optimizer import build_optimizer
@@ -27,21 +27,21 @@ from parallelisms.float8 import (
     RECIPES,
     Float8Linear,
     apply_float8,
-    find_scale,
-    round_to,
+    compute_scale,
+    quantize,
 )
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, MODE, PP, TP, Layout, spread
+from tests.layouts import CPU, MODE, PP, TP, Layout, shard_debugmodel
 from tests.parallelisms.test_parity import args_of, global_batch, rows_of, whole
 from tests.ranks import RankPool
 
-# Half of the last bit, relative to an element; relative to the scale's greatest where bits end.
+# Half of the last bit, relative to the element; for tiny elements, relative to their scale's amax.
 PRECISION = {E4M3: 2**-4, E5M2: 2**-3}
 FLOOR = {E4M3: 2**-10 / 448, E5M2: 2**-17 / 57344}
 CONFIGS = {name: Float8(recipe=name, skip_small=False) for name in ("tensorwise", "rowwise")}
-# A CPU takes seconds for some of the products that it does not emulate.
+# A CPU takes seconds for some GEMMs that are not emulated.
 EMULATED = {name: config.model_copy(update={"emulate": True}) for name, config in CONFIGS.items()}
-# Older releases multiply on CPUs with a scale for a matrix only.
+# On CPUs, older releases support per-tensor scales only.
 ON_CPUS = ["tensorwise", pytest.param("rowwise", marks=pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="needs torch 2.13"))]  # fmt: skip
 AOT = Compile(enable=True, backend="aot_eager")
@@ -49,7 +49,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def matrix(*shape: int, seed: int) -> torch.Tensor:
-    """With rows and columns of very different sizes, and an outlier."""
+    """Matrix with rows and columns of very different magnitudes, and an outlier."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     x *= torch.logspace(-3, 1, shape[0])[:, None]
@@ -58,44 +58,44 @@ def matrix(*shape: int, seed: int) -> torch.Tensor:
 
 
 def quantization_bound(x: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
-    """The most that rounding ``x`` to ``dtype`` may change of each element."""
+    """Maximum error of each element of ``x`` when quantized to ``dtype``."""
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    # A scale that is a power of two may be twice of what it need be.
+    # A power-of-two scale is up to twice the exact one.
     slack = 1 if dim is None else 2
     return torch.maximum(x.abs() * PRECISION[dtype], amax * FLOOR[dtype] * slack) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_rounding_is_that_of_the_format(dtype: torch.dtype, dim: int | None) -> None:
+def test_quantization_error_is_within_the_format(dtype: torch.dtype, dim: int | None) -> None:
     x = matrix(32, 48, seed=0)
-    scale = find_scale(x, dtype, dim)
-    rounded = round_to(x, scale, dtype)
+    scale = compute_scale(x, dtype, dim)
+    rounded = quantize(x, scale, dtype)
     error = (rounded.double() * scale.double() - x).abs()
     assert (error <= quantization_bound(x, dtype, dim)).all()
     assert (rounded.float().abs() <= torch.finfo(dtype).max).all()
     if dim is not None:
         assert (scale.log2() == scale.log2().round()).all()
-    # Not far too large a scale either: it would lose bits.
-    greatest = (rounded.double().abs() / torch.finfo(dtype).max).amax(dim=dim or (0, 1))
-    assert greatest.max() > 0.49
+    # A scale that is far too large would lose bits.
+    largest = (rounded.double().abs() / torch.finfo(dtype).max).amax(dim=dim or (0, 1))
+    assert largest.max() > 0.49
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, math.inf, math.nan])
 @pytest.mark.parametrize("dim", [None, 1])
-def test_extremes_survive(value: float, dim: int | None) -> None:
+def test_extreme_values_survive_quantization(value: float, dim: int | None) -> None:
     x = torch.full((16, 16), 1e-3)
     x[2] = value
-    scale = find_scale(x, E4M3, dim)
-    row = (round_to(x, scale, E4M3).float() * scale)[2]
+    scale = compute_scale(x, E4M3, dim)
+    row = (quantize(x, scale, E4M3).float() * scale)[2]
     if math.isfinite(value):
         assert torch.allclose(row, x[2], rtol=PRECISION[E4M3])
     else:
         assert not row.isfinite().any()
 
 
-def check_products(config: Float8) -> None:
-    """Forward and both backward products against float64, within what rounding may do to them."""
+def check_gemms(config: Float8) -> None:
+    """Compare the forward and both backward GEMMs with float64, within the quantization bound."""
     k, n, tokens, recipe = 64, 48, 32, RECIPES[config.recipe]
     linear = nn.Linear(k, n, bias=False, dtype=torch.float64)
     linear.weight.data.copy_(matrix(n, k, seed=1))
@@ -111,49 +111,49 @@ def check_products(config: Float8) -> None:
         ("gradient of x", x.grad, g, w, recipe.gradient_dtype),
         ("gradient of the weight", found.weight.grad, g.t(), xd, recipe.gradient_dtype),
     ):
-        of_a = quantization_bound(a, dtype, 1 if recipe.is_rowwise else None)
-        of_b = quantization_bound(b, E4M3, 0 if recipe.is_rowwise else None)
-        bound = of_a @ b.abs() + a.abs() @ of_b + of_a @ of_b
-        # And float32's, of the sum.
+        a_error = quantization_bound(a, dtype, 1 if recipe.is_rowwise else None)
+        b_error = quantization_bound(b, E4M3, 0 if recipe.is_rowwise else None)
+        bound = a_error @ b.abs() + a.abs() @ b_error + a_error @ b_error
+        # The error of float32 accumulation.
         bound += 1e-5 * a.abs() @ b.abs()
-        assert ((got - a @ b).abs() <= bound).all(), f"{what} is off by more than it may"
-        # Not in a higher precision by mistake: then the test would say nothing.
+        assert ((got - a @ b).abs() <= bound).all(), f"{what} exceeds the error bound"
+        # A GEMM in higher precision by mistake would make this test pass trivially.
         assert (got - a @ b).norm() / (a @ b).norm() > 1e-3, what
 
 
 @pytest.mark.parametrize("recipe", ON_CPUS)
-def test_products_are_within_the_error_of_the_format(recipe: str) -> None:
-    check_products(CONFIGS[recipe])
+def test_gemms_are_within_the_error_of_the_format(recipe: str) -> None:
+    check_gemms(CONFIGS[recipe])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_so_are_emulated_ones(recipe: str) -> None:
-    check_products(EMULATED[recipe])
+def test_emulated_gemms_are_within_the_error_of_the_format(recipe: str) -> None:
+    check_gemms(EMULATED[recipe])
 
 
 @pytest.mark.parametrize("recipe", ON_CPUS)
-def test_a_wrong_scale_is_caught(recipe: str) -> None:
+def test_wrong_scale_fails_the_error_bound(recipe: str) -> None:
     original = torch._scaled_mm
 
     def too_large(a: Any, b: Any, scale_a: torch.Tensor, **keys: Any) -> torch.Tensor:
         return original(a, b, scale_a=scale_a * 1.3, **keys)
 
     def swapped(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return round_to(x, scale.flip(0, 1) if scale.ndim else scale * 2, dtype)
+        return quantize(x, scale.flip(0, 1) if scale.ndim else scale * 2, dtype)
 
     with patch.object(float8, "scaled_mm", lambda: too_large), pytest.raises(AssertionError):
-        check_products(CONFIGS[recipe])
-    with patch.object(float8, "round_to", swapped), pytest.raises(AssertionError):
-        check_products(CONFIGS[recipe])
+        check_gemms(CONFIGS[recipe])
+    with patch.object(float8, "quantize", swapped), pytest.raises(AssertionError):
+        check_gemms(CONFIGS[recipe])
 
 
 @pytest.mark.parametrize("recipe", ON_CPUS)
-def test_operands_are_laid_out_as_the_hardware_wants(recipe: str) -> None:
-    """What cuBLAS asks for and the CPU does not mind."""
+def test_operands_have_the_layout_of_cublas(recipe: str) -> None:
+    """cuBLAS requires this layout; CPUs accept any."""
     original, calls = torch._scaled_mm, []
 
     def checked(a: torch.Tensor, b: torch.Tensor, **keys: Any) -> torch.Tensor:
-        assert (a.stride(1), b.stride(0)) == (1, 1), "not read along k"
+        assert (a.stride(1), b.stride(0)) == (1, 1), "not contiguous along k"
         assert a.shape[1] % 16 == b.shape[1] % 16 == 0
         assert {a.dtype, b.dtype} != {E5M2}
         shapes = [tuple(keys[name].shape) for name in ("scale_a", "scale_b")]
@@ -172,8 +172,8 @@ def test_operands_are_laid_out_as_the_hardware_wants(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "count"), [("tensorwise", 3), ("rowwise", 6)])
-def test_a_scale_is_found_once(recipe: str, count: int) -> None:
-    """For both products of a matrix, of which there are three; rows and columns have theirs."""
+def test_scales_are_computed_once(recipe: str, count: int) -> None:
+    """Tensorwise, two GEMMs share the scale of each of three matrices; rowwise, none is shared."""
     linear = nn.Linear(64, 48, bias=False)
     x = torch.randn(2, 16, 64, requires_grad=True)
     with profile() as profiler:
@@ -181,29 +181,29 @@ def test_a_scale_is_found_once(recipe: str, count: int) -> None:
     assert sum(event.name == "aten::amax" for event in profiler.events() or []) == count
 
 
-def check_what_is_cut() -> None:
-    """A weight that all ranks have is left out; x is made what the weight asks for."""
+def check_sharded_linears() -> None:
+    """Replicated weights are skipped; x is redistributed as the weight's placement requires."""
     mesh = init_device_mesh("cpu", (2,))
     block = nn.ModuleDict(
-        {"cut": nn.Linear(64, 32, bias=False), "copied": nn.Linear(64, 32, bias=False)}
+        {"sharded": nn.Linear(64, 32, bias=False), "replicated": nn.Linear(64, 32, bias=False)}
     )
-    for name, placement in (("cut", Shard(0)), ("copied", Replicate())):
+    for name, placement in (("sharded", Shard(0)), ("replicated", Replicate())):
         linear = cast(nn.Linear, block[name])
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [placement]))
     apply_float8(nn.ModuleDict({"0": block}), config=EMULATED["tensorwise"])
-    assert not isinstance(block["copied"], Float8Linear)
+    assert not isinstance(block["replicated"], Float8Linear)
     found = []
     x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
     for sharding in (Replicate(), Shard(1)):
         leaf = distribute_tensor(x, mesh, [sharding]).requires_grad_()
-        block["cut"](leaf).full_tensor().square().sum().backward()
+        block["sharded"](leaf).full_tensor().square().sum().backward()
         assert isinstance(leaf.grad, DTensor)
         found.append(leaf.grad.full_tensor())
     assert torch.equal(*found)
 
 
-def test_what_is_not_cut_is_left_out(ranks: RankPool) -> None:
-    ranks.run(check_what_is_cut, 2)
+def test_replicated_weights_are_skipped(ranks: RankPool) -> None:
+    ranks.run(check_sharded_linears, 2)
 
 
 def blocks_of(name: str, flavor: str) -> nn.ModuleDict:
@@ -212,7 +212,7 @@ def blocks_of(name: str, flavor: str) -> nn.ModuleDict:
     return spec.blocks(build_on_meta(spec, args, torch.float32))
 
 
-def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_layers_are_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         blocks = blocks_of("llama3", "8B")
         apply_float8(blocks, config=Float8(recipe="tensorwise", skip=["1.attention.wo"]))
@@ -226,14 +226,14 @@ def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert converted == {f"{i}.{w}" for i in (0, 1) for w in of_each} - {"1.attention.wo"}
     text = caplog.text
     assert (
-        "attention.wk (4096 to 1024 on a rank: too small to pay) of 2 blocks not in tensorwise"
-        in text
+        "attention.wk (4096 -> 1024 on a rank: too small to get faster) of 2 blocks: "
+        "not converted to tensorwise" in text
     )
-    assert "attention.wo (float8.skip '1.attention.wo') of 1 blocks not in" in text
-    assert "feed_forward.w1 of 2 blocks in tensorwise" in text
+    assert "attention.wo (float8.skip '1.attention.wo') of 1 blocks: not converted" in text
+    assert "feed_forward.w1 of 2 blocks: converted to tensorwise" in text
 
 
-def test_routers_are_left_out() -> None:
+def test_routers_are_skipped() -> None:
     for name in ("qwen3_moe", "qwen3_next"):
         blocks = blocks_of(name, "debugmodel")
         apply_float8(blocks, config=CONFIGS["rowwise"])
@@ -242,8 +242,8 @@ def test_routers_are_left_out() -> None:
         assert Float8Linear in kinds.values()
 
 
-def test_nothing_to_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="of no use"):
+def test_recipe_or_skip_without_effect_raises() -> None:
+    with pytest.raises(ValueError, match="all linear layers are skipped"):
         apply_float8(blocks_of("llama3", "debugmodel"), config=Float8(recipe="tensorwise"))
     with pytest.raises(ValueError, match=r"skip.*wx"):
         apply_float8(
@@ -266,44 +266,46 @@ LAYOUTS = [
 ]
 
 
-def gradients(name: str, layout: Layout, parts: int = 1) -> Gradients:
-    """Of a batch of ``N_SLOTS`` microbatches, which are the same on any number of ranks; products
-    are those of so many tensor parallel ranks."""
+def gradients(name: str, layout: Layout, n_shards: int = 1) -> Gradients:
+    """Gradients of ``N_SLOTS`` microbatches, the same on any number of ranks.
+
+    ``n_shards``: one rank runs the GEMMs of that many tensor parallel ranks.
+    """
     torch.compiler.reset()
     args = args_of(name, False, False, n_layers=2)
-    found = spread(name, args, layout, dtype="float64")
-    materialize(found.model, CPU, seed=7)
-    if parts > 1:
-        cut_products(found.model, parts)
+    found = shard_debugmodel(name, args, layout, dtype="float64")
+    materialize(found.module, CPU, seed=7)
+    if n_shards > 1:
+        split_gemms(found.module, n_shards)
     batch = global_batch(args.vocab_size, False)
     mesh = found.dims.batch_mesh
     slots = [rows_of(batch, slice(slot, slot + 1)) for slot in range(N_SLOTS)]
-    own = slots[mesh.get_local_rank() :: mesh.size()]
-    found.runner().train(own, count_valid(slots))
-    grads = {fqn: p.grad for fqn, p in found.model.named_parameters()}
+    local = slots[mesh.get_local_rank() :: mesh.size()]
+    found.runner().forward_backward(local, num_target_tokens(slots))
+    grads = {fqn: p.grad for fqn, p in found.module.named_parameters()}
     return {fqn: whole(grad) for fqn, grad in grads.items() if grad is not None}
 
 
-def cut_products(model: nn.Module, parts: int) -> None:
-    """Have one rank multiply what the ranks of tensor parallel do, one after the other."""
+def split_gemms(model: nn.Module, n_shards: int) -> None:
+    """Run the GEMMs of ``n_shards`` tensor parallel ranks on one rank. Mutates ``model``."""
     for fqn, linear in model.named_modules():
         if isinstance(linear, Float8Linear):
-            adds_up = fqn.endswith(("wo", "w2"))
-            linear._multiply = partial(cut_product, linear._multiply, parts, adds_up)  # type: ignore[method-assign]
+            is_rowwise = fqn.endswith(("wo", "w2"))
+            linear._local_linear = partial(split_gemm, linear._local_linear, n_shards, is_rowwise)  # type: ignore[method-assign]
 
 
-def cut_product(
-    multiply: Any, parts: int, adds_up: bool, x: torch.Tensor, weight: torch.Tensor
+def split_gemm(
+    linear: Any, n_shards: int, is_rowwise: bool, x: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    if adds_up:
-        pairs = zip(x.chunk(parts, dim=-1), weight.chunk(parts, dim=1), strict=True)
-        return sum(multiply(*pair) for pair in pairs)
-    return torch.cat([multiply(x, part) for part in weight.chunk(parts)], dim=-1)
+    if is_rowwise:
+        pairs = zip(x.chunk(n_shards, dim=-1), weight.chunk(n_shards, dim=1), strict=True)
+        return sum(linear(*pair) for pair in pairs)
+    return torch.cat([linear(x, shard) for shard in weight.chunk(n_shards)], dim=-1)
 
 
 @pytest.fixture(scope="module")
 def unsharded(ranks: RankPool) -> dict[str, Gradients]:
-    """By recipe; "none" is what they round."""
+    """Gradients by recipe; "none" is without float8."""
     configs = {"none": Float8()} | EMULATED
     layouts = {recipe: Layout(1, float8=config) for recipe, config in configs.items()}
     return {name: ranks.run(gradients, 1, "qwen3", layout)[0] for name, layout in layouts.items()}
@@ -316,10 +318,10 @@ def unsharded(ranks: RankPool) -> dict[str, Gradients]:
         *(pytest.param(layout, "rowwise", id=f"{layout}-rowwise") for layout in LAYOUTS[:3]),
     ],
 )
-def test_sharded_equals_unsharded(
+def test_sharded_gradients_equal_unsharded(
     ranks: RankPool, unsharded: dict[str, Gradients], layout: Layout, recipe: str
 ) -> None:
-    """Scales are those of a microbatch, so microbatches are compared, to float64's rounding."""
+    """Each microbatch has its own scales, so equal microbatches are compared, in float64."""
     layout, want = replace(layout, float8=EMULATED[recipe]), unsharded[recipe]
     for got in ranks.run(gradients, layout.world_size, "qwen3", layout):
         assert distance(got, want) < 1e-9
@@ -342,45 +344,47 @@ def test_sharded_equals_unsharded(
     ],
     ids=str,
 )
-def test_tensor_parallel_ranks_multiply_parts(
+def test_tensor_parallel_ranks_scale_their_shards(
     ranks: RankPool, name: str, layout: Layout, recipe: str
 ) -> None:
-    """Each with its own scales, as if one rank had multiplied part by part."""
+    """Each shard has its own scales, as if one rank had multiplied shard by shard."""
     degree, config = layout.parallelism[TP], EMULATED[recipe]
-    # Of fewer heads than ranks each has half of one: 24 rows are no multiple of 16.
-    left_out = config.model_copy(update={"skip": ["wk", "wv"] * (degree == 4)})
-    layout, alone = replace(layout, float8=config), Layout(1, float8=left_out)
-    (want,), (in_whole,) = (ranks.run(gradients, 1, name, alone, parts) for parts in (degree, 1))
+    # With fewer heads than ranks each holds half a head: 24 rows are not a multiple of 16.
+    skipped = config.model_copy(update={"skip": ["wk", "wv"] * (degree == 4)})
+    layout, alone = replace(layout, float8=config), Layout(1, float8=skipped)
+    (want,), (unsplit,) = (
+        ranks.run(gradients, 1, name, alone, n_shards) for n_shards in (degree, 1)
+    )
     for got in ranks.run(gradients, layout.world_size, name, layout):
         assert distance(got, want) < 1e-9
     if recipe == "rowwise":
-        # Scales are powers of two: they change no element but those too small for their scale.
-        assert distance(want, in_whole) < 1e-5
+        # Power-of-two scales change only elements that are too small for their scale.
+        assert distance(want, unsplit) < 1e-5
     else:
-        assert distance(want, in_whole) > 1e-3
+        assert distance(want, unsplit) > 1e-3
 
 
 def distance(got: Gradients, want: Gradients) -> float:
-    """Of the gradient that is farthest off; a stage has some of them."""
+    """Largest relative error of the gradients in ``got``, which may be those of one stage."""
     errors = [(got[fqn] - want[fqn]).norm() / want[fqn].norm() for fqn in got]
     return float(max(errors))
 
 
 def losses_of(config: Float8, compute_dtype: str, steps: int) -> list[float]:
-    """Of a small model that learns a text of few words by heart."""
+    """Losses of a small model that memorizes a text of few words."""
     args = replace(args_of("qwen3", False, False, n_layers=2), max_seq_len=64)
     layout = Layout(1, float8=config)
-    found = spread("qwen3", args, layout, dtype="float32", compute_dtype=compute_dtype)
-    materialize(found.model, CPU, seed=7)
-    optimizer = build_optimizer(found.model, Optimizer(lr=3e-3))
-    runner = WholeModel(found.model, parallelism=Parallelism(), device=CPU)
+    found = shard_debugmodel("qwen3", args, layout, dtype="float32", compute_dtype=compute_dtype)
+    materialize(found.module, CPU, seed=7)
+    optimizer = build_optimizer(found.module, Optimizer(lr=3e-3))
+    runner = SPMDRunner(found.module, parallelism=Parallelism(), device=CPU)
     generator = torch.Generator().manual_seed(3)
     words = torch.randint(args.vocab_size, (8, 16), generator=generator)
     losses = []
     for _ in range(steps):
         tokens = words[torch.randint(8, (4, 4), generator=generator)].flatten(1)
         batch = Batch(tokens[:, :-1][:, :48], tokens[:, 1:][:, :48])
-        losses.append(runner.train([batch], count_valid([batch])).sum().item())
+        losses.append(runner.forward_backward([batch], num_target_tokens([batch])).sum().item())
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -390,6 +394,6 @@ def losses_of(config: Float8, compute_dtype: str, steps: int) -> list[float]:
 def test_training_follows_float32(ranks: RankPool, recipe: str) -> None:
     (want,) = ranks.run(losses_of, 1, Float8(), "float32", 60)
     (got,) = ranks.run(losses_of, 1, EMULATED[recipe], "bfloat16", 60)
-    assert want[-1] < 0.35 * want[0], "it does not learn"
+    assert want[-1] < 0.35 * want[0], "training does not reduce the loss"
     distance = max(abs(a - b) for a, b in zip(got, want, strict=True))
     assert distance < 0.1, f"{distance}: {got[::10]} and {want[::10]}"

@@ -1,4 +1,4 @@
-"""Weights gathered in float8 are, bit for bit, those rounded after they were gathered."""
+"""Weights gathered in float8 are bitwise those quantized after the all-gather."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,25 +15,36 @@ import torch.nn as nn
 
 from benchmarks.counting import count_collectives, profiled
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
-from data.loader import Batch, count_valid
-from forward_backward import WholeModel
+from data.loader import Batch, num_target_tokens
+from forward_backward import SPMDRunner
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
 from parallelisms import float8_all_gather, parallelize
-from parallelisms.float8 import E4M3, RECIPES, Float8Linear, Float8Weight, find_scale, round_to
+from parallelisms.comm_volume import step_comm_volume
+from parallelisms.float8 import E4M3, RECIPES, Float8Linear, Float8Weight, compute_scale, quantize
 from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.materialize import materialize
-from parallelisms.traffic import step_traffic
 from runtime.distributed import sum_over
 from tests.checkpoint.small_run import Run
-from tests.layouts import CP, CPU, EP, PP, REPLICATE, RESHARD, SCHEDULE, TP, Layout, spread
+from tests.layouts import (
+    CP,
+    CPU,
+    EP,
+    PP,
+    REPLICATE,
+    RESHARD,
+    SCHEDULE,
+    TP,
+    Layout,
+    shard_debugmodel,
+)
 from tests.parallelisms.test_materialize import digest
 from tests.parallelisms.test_parity import args_of, whole
 from tests.ranks import RankPool
 
 STEPS, MICROBATCHES, ROWS, SEQ_LEN = 3, 2, 2, 16
 HARDWARE = Float8(recipe="tensorwise", skip_small=False)
-# A CPU takes seconds for some of the products that it does not emulate.
+# A CPU takes seconds for some GEMMs that are not emulated.
 EMULATED = HARDWARE.model_copy(update={"emulate": True})
 AOT = Compile(enable=True, backend="aot_eager")
 FULL, OP = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selective")
@@ -41,21 +52,21 @@ FULL, OP = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selecti
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def in_float8(is_on: bool) -> AbstractContextManager[Any]:
-    if is_on:
+def all_gather_in_float8(enabled: bool) -> AbstractContextManager[Any]:
+    if enabled:
         return nullcontext()
     return patch.object(parallelize, "apply_float8_all_gather", lambda *args, **kwargs: None)
 
 
-def each_rank_alone() -> AbstractContextManager[Any]:
-    """A fault: the greatest of this rank's shard is taken for that of the weight."""
+def amax_of_the_shard_only() -> AbstractContextManager[Any]:
+    """Fault: the amax of this rank's shard serves as that of the whole weight."""
     alone = SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
     return patch.object(float8_all_gather, "dist", alone)
 
 
-def rounded_once() -> AbstractContextManager[Any]:
-    """A fault: shards go from float32 to float8, and not by way of the dtype of compute."""
-    return patch.object(float8_all_gather, "_compute", lambda x, mp_policy: x.to(torch.float32))
+def quantized_from_float32() -> AbstractContextManager[Any]:
+    """Fault: shards are quantized from float32, not from the compute dtype."""
+    return patch.object(float8_all_gather, "_rounded", lambda x, mp_policy: x.to(torch.float32))
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class Trained:
     curve: list[tuple[float, float]]
     """Loss and gradient norm of each step."""
     weights: dict[str, str]
-    """Digests, by FQN."""
+    """Digest of each weight, by FQN."""
 
 
 def batches_of(generator: torch.Generator) -> list[Batch]:
@@ -75,47 +86,47 @@ def trained(
     name: str,
     layout: Layout,
     compute_dtype: str,
-    is_on: bool,
+    enabled: bool,
     device_type: str = "cpu",
     fault: Any = nullcontext,
 ) -> tuple[int, Trained]:
-    """Parameters gathered in float8, and what came of steps with a look at other data between."""
+    """Number of parameters gathered in float8, and the result of steps with evaluations between."""
     torch.compiler.reset()
     is_gpu = device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else CPU
     args = args_of(name, False, False, n_layers=4 if SCHEDULE in layout.parallelism else 2)
-    with in_float8(is_on):
-        found = spread(name, args, layout, compute_dtype=compute_dtype, device=device)
-    materialize(found.model, device, seed=7)
-    parameters, runner = list(found.model.parameters()), found.runner()
-    optimizer = build_optimizer(found.model, Optimizer(lr=1e-2))
+    with all_gather_in_float8(enabled):
+        found = shard_debugmodel(name, args, layout, compute_dtype=compute_dtype, device=device)
+    materialize(found.module, device, seed=7)
+    parameters, runner = list(found.module.parameters()), found.runner()
+    optimizer = build_optimizer(found.module, Optimizer(lr=1e-2))
     mesh, curve = found.dims.batch_mesh, []
     generator = torch.Generator().manual_seed(mesh.get_local_rank())
     with fault():
         for _ in range(STEPS):
             runner.evaluate(batches_of(generator))
             batches = batches_of(generator)
-            loss = runner.train(batches, mesh.size() * count_valid(batches)).sum()
+            loss = runner.forward_backward(batches, mesh.size() * num_target_tokens(batches)).sum()
             norm = clip_grad_norm_(parameters, 1.0, pp_mesh=found.dims.pp_mesh)
             optimizer.step()
             optimizer.zero_grad()
             curve.append((sum_over(loss, mesh).item(), norm.item()))
-    named = found.model.named_parameters()
+    named = found.module.named_parameters()
     weights = {fqn: digest(whole(p.detach()).cpu()) for fqn, p in named}
-    return gathered_in_float8(found.model), Trained(curve, weights)
+    return gathered_in_float8(found.module), Trained(curve, weights)
 
 
-def with_and_without(
+def run_with_and_without(
     ranks: RankPool, name: str, layout: Layout, *rest: Any
 ) -> list[list[tuple[int, Trained]]]:
     return [
-        ranks.run(trained, layout.world_size, name, layout, rest[0], is_on, *rest[1:])
-        for is_on in (True, False)
+        ranks.run(trained, layout.world_size, name, layout, rest[0], enabled, *rest[1:])
+        for enabled in (True, False)
     ]
 
 
 def check_equal(ranks: RankPool, name: str, layout: Layout, *rest: Any) -> None:
-    found = with_and_without(ranks, name, layout, *rest)
+    found = run_with_and_without(ranks, name, layout, *rest)
     for (gathered, got), (not_gathered, want) in zip(*found, strict=True):
         assert gathered > not_gathered == 0
         assert len(set(want.curve)) == STEPS
@@ -144,21 +155,21 @@ def check_equal(ranks: RankPool, name: str, layout: Layout, *rest: Any) -> None:
     ],
     ids=str,
 )
-def test_gathering_in_float8_changes_no_bit(
+def test_float8_all_gather_is_bitwise_equal(
     ranks: RankPool, name: str, layout: Layout, compute_dtype: str
 ) -> None:
     check_equal(ranks, name, replace(layout, float8=EMULATED), compute_dtype)
 
 
 @pytest.mark.parametrize("config", [EMULATED, HARDWARE], ids=["emulated", "scaled_mm"])
-def test_products_are_those_of_a_weight_that_is_rounded_later(config: Float8) -> None:
+def test_gemms_are_those_of_a_weight_quantized_later(config: Float8) -> None:
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(shape, generator=generator) for shape in ((48, 64), (32, 64), (32, 48))]
     weight, x, g = (matrix.bfloat16() for matrix in matrices)
     linear = nn.Linear(64, 48, bias=False)
     found = []
-    scale = find_scale(weight, E4M3)
-    for parameter in (weight, Float8Weight(round_to(weight, scale, E4M3), scale, weight.dtype)):
+    scale = compute_scale(weight, E4M3)
+    for parameter in (weight, Float8Weight(quantize(weight, scale, E4M3), scale, weight.dtype)):
         linear.weight = nn.Parameter(parameter)
         leaf = x.clone().requires_grad_()
         out = Float8Linear(linear, RECIPES["tensorwise"], is_emulated=config.emulate)(leaf)
@@ -180,14 +191,14 @@ def test_products_are_those_of_a_weight_that_is_rounded_later(config: Float8) ->
         Layout(4, {TP: 2}),
     ],
 )
-def test_gathering_in_float8_changes_no_bit_on_gpus(ranks: RankPool, layout: Layout) -> None:
+def test_float8_all_gather_is_bitwise_equal_on_gpus(ranks: RankPool, layout: Layout) -> None:
     if layout.world_size > torch.cuda.device_count():
         pytest.skip(f"needs {layout.world_size} GPUs")
     check_equal(ranks, "qwen3", replace(layout, float8=HARDWARE), "bfloat16", "cuda")
 
 
-@pytest.mark.parametrize("fault", [each_rank_alone, rounded_once])
-def test_wrong_scales_are_caught(ranks: RankPool, fault: Any) -> None:
+@pytest.mark.parametrize("fault", [amax_of_the_shard_only, quantized_from_float32])
+def test_wrong_scales_change_the_curve(ranks: RankPool, fault: Any) -> None:
     layout = Layout(2, float8=EMULATED)
     (_, got), (_, want) = (
         ranks.run(trained, 2, "qwen3", layout, "bfloat16", True, "cpu", context)[0]
@@ -207,7 +218,7 @@ def test_wrong_scales_are_caught(ranks: RankPool, fault: Any) -> None:
     ],
     ids=str,
 )
-def test_elsewhere_weights_travel_as_before(ranks: RankPool, layout: Layout) -> None:
+def test_unsupported_layouts_gather_without_float8(ranks: RankPool, layout: Layout) -> None:
     if layout.float8.recipe == "none":
         layout = replace(layout, float8=EMULATED)
     for gathered, found in ranks.run(
@@ -217,24 +228,24 @@ def test_elsewhere_weights_travel_as_before(ranks: RankPool, layout: Layout) -> 
         assert len(set(found.curve)) == STEPS
 
 
-def bytes_of_gathers(layout: Layout, is_on: bool) -> tuple[float, int, float]:
-    """Bytes a rank sends for all-gathers in a step, its all-reduces, and what is expected less."""
+def all_gather_bytes(layout: Layout, enabled: bool) -> tuple[float, int, float]:
+    """A step's all-gather bytes, its number of all-reduces, and the expected saving in bytes."""
     args = args_of("llama3", False, False, n_layers=2)
-    with in_float8(is_on):
-        found = spread("llama3", args, layout, compute_dtype="bfloat16")
-    materialize(found.model, CPU, seed=7)
+    with all_gather_in_float8(enabled):
+        found = shard_debugmodel("llama3", args, layout, compute_dtype="bfloat16")
+    materialize(found.module, CPU, seed=7)
     runner = found.runner()
     batches = batches_of(torch.Generator().manual_seed(0))
 
     def step() -> None:
-        runner.train(batches, count_valid(batches))
+        runner.forward_backward(batches, num_target_tokens(batches))
 
     step()
     calls, sent = count_collectives(profiled(step), found.dims.degrees)
-    n_parameters = sum(p.numel() for p in found.model.parameters())
+    n_parameters = sum(p.numel() for p in found.module.parameters())
     expected = [
-        step_traffic(
-            found.parallelism,
+        step_comm_volume(
+            found.config.parallelism,
             found.mp_policy,
             n_parameters=n_parameters,
             n_float8=n_float8,
@@ -242,30 +253,30 @@ def bytes_of_gathers(layout: Layout, is_on: bool) -> tuple[float, int, float]:
             n_replicas=1,
             microbatches=MICROBATCHES,
         ).all_gather
-        for n_float8 in (0, gathered_in_float8(found.model))
+        for n_float8 in (0, gathered_in_float8(found.module))
     ]
     return sent["all_gather"], calls["all_reduce"], expected[0] - expected[1]
 
 
 @pytest.mark.parametrize(("reshard", "reductions"), [("always", MICROBATCHES), ("never", 1)])
-def test_a_weight_is_a_byte_of_what_is_gathered(
+def test_float8_weight_is_gathered_as_one_byte(
     ranks: RankPool, reshard: str, reductions: int
 ) -> None:
-    """And all scales are one small reduction, for each time that weights are gathered anew."""
+    """All scales take one small all-reduce each time that weights are gathered."""
     layout = Layout(2, {RESHARD: reshard}, float8=EMULATED)
-    (sent, calls, less), (before, no_calls, _) = (
-        ranks.run(bytes_of_gathers, 2, layout, is_on)[0] for is_on in (True, False)
+    (sent, calls, saving), (before, baseline_calls, _) = (
+        ranks.run(all_gather_bytes, 2, layout, enabled)[0] for enabled in (True, False)
     )
-    assert less > 0.2 * before
-    assert before - sent == less
-    assert (calls, no_calls) == (reductions, 0)
+    assert saving > 0.2 * before
+    assert before - sent == saving
+    assert (calls, baseline_calls) == (reductions, 0)
 
 
-def going_on(
-    folder: Path, optimizer: Optimizer, is_on: bool
+def train_after_loading(
+    folder: Path, optimizer: Optimizer, enabled: bool
 ) -> list[tuple[list[float], dict[str, str]]]:
-    """Losses after a checkpoint, which is made if there is none, and all state; twice."""
-    with in_float8(is_on):
+    """Losses after loading a checkpoint, which is saved if there is none, and all state; twice."""
+    with all_gather_in_float8(enabled):
         run = Run(folder, Layout(2, float8=EMULATED), optimizer=optimizer)
     if run.checkpointer.load_latest() is None:
         train_on(run)
@@ -275,16 +286,16 @@ def going_on(
     for tensor in run.model_state.state_dict().values():
         local = tensor.to_local()
         assert (tensor.dtype, type(local), vars(local)) == (torch.float32, torch.Tensor, {})
-    # Into weights that were gathered before.
+    # Load into weights that were gathered before.
     assert run.checkpointer.load_latest() == 2
     return [*found, (train_on(run), run.digests())]
 
 
 def train_on(run: Run) -> list[float]:
-    runner, losses = WholeModel(run.model, parallelism=Parallelism(), device=CPU), []
+    runner, losses = SPMDRunner(run.model, parallelism=Parallelism(), device=CPU), []
     for batch in batches_of(torch.Generator().manual_seed(0)):
         short = Batch(batch.tokens[:, :8] % 61, batch.labels[:, :8] % 61)
-        losses.append(runner.train([short], count_valid([short])).sum().item())
+        losses.append(runner.forward_backward([short], num_target_tokens([short])).sum().item())
         run.optimizer.step()
         run.optimizer.zero_grad()
     return losses
@@ -295,10 +306,12 @@ def train_on(run: Run) -> list[float]:
     [Optimizer(), Optimizer(name="muon", state_dtype="bfloat16")],
     ids=["adamw", "muon"],
 )
-def test_checkpoints_are_those_of_any_other_run(
+def test_checkpoints_do_not_depend_on_float8_all_gather(
     ranks: RankPool, tmp_path: Path, optimizer: Optimizer
 ) -> None:
-    saved, loaded = (ranks.run(going_on, 2, tmp_path, optimizer, is_on) for is_on in (True, False))
+    saved, loaded = (
+        ranks.run(train_after_loading, 2, tmp_path, optimizer, enabled) for enabled in (True, False)
+    )
     assert len({str(losses) for rank in saved + loaded for losses, _ in rank}) == 1
     assert saved == loaded
     assert saved[0][0] == saved[0][1]

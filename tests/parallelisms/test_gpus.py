@@ -1,4 +1,4 @@
-"""Any mesh of GPUs computes what one CPU computes: the checks of parity, with NCCL."""
+"""Any mesh of GPUs matches one CPU: the checks of test_parity.py, with NCCL."""
 
 import pytest
 import torch

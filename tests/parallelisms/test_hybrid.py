@@ -1,4 +1,4 @@
-"""Gated delta nets on any mesh compute what one device computes, packed documents too."""
+"""Tests that Gated DeltaNet models match one device on any mesh, with packed documents too."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from data.loader import Batch
 from models import find_model
 from models.gated_delta_net import InnerDeltaNet
 from parallelisms.materialize import materialize
-from tests.layouts import CP, CPU, EP, METHOD, MODE, PP, REPLICATE, TP, Layout, spread
+from tests.layouts import CP, CPU, EP, METHOD, MODE, PP, REPLICATE, TP, Layout, shard_debugmodel
 from tests.parallelisms.test_parity import check_layout, slow
 from tests.ranks import RankPool
 
@@ -31,7 +31,7 @@ LAYOUTS = [
     Layout(4, {CP: 2, EP: 2}),
     Layout(2, {TP: 2}),
     Layout(4, {TP: 2, EP: 2}),
-    # One key head for each tensor parallel rank, and its value heads for the context's.
+    # Each tensor-parallel rank has one key head; its value heads are split over context parallel.
     Layout(4, {TP: 2, CP: 2}),
     Layout(4, {TP: 2, CP: 2, EP: 4} | GATHER),
     Layout(2, {PP: 2}),
@@ -41,12 +41,12 @@ LAYOUTS = [
     Layout(1, compile=AOT, recompute=FULL),
 ]
 SLOW_LAYOUTS = [
-    # What each combines is in one or two of those above.
+    # LAYOUTS covers what each of these combines.
     Layout(4, {CP: 4} | GATHER),
     Layout(4, {TP: 2, REPLICATE: 2}),
     Layout(4, {PP: 2, TP: 2}),
     Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),
-    # Tracing the nets in float64 takes many seconds.
+    # Tracing the layers in float64 takes many seconds.
     Layout(2, {PP: 2}, compile=AOT, recompute=FULL),
     Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
     Layout(2, {TP: 2}, compile=AOT, recompute=SELECTIVE),
@@ -66,24 +66,24 @@ def test_layout_matches_one_device(ranks: RankPool, layout: Layout, document_mas
 
 
 SEQ_LEN, SIZES = 160, (37, 1, 66, 24, 32)
-# First and last tokens of documents, of chunks of the state, and of ranks' parts; and some others.
+# First and last tokens of documents, state chunks and ranks' shards, and some others.
 CHANGED = (0, 36, 37, 38, 50, 63, 64, 79, 80, 103, 104, 119, 120, 128, 159)
 
 
-def look(layout: Layout) -> None:
-    """Change a token, and see whose logits change; see how much of a sequence layers get."""
+def check_isolation(layout: Layout) -> None:
+    """Assert which logits each changed token changes, and the sequence lengths of layers."""
     args = replace(find_model("qwen3_next", "debugmodel")[1], max_seq_len=SEQ_LEN)
     spec, _ = find_model("qwen3_next", "debugmodel")
-    found = spread("qwen3_next", args, layout, dtype="float64")
-    materialize(found.model, CPU, seed=7)
-    # So that what is far away still tells.
+    found = shard_debugmodel("qwen3_next", args, layout, dtype="float64")
+    materialize(found.module, CPU, seed=7)
+    # Slow the decay, so that distant tokens still matter.
     with torch.no_grad():
-        for net in spec.delta_nets(found.model):
+        for net in spec.delta_nets(found.module):
             cast(Any, net).dt_bias.fill_(-4.0)
     blocks, inners = set(), set()
-    for block in spec.blocks(found.model).values():
+    for block in spec.blocks(found.module).values():
         block.register_forward_pre_hook(lambda module, inputs: blocks.add(inputs[0].shape[1]))
-    for module in found.model.modules():
+    for module in found.module.modules():
         if isinstance(module, InnerDeltaNet):
             module.register_forward_pre_hook(
                 lambda module, inputs: inners.add(tuple(inputs[1].shape[1:4]))
@@ -105,7 +105,7 @@ def look(layout: Layout) -> None:
         other[0, at] = (other[0, at] + 1) % args.vocab_size
         differences = (logits(other) - before).abs().amax(dim=-1)
         sees = (ids[0] == ids[0, at]) & (torch.arange(SEQ_LEN) >= at)
-        # A matrix product of other sizes rounds differently.
+        # A matmul of other sizes rounds differently.
         assert differences[~sees].sum() < 1e-11, f"position {at} is seen by others"
         assert differences[sees].min() > 1e-9, f"position {at} is not seen by all of its document"
 
@@ -125,7 +125,5 @@ def look(layout: Layout) -> None:
     ],
     ids=str,
 )
-def test_ranks_have_parts_of_the_sequence_and_documents_are_alone(
-    ranks: RankPool, layout: Layout
-) -> None:
-    ranks.run(look, layout.world_size, layout)
+def test_sequences_are_sharded_and_documents_isolated(ranks: RankPool, layout: Layout) -> None:
+    ranks.run(check_isolation, layout.world_size, layout)

@@ -1,4 +1,4 @@
-"""The same weights on any mesh, bit for bit, and weights that are what they claim to be."""
+"""Initial weights: bitwise equal on any mesh, and with the stated distribution."""
 
 import hashlib
 import math
@@ -23,7 +23,7 @@ from models.meta import build_on_meta
 from models.transformer import FeedForward, rope_cache
 from parallelisms import materialize as subject
 from parallelisms.materialize import fill_trunc_normal, materialize
-from runtime.distributed import local_part
+from runtime.dtensor import to_local
 from tests.layouts import (
     CP,
     CPU,
@@ -34,14 +34,13 @@ from tests.layouts import (
     SCHEDULE,
     TP,
     Layout,
-    build_sharded,
-    spread,
+    shard_debugmodel,
 )
 from tests.ranks import RankPool
 
 SEED = 7
 ROWS, COLUMNS, STD = 2048, 1024, 0.02
-# Of a standard normal cut at 3: sqrt(1 - 6 phi(3) / (2 Phi(3) - 1)).
+# Std of a standard normal truncated at 3: sqrt(1 - 6 phi(3) / (2 Phi(3) - 1)).
 TRUNCATED_STD = 0.98658
 MODELS = [("llama3", "debugmodel"), ("llama3", "debugmodel_tied"), ("qwen3", "debugmodel")]
 Fault = Callable[[], AbstractContextManager]
@@ -51,7 +50,7 @@ def slow(layout: Layout) -> Any:
     return pytest.param(layout, marks=pytest.mark.slow)
 
 
-# The slow ones are larger ones of a kind, or two kinds in one.
+# The slow ones are larger layouts of a kind, or combine two kinds.
 LAYOUTS = [
     Layout(1),
     Layout(2),
@@ -84,7 +83,7 @@ LAYOUTS = [
 ]
 INTERLEAVED = {PP: 2, SCHEDULE: "Interleaved1F1B"}
 FULL, COMPILED = ActivationCheckpoint(mode="full"), Compile(enable=True)
-# Of four layers.
+# Layers of the models in pipeline tests.
 STAGED_LAYERS = 4
 PIPELINES = [
     Layout(2, {PP: 2}),
@@ -106,7 +105,7 @@ PIPELINES = [
 
 
 def small_args(name: str, flavor: str, n_layers: int = 2) -> TransformerArgs:
-    """61 rows divide by no degree."""
+    """Small model whose vocabulary size, 61, divides by no degree."""
     args = find_model(name, flavor)[1]
     return replace(args, n_layers=n_layers, n_kv_heads=4, vocab_size=61, max_seq_len=8)
 
@@ -129,13 +128,11 @@ def one_process(name: str, flavor: str, seed: int = SEED, n_layers: int = 2) -> 
     return digests(model)
 
 
-def initialized(
-    layout: Layout, fault: Fault = nullcontext
-) -> dict[tuple[str, str], dict[str, str]]:
-    """Each model's digests, as this rank sees them."""
+def initialize(layout: Layout, fault: Fault = nullcontext) -> dict[tuple[str, str], dict[str, str]]:
+    """Digests of each model's parameters, as this rank sees them."""
     found = {}
     for name, flavor in MODELS:
-        model, _ = build_sharded(name, small_args(name, flavor), layout)
+        model = shard_debugmodel(name, small_args(name, flavor), layout).module
         with fault():
             materialize(model, CPU, seed=SEED)
         found[name, flavor] = digests(model)
@@ -143,59 +140,59 @@ def initialized(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_mesh_has_the_weights_of_one_process(ranks: RankPool, layout: Layout) -> None:
+def test_weights_on_any_mesh_equal_one_process(ranks: RankPool, layout: Layout) -> None:
     want = {model: one_process(*model) for model in MODELS}
-    for found in ranks.run(initialized, layout.world_size, layout):
+    for found in ranks.run(initialize, layout.world_size, layout):
         assert found == want
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A model's part on a pipeline's rank."""
+    """Digests of the stages on a pipeline rank."""
 
-    place: int
+    pp_rank: int
     parameters: dict[str, str]
     buffers: list[str]
-    """Digests of the stages' own."""
+    """Digests of the stages' buffers."""
 
 
-def initialized_stages(layout: Layout, fault: Fault = nullcontext) -> dict[tuple[str, str], Staged]:
+def initialize_stages(layout: Layout, fault: Fault = nullcontext) -> dict[tuple[str, str], Staged]:
     found = {}
     for name, flavor in MODELS:
-        sharded = spread(name, small_args(name, flavor, STAGED_LAYERS), layout)
+        sharded = shard_debugmodel(name, small_args(name, flavor, STAGED_LAYERS), layout)
         with fault():
-            materialize(sharded.model, CPU, seed=SEED)
-        held = {id(parameter) for parameter in sharded.model.parameters()}
+            materialize(sharded.module, CPU, seed=SEED)
+        held = {id(parameter) for parameter in sharded.module.parameters()}
         for stage in sharded.stages:
             assert all(id(parameter) in held for parameter in stage.parameters())
         found[name, flavor] = Staged(
             sharded.dims.pp_mesh.get_local_rank(),
-            digests(sharded.model),
+            digests(sharded.module),
             [digest(buffer) for stage in sharded.stages for buffer in stage.buffers()],
         )
     return found
 
 
 @pytest.mark.parametrize("layout", PIPELINES, ids=str)
-def test_stages_have_the_weights_of_one_process(ranks: RankPool, layout: Layout) -> None:
-    """Each its own, a tied one the first and the last, and all the same table of angles."""
-    found = ranks.run(initialized_stages, layout.world_size, layout)
+def test_weights_of_stages_equal_one_process(ranks: RankPool, layout: Layout) -> None:
+    """A tied weight is on the first and last stage; all stages have the same rope table."""
+    found = ranks.run(initialize_stages, layout.world_size, layout)
     assert {small_args(*model).tie_embeddings for model in MODELS} == {False, True}
     for name, flavor in MODELS:
         want = one_process(name, flavor, n_layers=STAGED_LAYERS)
         table = digest(rope_cache(small_args(name, flavor)).float())
-        places = defaultdict(set)
+        ranks_by_fqn = defaultdict(set)
         for rank in found:
             staged = rank[name, flavor]
             assert staged.parameters.items() <= want.items()
             assert set(staged.buffers) == {table}
             for fqn in staged.parameters:
-                places[fqn].add(staged.place)
+                ranks_by_fqn[fqn].add(staged.pp_rank)
         last = layout.parallelism[PP] - 1
         shared = {0, last} if small_args(name, flavor).tie_embeddings else {0}
-        assert places.keys() == want.keys()
-        assert places.pop("tok_embeddings.weight") == shared
-        assert {len(each) for each in places.values()} == {1}
+        assert ranks_by_fqn.keys() == want.keys()
+        assert ranks_by_fqn.pop("tok_embeddings.weight") == shared
+        assert {len(each) for each in ranks_by_fqn.values()} == {1}
 
 
 def random_ops() -> AbstractContextManager:
@@ -208,21 +205,21 @@ def random_ops() -> AbstractContextManager:
 
 def index_within_shard() -> AbstractContextManager:
     def local_indices(parameter: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.arange(size) for size in local_part(parameter).shape]
+        return [torch.arange(size) for size in to_local(parameter).shape]
 
     return patch.object(subject, "_global_indices", local_indices)
 
 
 @pytest.mark.parametrize("fault", [random_ops, index_within_shard])
-def test_weights_that_follow_the_shards_are_seen(ranks: RankPool, fault: Fault) -> None:
-    one, two = (ranks.run(initialized, n, Layout(n), fault)[0] for n in (1, 2))
+def test_weights_that_depend_on_shards_are_detected(ranks: RankPool, fault: Fault) -> None:
+    one, two = (ranks.run(initialize, n, Layout(n), fault)[0] for n in (1, 2))
     for model in MODELS:
         differ = {fqn for fqn in one[model] if one[model][fqn] != two[model][fqn]}
         assert differ == {fqn for fqn in one[model] if "norm" not in fqn}
 
 
-def names_within_the_stage() -> AbstractContextManager:
-    """The last of two stages counts its layers from 0."""
+def layer_names_within_stage() -> AbstractContextManager:
+    """Fault: the last of two stages numbers its layers from 0."""
     original = subject._key
 
     def key(seed: int, fqn: str) -> int:
@@ -233,36 +230,36 @@ def names_within_the_stage() -> AbstractContextManager:
     return patch.object(subject, "_key", key)
 
 
-def test_weights_that_follow_the_stages_are_seen(ranks: RankPool) -> None:
-    found = ranks.run(initialized_stages, 2, Layout(2, {PP: 2}), names_within_the_stage)
+def test_weights_that_depend_on_stages_are_detected(ranks: RankPool) -> None:
+    found = ranks.run(initialize_stages, 2, Layout(2, {PP: 2}), layer_names_within_stage)
     for model in MODELS:
         want = one_process(*model, n_layers=STAGED_LAYERS)
         for rank, layers in zip(found, [(), ("2", "3")], strict=True):
-            parts = rank[model].parameters
-            differ = {fqn for fqn in parts if parts[fqn] != want[fqn]}
+            got = rank[model].parameters
+            differ = {fqn for fqn in got if got[fqn] != want[fqn]}
             assert differ == {
-                fqn for fqn in parts if fqn.split(".")[1] in layers and "norm" not in fqn
+                fqn for fqn in got if fqn.split(".")[1] in layers and "norm" not in fqn
             }
 
 
 def fill_meshes() -> None:
-    """Every way to cut an uneven 3-D tensor over 2 x 2 ranks."""
+    """Fill an uneven 3-D tensor with every placement on 2 x 2 ranks."""
     shape = (5, 7, 3)
     whole = torch.empty(shape)
     fill_trunc_normal(whole, std=1.0, key=SEED)
     mesh = init_device_mesh("cpu", (2, 2))
     choices = [Replicate(), Shard(0), Shard(1), Shard(2)]
     for placements in product(choices, choices):
-        part = distribute_tensor(torch.zeros(shape), mesh, placements)
-        fill_trunc_normal(part, std=1.0, key=SEED)
-        assert torch.equal(part.full_tensor(), whole), placements
+        sharded = distribute_tensor(torch.zeros(shape), mesh, placements)
+        fill_trunc_normal(sharded, std=1.0, key=SEED)
+        assert torch.equal(sharded.full_tensor(), whole), placements
 
 
-def test_any_placement_has_the_same_elements(ranks: RankPool) -> None:
+def test_elements_are_equal_for_any_placement(ranks: RankPool) -> None:
     ranks.run(fill_meshes, 4)
 
 
-def test_blocks_do_not_show() -> None:
+def test_block_size_changes_no_element() -> None:
     whole, blocks = torch.empty(100, 30), torch.empty(100, 30)
     fill_trunc_normal(whole, std=1.0, key=SEED)
     with patch.object(subject, "CPU_BLOCK_ELEMENTS", 70):
@@ -271,7 +268,7 @@ def test_blocks_do_not_show() -> None:
 
 
 @pytest.mark.parametrize(("name", "flavor"), MODELS)
-def test_seed_and_name_decide(name: str, flavor: str) -> None:
+def test_weights_depend_on_seed_and_fqn(name: str, flavor: str) -> None:
     first, again, other = (one_process(name, flavor, seed=seed) for seed in (1, 1, 2))
     matrices = {fqn for fqn in first if "norm" not in fqn}
     assert first == again
@@ -279,7 +276,7 @@ def test_seed_and_name_decide(name: str, flavor: str) -> None:
     assert len({first[fqn] for fqn in matrices}) == len(matrices)
 
 
-def test_a_forgotten_parameter_is_named() -> None:
+def test_unfilled_parameter_is_named() -> None:
     model = build_on_meta(find_model(*MODELS[0])[0], small_args(*MODELS[0]), torch.float32)
     forgets_w1 = patch.object(FeedForward, "init_weights", lambda self, fill, std: None)
     with forgets_w1, pytest.raises(AssertionError, match=r"layers\.1\.feed_forward\.w3\.weight"):
@@ -287,13 +284,13 @@ def test_a_forgotten_parameter_is_named() -> None:
 
 
 def test_generator_is_splitmix64() -> None:
-    """The first outputs that are published for the seed 1234567."""
+    """Compare with the published first outputs for the seed 1234567."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     got = subject._uniform(torch.arange(1, 5), 1234567)
     assert got.tolist() == [((z >> 11) + 0.5) / 2**53 for z in published]
 
 
-def test_distribution_is_a_normal_cut_at_three_std() -> None:
+def test_distribution_is_a_normal_truncated_at_three_std() -> None:
     x = filled("w", seed=0) / STD
     n = x.numel()
     low = 0.5 * math.erfc(3 / math.sqrt(2))
@@ -301,7 +298,7 @@ def test_distribution_is_a_normal_cut_at_three_std() -> None:
     assert x.abs().max() > 2.999
     assert abs(x.mean()) < 4 * TRUNCATED_STD / math.sqrt(n)
     assert x.std().item() == pytest.approx(TRUNCATED_STD, rel=4 / math.sqrt(2 * n))
-    # Each of 256 equally likely bins is as full as the others.
+    # 256 equally likely bins: chi-squared is within 4 standard deviations of its mean.
     uniform = (torch.special.ndtr(x) - low) / (1 - 2 * low)
     counts = torch.histc(uniform, bins=256, min=0, max=1)
     chi_squared = ((counts - n / 256) ** 2 / (n / 256)).sum()
@@ -309,7 +306,7 @@ def test_distribution_is_a_normal_cut_at_three_std() -> None:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, COLUMNS, COLUMNS + 1, 2 * COLUMNS])
-def test_neighbours_are_independent(lag: int) -> None:
+def test_neighbors_are_independent(lag: int) -> None:
     x = filled("w", seed=0).flatten()
     assert_uncorrelated(x[:-lag], x[lag:])
 
@@ -321,7 +318,7 @@ def test_names_and_seeds_are_independent(fqn: str, seed: int) -> None:
 
 @cache
 def filled(fqn: str, seed: int) -> torch.Tensor:
-    """A matrix as ``materialize`` fills it, of 2M elements."""
+    """Matrix of 2M elements as ``materialize`` fills it."""
     tensor = torch.empty(ROWS, COLUMNS)
     fill_trunc_normal(tensor, std=STD, key=subject._key(seed, fqn))
     return tensor.double()

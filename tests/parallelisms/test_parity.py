@@ -1,7 +1,7 @@
-"""Any mesh computes what one device computes: logits, loss, gradients, and weights after training.
+"""Any mesh matches one device: logits, loss, gradients, and weights after training.
 
-In float64 rounding cannot hide a wrong factor. The batch has unequal counts of valid labels per
-rank and microbatch, which an average anywhere would get wrong.
+In float64 rounding cannot hide a wrong factor. Ranks and microbatches have unequal numbers of valid
+labels, so averaging over them would give a wrong result.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
-from data.loader import Batch, count_valid
-from forward_backward import WholeModel
+from data.loader import Batch, num_target_tokens
+from forward_backward import SPMDRunner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from models.qwen3_moe import Qwen3MoeArgs
 from models.qwen3_next import Qwen3NextArgs
 from optim.grad_norm import clip_grad_norm_
-from optim.loss import IGNORED
+from optim.loss import IGNORE_INDEX
 from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
@@ -43,13 +43,13 @@ from tests.layouts import (
     SCHEDULE,
     TP,
     Layout,
-    spread,
+    shard_debugmodel,
 )
 from tests.ranks import RankPool
 
 ROWS, SEQ_LEN = 36, 16
 MAX_NORM, TOLERANCE = 0.05, 1e-9
-# Steps, each with so many microbatches; of those compiled all have one shape.
+# Microbatches of each step. If compiled, all steps have one shape.
 ACCUMULATION, COMPILED, PIPELINED = (1, 3, 1), (3,) * 3, (6,) * 3
 OPTIMIZER = Optimizer(lr=1e-2)
 MODELS = [("llama3", False), ("llama3", True), ("qwen3", False), ("qwen3", True)]
@@ -87,7 +87,7 @@ TENSOR_PARALLEL = [
     Layout(4, {TP: 2, MODE: "simple_fsdp"}),
     Layout(4, {TP: 2, MODE: "simple_fsdp", REPLICATE: 2}),
     Layout(4, {TP: 2, MODE: "ddp"}),
-    # Fewer heads of keys than ranks.
+    # Fewer kv heads than ranks.
     Layout(4, {TP: 4}),
 ]
 GATHER = {METHOD: "allgather"}
@@ -95,7 +95,7 @@ CONTEXT_PARALLEL = [
     Layout(world_size, keys | method)
     for world_size, keys in [
         (2, {CP: 2}),
-        # Fewer heads of keys than ranks.
+        # Fewer kv heads than ranks.
         (4, {CP: 4}),
         (4, {CP: 2}),
         (4, {CP: 2, REPLICATE: 2}),
@@ -131,7 +131,7 @@ PIPELINES = [
     ),
 ]
 LAYOUTS = [*MATRIX, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *PIPELINES]
-# What the fast suite has of a model without tied weights: each kind of layout, some pairs of kinds.
+# Fast tests without tied weights: each kind of layout, some pairs of kinds.
 UNTIED = [
     Layout(1, {RESHARD: "default"}),
     Layout(2, {RESHARD: "default"}),
@@ -148,8 +148,7 @@ UNTIED = [
     Layout(2, {PP: 2, SCHEDULE: "InterleavedZeroBubble"}),
     Layout(4, {PP: 2, CP: 2} | GATHER),
 ]
-# What it does not have of one with tied weights: each kind in these is in another layout, and most
-# pairs of kinds.
+# Slow tests with tied weights: fast layouts cover each of their kinds, and most pairs of kinds.
 SLOW_IF_TIED = [
     *(layout for layout in FSDP2 if layout.world_size != 2 and "default" not in str(layout)),
     *(Layout(world_size, {RESHARD: "default"} | LAST) for world_size in (1, 4)),
@@ -201,7 +200,7 @@ VARIANTS = [
     Layout(2, {PP: 2, SCHEDULE: "Interleaved1F1B"}, recompute=SELECTIVE, compile=AOT),
     Layout(4, {PP: 2, "fsdp_cpu_offload": True}),
 ]
-# Compiling takes long: what each of these combines is in one or two of those above.
+# Compiling is slow. One or two of the layouts above cover what each of these combines.
 SLOW_VARIANTS = [
     Layout(2, {CP: 2}, recompute=BUDGET, compile=MIN_CUT),
     Layout(2, {PP: 2}, recompute=BUDGET, compile=MIN_CUT),
@@ -216,7 +215,7 @@ SLOW_VARIANTS = [
 
 
 def args_of(name: str, is_tied: bool, has_narrow_keys: bool, n_layers: int) -> TransformerArgs:
-    """A small model; with narrow keys, wk and wv have fewer rows than four ranks."""
+    """Args of a small model; with narrow keys, wk and wv have fewer than four rows."""
     args = find_model(name, "debugmodel")[1]
     args = replace(args, n_layers=n_layers, max_seq_len=SEQ_LEN, tie_embeddings=is_tied)
     if isinstance(args, Qwen3NextArgs):
@@ -232,7 +231,7 @@ def global_batch(vocab_size: int, document_mask: bool) -> Batch:
     tokens = torch.randint(vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     for row in range(ROWS):
-        labels[row, : 5 * row % SEQ_LEN] = IGNORED
+        labels[row, : 5 * row % SEQ_LEN] = IGNORE_INDEX
     positions = document_ids = None
     if document_mask:
         index = torch.arange(SEQ_LEN).expand(ROWS, -1)
@@ -257,17 +256,17 @@ class Step:
 def one_device(
     name: str, args: TransformerArgs, document_mask: bool, config: Optimizer = OPTIMIZER
 ) -> tuple[list[torch.Tensor], list[Step], dict[str, torch.Tensor]]:
-    """The plain model on the whole batch: logits before and after, steps, weights at the end."""
+    """Train the plain model on the whole batch: logits before and after, steps, final weights."""
     batch = global_batch(args.vocab_size, document_mask)
     spec, _ = find_model(name, "debugmodel")
     model = build_on_meta(spec, args, torch.float64)
     materialize(model, CPU, seed=7)
     matrices = hidden_matrices(spec.blocks(model), spec.moes(model))
     optimizer = build_optimizer(model, config, matrices=matrices)
-    runner = WholeModel(model, parallelism=Parallelism(), device=CPU)
+    runner = SPMDRunner(model, parallelism=Parallelism(), device=CPU)
     logits, steps = [runner.logits(batch)], []
     for _ in ACCUMULATION:
-        loss = runner.train([batch], count_valid([batch])).sum()
+        loss = runner.forward_backward([batch], num_target_tokens([batch])).sum()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         gradients = {fqn: cloned(p.grad) for fqn, p in model.named_parameters()}
         steps.append(Step(loss, norm, gradients))
@@ -292,17 +291,17 @@ def check_layout(
     device: torch.device = CPU,
     config: Optimizer = OPTIMIZER,
 ) -> list[str]:
-    """Compare with one device; the FQNs of what is not sharded over dim 0."""
+    """Compare with one device; return the FQNs of parameters not sharded over dim 0."""
     stages = layout.parallelism.get(PP, 1) * (2 if "Interleaved" in str(layout) else 1)
     args = args_of(name, is_tied, has_narrow_keys, n_layers=max(2, stages))
     batch = global_batch(args.vocab_size, document_mask)
     want_logits, want_steps, want_weights = one_device(name, args, document_mask, config)
-    # What other tests compiled in this process counts against PyTorch's limit for a function.
+    # Compilations of other tests in this process count toward the recompile limit.
     torch.compiler.reset()
-    sharded = spread(name, args, layout, dtype="float64", device=device)
-    model, dims = sharded.model, sharded.dims
+    sharded = shard_debugmodel(name, args, layout, dtype="float64", device=device)
+    model, dims = sharded.module, sharded.dims
     materialize(model, device, seed=7)
-    # Forward gives the modules whole weights for a while.
+    # Collected now, because forward temporarily replaces them by whole weights.
     parameters = dict(model.named_parameters())
     spec, _ = find_model(name, "debugmodel")
     matrices = hidden_matrices(spec.blocks(model), spec.moes(model))
@@ -311,12 +310,12 @@ def check_layout(
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
     accumulation = COMPILED if layout.compile.enable else ACCUMULATION
     accumulation = PIPELINED if stages > 1 else accumulation
-    # All in one shape: each is a compilation.
-    at_once = ROWS // degree // (accumulation[0] if layout.compile.enable else 1)
+    # One shape, because each shape is compiled separately.
+    rows_per_forward = ROWS // degree // (accumulation[0] if layout.compile.enable else 1)
 
     def check_logits(want: torch.Tensor) -> None:
-        for start in range(rank * ROWS // degree, (rank + 1) * ROWS // degree, at_once):
-            rows = slice(start, start + at_once)
+        for start in range(rank * ROWS // degree, (rank + 1) * ROWS // degree, rows_per_forward):
+            rows = slice(start, start + rows_per_forward)
             assert_close(runner.logits(rows_of(batch, rows)), want[rows], "logits")
 
     check_logits(want_logits[0])
@@ -325,17 +324,20 @@ def check_layout(
         starts = range(rank * n_rows, ROWS, degree * n_rows)
         microbatches = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
         assert len(microbatches) == count
-        n_tokens = int(sum_over(torch.tensor(count_valid(microbatches)), dims.batch_mesh))
+        n_tokens = int(sum_over(torch.tensor(num_target_tokens(microbatches)), dims.batch_mesh))
         if step == 0:
             parts = runner.evaluate(microbatches) / n_tokens
             assert_close(sum_in_order(parts, dims.data_mesh), want.loss, "validation loss")
-        losses = runner.train(microbatches, n_tokens)
+        losses = runner.forward_backward(microbatches, n_tokens)
         assert_close(sum_in_order(losses, dims.data_mesh), want.loss, "loss")
         norm = clip_grad_norm_(
-            list(parameters.values()), MAX_NORM, pp_mesh=dims.pp_mesh, copies=runner.copies
+            list(parameters.values()),
+            MAX_NORM,
+            pp_mesh=dims.pp_mesh,
+            tied_duplicates=runner.tied_duplicates,
         )
         assert_close(norm, want.norm, "norm")
-        # The first two steps are all kinds of accumulation.
+        # The first two steps cover all kinds of accumulation.
         if step < 2:
             for fqn, parameter in parameters.items():
                 assert parameter.grad is not None
@@ -343,13 +345,13 @@ def check_layout(
         optimizer.step()
         optimizer.zero_grad()
     check_logits(want_logits[1])
-    others = []
+    not_on_dim0 = []
     for fqn, parameter in parameters.items():
         assert_close(whole(parameter), want_weights[fqn], fqn)
         assert isinstance(parameter, DTensor) or layout.world_size == 1
         if isinstance(parameter, DTensor) and Shard(0) not in parameter.placements:
-            others.append(fqn)
-    return others
+            not_on_dim0.append(fqn)
+    return not_on_dim0
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -400,18 +402,18 @@ def test_documents_match_one_device(ranks: RankPool, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "simple_fsdp"])
-def test_fewer_rows_than_ranks_are_sharded_by_columns(ranks: RankPool, mode: str) -> None:
+def test_weights_with_fewer_rows_than_ranks_shard_columns(ranks: RankPool, mode: str) -> None:
     layout = Layout(4, {MODE: mode})
     check = partial(check_layout, has_narrow_keys=True)
     found = ranks.run(check, 4, "llama3", False, layout)[0]
     assert found == [f"layers.{n}.attention.{w}.weight" for n in (0, 1) for w in ("wk", "wv")]
 
 
-def averaged() -> AbstractContextManager:
+def average_gradients() -> AbstractContextManager:
     return patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
 
 
-def counting_replicas_twice() -> AbstractContextManager:
+def count_replicas_twice() -> AbstractContextManager:
     return patch(
         "optim.grad_norm._sharding_groups",
         lambda grad: tuple(grad.device_mesh.get_all_groups()),
@@ -423,18 +425,18 @@ def without_reduce_scatter() -> AbstractContextManager:
 
 
 def without_all_reduce() -> AbstractContextManager:
-    """Of gradients; losses and norms are scalars."""
+    """Fault: gradients are not all-reduced; losses and norms, which are scalars, are."""
     original = dist.all_reduce
 
-    def of_scalars(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def only_scalars(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if tensor.ndim == 0:
             original(tensor, *args, **kwargs)
 
-    return patch.object(dist, "all_reduce", of_scalars)
+    return patch.object(dist, "all_reduce", only_scalars)
 
 
 def check_fault(fault: Callable[[], AbstractContextManager], layout: Layout) -> str:
-    """What parity says of a model that is trained with ``fault``; "" if it sees nothing."""
+    """Error of ``check_layout`` on a model trained with ``fault``; "" if there is none."""
     try:
         with fault():
             check_layout("llama3", False, layout)
@@ -446,16 +448,16 @@ def check_fault(fault: Callable[[], AbstractContextManager], layout: Layout) -> 
 @pytest.mark.parametrize(
     ("fault", "layout", "seen"),
     [
-        (averaged, Layout(2), "norm is off by 5.0e-01"),
-        (averaged, Layout(2, {MODE: "ddp"}), "norm is off by 5.0e-01"),
-        (counting_replicas_twice, Layout(2, {REPLICATE: 2}), "norm is off by 4.1e-01"),
-        (counting_replicas_twice, Layout(2, {TP: 2}), "norm is off by"),
+        (average_gradients, Layout(2), "norm is off by 5.0e-01"),
+        (average_gradients, Layout(2, {MODE: "ddp"}), "norm is off by 5.0e-01"),
+        (count_replicas_twice, Layout(2, {REPLICATE: 2}), "norm is off by 4.1e-01"),
+        (count_replicas_twice, Layout(2, {TP: 2}), "norm is off by"),
         (without_reduce_scatter, Layout(2, {MODE: "simple_fsdp"}), "norm is off by"),
         (without_all_reduce, Layout(4, {REPLICATE: 2}), "norm is off by"),
         (without_all_reduce, Layout(2, {MODE: "ddp"}), "norm is off by"),
     ],
 )
-def test_parity_catches_a_wrong_reduction(
+def test_wrong_gradient_reduction_is_detected(
     ranks: RankPool, fault, layout: Layout, seen: str
 ) -> None:
     assert all(seen in text for text in ranks.run(check_fault, layout.world_size, fault, layout))

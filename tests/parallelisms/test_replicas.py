@@ -1,4 +1,4 @@
-"""The check that replicas agree sees a single bit and says where; the sync makes them agree."""
+"""Tests that ``check_replicas`` finds a single flipped bit, and ``sync_replicas`` removes it."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from parallelisms.replicas import (
     check_replicas,
     sync_replicas,
 )
-from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
+from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, shard_debugmodel
 from tests.ranks import RankPool
 
 FSDP2 = Layout(4, {REPLICATE: 2})
@@ -35,13 +35,14 @@ REPLICATED = [
 def build(layout: Layout, seed: int) -> tuple[nn.Module, ParallelDims]:
     args = replace(find_model("llama3", "debugmodel")[1], max_seq_len=16, n_layers=2)
     layout = replace(layout, recompute=ActivationCheckpoint(mode="full"))
-    model, dims = build_sharded("llama3", args, layout)
+    sharded = shard_debugmodel("llama3", args, layout)
+    model, dims = sharded.module, sharded.dims
     materialize(model, CPU, seed=seed)
     return model, dims
 
 
 def local_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's part of every parameter and buffer."""
+    """Return this rank's shard of every parameter and buffer."""
     return {
         fqn: local(tensor) for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
@@ -52,8 +53,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(layout: Layout, *changes: tuple[str, tuple[int, ...]]) -> list[str]:
-    """Of each change, flip a bit of that tensor on those ranks, compare, and flip it back; what
-    this rank has to say."""
+    """For each change (tensor, ranks), flip a bit there, compare, and flip it back.
+
+    Returns this rank's error messages.
+    """
     model, dims = build(layout, seed=0)
     optimizer = build_optimizer(model, Optimizer())
     for parameter in model.parameters():
@@ -69,14 +72,14 @@ def check(layout: Layout, *changes: tuple[str, tuple[int, ...]]) -> list[str]:
         word = tensors[name].view(-1).view(torch.int32)[-1:]
         if dist.get_rank() in ranks:
             word ^= bit
-        found.append(said(model, dims, optimizer))
+        found.append(error_text(model, dims, optimizer))
         if dist.get_rank() in ranks:
             word ^= bit
-    assert said(model, dims, optimizer) == ""
+    assert error_text(model, dims, optimizer) == ""
     return found
 
 
-def said(model: nn.Module, dims: ParallelDims, optimizer: torch.optim.Optimizer) -> str:
+def error_text(model: nn.Module, dims: ParallelDims, optimizer: torch.optim.Optimizer) -> str:
     try:
         check_replicas(model, dims.weight_mesh, optimizer)
     except RuntimeError as error:
@@ -84,7 +87,7 @@ def said(model: nn.Module, dims: ParallelDims, optimizer: torch.optim.Optimizer)
     return ""
 
 
-def agreed(layout: Layout, has_stepped: bool) -> str:
+def summary(layout: Layout, has_stepped: bool) -> str:
     model, dims = build(layout, seed=0)
     optimizer = build_optimizer(model, Optimizer())
     if has_stepped:
@@ -95,11 +98,11 @@ def agreed(layout: Layout, has_stepped: bool) -> str:
 
 
 def sync(layout: Layout) -> None:
-    """Start from another model on every rank; end with the first replica's everywhere."""
+    """Start from another model on every rank; end with the first replica's on all ranks."""
     model, dims = build(layout, seed=dist.get_rank())
-    for fqn, part in local_tensors(model).items():
+    for fqn, local_tensor in local_tensors(model).items():
         if fqn == "rope.cache" or "norm" in fqn:
-            part.fill_(-dist.get_rank())
+            local_tensor.fill_(-dist.get_rank())
     with pytest.raises(RuntimeError, match="differ"):
         check_replicas(model, dims.weight_mesh)
     sync_replicas(model, dims.weight_mesh)
@@ -110,17 +113,17 @@ def sync(layout: Layout) -> None:
     assert coordinate is not None
     got = local_tensors(model)
     assert got["rope.cache"].eq(0).all()
-    # The rank that this one copies: first among the replicas, in its own place among the shards.
+    # This rank receives from the first replica's rank with the same shards.
     shards = [
         c if name in ("dp_shard_cp", "tp") else 0 for name, c in zip(names, coordinate, strict=True)
     ]
     source = int(dims.weight_mesh.mesh[tuple(shards)])
     want, _ = build(layout, seed=source)
-    same = [fqn for fqn, part in local_tensors(want).items() if torch.equal(part, got[fqn])]
+    same = [fqn for fqn, tensor in local_tensors(want).items() if torch.equal(tensor, got[fqn])]
     assert same == [fqn for fqn in got if fqn != "rope.cache" and "norm" not in fqn]
 
 
-def test_a_flipped_bit_is_found_and_named(ranks: RankPool) -> None:
+def test_flipped_bit_is_found_and_named(ranks: RankPool) -> None:
     names = [
         "tok_embeddings.weight",
         "layers.1.ffn_norm.weight",
@@ -130,9 +133,9 @@ def test_a_flipped_bit_is_found_and_named(ranks: RankPool) -> None:
     ]
     changes = [(name, (rank,)) for name in names for rank in (0, 3)]
     for rank, texts in enumerate(ranks.run(check, 4, FSDP2, *changes)):
-        for (name, (odd,)), text in zip(changes, texts, strict=True):
+        for (name, (changed,)), text in zip(changes, texts, strict=True):
             message = f"replicas along dp_replicate differ, first in {name}"
-            assert (message in text) == (rank % 2 == odd % 2)
+            assert (message in text) == (rank % 2 == changed % 2)
 
 
 @pytest.mark.parametrize(
@@ -143,82 +146,82 @@ def test_a_flipped_bit_is_found_and_named(ranks: RankPool) -> None:
         (Layout(2, {MODE: "ddp"}), "layers.1.attention.wq.weight", "dp_replicate"),
     ],
 )
-def test_every_dim_that_replicates_is_compared(
+def test_all_replicating_dims_are_compared(
     ranks: RankPool, layout: Layout, name: str, dim: str
 ) -> None:
     found = ranks.run(check, layout.world_size, layout, (name, (1,)))
     assert any(f"replicas along {dim} differ, first in {name}:" in text for (text,) in found)
 
 
-def test_the_ranks_unlike_most_are_named(ranks: RankPool) -> None:
-    nobody = "no majority among ranks 0, 1, 2, 3"
+def test_minority_ranks_are_named(ranks: RankPool) -> None:
+    no_majority = "no majority among ranks 0, 1, 2, 3"
     cases = {
         (3,): "rank 3 against 3 that agree",
         (0,): "rank 0 against 3 that agree",
-        (1, 2): nobody,
-        (0, 1, 2): nobody,
+        (1, 2): no_majority,
+        (0, 1, 2): no_majority,
     }
-    changes = [("output.weight", odd) for odd in cases]
+    changes = [("output.weight", changed) for changed in cases]
     for texts in ranks.run(check, 4, Layout(4, {MODE: "ddp"}), *changes):
-        for text, who in zip(texts, cases.values(), strict=True):
-            assert text.endswith(f"differ, first in output.weight: {who}")
+        for text, ending in zip(texts, cases.values(), strict=True):
+            assert text.endswith(f"differ, first in output.weight: {ending}")
 
 
-def test_of_two_ranks_both_are_named(ranks: RankPool) -> None:
+def test_both_of_two_ranks_are_named(ranks: RankPool) -> None:
     found = ranks.run(check, 4, FSDP2, ("output.weight", (3,)))
     assert [text[text.rindex(":") :] for (text,) in found[1::2]] == [
         ": no majority among ranks 1, 3"
     ] * 2
 
 
-def test_two_of_five_are_named(ranks: RankPool) -> None:
+def test_two_of_five_ranks_are_named(ranks: RankPool) -> None:
     (text,) = ranks.run(check, 5, Layout(5, {MODE: "ddp"}), ("norm.weight", (1, 4)))[0]
     assert text.endswith("rank 1, 4 against 3 that agree")
 
 
-def test_what_agrees_is_said(ranks: RankPool) -> None:
+def test_summary_counts_tensors_per_dim(ranks: RankPool) -> None:
     count = 2 * 9 + 3
-    before, after = (ranks.run(agreed, 4, FSDP2, stepped) for stepped in (False, True))
-    # The buffer rope is on all ranks; so are, after a step, the step counts.
+    before, after = (ranks.run(summary, 4, FSDP2, stepped) for stepped in (False, True))
+    # The RoPE buffer is replicated on all ranks, and after a step so are the step counts.
     want = "{} tensors on 2 ranks of dp_replicate, {} tensors on 2 ranks of dp_shard_cp"
     assert set(before) == {want.format(count + 1, 1)}
     assert set(after) == {want.format(4 * count + 1, 1 + count)}
-    assert ranks.run(agreed, 1, Layout(1), True) == [""]
+    assert ranks.run(summary, 1, Layout(1), True) == [""]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("count", [1, 7, 8, 1001, BLOCK_WORDS + 3])
-def test_a_digest_depends_on_every_bit(dtype: torch.dtype, count: int) -> None:
+def test_digest_depends_on_every_bit(dtype: torch.dtype, count: int) -> None:
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
     digest = _digest(data.view(dtype))
-    for place in {0, len(data) // 2, len(data) - 1}:
+    for index in {0, len(data) // 2, len(data) - 1}:
         for bit in range(8):
-            data[place] ^= 1 << bit
+            data[index] ^= 1 << bit
             assert _digest(data.view(dtype)) != digest
-            data[place] ^= 1 << bit
+            data[index] ^= 1 << bit
     assert _digest(data.view(dtype)) == digest
-    # The order of words of 8 bytes is part of it.
+    # The order of 8-byte words matters.
     if len(data) > 16:
         swapped = torch.cat([data[8:16], data[:8], data[16:]])
         assert _digest(swapped.view(dtype)) != digest
-    # Neither the place in memory nor the layout is part of it.
+    # Neither the address nor the memory layout matters.
     shifted = torch.cat([torch.ones(1, dtype=dtype), data.view(dtype)])
     assert _digest(shifted[1:]) == digest
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_digest_on_a_gpu_depends_on_every_word() -> None:
+def test_digest_on_gpu_depends_on_every_word() -> None:
     data = torch.zeros(GPU_BLOCK_WORDS + 3, dtype=torch.int64, device="cuda")
     digests = [int(_digest(data))]
-    for place in (0, GPU_BLOCK_WORDS - 1, GPU_BLOCK_WORDS, len(data) - 1):
-        data[place] = 1
+    for index in (0, GPU_BLOCK_WORDS - 1, GPU_BLOCK_WORDS, len(data) - 1):
+        data[index] = 1
         digests.append(int(_digest(data)))
     assert len(set(digests)) == len(digests)
 
 
-def test_a_digest_depends_on_the_order() -> None:
+def test_digest_depends_on_order() -> None:
     values = torch.arange(4 * BLOCK_WORDS, dtype=torch.float64)
     digests = {int(_digest(values.roll(shift))) for shift in (0, 1, 2, BLOCK_WORDS)}
     assert len(digests) == 4
@@ -228,5 +231,5 @@ def test_a_digest_depends_on_the_order() -> None:
 
 
 @pytest.mark.parametrize("layout", REPLICATED, ids=str)
-def test_sync_gives_all_replicas_the_values_of_the_first(ranks: RankPool, layout: Layout) -> None:
+def test_sync_broadcasts_the_first_replica(ranks: RankPool, layout: Layout) -> None:
     ranks.run(sync, layout.world_size, layout)

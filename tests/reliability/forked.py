@@ -1,4 +1,4 @@
-"""The trainer on real ranks, without the wait for torch: forked from where it is loaded."""
+"""Run train.py on real ranks, forked from a process that has already imported torch."""
 
 import json
 import math
@@ -16,9 +16,9 @@ import torch
 import torch._dynamo  # FSDP imports it, in each rank
 
 import train
+from checkpoint.checkpoint_dir import list_checkpoints, sizes_of
 from checkpoint.manifest import read_manifest
-from checkpoint.storage import DTYPES, read_index
-from checkpoint.store import published, sizes_of
+from checkpoint.tensor_files import DTYPES, read_index
 from tests.test_train import ROOT, SMALL, records
 
 PATIENCE_SECONDS = 120
@@ -34,9 +34,9 @@ def nothing() -> None:
 def started(
     folder: Path, world_size: int, *, plant: Callable[[], None] = nothing, **overrides: str
 ) -> Iterator[list[BaseProcess]]:
-    """Ranks that train the debug model in ``folder``; killed at the end, if they still run.
+    """Start ranks that train the debug model in ``folder``; kill those still alive on exit.
 
-    What rank ``r`` says is in ``folder/rank-r.log``. ``plant`` is called in each before it trains.
+    Rank ``r`` logs to ``folder/rank-r.log`` and calls ``plant`` before it trains.
     """
     folder.mkdir(exist_ok=True)
     context = get_context("forkserver")
@@ -63,13 +63,13 @@ def options(folder: Path, **overrides: str) -> list[str]:
 
 
 def run(folder: Path, world_size: int, **overrides: str) -> None:
-    """Train to the end."""
+    """Train to the end; fail if a rank does not exit with 0."""
     with started(folder, world_size, **overrides) as processes:
         assert codes(processes) == {0}, log(folder)
 
 
 def codes(processes: list[BaseProcess]) -> set[int | None]:
-    """What they end with."""
+    """Wait for all processes; return the set of their exit codes."""
     for process in processes:
         process.join(PATIENCE_SECONDS)
     return {process.exitcode for process in processes}
@@ -80,35 +80,37 @@ def log(folder: Path) -> str:
 
 
 def curve(folder: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm of each step, as last trained."""
+    """Loss and gradient norm of each step, from its last training."""
     found = {r["step"]: (r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r}
     return dict(sorted(found.items()))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The newest first."""
-    return published(folder / "debug_model" / "checkpoints")
+    """Checkpoints of the run, newest first."""
+    return list_checkpoints(folder / "debug_model" / "checkpoints")
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All of a checkpoint, put together without any of the code that loads it."""
+    """Assemble all tensors of a checkpoint without the code that loads checkpoints."""
     whole = {}
     for fqn, entry in read_index(checkpoint, sizes_of(read_manifest(checkpoint))).items():
         whole[fqn] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        for part in entry.parts:
-            count = math.prod(part.sizes)
+        for shard in entry.parts:
+            count = math.prod(shard.sizes)
             if count:
-                data = bytearray((checkpoint / part.file).read_bytes())
+                data = bytearray((checkpoint / shard.file).read_bytes())
                 values = torch.frombuffer(
-                    data, dtype=DTYPES[entry.dtype], count=count, offset=part.start
+                    data, dtype=DTYPES[entry.dtype], count=count, offset=shard.start
                 )
-                box = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
-                whole[fqn][box] = values.view(part.sizes)
+                box = tuple(
+                    slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes, strict=True)
+                )
+                whole[fqn][box] = values.view(shard.sizes)
     return whole
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Tensors of two checkpoints that are not equal bit for bit, and values that differ."""
+    """Names of tensors of two checkpoints that are not bitwise equal, and of differing files."""
     a, b = tensors(first), tensors(second)
     found = [fqn for fqn in a.keys() | b.keys() if fqn not in a or fqn not in b]
     found += [fqn for fqn in a.keys() & b.keys() if not torch.equal(_bits(a[fqn]), _bits(b[fqn]))]

@@ -1,6 +1,6 @@
-"""Run every test of the scorecard and write what was seen into docs/reliability.md.
+"""Run all scorecard tests and write their results to docs/reliability.md.
 
-``python -m tests.reliability.scorecard``, with ``--full`` for the full counts (hours).
+``python -m tests.reliability.scorecard``; ``--full`` runs the full trial counts (hours).
 """
 
 import os
@@ -19,6 +19,8 @@ BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 
 @dataclass
 class Row:
+    """One promise with the results of its tests."""
+
     promise: str
     n_tests: int = 0
     failed: list[str] = field(default_factory=list)
@@ -32,7 +34,7 @@ class Row:
 
 
 class Collector:
-    """A pytest plugin: marks of rows, and what their tests say was seen."""
+    """Pytest plugin that collects row markers and the results of their tests."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
@@ -54,6 +56,7 @@ class Collector:
 
 
 def table(rows: dict[int, Row], *, is_full: bool) -> str:
+    """Render the scorecard as Markdown."""
     counts = "full counts" if is_full else "a tenth of the full counts"
     machine = f"{os.cpu_count()} CPU cores, torch {torch.__version__}, Python"
     lines = [

@@ -1,4 +1,4 @@
-"""Kills at any moment and another number of ranks each time: the run is the one nobody touched."""
+"""Runs killed at random and restarted on other numbers of ranks equal an uninterrupted run."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.manifest import NAME, read_manifest, write_manifest
-from checkpoint.storage import describe_file
-from checkpoint.store import problems_of, step_of
+from checkpoint.checkpoint_dir import step_of, verify_checkpoint
+from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from checkpoint.tensor_files import describe_file
 from tests.reliability.forked import (
     PATIENCE_SECONDS,
     checkpoints,
@@ -26,9 +26,9 @@ from tests.reliability.forked import (
 )
 from tools.check_ledger import compare, replay
 
-# Four slots a step, on 1, 2 or 4 ranks.
+# Four microbatches per step, on 1, 2 or 4 ranks.
 KEYS = {
-    "debug.determinism": "elastic",
+    "debug.deterministic": "elastic",
     "training.dtype": "float32",
     "training.local_batch_size": "1",
     "training.global_batch_size": "4",
@@ -39,24 +39,24 @@ STEPS = ("training.steps", "lr_scheduler.total_steps")
 STEPS_PER_KILL = 4
 
 
-def kill_one(folder: Path, processes: list[BaseProcess], draws: random.Random) -> None:
-    """After some progress, at a random moment or while a save is under way."""
+def kill_one(folder: Path, processes: list[BaseProcess], rng: random.Random) -> None:
+    """Kill one rank after some progress, at a random moment or during a save."""
     before = newest_step(folder)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while newest_step(folder) <= before:
         assert all(process.is_alive() for process in processes), log(folder)
         assert time.monotonic() < deadline, log(folder)
         time.sleep(0.005)
-    if draws.random() < 0.5:
+    if rng.random() < 0.5:
         scratch = folder / "debug_model" / "checkpoints"
         while time.monotonic() < deadline and not any(scratch.glob(".tmp-step-*")):
             if not all(process.is_alive() for process in processes):
                 break
             time.sleep(0.001)
     else:
-        time.sleep(draws.uniform(0.0, 0.5))
-    os.kill(draws.choice(processes).pid or 0, signal.SIGKILL)
-    # The others notice, and leave by themselves.
+        time.sleep(rng.uniform(0.0, 0.5))
+    os.kill(rng.choice(processes).pid or 0, signal.SIGKILL)
+    # The other ranks detect it and exit on their own.
     assert None not in codes(processes), log(folder)
 
 
@@ -65,59 +65,61 @@ def newest_step(folder: Path) -> int:
 
 
 def chaos(folder: Path, n_kills: int, seed: int, **overrides: str) -> tuple[int, list[int]]:
-    """Train with ``n_kills``; how many there were in the end, and the world sizes."""
-    draws = random.Random(seed)
+    """Train with ``n_kills`` kills; return their actual number and the world sizes."""
+    rng = random.Random(seed)
     steps = str(STEPS_PER_KILL * (n_kills + 1))
     kills, worlds = 0, []
     while newest_step(folder) < int(steps):
-        worlds.append(draws.choice([1, 2, 4]))
-        mode = draws.choice(["async", "disabled"])
+        worlds.append(rng.choice([1, 2, 4]))
+        mode = rng.choice(["async", "disabled"])
         keys = KEYS | dict.fromkeys(STEPS, steps) | overrides
         with started(folder, worlds[-1], **keys, **{"checkpoint.async_mode": mode}) as processes:
             if kills < n_kills:
-                kill_one(folder, processes, draws)
+                kill_one(folder, processes, rng)
                 kills += 1
             else:
                 assert codes(processes) == {0}, log(folder)
         for path in checkpoints(folder):
-            assert not problems_of(path)
+            assert not verify_checkpoint(path)
     return kills, worlds
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory, trials: Callable[[int], int]) -> Path:
-    folder = tmp_path_factory.mktemp("untouched")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, trials: Callable[[int], int]) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     steps = str(STEPS_PER_KILL * (trials(30) + 1))
     run(folder, 2, **KEYS, **dict.fromkeys(STEPS, steps))
     return folder
 
 
 @pytest.mark.row(17, "Kills, restarts and other numbers of ranks: every token exactly once")
-def test_chaos_changes_nothing(
-    untouched: Path, tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+def test_killed_run_equals_uninterrupted_run(
+    uninterrupted: Path, tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
     kills, worlds = chaos(tmp_path, trials(30), seed=1)
-    ledgers = [replay(folder / "debug_model") for folder in (tmp_path, untouched)]
+    ledgers = [replay(folder / "debug_model") for folder in (tmp_path, uninterrupted)]
     assert not [text for ledger in ledgers for text in ledger.violations]
     unequal, text = compare(*ledgers)
     assert not unequal
-    assert curve(tmp_path) == curve(untouched)
-    assert not differences(checkpoints(tmp_path)[0], checkpoints(untouched)[0])
+    assert curve(tmp_path) == curve(uninterrupted)
+    assert not differences(checkpoints(tmp_path)[0], checkpoints(uninterrupted)[0])
     leftovers = [p.name for p in (tmp_path / "debug_model" / "checkpoints").glob(".*")]
     assert not leftovers
     seen(f"{kills} kills, {len(worlds)} starts on {worlds} ranks; {text}")
 
 
-# test_data_runs.py ends and compares the same with concat.
+# test_data_runs.py compares the same mixture with concat packing.
 @pytest.mark.parametrize("packing", [pytest.param("concat", marks=pytest.mark.slow), "best_fit"])
-def test_chaos_on_a_mixture(tmp_path: Path, trials: Callable[[int], int], packing: str) -> None:
-    """Of lines and plain files, some of them bad, of which one ends in between."""
-    draws = random.Random(2)
-    lines = [{"text": f"line {i} " * draws.randint(0, 9)} if i % 9 else [i] for i in range(80)]
+def test_killed_run_on_a_mixture(
+    tmp_path: Path, trials: Callable[[int], int], packing: str
+) -> None:
+    """A mixture of JSON lines and text files, with bad records and a source that ends early."""
+    rng = random.Random(2)
+    lines = [{"text": f"line {i} " * rng.randint(0, 9)} if i % 9 else [i] for i in range(80)]
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     (tmp_path / "files").mkdir()
     for i in range(40):
-        (tmp_path / "files" / f"{i}.txt").write_text(f"file {i} " * draws.randint(1, 30))
+        (tmp_path / "files" / f"{i}.txt").write_text(f"file {i} " * rng.randint(1, 30))
     sources = (
         f'[{{path = "{tmp_path}/lines.jsonl", weight = 0.4, repeat = false}},'
         f' {{path = "{tmp_path}/files/*"}}]'
@@ -134,8 +136,8 @@ def test_chaos_on_a_mixture(tmp_path: Path, trials: Callable[[int], int], packin
     assert curve(folders[0]) == curve(folders[1])
 
 
-def test_a_resume_from_the_wrong_place_is_found(tmp_path: Path) -> None:
-    """What the ledger is there to find: the position of a step that was taken but not trained."""
+def test_resume_from_wrong_position_is_a_violation(tmp_path: Path) -> None:
+    """The ledger detects a data position of a step that was read but not trained."""
     keys = KEYS | {"lr_scheduler.total_steps": "8"}
     run(tmp_path, 1, **keys, **{"training.steps": "4"})
     state = checkpoints(tmp_path)[0] / "state.json"
@@ -149,9 +151,9 @@ def test_a_resume_from_the_wrong_place_is_found(tmp_path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Forge a file of a checkpoint, and the manifest that lists it."""
+    """Overwrite a file of a checkpoint and its entry in the manifest."""
     path.write_text(text)
     manifest = read_manifest(path.parent)
     manifest["files"][path.name] = describe_file(path)
-    (path.parent / NAME).unlink()
+    (path.parent / MANIFEST_FILE).unlink()
     write_manifest(path.parent, manifest.pop("files"), manifest)

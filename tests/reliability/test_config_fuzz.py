@@ -1,4 +1,4 @@
-"""Configurations as nobody would write them: each is accepted or refused by name, at once."""
+"""Random configurations are accepted, or rejected quickly with the key in the error."""
 
 import gc
 import math
@@ -18,8 +18,8 @@ import tomli_w
 
 from config import ConfigError, JobConfig, dump_toml, load_config
 from models import MODEL_SPECS, find_model
-from parallelisms import support
-from tests.config.test_changes import all_keys
+from parallelisms import constraints
+from tests.config.test_resume_compat import all_keys
 
 KEYS = all_keys()
 FILE = "run.toml"
@@ -39,109 +39,109 @@ class Case:
     has_gpu: bool
 
 
-def value(draws: random.Random, depth: int = 0) -> Any:
-    """Anything that TOML can say."""
+def random_value(rng: random.Random, depth: int = 0) -> Any:
+    """Return a random TOML value."""
     kinds: list[Callable[[], Any]] = [
-        lambda: draws.choice([-1, 0, 1, 2, 3, 4, 8, 64, 2**63 - 1, 2**64, -(2**70)]),
-        lambda: draws.choice([0.0, 0.5, 1.0, 1e-30, 1e300, -0.1, math.nan, math.inf]),
-        lambda: draws.choice(WORDS),
-        lambda: "".join(draws.choices(string.printable, k=draws.randrange(80))),
-        lambda: draws.random() < 0.5,
+        lambda: rng.choice([-1, 0, 1, 2, 3, 4, 8, 64, 2**63 - 1, 2**64, -(2**70)]),
+        lambda: rng.choice([0.0, 0.5, 1.0, 1e-30, 1e300, -0.1, math.nan, math.inf]),
+        lambda: rng.choice(WORDS),
+        lambda: "".join(rng.choices(string.printable, k=rng.randrange(80))),
+        lambda: rng.random() < 0.5,
         lambda: date(2024, 1, 1),
     ]
     if depth < 3:
-        kinds.append(lambda: [value(draws, depth + 1) for _ in range(draws.randrange(3))])
-        kinds.append(lambda: {draws.choice(WORDS): value(draws, depth + 1)})
-    return draws.choice(kinds)()
+        kinds.append(lambda: [random_value(rng, depth + 1) for _ in range(rng.randrange(3))])
+        kinds.append(lambda: {rng.choice(WORDS): random_value(rng, depth + 1)})
+    return rng.choice(kinds)()
 
 
-def fitting(draws: random.Random, key: str) -> Any:
-    """A value that its own key may have, most of the time."""
+def valid_value(rng: random.Random, key: str) -> Any:
+    """Return a value that is usually valid for ``key``."""
     section, _, name = key.partition(".")
     default = getattr(JobConfig.model_fields[section].default, name)
     if key == "model.name":
-        return draws.choice(list(MODEL_SPECS))
+        return rng.choice(list(MODEL_SPECS))
     if isinstance(default, bool):
-        return draws.random() < 0.5
+        return rng.random() < 0.5
     if isinstance(default, int | None):
-        return draws.choice([1, 2, 4, 8, 64, 1000])
-    return draws.uniform(0.01, 0.9) if isinstance(default, float) else draws.choice([default, "x"])
+        return rng.choice([1, 2, 4, 8, 64, 1000])
+    return rng.uniform(0.01, 0.9) if isinstance(default, float) else rng.choice([default, "x"])
 
 
-def misspelled(draws: random.Random, key: str) -> str:
-    place = draws.randrange(len(key))
-    return key[:place] + draws.choice(["", draws.choice(string.printable)]) + key[place + 1 :]
+def misspelled(rng: random.Random, key: str) -> str:
+    place = rng.randrange(len(key))
+    return key[:place] + rng.choice(["", rng.choice(string.printable)]) + key[place + 1 :]
 
 
-def tables(draws: random.Random) -> dict[str, Any]:
+def tables(rng: random.Random) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for key in draws.sample(KEYS, draws.randrange(6)):
-        written = misspelled(draws, key) if draws.random() < 0.05 else key
+    for key in rng.sample(KEYS, rng.randrange(6)):
+        written = misspelled(rng, key) if rng.random() < 0.05 else key
         section, _, name = written.partition(".")
-        chosen = fitting(draws, key) if draws.random() < 0.8 else value(draws)
-        if draws.random() < 0.05:
+        chosen = valid_value(rng, key) if rng.random() < 0.8 else random_value(rng)
+        if rng.random() < 0.05:
             found[section] = chosen
         elif isinstance(found.setdefault(section, {}), dict):
             found[section][name] = chosen
     return found
 
 
-def bent(draws: random.Random, toml: bytes) -> bytes:
-    """Broken by a few bytes."""
+def corrupted(rng: random.Random, toml: bytes) -> bytes:
+    """Corrupt a few bytes of ``toml``."""
     content = bytearray(toml or b"[job]\n")
-    for _ in range(draws.randrange(1, 5)):
-        place = draws.randrange(len(content) + 1)
-        content[place : place + draws.randrange(3)] = draws.choice(
-            [draws.randbytes(1), b"\n", b'"', b"[", b"[" * 3000, b"=" + b"9" * 5000, b"\xff", b"\0"]
+    for _ in range(rng.randrange(1, 5)):
+        place = rng.randrange(len(content) + 1)
+        content[place : place + rng.randrange(3)] = rng.choice(
+            [rng.randbytes(1), b"\n", b'"', b"[", b"[" * 3000, b"=" + b"9" * 5000, b"\xff", b"\0"]
         )
     return bytes(content)
 
 
-def override(draws: random.Random) -> list[str]:
-    key = draws.choice(KEYS)
-    if draws.random() < 0.1:
-        key = misspelled(draws, key)
-    is_fitting = key in KEYS and draws.random() < 0.6
-    typed = str(fitting(draws, key)) if is_fitting else draws.choice([*TYPED, *WORDS])
+def override(rng: random.Random) -> list[str]:
+    key = rng.choice(KEYS)
+    if rng.random() < 0.1:
+        key = misspelled(rng, key)
+    is_valid = key in KEYS and rng.random() < 0.6
+    typed = str(valid_value(rng, key)) if is_valid else rng.choice([*TYPED, *WORDS])
     forms = [[f"--{key}", typed], [f"--{key}={typed}"], [f"--{key}"], [typed], [f"-{key}", typed]]
-    return draws.choices(forms, weights=[16, 16, 1, 1, 1])[0]
+    return rng.choices(forms, weights=[16, 16, 1, 1, 1])[0]
 
 
 def case(seed: int) -> Case:
-    draws = random.Random(seed)
-    toml = tomli_w.dumps(tables(draws)).encode()
-    if draws.random() < 0.25:
-        toml = bent(draws, toml)
-    overrides = [part for _ in range(draws.randrange(3)) for part in override(draws)]
-    return Case(toml, overrides, draws.choice([1, 2, 3, 4, 8]), draws.random() < 0.5)
+    rng = random.Random(seed)
+    toml = tomli_w.dumps(tables(rng)).encode()
+    if rng.random() < 0.25:
+        toml = corrupted(rng, toml)
+    overrides = [part for _ in range(rng.randrange(3)) for part in override(rng)]
+    return Case(toml, overrides, rng.choice([1, 2, 3, 4, 8]), rng.random() < 0.5)
 
 
-def end_of(case: Case, folder: Path) -> tuple[str, list[str]]:
-    """How the case ends, and what is wrong with that."""
+def outcome_of(case: Case, folder: Path) -> tuple[str, list[str]]:
+    """Load the case; return its outcome and the problems with it."""
     path = folder / FILE
     path.write_bytes(case.toml)
     begin = time.process_time()
     try:
         config = load_config(path, case.overrides)
         _, args = find_model(config.model.name, config.model.flavor)
-        support.check_support(config, args, case.world_size, has_gpu=case.has_gpu)
+        constraints.check_constraints(config, args, case.world_size, has_gpu=case.has_gpu)
     except ValueError as error:
         messages = error.messages if isinstance(error, ConfigError) else [str(error)]
         wrong = [f"names nothing: {text}" for text in messages if not names_something(text, case)]
-        end = "refused"
+        outcome = "rejected"
     except BaseException as error:
-        wrong, end = [f"{type(error).__name__}: {error}"], "broken"
+        wrong, outcome = [f"{type(error).__name__}: {error}"], "broken"
     else:
         path.write_text(dump_toml(config))
         same = load_config(path, []) == config
-        wrong, end = ([] if same else ["its dump is another configuration"]), "accepted"
+        wrong, outcome = ([] if same else ["its dump is another configuration"]), "accepted"
     if (seconds := time.process_time() - begin) > SECONDS:
         wrong.append(f"took {seconds:.3f} s")
-    return end, wrong
+    return outcome, wrong
 
 
 def names_something(message: str, case: Case) -> bool:
-    """A key, the file, or what was typed."""
+    """Whether the message has a key, the file or an argument."""
     typed = [text.partition("=")[0] for text in case.overrides]
     tables = [text.removeprefix("--").partition(".")[0] for text in typed]
     named = [*KEYS, FILE, "parallelism: the degrees", "model.flavor of", *map(repr, typed)]
@@ -151,24 +151,24 @@ def names_something(message: str, case: Case) -> bool:
 
 @pytest.fixture
 def without_collections() -> Iterator[None]:
-    """Garbage of other tests is not what is timed here."""
+    """Disable garbage collection, which would distort the timing."""
     gc.disable()
     yield
     gc.enable()
 
 
-@pytest.mark.row(22, "A bad configuration is refused before the start")
+@pytest.mark.row(22, "A bad configuration is rejected before the start")
 @pytest.mark.usefixtures("without_collections")
-def test_any_configuration_is_accepted_or_refused_by_name(
+def test_random_configuration_is_accepted_or_rejected_by_key(
     tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
     count, ends = trials(10_000), Counter[str]()
     for seed in range(count):
-        end, wrong = end_of(case(seed), tmp_path)
-        ends[end] += 1
+        outcome, wrong = outcome_of(case(seed), tmp_path)
+        ends[outcome] += 1
         assert not wrong, f"seed {seed}: {wrong}"
-    assert min(ends["accepted"], ends["refused"]) > count / 20, ends
-    seen(f"{count:,} random configurations: {ends['refused']:,} refused by name, 0 tracebacks")
+    assert min(ends["accepted"], ends["rejected"]) > count / 20, ends
+    seen(f"{count:,} random configurations: {ends['rejected']:,} rejected by name, 0 tracebacks")
 
 
 def names_no_key(*_: Any, **__: Any) -> None:
@@ -176,17 +176,17 @@ def names_no_key(*_: Any, **__: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         (patch("config.loader._messages", lambda *_: [][0]), "IndexError"),
         (patch("config.loader._messages", lambda *_: ["is wrong"]), "names nothing: is wrong"),
-        (patch.object(support, "check_support", names_no_key), "names nothing: something"),
+        (patch.object(constraints, "check_constraints", names_no_key), "names nothing: something"),
         (patch(f"{__name__}.dump_toml", lambda _: ""), "its dump is another"),
         (patch(f"{__name__}.find_model", lambda *_: sum(range(10**7))), "took"),
     ],
-    ids=["traceback", "mistake", "refusal", "dump", "slow"],
+    ids=["traceback", "mistake", "rejection", "dump", "slow"],
 )
-def test_a_fault_of_the_loader_is_seen(tmp_path: Path, fault: Any, told: str) -> None:
+def test_loader_fault_is_detected(tmp_path: Path, fault: Any, message: str) -> None:
     with fault:
-        found = (text for seed in range(60) for text in end_of(case(seed), tmp_path)[1])
-        assert any(told in text for text in found)
+        found = (text for seed in range(60) for text in outcome_of(case(seed), tmp_path)[1])
+        assert any(message in text for text in found)

@@ -1,7 +1,7 @@
-"""Elastic determinism: another data-parallel degree changes no bit of a run.
+"""Elastic determinism: the data-parallel degree does not change a bit of a run.
 
-Whatever a step has is compared: loss, gradient norm, and at the end weights and optimizer state.
-Dims divide by little, so shards are uneven, empty or of columns, and end within a vector register.
+Compares loss and gradient norm of every step, and the final weights and optimizer state. Dims have
+few divisors, so that shards are uneven, empty or along columns, and end inside a vector register.
 """
 
 import hashlib
@@ -18,22 +18,21 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from build_model import build_sharded_model
 from checkpoint.states import OptimizerState
-from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism, Training
-from data.loader import Batch, count_valid
-from forward_backward import WholeModel
+from config import JobConfig
+from config.job_config import ActivationCheckpoint, Compile, Debug, Optimizer, Parallelism, Training
+from data.loader import Batch, num_target_tokens
+from forward_backward import SPMDRunner
 from models import TransformerArgs, find_model
-from models.meta import build_on_meta
 from optim.chunked_adamw import ChunkedAdamW
 from optim.grad_norm import clip_grad_norm_
-from optim.loss import IGNORED
 from optim.optimizer import build_optimizer
-from parallelisms.elastic import GradientTree, apply_elastic
-from parallelisms.materialize import materialize
+from parallelisms.elastic import PairwiseGradientAccumulator
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
-from parallelisms.parallelize import parallelize
 from runtime.distributed import sum_in_order, sum_over
+from runtime.labels import IGNORE_INDEX
 from tests.layouts import CPU, RESHARD, TP, Layout
 from tests.ranks import RankPool
 
@@ -44,7 +43,7 @@ MIXED = Training(mixed_precision_param="bfloat16")
 ROUNDED = Training(mixed_precision_param="bfloat16", mixed_precision_reduce="bfloat16")
 ONE = Layout(1)
 Fault = Callable[[], AbstractContextManager]
-# What a run came to, by name: the losses, the norms, and a digest of each tensor at the end.
+# Results of a run by name: losses, norms and a digest of each final tensor.
 Run = dict[str, Any]
 
 
@@ -55,7 +54,7 @@ def run(
     steps: int = STEPS,
     faults: tuple[Fault, ...] = (),
 ) -> Run:
-    """Train as ``train.py`` does with debug.determinism elastic, but for ``faults``."""
+    """Train as ``train.py`` does with debug.deterministic = "elastic", with ``faults`` applied."""
     torch.compiler.reset()
     with ExitStack() as stack:
         for fault in faults:
@@ -64,15 +63,15 @@ def run(
         parameters = dict(model.named_parameters())
         optimizer = build_optimizer(model, Optimizer(lr=1e-2), is_elastic=True)
         policy = mixed_precision_policy(training, CPU)
-        tree = GradientTree(list(parameters.values()), policy.reduce_dtype)
+        accumulator = PairwiseGradientAccumulator(list(parameters.values()), policy.reduce_dtype)
         parallelism = Parallelism(**layout.parallelism)
-        runner = WholeModel(model, parallelism=parallelism, device=CPU, tree=tree)
+        runner = SPMDRunner(model, parallelism=parallelism, device=CPU, accumulator=accumulator)
         losses, norms = [], []
         for step in range(steps):
             batches = global_batch(step)
-            # As data/loader.py deals them.
-            mine = batches[dims.batch_mesh.get_local_rank() :: dims.batch_mesh.size()]
-            parts = runner.train(mine, count_valid(batches))
+            # The same assignment as in data/loader.py.
+            own = batches[dims.batch_mesh.get_local_rank() :: dims.batch_mesh.size()]
+            parts = runner.forward_backward(own, num_target_tokens(batches))
             losses.append(sum_in_order(parts, dims.data_mesh).item())
             norms.append(clip_grad_norm_(list(parameters.values()), 1.0, is_exact=True).item())
             optimizer.step()
@@ -84,40 +83,36 @@ def run(
 
 def build(name: str, layout: Layout, training: Training) -> tuple[nn.Module, ParallelDims]:
     spec, _ = find_model(name, "debugmodel")
-    parallelism = Parallelism(**layout.parallelism)
-    dims = ParallelDims.build(parallelism, layout.world_size, "cpu")
-    model = build_on_meta(spec, args_of(name, dims.degrees.tp), getattr(torch, training.dtype))
-    parallelize(
-        model,
-        dims,
-        facts=spec,
-        parallelism=parallelism,
+    config = JobConfig(
+        training=training,
+        parallelism=Parallelism(**layout.parallelism),
         activation_checkpoint=layout.recompute,
         compile=layout.compile,
         float8=layout.float8,
-        mp_policy=mixed_precision_policy(training, CPU),
+        debug=Debug(seed=7, deterministic="elastic"),
     )
-    apply_elastic(model)
-    materialize(model, CPU, seed=7)
-    return model, dims
+    dims = ParallelDims.build(config.parallelism, layout.world_size, "cpu")
+    sharded = build_sharded_model(spec, args_of(name, dims.degrees.tp), config, dims, CPU)
+    sharded.materialize()
+    return sharded.module, dims
 
 
 def args_of(name: str, tp: int) -> TransformerArgs:
     args = find_model(name, "debugmodel")[1]
     args = replace(args, n_layers=1, max_seq_len=SEQ_LEN, dim=100, hidden_dim=90, vocab_size=330)
     if name == "qwen3" and tp == 1:
-        # Two rows: of 4 ranks each has columns of them, of 8 ranks most have nothing.
+        # wk and wv have two rows: 4 ranks shard their columns, of 8 ranks most have empty shards.
         args = replace(args, n_kv_heads=1, head_dim=2)
     return args
 
 
 def global_batch(step: int) -> list[Batch]:
-    """Each slot has its own count of valid labels."""
+    """Random microbatches, each with another number of target tokens."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(330, (SLOTS, ROWS, SEQ_LEN + 1), generator=generator)
     labels = tokens[..., 1:].clone()
     for slot, count in enumerate(torch.randint(SEQ_LEN, (SLOTS,), generator=generator)):
-        labels[slot, :, :count] = IGNORED
+        labels[slot, :, :count] = IGNORE_INDEX
     return [Batch(tokens[slot, :, :-1], labels[slot]) for slot in range(SLOTS)]
 
 
@@ -129,7 +124,7 @@ def digest(tensor: torch.Tensor) -> str:
 def differences(
     ranks: RankPool, degrees: Sequence[int], *, layout: Layout = ONE, **keys: Any
 ) -> set[str]:
-    """What of a run is not the same with every one of these data-parallel degrees."""
+    """Names of results that differ between these data-parallel degrees."""
     found = []
     for degree in degrees:
         spread = replace(layout, world_size=degree * layout.world_size)
@@ -143,7 +138,7 @@ def differences(
 
 
 @pytest.mark.row(15, "Elastic: another data-parallel degree, bitwise")
-def test_the_degree_changes_no_bit(ranks: RankPool, seen: Callable[[str], None]) -> None:
+def test_degree_does_not_change_a_bit(ranks: RankPool, seen: Callable[[str], None]) -> None:
     for name in ("llama3", "qwen3"):
         assert not differences(ranks, DEGREES, name=name, training=FLOAT32)
     seen(f"2 models, {STEPS} steps of {SLOTS} microbatches on {DEGREES} ranks: all bits equal")
@@ -166,7 +161,7 @@ def slow(name: str, *values: Any) -> Any:
         slow("float64", Training(dtype="float64"), ONE),
     ],
 )
-def test_nor_does_it_in_other_precisions_and_modes(
+def test_degree_does_not_change_a_bit_in_other_modes(
     ranks: RankPool, training: Training, layout: Layout
 ) -> None:
     keys = {"name": "qwen3", "training": training, "layout": layout, "steps": 4}
@@ -177,8 +172,8 @@ def default_reduction() -> AbstractContextManager:
     return patch.object(FSDPModule, "set_custom_reduce_scatter", lambda self, comm: None)
 
 
-def one_after_the_other() -> AbstractContextManager:
-    return patch.object(GradientTree, "end_microbatch", lambda self, is_last: None)
+def sequential_accumulation() -> AbstractContextManager:
+    return patch.object(PairwiseGradientAccumulator, "end_microbatch", lambda self, is_last: None)
 
 
 def ordinary_norm() -> AbstractContextManager:
@@ -193,7 +188,7 @@ def ordinary_optimizer() -> AbstractContextManager:
     return patch.object(ChunkedAdamW, "step", torch.optim.AdamW.step)
 
 
-def sums_of_ranks() -> AbstractContextManager:
+def sum_over_ranks() -> AbstractContextManager:
     def of_sums(values: torch.Tensor, mesh: Any) -> torch.Tensor:
         return sum_over(values.sum(), mesh["batch"])
 
@@ -204,12 +199,12 @@ def sums_of_ranks() -> AbstractContextManager:
     ("fault", "seen_in"),
     [
         (default_reduction, "norms"),
-        (one_after_the_other, "norms"),
+        (sequential_accumulation, "norms"),
         (ordinary_norm, "norms"),
         (ordinary_optimizer, "state.norm.weight.exp_avg_sq"),
-        (sums_of_ranks, "losses"),
+        (sum_over_ranks, "losses"),
     ],
 )
-def test_a_fault_changes_some(ranks: RankPool, fault: Fault, seen_in: str) -> None:
+def test_fault_changes_results(ranks: RankPool, fault: Fault, seen_in: str) -> None:
     keys = {"name": "llama3", "training": FLOAT32, "faults": (fault,), "steps": 4}
     assert seen_in in differences(ranks, (1, 4), **keys)

@@ -1,4 +1,4 @@
-"""What comes in: ids, documents and names that are not what they should be."""
+"""Invalid inputs: token ids, documents and job names."""
 
 import glob
 import json
@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 
 from config.job_config import Data, Parallelism
-from data.loader import Batch, BatchLoader
-from data.mixture import MixedRow, Mixture
+from data.loader import Batch, BatchLoader, LoaderConfig
+from data.mixture import Mixture, RowStream
 from data.sources import ShuffledDocuments, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
+from launcher import launch
 from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from runtime import exit_codes
-from tests.layouts import CPU, TP, Layout, build_sharded
+from tests.layouts import CPU, TP, Layout, shard_debugmodel
 from tests.parallelisms.test_materialize import small_args
 from tests.ranks import RankPool
 from tests.test_train import start
-from tools import launch
 
 # Row 19: ids
 
@@ -39,7 +39,7 @@ LAYOUTS = [Layout(1), Layout(2, {TP: 2}), Layout(4, {TP: 2})]
 
 
 def words(count: int) -> ShuffledDocuments:
-    """Documents of a word each, and one of them the bad one."""
+    """One-word documents, the last of them bad."""
     texts = [*["good"] * (count - 1), "bad"]
     return ShuffledDocuments(texts, np.arange(count), seed=0, name="training", fingerprint="")
 
@@ -49,29 +49,31 @@ def tokenizer(bad_id: int) -> Tokenizer:
     return Tokenizer(lambda text: np.array(ids[text]), str, VOCAB, 1, 2, "words")
 
 
-def first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
-    """What this rank says as the model is given the documents."""
+def run_first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
+    """Run the model on all documents; return the error of this rank, if any."""
     dims = ParallelDims.build(Parallelism(**layout.parallelism), layout.world_size, "cpu")
-    model, _ = build_sharded("llama3", ARGS, layout)
+    model = shard_debugmodel("llama3", ARGS, layout).module
     materialize(model, CPU, seed=0)
     loader = BatchLoader(
         Mixture([words(24)]),
         tokenizer(bad_id),
-        vocab_size=VOCAB,
-        seq_len=ARGS.max_seq_len,
-        local_batch_size=2,
-        global_batch_size=4,
-        rank=dims.batch_mesh.get_local_rank(),
-        degree=dims.batch_mesh.size(),
-        document_mask=False,
-        prefetch=1,
+        LoaderConfig(
+            vocab_size=VOCAB,
+            seq_len=ARGS.max_seq_len,
+            microbatch_size=2,
+            global_batch_size=4,
+            dp_rank=dims.batch_mesh.get_local_rank(),
+            dp_degree=dims.batch_mesh.size(),
+            document_mask=False,
+            prefetch=1,
+        ),
     )
-    unchecked = patch.object(MixedRow, "_check_ids", lambda *_: None)
+    unchecked = patch.object(RowStream, "_check_ids", lambda *_: None)
     with nullcontext() if is_checked else unchecked, torch.no_grad():
         for _ in range(6 * loader.microbatches):
-            batch, said = take(loader)
-            if any(everywhere(said)):
-                return [said] if said else []
+            batch, error = take(loader)
+            if any(gather_errors(error)):
+                return [error] if error else []
             try:
                 model(*batch.inputs)
             except IndexError:
@@ -88,22 +90,22 @@ def take(loader: BatchLoader) -> tuple[Batch, str]:
         return Batch(*[torch.empty(0)] * 2), str(error)
 
 
-def everywhere(said: str) -> list[str]:
-    """What all ranks say: none may go on alone."""
-    told = [""] * dist.get_world_size()
-    dist.all_gather_object(told, said)
-    return told
+def gather_errors(error: str) -> list[str]:
+    """Gather the errors of all ranks, because they must stop together. Collective."""
+    errors = [""] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return errors
 
 
 @pytest.mark.row(19, "No id outside the vocabulary reaches the model")
 @pytest.mark.parametrize("bad_id", [VOCAB, VOCAB + 100, -1])
-def test_foreign_id_is_the_same_error_everywhere(
+def test_invalid_id_is_the_same_error_on_all_ranks(
     ranks: RankPool, bad_id: int, seen: Callable[[str], None]
 ) -> None:
-    said = {
+    errors = {
         text
         for layout in LAYOUTS
-        for texts in ranks.run(first_epoch, layout.world_size, layout, bad_id, True)
+        for texts in ranks.run(run_first_epoch, layout.world_size, layout, bad_id, True)
         for text in texts
     }
     (document, row) = next(
@@ -112,25 +114,31 @@ def test_foreign_id_is_the_same_error_everywhere(
         for number, text in enumerate(islice(words(24).documents(row, 4, 0), 6))
         if text == "bad"
     )
-    assert said == {
+    assert errors == {
         f"data: 24 documents for training: document {document} of row {row} has the id {bad_id};"
         f" model.vocab_size is {VOCAB}"
     }
     seen(f"id {bad_id}: one error text on {len(LAYOUTS)} layouts")
 
 
-def test_without_the_check_a_foreign_id_is_silent_under_tensor_parallelism(
+def test_unchecked_invalid_id_is_silent_with_tensor_parallel(
     ranks: RankPool,
 ) -> None:
-    assert ranks.run(first_epoch, 1, LAYOUTS[0], VOCAB, False) == [["IndexError in the model"]]
-    assert ranks.run(first_epoch, 2, LAYOUTS[1], VOCAB, False) == [["no error"]] * 2
+    assert ranks.run(run_first_epoch, 1, LAYOUTS[0], VOCAB, False) == [["IndexError in the model"]]
+    assert ranks.run(run_first_epoch, 2, LAYOUTS[1], VOCAB, False) == [["no error"]] * 2
 
 
-def test_every_id_of_the_vocabulary_is_legal() -> None:
-    loader = BatchLoader(
-        Mixture([words(24)]), tokenizer(VOCAB - 1), vocab_size=VOCAB, seq_len=8, local_batch_size=4,
-        global_batch_size=4, rank=0, degree=1, document_mask=False, prefetch=1,
-    )  # fmt: skip
+def test_every_id_of_the_vocabulary_is_valid() -> None:
+    loader = BatchLoader(Mixture([words(24)]), tokenizer(VOCAB - 1), LoaderConfig(
+vocab_size=VOCAB,
+seq_len=8,
+microbatch_size=4,
+global_batch_size=4,
+dp_rank=0,
+dp_degree=1,
+document_mask=False,
+prefetch=1,
+))  # fmt: skip
     labels = torch.cat([batch.labels for batch in islice(loader, 6)])
     assert int(labels.max()) == VOCAB - 1
 
@@ -150,17 +158,17 @@ def table(values: list[object]) -> bytes:
 
 @dataclass(frozen=True)
 class Corruption:
-    """A file that is bad in one place, and what has to be said of it besides its name."""
+    """File that is bad in one place, and the expected error besides its name."""
 
     file: str
     content: bytes | None
-    """None: it vanishes once the run has started."""
-    said: str
+    """None: the file is deleted after the start of the run."""
+    error: str
 
 
 BROKEN = b'{"text": "no end\n'
 PARQUET = table(["a", "b", "c"])
-# Pyarrow reads 10 MiB at a time, and starts to count anew.
+# pyarrow reads blocks of 10 MiB and restarts its line count in each.
 FAR = lines(600_000)
 CORRUPTIONS = {
     "broken JSON": Corruption("x.jsonl", lines(2) + BROKEN + lines(2), "line 3, byte 38: "),
@@ -195,8 +203,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-def said_of(folder: Path, file: str, content: bytes | None) -> str:
-    """What is said when a run reads that file beside a good one; "" is nothing."""
+def error_of(folder: Path, file: str, content: bytes | None) -> str:
+    """Read that file beside a good one; return the error, or "" without one."""
     path = folder / file
     good = GOOD[path.suffix]
     (folder / f"a{path.suffix}").write_bytes(good)
@@ -206,11 +214,16 @@ def said_of(folder: Path, file: str, content: bytes | None) -> str:
         sources, _ = build_sources(config, 0, with_held_out=False)
         if content is None:
             path.unlink()
-        loader = BatchLoader(
-            Mixture(sources), load_tokenizer("bytes"), vocab_size=320, seq_len=1024,
-            local_batch_size=1, global_batch_size=1, rank=0, degree=1, document_mask=False,
-            prefetch=1,
-        )  # fmt: skip
+        loader = BatchLoader(Mixture(sources), load_tokenizer("bytes"), LoaderConfig(
+vocab_size=320,
+seq_len=1024,
+microbatch_size=1,
+global_batch_size=1,
+dp_rank=0,
+dp_degree=1,
+document_mask=False,
+prefetch=1,
+))  # fmt: skip
         for _ in islice(loader, 60):
             pass
     except (ValueError, OSError) as error:
@@ -218,33 +231,62 @@ def said_of(folder: Path, file: str, content: bytes | None) -> str:
     return ""
 
 
-@pytest.mark.row(18, "Bad data is refused with its place")
-def test_bad_data_are_refused_with_their_place(tmp_path: Path, seen: Callable[[str], None]) -> None:
+@pytest.mark.row(18, "Bad data is rejected with its place")
+def test_bad_data_is_rejected_with_its_position(
+    tmp_path: Path, seen: Callable[[str], None]
+) -> None:
     for name, bad in CORRUPTIONS.items():
         folder = tmp_path / name
         folder.mkdir()
-        said = said_of(folder, bad.file, bad.content)
-        assert str(folder / bad.file) in said, name
-        assert bad.said in said, name
+        error = error_of(folder, bad.file, bad.content)
+        assert str(folder / bad.file) in error, name
+        assert bad.error in error, name
     seen(f"{len(CORRUPTIONS)} of {len(CORRUPTIONS)} corruptions named by file and place")
 
 
 @pytest.mark.parametrize("suffix", GOOD)
-def test_good_data_are_not_refused(tmp_path: Path, suffix: str) -> None:
-    assert said_of(tmp_path, f"x{suffix}", GOOD[suffix]) == ""
+def test_good_data_is_accepted(tmp_path: Path, suffix: str) -> None:
+    assert error_of(tmp_path, f"x{suffix}", GOOD[suffix]) == ""
 
 
 # Row 26: names
 
 HOSTILE = [
-    "a;touch x", "$(touch x)", "`touch x`", "a|touch x", "a&touch x", "a\ntouch x", "a>x", "a<x",
-    "../x", "/tmp/x", "a/../../x", "..", ".", ".x", "-rf", "--x", "a b", "*", "~", "a\0b", "a'b",
-    'a"b', "${HOME}", "a\\b", "a\tb", "\u202ex", "a#b", "%s{0}", "a\n#SBATCH --wrap=x", "x" * 65,
-]  # fmt: skip
+    "a;touch x",
+    "$(touch x)",
+    "`touch x`",
+    "a|touch x",
+    "a&touch x",
+    "a\ntouch x",
+    "a>x",
+    "a<x",
+    "../x",
+    "/tmp/x",
+    "a/../../x",
+    "..",
+    ".",
+    ".x",
+    "-rf",
+    "--x",
+    "a b",
+    "*",
+    "~",
+    "a\0b",
+    "a'b",
+    'a"b',
+    "${HOME}",
+    "a\\b",
+    "a\tb",
+    "\u202ex",
+    "a#b",
+    "%s{0}",
+    "a\n#SBATCH --wrap=x",
+    "x" * 65,
+]
 
 
 @pytest.mark.row(26, "No shell, no pickle, no eval")
-def test_hostile_job_names_are_refused(
+def test_hostile_job_names_are_rejected(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -259,12 +301,12 @@ def test_hostile_job_names_are_refused(
         )
         assert "job.name" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
-    seen(f"{len(HOSTILE)} of {len(HOSTILE)} hostile names refused")
+    seen(f"{len(HOSTILE)} of {len(HOSTILE)} hostile names rejected")
 
 
 @pytest.mark.row(26, "No shell, no pickle, no eval")
-def test_hostile_paths_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder may be called anything; a run in it touches nothing else."""
+def test_hostile_paths_are_only_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may have any name; a run in it writes nowhere else."""
     hostile = "a b;touch x;$(touch y)`touch z`\n'q\"*#$HOME&|>w"
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     for name in (hostile, "tmp", "cwd"):

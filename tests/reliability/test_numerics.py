@@ -1,4 +1,4 @@
-"""Rows 12, 20 and 21: ranks that are slow, values that are not finite, replicas that differ."""
+"""Rows 12, 20 and 21: slow ranks, nonfinite values, diverged replicas."""
 
 import math
 import time
@@ -24,7 +24,7 @@ from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from parallelisms.replicas import check_replicas
-from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, build_sharded
+from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, shard_debugmodel
 from tests.ranks import RankPool
 
 SEQ_LEN = 16
@@ -32,12 +32,13 @@ SLOW, SLEEP_SECONDS, WINDOW = 2, 0.03, 20
 
 
 class Training:
-    """A model in training, with what watches it."""
+    """Model, optimizer and nonfinite guard of a training run."""
 
     def __init__(self, layout: Layout) -> None:
         args = find_model("llama3", "debugmodel")[1]
         args = replace(args, n_layers=2, dim=32, hidden_dim=64, head_dim=8, max_seq_len=SEQ_LEN)
-        self.model, dims = build_sharded("llama3", args, layout)
+        sharded = shard_debugmodel("llama3", args, layout)
+        self.model, dims = sharded.module, sharded.dims
         self.weight_mesh: DeviceMesh = dims.weight_mesh
         self.coordinate = dims.batch_mesh.get_local_rank()
         materialize(self.model, CPU, seed=3)
@@ -57,7 +58,7 @@ class Training:
         parameters = list(self.named.values())
         norms = local_norms(parameters)
         grad_norm = clip_grad_norm_(parameters, 1.0, norms=norms)
-        self.guard.check(step, loss=loss, norms=norms, grad_norm=grad_norm)
+        self.guard.mask_update(step, loss=loss, norms=norms, grad_norm=grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -73,12 +74,12 @@ class Training:
             logits.register_hook(lambda gradient: gradient + fault.value)
         loss.backward()
         if hits and fault.place in self.named:
-            # After the reduction, so on this rank alone.
+            # After the reduction, so only on this rank.
             local_of(self.named[fault.place].grad).view(-1)[:1] = fault.value
         return loss.detach()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """This rank's part of every weight and of what the optimizer keeps of it."""
+        """This rank's shard of every weight and of its optimizer state."""
         return {
             f"{fqn}.{key}": local_of(value)
             for fqn, parameter in self.named.items()
@@ -94,7 +95,7 @@ def local_of(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def states_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -104,7 +105,7 @@ def is_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bo
 @dataclass(frozen=True)
 class Fault:
     place: str
-    """loss, backward (of this rank's batch) or the FQN of a gradient that is already reduced."""
+    """loss, backward (of this rank's batch) or the FQN of a reduced gradient."""
     value: float
     rank: int
 
@@ -116,7 +117,7 @@ FAULTS = [
     for value in (math.nan, math.inf)
     for rank in (0, 1)
 ]
-SPREAD = [
+LAYOUTS = [
     Layout(2),
     Layout(4, {REPLICATE: 2}),
     Layout(2, {TP: 2}),
@@ -126,38 +127,38 @@ SPREAD = [
 
 
 def check_faults(layout: Layout) -> list[str]:
-    """A bad step after each good one, beside a run without them; what was reported."""
+    """Alternate good and bad steps, compare with a clean run; return the reports."""
     faulty, clean = Training(layout), Training(layout)
     reports = []
     for step, fault in enumerate(FAULTS):
         faulty.step(step)
         clean.step(step)
-        assert is_equal(faulty.state(), clean.state()), f"after {fault}"
+        assert states_equal(faulty.state(), clean.state()), f"after {fault}"
         before = faulty.snapshot()
         faulty.step(1000, fault)
-        assert is_equal(faulty.state(), before), f"{fault} changed something"
+        assert states_equal(faulty.state(), before), f"{fault} changed something"
         with patch("optim.nonfinite.logger") as logger:
-            assert not faulty.guard.look()
+            assert not faulty.guard.should_stop()
         reports.append(logger.warning.call_args.args[2])
     return reports
 
 
 @pytest.mark.row(20, "What is not finite never enters weights or a checkpoint")
-@pytest.mark.parametrize("layout", SPREAD, ids=str)
-def test_a_bad_step_changes_nothing_anywhere(
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bad_step_changes_no_state_on_any_rank(
     ranks: RankPool, layout: Layout, seen: Callable[[str], None]
 ) -> None:
     found = ranks.run(check_faults, layout.world_size, layout)
     assert all(reports == found[0] for reports in found), "ranks disagree"
-    wanted = {"loss": "the loss", ONE_GRADIENT: f"the gradient of {ONE_GRADIENT}"}
+    expected = {"loss": "the loss", ONE_GRADIENT: f"the gradient of {ONE_GRADIENT}"}
     for fault, report in zip(FAULTS, found[0], strict=True):
-        # All gradients are bad then, and the first is named.
-        assert report == wanted.get(fault.place, "the gradient of tok_embeddings.weight")
+        # A bad backward makes all gradients bad, and the first one is reported.
+        assert report == expected.get(fault.place, "the gradient of tok_embeddings.weight")
     seen(f"{layout}: {len(FAULTS)} of {len(FAULTS)} bad steps changed no bit and were named")
 
 
 def check_unguarded(layout: Layout, fault: Fault) -> bool:
-    """Whether every weight has a part that is not finite on some rank."""
+    """Whether every weight has a nonfinite shard on some rank."""
     training = Training(layout)
     del training.optimizer.found_inf  # type: ignore[attr-defined]
     training.step(1, fault)
@@ -169,12 +170,12 @@ def check_unguarded(layout: Layout, fault: Fault) -> bool:
 
 @pytest.mark.row(20, "What is not finite never enters weights or a checkpoint")
 @pytest.mark.parametrize("place", ["backward", ONE_GRADIENT])
-def test_without_the_guard_every_weight_is_lost(ranks: RankPool, place: str) -> None:
+def test_unguarded_bad_step_corrupts_every_weight(ranks: RankPool, place: str) -> None:
     assert ranks.run(check_unguarded, 2, Layout(2), Fault(place, math.nan, 1)) == [True, True]
 
 
 def check_alone(layout: Layout, fault: Fault) -> bool:
-    """Whether this rank's update is masked if ranks do not tell each other."""
+    """Whether this rank's update is masked if the guard does not all-reduce."""
     training = Training(layout)
     training.guard._groups = []
     training.step(1, fault)
@@ -182,7 +183,7 @@ def check_alone(layout: Layout, fault: Fault) -> bool:
 
 
 @pytest.mark.row(20, "What is not finite never enters weights or a checkpoint")
-def test_ranks_that_do_not_tell_each_other_disagree(ranks: RankPool) -> None:
+def test_ranks_disagree_without_the_all_reduce(ranks: RankPool) -> None:
     assert ranks.run(check_alone, 2, Layout(2), Fault("loss", math.inf, 1)) == [False, True]
 
 
@@ -190,7 +191,7 @@ def test_ranks_that_do_not_tell_each_other_disagree(ranks: RankPool) -> None:
 
 
 def check_flips(layout: Layout, count: int) -> list[tuple[str, int, str]]:
-    """Flip one bit somewhere and compare, ``count`` times: where it was, and what was said."""
+    """Flip one random bit ``count`` times; return its tensor, its rank and the reported error."""
     training = Training(layout)
     training.step(1)
     generator = torch.Generator().manual_seed(0)
@@ -207,15 +208,15 @@ def check_flips(layout: Layout, count: int) -> list[tuple[str, int, str]]:
         hits = dist.get_rank() == rank and bits.numel() > 0
         if hits:
             bits[place] ^= bit
-        text = said(training)
+        text = replica_error(training)
         if hits:
             bits[place] ^= bit
         found.append((name.removesuffix(".weight"), rank, text))
-    assert said(training) == ""
+    assert replica_error(training) == ""
     return found
 
 
-def said(training: Training) -> str:
+def replica_error(training: Training) -> str:
     try:
         check_replicas(training.model, training.weight_mesh, training.optimizer)
     except RuntimeError as error:
@@ -225,17 +226,17 @@ def said(training: Training) -> str:
 
 @pytest.mark.row(21, "Replicas that differ are caught")
 @pytest.mark.parametrize(
-    ("layout", "whose"),
+    ("layout", "culprit"),
     [
         (Layout(4, {MODE: "ddp"}), "rank {rank} against 3 that agree"),
         (Layout(4, {REPLICATE: 2}), "no majority among ranks {first}, {second}"),
     ],
     ids=str,
 )
-def test_a_flipped_bit_is_named(
+def test_flipped_bit_is_reported(
     ranks: RankPool,
     layout: Layout,
-    whose: str,
+    culprit: str,
     trials: Callable[[int], int],
     seen: Callable[[str], None],
 ) -> None:
@@ -243,10 +244,10 @@ def test_a_flipped_bit_is_named(
     found = ranks.run(check_flips, layout.world_size, layout, count)
     for answers in zip(*found, strict=True):
         name, rank, text = answers[0][0], answers[0][1], answers[answers[0][1]][2]
-        # The step counts are on every rank, so they differ from those of other shards too.
+        # Step counts are on every rank, so a flip also differs from the other shards' counts.
         first, second = rank % 2, rank % 2 + 2
         assert f"along dp_replicate differ, first in {name}" in text, text
-        assert whose.format(rank=rank, first=first, second=second) in text, text
+        assert culprit.format(rank=rank, first=first, second=second) in text, text
     seen(f"{layout}: {count} of {count} flipped bits named, with tensor and ranks")
 
 
@@ -259,7 +260,7 @@ def check_false_alarms(layout: Layout, count: int) -> None:
 
 @pytest.mark.row(21, "Replicas that differ are caught")
 @pytest.mark.parametrize("layout", [Layout(4, {REPLICATE: 2}), Layout(2, {MODE: "ddp"})], ids=str)
-def test_equal_replicas_raise_no_alarm(
+def test_equal_replicas_raise_no_error(
     ranks: RankPool, layout: Layout, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
     count = trials(500)
@@ -283,7 +284,7 @@ def slow_forward(block: nn.Module, seconds: float) -> Iterator[None]:
 
 
 def watch(layout: Layout, slow_rank: int | None) -> list[str]:
-    """What is logged in the first windows of a run."""
+    """Train for the first windows of a run; return the logged warnings."""
     training = Training(layout)
     blocks = cast(nn.ModuleDict, training.model.layers)
     seconds = SLEEP_SECONDS if dist.get_rank() == slow_rank else 0.0
@@ -291,12 +292,12 @@ def watch(layout: Layout, slow_rank: int | None) -> list[str]:
         stragglers = Stragglers(blocks.values(), window=WINDOW, device=CPU)
         for step in range(WINDOWS * WINDOW):
             training.backward(step)
-            stragglers.finish_step()
+            stragglers.end_step()
     return [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
 
 
 @pytest.mark.row(12, "A slow rank is named")
-def test_a_slow_rank_is_named(
+def test_slow_rank_is_reported(
     ranks: RankPool, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
     count = trials(20)
@@ -308,7 +309,7 @@ def test_a_slow_rank_is_named(
 
 
 @pytest.mark.row(12, "A slow rank is named")
-def test_equal_ranks_raise_no_alarm(
+def test_equal_ranks_log_no_warning(
     ranks: RankPool, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
     count = trials(20)

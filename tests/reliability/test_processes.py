@@ -1,4 +1,4 @@
-"""Real runs whose processes die, hang, loop and listen: who notices, who is named, what is left."""
+"""Real runs whose processes die, hang, crash in a loop and listen on ports."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from checkpoint.store import published, step_of
+from checkpoint.checkpoint_dir import list_checkpoints, step_of
+from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
-from runtime.failures import MOST_ATTEMPTS
-from runtime.machine import usable_cpus
+from runtime.machine import available_cpus
 from tests.test_train import ROOT, start, wait_for_steps
 
 TIMEOUT_SECONDS = 5
@@ -36,7 +36,7 @@ LISTENS = "0A"
 
 @contextmanager
 def long_run(folder: Path, n_ranks: int) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
-    """A run that has saved, of this attempt, and its ranks' process ids."""
+    """Start a run, wait for steps and a save; yield its launcher and the pids of its ranks."""
     (folder / "debug_model" / "metrics.jsonl").unlink(missing_ok=True)
     process = start(folder, n_ranks, **LONG)
     try:
@@ -72,19 +72,19 @@ def are_gone(processes: Iterable[int]) -> bool:
 
 
 def seconds_until(condition: Callable[[], bool], *, limit: float, after: float = 0.0) -> float:
-    """The seconds, beyond ``after``, until ``condition`` holds; at most ``limit``.
+    """Wait for ``condition``; return the seconds beyond ``after``. Fails after ``limit`` seconds.
 
-    On a machine whose cores are shared with others, their share longer.
+    The limit is scaled by the load of the machine.
     """
-    fair = after + limit * max(1.0, os.getloadavg()[0] / usable_cpus())
+    scaled_limit = after + limit * max(1.0, os.getloadavg()[0] / available_cpus())
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < fair, f"not within {fair:.1f} seconds"
+        assert time.monotonic() - begin < scaled_limit, f"not within {scaled_limit:.1f} s"
         time.sleep(0.01)
     return time.monotonic() - begin - after
 
 
-def are_told(folder: Path, count: int) -> bool:
+def has_failures(folder: Path, count: int) -> bool:
     return len(failures(folder)) == count
 
 
@@ -94,7 +94,7 @@ def failures(folder: Path) -> list[dict[str, Any]]:
 
 
 def listeners(process: int) -> list[str]:
-    """The addresses that ``process`` listens at."""
+    """Addresses on which ``process`` listens."""
     sockets = set()
     for file in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # Closed since.
@@ -112,7 +112,7 @@ def listeners(process: int) -> list[str]:
 
 
 def readable(address: str) -> str:
-    """``address`` is of 32-bit words in this machine's byte order."""
+    """Format an address of /proc/net, which has 32-bit words in this machine's byte order."""
     words = (address[i : i + 8] for i in range(0, len(address), 8))
     parsed = ip_address(b"".join(bytes.fromhex(word)[::-1] for word in words))
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)
@@ -120,35 +120,35 @@ def readable(address: str) -> str:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[int, int]]]:
-    """The process ids of a launcher and of its ranks."""
+    """Process ids of a launcher and of its ranks."""
     with long_run(tmp_path_factory.mktemp("running"), 2) as (launcher, ranks):
         yield launcher.pid, ranks
 
 
 @pytest.mark.row(27, "One node opens no port to the outside")
-def test_one_node_opens_no_port_to_the_outside(
+def test_one_node_listens_only_on_loopback(
     running: tuple[int, dict[int, int]], seen: Callable[[str], None]
 ) -> None:
     launcher, ranks = running
     addresses = [
         address for process in (launcher, *ranks.values()) for address in listeners(process)
     ]
-    # The store's, and a few of gloo's per rank.
+    # The store listens, and gloo has a few sockets per rank.
     assert len(addresses) > len(ranks)
     assert all(ip_address(address).is_loopback for address in addresses), addresses
     seen(f"{len(addresses)} sockets that listen, all of them on loopback")
 
 
-def test_a_port_that_is_open_is_seen() -> None:
+def test_open_port_is_detected() -> None:
     with socket.create_server(("", 0)), socket.create_server(("::", 0), family=socket.AF_INET6):
         assert {"0.0.0.0", "::"} <= set(listeners(os.getpid()))
     with socket.create_server(("127.0.0.1", 0)):
         assert "127.0.0.1" in listeners(os.getpid())
 
 
-# After the test above: it ends what both look at.
+# Must run after the test above, because it kills the shared run.
 @pytest.mark.row(29, "No worker outlives its launcher")
-def test_no_worker_outlives_its_launcher(
+def test_ranks_die_with_their_launcher(
     running: tuple[int, dict[int, int]], seen: Callable[[str], None]
 ) -> None:
     launcher, ranks = running
@@ -169,7 +169,7 @@ os.read(0, 1)
 
 
 @pytest.mark.parametrize(("kind", "outlives"), [("bound", False), ("free", True)])
-def test_what_is_bound_to_its_parent_dies_with_it(kind: str, outlives: bool) -> None:
+def test_die_with_parent(kind: str, outlives: bool) -> None:
     command = [sys.executable, "-c", ORPHANS, kind, "0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     parent = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
@@ -183,15 +183,15 @@ def test_what_is_bound_to_its_parent_dies_with_it(kind: str, outlives: bool) -> 
     seconds_until(lambda: not is_running(child), limit=5)
 
 
-def test_whose_parent_died_before_it_could_be_bound_ends() -> None:
-    # Process 1 is not its parent: as after a launcher that died while its ranks started.
+def test_die_with_parent_that_is_already_dead() -> None:
+    # Process 1 is not its parent, as if the launcher died while its ranks started.
     command = [sys.executable, "-c", ORPHANS, "bound", "1"]
     child = subprocess.run(command, cwd=ROOT, input="x", capture_output=True, text=True)
     assert child.stdout == ""
 
 
 @pytest.mark.row(10, "A dead peer is noticed")
-def test_survivors_of_a_killed_rank_leave_and_the_run_resumes(
+def test_killed_rank_ends_all_and_run_resumes(
     tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
     seconds, saved = [], 0
@@ -203,17 +203,17 @@ def test_survivors_of_a_killed_rank_leave_and_the_run_resumes(
             output, _ = launcher.communicate()
         assert launcher.returncode == FAILED
         reason = failures(tmp_path)[-1]["reason"]
-        assert re.match(rf"rank {victim} \(.*\) was ended by SIGKILL", reason)
+        assert re.match(rf"rank {victim} \(.*\) was killed by SIGKILL", reason)
         assert reason in output
         assert (f"resumed from step {saved} " in output) == (trial > 0)
-        # Not control/progress, which is told once a checkpoint is there.
-        saved = step_of(published(tmp_path / "debug_model" / "checkpoints")[0])
+        # Not control/progress, which is written after the checkpoint is committed.
+        saved = step_of(list_checkpoints(tmp_path / "debug_model" / "checkpoints")[0])
     noticed = f"{len(seconds)} of {len(seconds)} noticed"
     seen(f"{noticed}; the slowest survivor left after {max(seconds):.1f} s")
 
 
 @pytest.mark.row(11, "A hung rank is noticed and named")
-def test_a_hung_rank_is_named(
+def test_hung_rank_is_reported(
     tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
     seconds = []
@@ -221,22 +221,20 @@ def test_a_hung_rank_is_named(
         victim = (trial + 1) % 3
         with long_run(tmp_path, 3) as (launcher, ranks):
             os.kill(ranks[victim], signal.SIGSTOP)
-            is_named = partial(are_told, tmp_path, trial + 1)
-            seconds.append(seconds_until(is_named, after=TIMEOUT_SECONDS, limit=2))
+            is_reported = partial(has_failures, tmp_path, trial + 1)
+            seconds.append(seconds_until(is_reported, after=TIMEOUT_SECONDS, limit=2))
             output, _ = launcher.communicate()
         assert launcher.returncode in (FAILED, DO_NOT_REQUEUE)
         reason = failures(tmp_path)[-1]["reason"]
-        assert re.match(rf"rank {victim} \(.*\) did not answer; last heard", reason)
+        assert re.match(rf"rank {victim} \(.*\) did not answer; last heartbeat at", reason)
         assert output.count("did not answer") == 1
         assert not is_running(ranks[victim])
     named = f"{len(seconds)} of {len(seconds)} named"
     seen(f"{named}, the slowest {max(seconds):.1f} s after the timeout")
 
 
-def test_a_node_whose_ranks_all_hang_ends_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its launcher has no rank that fails: it must hear of it from the others."""
+def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank of its launcher fails, so other nodes must report the failure to it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     for name, value in {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
@@ -261,8 +259,8 @@ def test_a_node_whose_ranks_all_hang_ends_too(
 
 
 @pytest.mark.row(13, "A crash loop is bounded")
-def test_a_crash_loop_is_bounded(tmp_path: Path, seen: Callable[[str], None]) -> None:
-    # What the run wants to write to is a folder: an error of its own, not of the config.
+def test_crash_loop_is_bounded(tmp_path: Path, seen: Callable[[str], None]) -> None:
+    # A folder in place of a file crashes the run, although its configuration is valid.
     (tmp_path / "debug_model" / "config.toml").mkdir(parents=True)
     codes: list[int] = []
     while not codes or codes[-1] not in (DONE, BAD_CONFIG, PREEMPTED, DO_NOT_REQUEUE):

@@ -1,4 +1,4 @@
-"""A run that was stopped or killed, and started again, is the run that was not."""
+"""A stopped or killed run that is started again equals an uninterrupted run."""
 
 import os
 import random
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from checkpoint.checkpoint_dir import step_of, verify_checkpoint
 from checkpoint.manifest import read_manifest
-from checkpoint.store import problems_of, step_of
 from config import ConfigError, load_config
-from job import resolve
-from resume import check_resume
+from resume import validate_resume
+from run_spec import resolve
 from runtime import exit_codes
 from tests.reliability.forked import (
     CONFIG,
@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, str]]] = {
     ),
     "bfloat16 compute": (2, {"training.mixed_precision_param": "bfloat16"}),
 }
-QUICK_TO_TELL = {
+FAST_LAYOUTS = {
     "fsdp, accumulation",
     "tp",
     "qwen3, documents, asynchronous saves",
@@ -76,7 +76,7 @@ QUICK_TO_TELL = {
 
 
 def wait_for(condition: Callable[[], Any], processes: list[BaseProcess], folder: Path) -> None:
-    """Until ``condition`` holds, while they all live."""
+    """Wait until ``condition`` holds; fail if a process exits before."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert all(process.is_alive() for process in processes), log(folder)
@@ -87,15 +87,17 @@ def wait_for(condition: Callable[[], Any], processes: list[BaseProcess], folder:
 @pytest.mark.row(14, "Resumed is uninterrupted, bit for bit, on the same mesh")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in QUICK_TO_TELL else pytest.mark.slow) for n in LAYOUTS],
+    [pytest.param(n, marks=() if n in FAST_LAYOUTS else pytest.mark.slow) for n in LAYOUTS],
 )
-def test_resumed_is_uninterrupted(tmp_path: Path, name: str, seen: Callable[[str], None]) -> None:
+def test_resumed_run_equals_uninterrupted_run(
+    tmp_path: Path, name: str, seen: Callable[[str], None]
+) -> None:
     world_size, layout = LAYOUTS[name]
     keys = STEPS | layout | {"training.steps": "8", "checkpoint.interval": "3"}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, world_size, **keys)
     with started(parts, world_size, **keys) as processes:
-        # Killed somewhere after step 3, in training or in the save of step 6.
+        # Killed after step 3, during training or the save of step 6.
         wait_for(partial(checkpoints, parts), processes, parts)
         os.kill(processes[-1].pid or 0, signal.SIGKILL)
         assert codes(processes) & {-signal.SIGKILL}
@@ -108,28 +110,28 @@ def test_resumed_is_uninterrupted(tmp_path: Path, name: str, seen: Callable[[str
 
 
 @pytest.mark.row(9, "Preemption saves, on all ranks at the same step")
-def test_every_signal_saves_and_resumes(
+def test_signals_save_and_run_resumes(
     tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
 ) -> None:
-    draws = random.Random(0)
+    rng = random.Random(0)
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
     count, saved = trials(60), 0
-    # Long enough not to end by itself; checkpoints only on demand.
+    # Endless, with checkpoints only on signals.
     endless = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
     keys = FLOAT32 | endless | {"checkpoint.interval": "100000"}
     for trial in range(count):
         number = numbers[trial % len(numbers)]
-        keys["checkpoint.async_mode"] = draws.choice(["async", "disabled"])
-        with started(tmp_path, draws.choice([1, 2, 4]), **keys) as processes:
+        keys["checkpoint.async_mode"] = rng.choice(["async", "disabled"])
+        with started(tmp_path, rng.choice([1, 2, 4]), **keys) as processes:
             wait_for(partial(has_step_after, tmp_path, saved), processes, tmp_path)
-            for process in draws.sample(processes, len(processes)):
-                time.sleep(draws.uniform(0.0, 0.004))
+            for process in rng.sample(processes, len(processes)):
+                time.sleep(rng.uniform(0.0, 0.004))
                 os.kill(process.pid or 0, number)
             assert codes(processes) == {exit_codes.PREEMPTED}, log(tmp_path)
         control = tmp_path / "debug_model" / "control"
         assert (control / "outcome").read_text() == f"stopped {number.name}\n"
         newest = checkpoints(tmp_path)[0]
-        assert not problems_of(newest)
+        assert not verify_checkpoint(newest)
         assert step_of(newest) == int((control / "progress").read_text()) > saved
         saved = step_of(newest)
     assert sorted(curve(tmp_path)) == list(range(1, max(curve(tmp_path)) + 1))
@@ -142,7 +144,7 @@ def has_step_after(folder: Path, step: int) -> bool:
 
 
 @pytest.mark.row(8, "A rollback starts a new lineage, which restarts follow")
-def test_a_rollback_is_followed(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_restarts_follow_a_rollback(tmp_path: Path, seen: Callable[[str], None]) -> None:
     keys = STEPS | {"checkpoint.interval": "2", "checkpoint.keep_latest_k": "0"}
     run(tmp_path, 1, **keys, **{"training.steps": "8"})
     roll_back(tmp_path / "debug_model", 4)
@@ -157,10 +159,10 @@ def test_a_rollback_is_followed(tmp_path: Path, seen: Callable[[str], None]) -> 
     with pytest.raises(ValueError, match="there are: 2, 4, 5, 6, 8, 9"):
         roll_back(tmp_path / "debug_model", 7)
     assert rollback.main([str(tmp_path / "debug_model"), "step-00000004"]) == exit_codes.BAD_CONFIG
-    # A copy of the checkpoints alone is no run.
+    # Checkpoints without a control folder are not a run.
     shutil.rmtree(tmp_path / "debug_model" / "control")
     assert rollback.main([str(tmp_path / "debug_model"), "4"]) == exit_codes.BAD_CONFIG
-    seen("back to 4 of 8, on to 5, restarted: on to 9; the old 6 and 8 are set aside")
+    seen("back to 4 of 8, on to 5, restarted: on to 9; the old 6 and 8 are abandoned")
 
 
 def write_texts(folder: Path, text: str) -> None:
@@ -169,37 +171,35 @@ def write_texts(folder: Path, text: str) -> None:
         (folder / f"{number}.txt").write_text(f"{text} {number} " * 50)
 
 
-@pytest.mark.row(23, "Another model, tokenizer or data is refused on resume")
-def test_what_is_of_another_run_is_refused_by_name(
-    tmp_path: Path, seen: Callable[[str], None]
-) -> None:
+@pytest.mark.row(23, "Another model, tokenizer or data is rejected on resume")
+def test_resume_rejects_another_run_by_key(tmp_path: Path, seen: Callable[[str], None]) -> None:
     texts = tmp_path / "texts"
     write_texts(texts, "one")
     source = {"data.source": "files", "data.path": f"{texts}/*.txt", "data.validation_percent": "0"}
     keys = STEPS | source | {"training.steps": "2"}
     run(tmp_path, 1, **keys)
     manifest = read_manifest(checkpoints(tmp_path)[0])
-    mutants: dict[str, Callable[[], dict[str, str]]] = {
+    changes: dict[str, Callable[[], dict[str, str]]] = {
         "model.name": lambda: {"model.name": "qwen3"},
         "model.vocab_size": lambda: {"model.vocab_size": "384"},
         "training.dtype": lambda: {"training.dtype": "float64"},
         "training.global_batch_size": lambda: {"training.global_batch_size": "4"},
         "debug.seed": lambda: {"debug.seed": "3"},
         "data.document_mask": lambda: {"data.document_mask": "true"},
-        # The same folder, and other texts in it.
+        # The same folder with other texts.
         "documents of [data]": lambda: write_texts(texts, "two") or {},
     }
-    for name, change in mutants.items():
-        wanted = keys | {"training.steps": "3"} | change()
-        with started(tmp_path, 1, **wanted) as processes:
+    for name, change in changes.items():
+        changed = keys | {"training.steps": "3"} | change()
+        with started(tmp_path, 1, **changed) as processes:
             assert codes(processes) == {exit_codes.BAD_CONFIG}, log(tmp_path)
         assert name in log(tmp_path)
         assert "Traceback" not in log(tmp_path)
-    # Heads and rotary base change no shape: only the manifest tells.
+    # Heads and RoPE base change no shape, so only the manifest shows the difference.
     write_texts(texts, "one")
     job = resolve(load_config(CONFIG, options(tmp_path, **keys)), world_size=1)
     arguments = manifest["model_args"]
     for name, value in (("n_heads", 1), ("rope_theta", 1.0), ("norm_eps", 1.0)):
         with pytest.raises(ConfigError, match=name):
-            check_resume(job, manifest | {"model_args": arguments | {name: value}})
-    seen(f"{len(mutants) + 3} of {len(mutants) + 3}, each by name")
+            validate_resume(job, manifest | {"model_args": arguments | {name: value}})
+    seen(f"{len(changes) + 3} of {len(changes) + 3}, each by name")

@@ -1,4 +1,4 @@
-"""What must never get out: secrets of the environment, in no file and no line that a run writes."""
+"""Secrets of the environment are in no file and no output of a run."""
 
 import json
 import os
@@ -21,8 +21,8 @@ NAMES = [
     "SLURM_JWT",
     "MY_PASSWORD",
 ]
-# All that writes something, and writes it within a few steps.
-LOUD = {
+# Enables all features that write files, within a few steps.
+ALL_OUTPUTS = {
     "training.steps": "4",
     "checkpoint.interval": "2",
     "metrics.enable_tensorboard": "true",
@@ -33,7 +33,7 @@ LOUD = {
 }
 ENDS = {
     "trained": (exit_codes.DONE, {}),
-    # Told by PyTorch, deep inside, on both ranks.
+    # PyTorch raises deep inside, on both ranks.
     "crashed": (1, {"compile.enable": "true", "compile.backend": "no_such_backend"}),
     "refused": (exit_codes.BAD_CONFIG, {"training.stepz": "4"}),
 }
@@ -41,7 +41,7 @@ ENDS = {
 
 @pytest.fixture
 def canaries(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Secrets in the environment of what is started, by name."""
+    """Put random secrets into the environment; return them by name."""
     found = {name: secrets.token_hex(16) for name in NAMES}
     for name, value in found.items():
         monkeypatch.setenv(name, value)
@@ -49,7 +49,7 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def leaks(folder: Path, output: str, canaries: dict[str, str]) -> set[str]:
-    """Where which secret is."""
+    """List leaked secrets as "NAME in FILE"."""
     written = {name: (folder / name).read_bytes() for name in files_in(folder)}
     written["output"] = output.encode()
     return {
@@ -74,11 +74,11 @@ def test_no_secret_is_written(
     end: str,
     seen: Callable[[str], None],
 ) -> None:
-    # What PyTorch leaves in the folder for temporary files is the run's doing too.
+    # Temporary files of PyTorch count too.
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     code, overrides = ENDS[end]
-    process = start(tmp_path / "out", 2, **LOUD | overrides)
+    process = start(tmp_path / "out", 2, **ALL_OUTPUTS | overrides)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == code, output
     assert ("Traceback" in output) == (end == "crashed")
@@ -90,7 +90,7 @@ def test_no_secret_is_written(
     seen(f"{end}: {len(canaries)} secrets, {len(files)} files and the output, 0 found")
 
 
-def test_a_leak_is_seen(tmp_path: Path, canaries: dict[str, str]) -> None:
+def test_leak_is_detected(tmp_path: Path, canaries: dict[str, str]) -> None:
     assert not leaks(tmp_path, "output", canaries)
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "environment.json").write_text(json.dumps(dict(os.environ)))

@@ -1,4 +1,4 @@
-"""A release in which a private name is gone, or is called in another way, trains all the same."""
+"""Training works in a release that lacks a private name or changed its signature."""
 
 import pkgutil
 from collections.abc import Callable
@@ -30,7 +30,7 @@ ALL_TO_ALL = "torch.distributed._functional_collectives:all_to_all_single_autogr
 BUDGET = "torch._functorch.config:activation_memory_budget"
 DYNAMO = "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint"
 IGNORED = "torch.utils.checkpoint:SAC_IGNORED_OPS"
-# PyTorch itself would fail without them, so they are only hidden from us.
+# PyTorch itself needs these, so they are hidden only from Shardloom.
 NEEDED = {*FOREACH, GLOO, WORLD, TIMEOUT, STRIDED, "torch:Tensor._make_wrapper_subclass",
           "torch:_C._disabled_torch_function_impl", BUDGET, DYNAMO, IGNORED, LOCAL}  # fmt: skip
 
@@ -41,7 +41,7 @@ AUTO = {"training.dtype": "float32", "training.mixed_precision_param": "auto"}
 FLOAT8 = {"float8.recipe": "tensorwise", "float8.emulate": "true", "float8.skip_small": "false"}
 SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective": "op"}
 COMPILED = {"compile.enable": "true"}
-# What a run uses them in, on two ranks, and the loss is the same without them.
+# A run on two ranks that uses the name; its loss is the same without it.
 USES: dict[str, dict[str, str]] = {
     "torch:_foreach_norm": {},
     "torch:_foreach_mul_": {"training.max_norm": "0.1"},
@@ -64,8 +64,8 @@ USES: dict[str, dict[str, str]] = {
     "torch.cpu:_is_avx512_bf16_supported": AUTO,
     "torch.cpu:_is_amx_tile_supported": AUTO,
 }
-# What cannot be had without them, and the key that asks for it.
-REFUSED: dict[str, tuple[str, dict[str, str]]] = {
+# The key that requires the name, and a run that sets it.
+REQUIRED: dict[str, tuple[str, dict[str, str]]] = {
     STRIDED: ("parallelism.tensor_parallel_degree", {"parallelism.tensor_parallel_degree": "2"}),
     BUDGET: (
         "activation_checkpoint.mode",
@@ -73,8 +73,8 @@ REFUSED: dict[str, tuple[str, dict[str, str]]] = {
     ),
     DYNAMO: ("compile.enable", SELECTIVE | COMPILED),
 }
-# Only GPUs and benchmarks use them.
-ELSEWHERE = {
+# Used only on GPUs or in benchmarks.
+NOT_ON_CPU = {
     "torch:_scaled_mm",
     "torch._inductor.config:_micro_pipeline_tp",
     "torch._inductor.config:bucket_all_gathers_fx",
@@ -93,23 +93,23 @@ CASES = [("missing", path) for path in USES] + [
 
 
 def missing(path: str) -> None:
-    """Take a private name away, from PyTorch too unless it needs it."""
+    """Remove a private name, or hide it from Shardloom if PyTorch needs it."""
     if path not in NEEDED:
         owner, name = _owner(path)
         delattr(owner, name)
         return
     resolve = pkgutil.resolve_name
 
-    def without(name: str) -> Any:
+    def hidden(name: str) -> Any:
         if name == path:
             raise AttributeError(name)
         return resolve(name)
 
-    pkgutil.resolve_name = without
+    pkgutil.resolve_name = hidden
 
 
 def changed(path: str) -> None:
-    """Let a private name be called in another way."""
+    """Change the signature of a private name."""
 
     def other(*, novel: int) -> int:
         return novel
@@ -128,12 +128,12 @@ FAULTS: dict[str, Fault] = {"missing": missing, "changed": changed}
 
 
 def test_every_private_name_has_a_case() -> None:
-    assert {*USES, *REFUSED, *ELSEWHERE, *OPERATIONS} == set(PRIVATE)
+    assert {*USES, *REQUIRED, *NOT_ON_CPU, *OPERATIONS} == set(PRIVATE)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, str]], Any]:
-    """The curve of a run in which nothing is missing, by what it uses."""
+def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, str]], Any]:
+    """Curve of a run with all private names, by its settings."""
 
     @cache
     def trained(uses: tuple[tuple[str, str], ...]) -> Any:
@@ -143,43 +143,43 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, str]]
 
 
 def train(folder: Path, uses: dict[str, str], plant: Callable[[], None] = forked.nothing) -> Any:
-    """What two ranks say, and the loss and gradient norm of three steps."""
+    """Train three steps on two ranks; return the log, and loss and gradient norm by step."""
     with forked.started(folder, 2, plant=plant, **SHORT, **uses) as processes:
         assert forked.codes(processes) == {0}, forked.log(folder)
     return forked.log(folder), forked.curve(folder)
 
 
 @pytest.mark.parametrize(("fault", "path"), CASES)
-def test_a_run_without_it_learns_the_same(
-    fault: str, path: str, plain: Callable[[dict[str, str]], Any], tmp_path: Path
+def test_curve_is_the_same_without_a_private_name(
+    fault: str, path: str, unpatched: Callable[[dict[str, str]], Any], tmp_path: Path
 ) -> None:
-    said, found = train(tmp_path, USES[path], partial(FAULTS[fault], path))
-    for step, values in plain(USES[path]).items():
+    log, found = train(tmp_path, USES[path], partial(FAULTS[fault], path))
+    for step, values in unpatched(USES[path]).items():
         is_exact = "training.dtype" not in USES[path]
         assert found[step] == pytest.approx(values, rel=1e-9 if is_exact else 2e-2)
-    lines = [line for line in said.splitlines() if PRIVATE[path].lost in line]
+    lines = [line for line in log.splitlines() if PRIVATE[path].consequence in line]
     if path == SET_TIMEOUT and hasattr(dist, "set_timeout"):
-        assert not lines, "the public function is taken, so nothing is lost"
+        assert not lines, "the public function is used, so nothing is lost"
         return
     line, *_ = lines
     assert torch.__version__ in line
     assert path.replace(":", ".") in line
 
 
-@pytest.mark.parametrize("path", REFUSED)
-def test_what_needs_it_is_refused(path: str, tmp_path: Path) -> None:
-    key, uses = REFUSED[path]
+@pytest.mark.parametrize("path", REQUIRED)
+def test_keys_that_need_a_private_name_are_rejected(path: str, tmp_path: Path) -> None:
+    key, uses = REQUIRED[path]
     plant, n_ranks = partial(missing, path), 4 if path == STRIDED else 2
     with forked.started(tmp_path, n_ranks, plant=plant, **SHORT, **uses) as processes:
         assert forked.codes(processes) == {2}, forked.log(tmp_path)
-    said = forked.log(tmp_path)
-    assert f"{key}: not available with torch {torch.__version__}" in said
-    assert "Traceback" not in said
+    log = forked.log(tmp_path)
+    assert f"{key}: not available: PyTorch {torch.__version__}" in log
+    assert "Traceback" not in log
 
 
 @pytest.fixture
-def untried() -> Any:
-    """Names are probed anew, now and afterwards."""
+def empty_probe_cache() -> Any:
+    """Names are probed again, now and after the test."""
     for cached in (compat.has, compat._probe):
         cached.cache_clear()
     yield
@@ -187,23 +187,26 @@ def untried() -> Any:
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("path", [*ELSEWHERE, *OPERATIONS])
-def test_elsewhere_it_is_told(
-    path: str, untried: None, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+@pytest.mark.parametrize("path", [*NOT_ON_CPU, *OPERATIONS])
+def test_missing_name_is_logged_and_required_by_key(
+    path: str,
+    empty_probe_cache: None,
+    monkeypatch: pytest.MonkeyPatch,
+    captured_log: pytest.LogCaptureFixture,
 ) -> None:
     if path in OPERATIONS:
-        # One that is deleted is looked up again.
+        # A deleted op would be resolved again.
         monkeypatch.setattr(*_owner(path.rpartition(".")[0]), None)
     else:
         monkeypatch.delattr(*_owner(path))
     with pytest.raises(ConfigError, match=f"some.key: .* {torch.__version__.partition('+')[0]}"):
         compat.require(path, key="some.key")
     assert compat.find(path) is None
-    assert PRIVATE[path].lost in told.text
+    assert PRIVATE[path].consequence in captured_log.text
 
 
 class Gloo:
-    """As PyTorch's, but made with an argument that no release has."""
+    """ProcessGroupGloo with a constructor argument that no release has."""
 
     class _Options:
         _threads, _timeout, _devices = 2, None, None
@@ -215,46 +218,52 @@ class Gloo:
         self.given = place, novel, timeout
 
 
-def test_what_a_wrapper_does_not_know_is_passed_on(
-    untried: None, monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+def test_unknown_gloo_arguments_are_passed_on(
+    empty_probe_cache: None, monkeypatch: pytest.MonkeyPatch, captured_log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dist, "ProcessGroupGloo", Gloo)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    compat.give_gloo_one_worker()
-    made: Any = dist.ProcessGroupGloo
+    compat.limit_gloo_to_one_thread()
+    gloo: Any = dist.ProcessGroupGloo
     timeout = timedelta(seconds=7)
-    group = made("store", 0, 2, timeout=timeout, novel=True)
+    group = gloo("store", 0, 2, timeout=timeout, novel=True)
     assert group.given == (("store", 0, 2), True, timeout)
-    assert PRIVATE[GLOO].lost in told.text
+    assert PRIVATE[GLOO].consequence in captured_log.text
 
 
-def exchanged(kind: str) -> list[Any]:
-    """What an all-to-all of uneven parts brings, and its gradient."""
-    exchange: Any = compat._AllToAll.apply if kind == "ours" else compat.all_to_all()
+def all_to_all(kind: str) -> list[Any]:
+    """Output and gradient of an all-to-all with uneven splits."""
+    function: Any = compat._AllToAll.apply if kind == "fallback" else compat.all_to_all()
     rank = dist.get_rank()
-    come, go = ([1, 2], [1, 3]) if rank == 0 else ([3, 1], [2, 1])
-    x = (torch.arange(sum(go), dtype=torch.float64) + 10 * rank).unsqueeze(-1).requires_grad_()
-    out = exchange(x, come, go, dist.group.WORLD)
-    (out * torch.arange(1.0, 1 + sum(come)).unsqueeze(-1)).sum().backward()
+    output_splits, input_splits = ([1, 2], [1, 3]) if rank == 0 else ([3, 1], [2, 1])
+    x = (
+        (torch.arange(sum(input_splits), dtype=torch.float64) + 10 * rank)
+        .unsqueeze(-1)
+        .requires_grad_()
+    )
+    out = function(x, output_splits, input_splits, dist.group.WORLD)
+    (out * torch.arange(1.0, 1 + sum(output_splits)).unsqueeze(-1)).sum().backward()
     return [out.flatten().tolist(), x.grad.flatten().tolist()]
 
 
-def test_our_all_to_all_is_pytorchs(ranks: RankPool) -> None:
-    assert ranks.run(exchanged, 2, "ours") == ranks.run(exchanged, 2, "pytorch's")
+def test_fallback_all_to_all_equals_pytorchs(ranks: RankPool) -> None:
+    assert ranks.run(all_to_all, 2, "fallback") == ranks.run(all_to_all, 2, "pytorch")
 
 
 @pytest.mark.parametrize("name", ["add_", "mul_", "zero_", "norm"])
-def test_one_by_one_is_the_same(name: str, untried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreach_fallback_equals_foreach(
+    name: str, empty_probe_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def results() -> list[torch.Tensor]:
         tensors = [torch.arange(1.0, 4), torch.arange(5.0, 6)]
-        more: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "add_": [torch.ones(3), torch.ones(1)],
             "mul_": torch.tensor(3.0),
             "norm": 2.0,
         }
-        made = compat.foreach(name, tensors, *([more[name]] if name in more else []))
-        return made if name == "norm" else tensors
+        returned = compat.foreach(name, tensors, *([arguments[name]] if name in arguments else []))
+        return returned if name == "norm" else tensors
 
-    together = results()
+    fused = results()
     monkeypatch.setattr(compat, "find", lambda path: None)
-    assert all(map(torch.equal, results(), together))
+    assert all(map(torch.equal, results(), fused))

@@ -1,4 +1,4 @@
-"""Process groups as the configuration wants them."""
+"""Process groups have the configured timeout."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ for group in (dist.group.WORLD, dist.new_group()):
 """
 
 
-def test_all_groups_have_the_timeout_that_is_asked_for() -> None:
+def test_all_groups_have_the_configured_timeout() -> None:
     command = [sys.executable, "-c", TIMEOUTS]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert found.split() == ["77.0", "77.0"]

@@ -13,5 +13,5 @@ from runtime.log import duration
         (-5.0, "0:00:00"),
     ],
 )
-def test_durations_are_hours_minutes_and_seconds(seconds: float, text: str) -> None:
+def test_duration_format(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -21,16 +21,16 @@ from tests.test_import_rules import ROOT
         ("3.0", True),
     ],
 )
-def test_a_release_after_the_tested_ones_is_seen(
+def test_newer_release_is_untested(
     installed: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(release, "RELEASES", ("2.11.0", "2.15.0"))
     monkeypatch.setattr(release, "version", lambda package: installed)
     assert release.is_untested() == expected
-    assert installed in release.about_torch()
+    assert installed in release.torch_release()
 
 
-def test_the_oldest_tested_release_is_the_oldest_that_installs() -> None:
+def test_oldest_tested_release_is_the_oldest_required() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = release.RELEASES[0].removesuffix(".0")
     assert f"torch>={oldest}" in project["dependencies"]
@@ -38,18 +38,18 @@ def test_the_oldest_tested_release_is_the_oldest_that_installs() -> None:
     assert f"torch=={release.RELEASES[1]}" in pinned
 
 
-def ended(program: str) -> tuple[str, str]:
-    """What a process prints, and what it complains of."""
+def run(program: str) -> tuple[str, str]:
+    """Run ``program`` after ``begin_imports``; return stdout and stderr."""
     command = [sys.executable, "-c", f"from runtime.imports import *\nbegin_imports()\n{program}"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return result.stdout, result.stderr
 
 
-def test_an_error_of_an_import_names_the_release() -> None:
-    _, complaint = ended("from torch import no_such_name")
-    *_, error, note = complaint.splitlines()
+def test_import_error_names_the_release() -> None:
+    _, stderr = run("from torch import no_such_name")
+    *_, error, note = stderr.splitlines()
     assert error.startswith("ImportError: cannot import name 'no_such_name'")
-    assert note.startswith(f"torch {version('torch')}; tests were run on 2.11.0 to ")
+    assert note.startswith(f"torch {version('torch')}; tested with 2.11.0 to ")
 
 
 GARBAGE = """
@@ -65,6 +65,6 @@ end_imports()
 """
 
 
-def test_garbage_of_imports_is_found_at_the_end() -> None:
-    """Else extension modules complain of what is left, after the last line of a run."""
-    assert ended(GARBAGE) == ("found\n", "")
+def test_garbage_of_imports_is_collected_at_exit() -> None:
+    """Otherwise extension modules warn about leftover objects after a run's last line."""
+    assert run(GARBAGE) == ("found\n", "")

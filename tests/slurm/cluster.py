@@ -1,8 +1,8 @@
-"""A Slurm cluster on this machine, for as long as a test needs it.
+"""A temporary Slurm cluster on this machine for tests.
 
-One controller and a few nodes, each with a name and an address of its own on the loopback: root
-and Debian's packages of Slurm are all that it takes. Everything is in one temporary folder, nothing
-in /etc is read, and only what was started here is ended.
+One controller and a few nodes, each with its own host name and loopback address. Requires root and
+Debian's Slurm packages. All files are in one temporary folder, nothing in /etc is read, and only
+processes started here are stopped.
 """
 
 import os
@@ -21,9 +21,9 @@ import pytest
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare", "setpriv")
 CPUS = 4
-PATIENCE_SECONDS = 180
+WAIT_SECONDS = 180
 UNSHARE = ("unshare", "--uts", "--mount", "--propagation", "private")
-# In namespaces of its own a node has its name, and knows the others'.
+# Each node runs in its own namespaces with its own host name and the /etc/hosts of the cluster.
 ENTER = """
 hostname "$0" && mount --bind "$1/hosts" /etc/hosts &&
 mount --bind "$1/nsswitch.conf" /etc/nsswitch.conf && shift && exec "$@"
@@ -31,11 +31,11 @@ mount --bind "$1/nsswitch.conf" /etc/nsswitch.conf && shift && exec "$@"
 
 
 class Cluster:
-    """Starts jobs, says how they are, and makes nodes crash. Only of ``cluster()``."""
+    """Handle to submit jobs, query them and crash nodes. Created by ``cluster()``."""
 
     def __init__(self, folder: Path, n_nodes: int) -> None:
         self.folder, self.nodes = folder, [f"n{i}" for i in range(n_nodes)]
-        # Of the caller's environment, what says that this is a job already would confuse Slurm.
+        # Variables of an enclosing Slurm job would confuse this cluster.
         self.environment = {
             key: value
             for key, value in os.environ.items()
@@ -60,18 +60,18 @@ class Cluster:
         return done.stdout
 
     def show(self, job: str, key: str) -> str:
-        """What ``scontrol show job`` says: JobState, Restarts, ExitCode, NodeList, ..."""
+        """Value of ``key`` in ``scontrol show job``: JobState, Restarts, ExitCode, NodeList, ..."""
         (value,) = re.findall(rf"(?<!\S){key}=(\S*)", self.call("scontrol", "show", "job", job))
         return str(value)
 
     def wait(self, job: str, state: str) -> None:
-        """Until the job is in a state that it does not leave by itself."""
+        """Wait until the job is in ``state``; fail if it reaches another final state."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         wait_until(lambda: self.show(job, "JobState") in final | {state})
         assert self.show(job, "JobState") == state, self.call("scontrol", "show", "job", job)
 
     def crash(self, node: str) -> None:
-        """The node loses its power: all that runs on it is gone at once."""
+        """Kill all processes of ``node`` at once, as a power loss would."""
         for path in Path("/proc").iterdir():
             if path.name.isdecimal() and _namespace(int(path.name)) == self._namespaces.get(node):
                 with suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ class Cluster:
         run = self.folder / "run"
         options = {"key-file": key, "socket": run / "munge", "pid-file": run / "munged.pid"}
         options |= {"log-file": self.folder / "log" / "munged", "seed-file": run / "munged.seed"}
-        # Of a folder that is its owner's alone it would complain.
+        # Without --force, munged rejects the folder's permissions.
         flags = ["--force", "--foreground", "--num-threads=2"]
         self._daemon("munged", "munged", *flags, *(f"--{k}={v}" for k, v in options.items()))
         wait_until((run / "munge").exists)
@@ -120,7 +120,7 @@ class Cluster:
     def _daemon(self, name: str, *command: str) -> None:
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                # Also when this process is killed.
+                # The daemons must also die if this process is killed.
                 ["setpriv", "--pdeathsig", "KILL", *command],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -132,7 +132,7 @@ class Cluster:
 
 @contextmanager
 def cluster(n_nodes: int) -> Iterator[Cluster]:
-    """Nodes n0, n1, ... that wait for jobs; skips the test where there cannot be any."""
+    """Start a cluster with nodes n0, n1, ...; skip the test if this machine cannot run one."""
     _require()
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     found = Cluster(folder, n_nodes)
@@ -144,16 +144,16 @@ def cluster(n_nodes: int) -> Iterator[Cluster]:
         shutil.rmtree(folder)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} seconds"
+        assert time.monotonic() < deadline, f"timed out after {seconds} seconds"
         time.sleep(0.1)
 
 
 def _require() -> None:
     if os.geteuid() != 0:
-        pytest.skip("nodes with names of their own need root")
+        pytest.skip("host names per node need root")
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     attempt = [*UNSHARE, "sh", "-c", "hostname node && mount --bind /etc/hosts /etc/hosts"]
     if subprocess.run(attempt, capture_output=True).returncode:
@@ -163,7 +163,7 @@ def _require() -> None:
     if shutil.which("apt-get") is None:
         pytest.skip(f"needs Debian's packages {', '.join(PACKAGES)}")
     quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    # Daemons that a package would start are not ours to start.
+    # The tests start their own daemons.
     install = ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES]
     for command in (["apt-get", "update"], install):
         done = subprocess.run(command, env=quiet, capture_output=True, text=True)
@@ -191,7 +191,7 @@ def _configure(folder: Path, nodes: list[str]) -> None:
         "SlurmUser": "root",
         "SlurmctldPort": str(base),
         "CommunicationParameters": "NoCtldInAddrAny",
-        # A requeued job waits as long as a credential lives: two minutes by default.
+        # A requeued job waits for the lifetime of a credential, two minutes by default.
         "AuthInfo": f"socket={folder}/run/munge,cred_expire=5",
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool/%n",
@@ -199,17 +199,17 @@ def _configure(folder: Path, nodes: list[str]) -> None:
         "SlurmdPidFile": f"{folder}/run/slurmd.%n.pid",
         "SlurmctldLogFile": f"{folder}/log/slurmctld",
         "SlurmdLogFile": f"{folder}/log/slurmd.%n",
-        # No cgroups, and more CPUs per node than there are.
+        # No cgroups, and more CPUs per node than the machine has.
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
         "SlurmdParameters": "config_overrides",
         "SelectType": "select/cons_tres",
         "SelectTypeParameters": "CR_Core",
         "MailProg": "/bin/true",
-        # What has ended is not forgotten.
+        # Keep records of finished jobs.
         "MinJobAge": "3600",
         "ReturnToService": "2",
-        # Seconds for what takes minutes on a real one.
+        # Timeouts of seconds instead of minutes.
         "SlurmdTimeout": "8",
         "KillWait": "20",
         "MessageTimeout": "5",

@@ -1,4 +1,4 @@
-"""Two hosts with a network of their own: a run whose cable is cut ends, and resumes with it."""
+"""Two hosts in network namespaces: a run ends if the link is cut, and resumes after it is back."""
 
 import os
 import shutil
@@ -17,13 +17,13 @@ from tests.test_train import ROOT, SMALL, curve
 
 HOSTS = ("a", "b")
 TIMEOUT_SECONDS = 8
-# torch.distributed notices within the timeout, the launcher a little later.
+# torch.distributed detects the cut within the timeout, the launcher a little later.
 BOUND_SECONDS = 120
 
 
 @contextmanager
 def hosts() -> Iterator[str]:
-    """Network namespaces on one switch, 10.213.0.1 and .2; what their names begin with."""
+    """Create network namespaces 10.213.0.1 and .2 on one switch; yield their name prefix."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     name = f"cut{os.getpid()}"
@@ -34,15 +34,15 @@ def hosts() -> Iterator[str]:
         ip("-n", f"{name}-switch", "link", "add", "switch", "type", "bridge")
         ip("-n", f"{name}-switch", "link", "set", "switch", "up")
         for i, host in enumerate(HOSTS, start=1):
-            inside = f"{name}-{host}"
-            ip("netns", "add", inside)
-            pair = ["type", "veth", "peer", "name", "eth0", "netns", inside]
+            namespace = f"{name}-{host}"
+            ip("netns", "add", namespace)
+            pair = ["type", "veth", "peer", "name", "eth0", "netns", namespace]
             ip("-n", f"{name}-switch", "link", "add", f"port-{host}", *pair)
-            plug = ["master", "switch", "up"]
-            ip("-n", f"{name}-switch", "link", "set", f"port-{host}", *plug)
-            ip("-n", inside, "addr", "add", f"10.213.0.{i}/24", "dev", "eth0")
+            options = ["master", "switch", "up"]
+            ip("-n", f"{name}-switch", "link", "set", f"port-{host}", *options)
+            ip("-n", namespace, "addr", "add", f"10.213.0.{i}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
-                ip("-n", inside, "link", "set", interface, "up")
+                ip("-n", namespace, "link", "set", interface, "up")
         yield name
     finally:
         for host in (*HOSTS, "switch"):
@@ -55,7 +55,7 @@ def ip(*arguments: str) -> None:
 
 @contextmanager
 def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """One run on both hosts, a rank each; what host i says is in ``folder/host-i.log``."""
+    """Start a run with one rank per host; host i writes to ``folder/host-i.log``."""
     keys = SMALL | QUICK | {"job.output_dir": str(folder)} | overrides
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
     environment = os.environ | {"PYTHON": sys.executable, "NGPU": "1", "OMP_NUM_THREADS": "1"}
@@ -80,7 +80,7 @@ def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subproce
             launcher.wait()
 
 
-def test_a_cut_link_ends_both_hosts_and_the_same_command_resumes(tmp_path: Path) -> None:
+def test_cut_link_ends_both_hosts_and_run_resumes(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     cut.mkdir()
     keys = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
@@ -92,7 +92,7 @@ def test_a_cut_link_ends_both_hosts_and_the_same_command_resumes(tmp_path: Path)
             ip("-n", f"{name}-switch", "link", "set", "port-b", "down")
             begin = time.monotonic()
             codes = [launcher.wait(BOUND_SECONDS) for launcher in launchers]
-            print(f"ended with {codes} after {time.monotonic() - begin:.1f} seconds")
+            print(f"exited with {codes} after {time.monotonic() - begin:.1f} seconds")
             assert 0 not in codes
             assert max(curve(cut)) < 40
         ip("-n", f"{name}-switch", "link", "set", "port-b", "up")

@@ -1,4 +1,4 @@
-"""Real jobs of a real Slurm: they train, survive what ends jobs, and end when they should."""
+"""Jobs on a real Slurm cluster: they train, are requeued and resumed, and end when they should."""
 
 import json
 import sys
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.store import published, step_of
+from checkpoint.checkpoint_dir import list_checkpoints, step_of
+from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE
-from runtime.failures import MOST_ATTEMPTS
 from tests.reliability import forked
 from tests.slurm.cluster import Cluster, cluster, wait_until
 from tests.test_train import ROOT, curve
 
 LONG = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
-# After which a requeued job would have begun again.
+# Time within which a requeued job would have started again.
 SETTLED_SECONDS = 8.0
 
 
@@ -29,16 +29,16 @@ def slurm() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def ended() -> list[tuple["Job", str, int]]:
-    """Jobs that are over, the state that they are to stay in, and their restarts."""
+def finished_jobs() -> list[tuple["Job", str, int]]:
+    """Finished jobs with their expected final state and number of restarts."""
     return []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def crashing(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> "Job":
-    """A job that crashes, and is requeued, while other tests wait for theirs."""
+    """Job that crashes and is requeued while other tests run."""
     folder = tmp_path_factory.mktemp("crashing")
-    # What the run wants to write to is a folder: an error of its own, not of the config.
+    # A folder in place of a file crashes the run, although its configuration is valid.
     (folder / "debug_model" / "config.toml").mkdir(parents=True)
     return submit(slurm, folder, "--nodelist=n3", **LONG)
 
@@ -48,7 +48,7 @@ class Job:
     slurm: Cluster
     id: str
     folder: Path
-    """Of its log, and the output_dir of its run."""
+    """Folder of its log and output_dir of its run."""
     name: str = "debug_model"
 
     @property
@@ -59,13 +59,13 @@ class Job:
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     def checkpoints(self) -> list[int]:
-        return [step_of(path) for path in published(self.folder / self.name / "checkpoints")]
+        return [step_of(path) for path in list_checkpoints(self.folder / self.name / "checkpoints")]
 
     def wait_for_steps(self, restarts: int) -> None:
-        """Until a few steps are made in that restart, none of them written to a checkpoint yet."""
+        """Wait until that restart has trained a few steps that are in no checkpoint yet."""
         wait_until(lambda: self.slurm.show(self.id, "Restarts") == str(restarts))
-        begun = max(self.checkpoints(), default=0)
-        wait_until(lambda: max([0, *self.steps()]) >= begun + 5)
+        saved = max(self.checkpoints(), default=0)
+        wait_until(lambda: max([0, *self.steps()]) >= saved + 5)
 
     def steps(self) -> list[int]:
         path = self.folder / self.name / "metrics.jsonl"
@@ -95,24 +95,22 @@ def submit(
     arguments = [str(config), *forked.options(folder, **overrides)]
     script = [str(ROOT / "slurm" / "train.sbatch"), *arguments]
     output = ["--output", str(folder / "%x-%j.log")]
-    told = {"SITE": str(site), "PYTHON": sys.executable} | (environment or {})
-    return Job(slurm, slurm.sbatch(*output, *sbatch, *script, cwd=ROOT, **told), folder)
+    variables = {"SITE": str(site), "PYTHON": sys.executable} | (environment or {})
+    return Job(slurm, slurm.sbatch(*output, *sbatch, *script, cwd=ROOT, **variables), folder)
 
 
-def test_a_job_warned_and_requeued_ends_with_the_bits_of_one_that_was_not(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -> None:
     steps = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
     job = submit(slurm, tmp_path / "stopped", "--nodes=2", n_ranks=2, **steps)
     job.wait_for_steps(0)
-    # What --signal=B:USR1@300 does before the time is over.
+    # The same signal as --signal=B:USR1@300 before the time limit.
     slurm.call("scancel", "--batch", "--signal=USR1", job.id)
     job.wait_for_steps(1)
     slurm.call("scontrol", "requeue", job.id)
     job.wait("COMPLETED")
     log = job.log()
     assert slurm.show(job.id, "Restarts") == "2"
-    assert "requeue: stopped by a signal, and saved" in log
+    assert "requeue: stopped by a signal, checkpoint saved" in log
     assert log.count("resumed from step") == 2
     assert "ranks: 4 on cpu" in log
     assert "dp_shard=4" in log
@@ -121,9 +119,7 @@ def test_a_job_warned_and_requeued_ends_with_the_bits_of_one_that_was_not(
     assert len(curve(job.folder)) == 40
 
 
-def test_a_node_that_dies_is_replaced_and_a_person_ends_the_run(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_dead_node_is_replaced_and_stop_file_ends_job(slurm: Cluster, tmp_path: Path) -> None:
     replicate = {"parallelism.data_parallel_replicate_degree": "2"}
     saved = {"checkpoint.interval": "5"}
     nodes = ["--nodes=2", "--exclude=n3"]
@@ -140,8 +136,8 @@ def test_a_node_that_dies_is_replaced_and_a_person_ends_the_run(
     assert slurm.show(job.id, "Restarts") == "1"
 
 
-def test_a_preempted_job_resumes_and_a_cancelled_one_has_saved(
-    slurm: Cluster, ended: list[tuple[Job, str, int]], tmp_path: Path
+def test_preempted_job_resumes_and_cancelled_job_saves(
+    slurm: Cluster, finished_jobs: list[tuple[Job, str, int]], tmp_path: Path
 ) -> None:
     job = submit(slurm, tmp_path, "--nodelist=n0", **LONG)
     job.wait_for_steps(0)
@@ -152,14 +148,12 @@ def test_a_preempted_job_resumes_and_a_cancelled_one_has_saved(
     slurm.call("scancel", job.id)
     job.wait("CANCELLED")
     assert "resumed from step" in job.log()
-    wait_until(lambda: "told to end; what follows is Slurm's to decide" in job.log())
+    wait_until(lambda: "received SIGTERM; Slurm decides whether to requeue" in job.log())
     assert job.checkpoints()[0] > preempted[0]
-    ended.append((job, "CANCELLED", 1))
+    finished_jobs.append((job, "CANCELLED", 1))
 
 
-def test_a_sweep_trains_a_run_per_task_with_text_as_it_was_typed(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_sweep_trains_one_run_per_task_with_exact_text(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s "a" $(touch hit) folder'
     sweep = tmp_path / "sweep.toml"
     sweep.write_text(
@@ -184,37 +178,37 @@ def test_a_sweep_trains_a_run_per_task_with_text_as_it_was_typed(
     assert configs["debug_model-1"]["data"]["sources"][0]["weight"] == 2.0
     assert {config["validation"]["sample_prompt"] for config in configs.values()} == {prompt}
     assert len([*folder.glob("*/checkpoints/step-00000002")]) == 3
-    assert job.log().count("all is well") == 3
+    assert job.log().count("preflight: passed") == 3
     assert not [*tmp_path.rglob("hit"), *ROOT.glob("hit")]
     assert f"{sweep}: there is no runs[3], only 0 to 2" in job.log()
     assert slurm.show(f"{job.id}_3", "ExitCode") == f"{BAD_CONFIG}:0"
 
 
-def test_a_bad_configuration_ends_the_job(
-    slurm: Cluster, ended: list[tuple[Job, str, int]], tmp_path: Path
+def test_bad_configuration_ends_the_job(
+    slurm: Cluster, finished_jobs: list[tuple[Job, str, int]], tmp_path: Path
 ) -> None:
     job = submit(slurm, tmp_path, "--nodes=2", **{"parallelism.tensor_parallel_degree": "3"})
     job.wait("FAILED")
     assert slurm.show(job.id, "ExitCode") == f"{BAD_CONFIG}:0"
-    assert "tp 3 do not make 2 ranks" in job.log()
-    assert "srun ended" not in job.log()
-    ended.append((job, "FAILED", 0))
+    assert "tp 3 must multiply to 2 ranks" in job.log()
+    assert "srun exited" not in job.log()
+    finished_jobs.append((job, "FAILED", 0))
 
 
-def test_a_crash_loop_ends(
-    slurm: Cluster, ended: list[tuple[Job, str, int]], crashing: Job
+def test_crash_loop_ends(
+    slurm: Cluster, finished_jobs: list[tuple[Job, str, int]], crashing: Job
 ) -> None:
     crashing.wait("FAILED")
     assert slurm.show(crashing.id, "ExitCode") == f"{DO_NOT_REQUEUE}:0"
     lines = (crashing.control / "failures").read_text().splitlines()
     assert [json.loads(line)["attempt"] for line in lines] == list(range(1, MOST_ATTEMPTS + 1))
     assert "IsADirectoryError" in crashing.log()
-    ended.append((crashing, "FAILED", MOST_ATTEMPTS - 1))
+    finished_jobs.append((crashing, "FAILED", MOST_ATTEMPTS - 1))
 
 
-def test_what_has_ended_does_not_begin_again(ended: list[tuple[Job, str, int]]) -> None:
-    assert ended
+def test_finished_jobs_do_not_restart(finished_jobs: list[tuple[Job, str, int]]) -> None:
+    assert finished_jobs
     time.sleep(SETTLED_SECONDS)
-    for job, state, restarts in ended:
+    for job, state, restarts in finished_jobs:
         assert job.slurm.show(job.id, "JobState") == state
         assert job.slurm.show(job.id, "Restarts") == str(restarts)

@@ -1,4 +1,4 @@
-"""The shell scripts are what shells and shellcheck take for such."""
+"""Shell scripts are valid for bash and shellcheck."""
 
 import shutil
 import subprocess
@@ -17,20 +17,20 @@ SCRIPTS = sorted(
 )
 
 
-def test_all_are_found() -> None:
+def test_all_scripts_are_found() -> None:
     names = {"run_train.sh", "run_tests.sh", "slurm/train.sbatch", "slurm/site.example.sh"}
     assert names | {"tools/find_python.sh"} == set(map(str, SCRIPTS))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_bash_reads_it(script: Path) -> None:
+def test_bash_parses_script(script: Path) -> None:
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_shellcheck_finds_nothing(script: Path) -> None:
-    beside = Path(sys.executable).with_name("shellcheck")
-    program = beside if beside.exists() else shutil.which("shellcheck")
+def test_shellcheck_has_no_findings(script: Path) -> None:
+    installed = Path(sys.executable).with_name("shellcheck")
+    program = installed if installed.exists() else shutil.which("shellcheck")
     if program is None:
         pytest.skip("shellcheck is not installed")
     command = [program, "--shell=bash", "--external-sources", script]

@@ -1,5 +1,7 @@
-"""Preflight with the faults that PLANTED names in the ranks of this node, as one would start it:
-``python -m tests.tools.planted_preflight launch CONFIG ...``"""
+"""Preflight with planted faults: ``python -m tests.tools.planted_preflight launch CONFIG ...``
+
+The environment variable PLANTED names the faults of this node's ranks.
+"""
 
 import os
 import signal
@@ -17,8 +19,8 @@ SLEEP_SECONDS = 0.6
 
 
 def other_versions() -> None:
-    original = preflight_rank.facts_of
-    preflight_rank.facts_of = lambda *args: original(*args) | {"torch": "0.4.1"}
+    original = preflight_rank.node_environment
+    preflight_rank.node_environment = lambda *args: original(*args) | {"torch": "0.4.1"}
 
 
 def wrong_clock() -> None:
@@ -29,10 +31,10 @@ def other_folder() -> None:
     preflight_rank.nearest = lambda folder: Path(os.environ["OTHER_FOLDER"])
 
 
-def slow_products() -> None:
-    original = preflight_rank.multiply_speed
+def slow_matmul() -> None:
+    original = preflight_rank.matmul_speed
 
-    def multiply_speed(device: torch.device) -> float:
+    def matmul_speed(device: torch.device) -> float:
         best, preflight_speed.best_seconds = preflight_speed.best_seconds, slowed
         try:
             return original(device)
@@ -44,7 +46,7 @@ def slow_products() -> None:
     def slowed(act: Callable[[], object], device: torch.device) -> float:
         return best_seconds(lambda: (time.sleep(SLEEP_SECONDS), act()), device)
 
-    preflight_rank.multiply_speed = multiply_speed
+    preflight_rank.matmul_speed = matmul_speed
 
 
 def slow_link() -> None:
@@ -58,27 +60,27 @@ def slow_link() -> None:
 
 
 def hangs() -> None:
-    def multiply_speed(device: torch.device) -> float:
+    def matmul_speed(device: torch.device) -> float:
         os.kill(os.getpid(), signal.SIGSTOP)
         return 0.0
 
-    preflight_rank.multiply_speed = multiply_speed
+    preflight_rank.matmul_speed = matmul_speed
 
 
 FAULTS = {
     f.__name__: f
-    for f in (other_versions, wrong_clock, other_folder, slow_products, slow_link, hangs)
+    for f in (other_versions, wrong_clock, other_folder, slow_matmul, slow_link, hangs)
 }
 
 
 if __name__ == "__main__":
-    # Processes of other tests may slow one rank down, but not so much.
+    # Processes of other tests may slow one rank down, but less than these bounds.
     preflight_rank.SLOW, preflight_speed.REPEATS = 0.1, 3
-    preflight_rank.SEEN_SECONDS = preflight.FAREWELL_SECONDS = 1.0
+    preflight_rank.VISIBLE_SECONDS = preflight.SHUTDOWN_GRACE_SECONDS = 1.0
     if sys.argv[1] == "launch":
         preflight.PROGRAM = ["-m", "tests.tools.planted_preflight", "rank"]
         code = preflight.main(sys.argv[2:], os.environ)
-        # A thread that comes out of the store while Python ends would abort this process.
+        # A thread still in the store while Python shuts down would abort this process.
         assert code or threading.active_count() == 1, threading.enumerate()
         sys.exit(code)
     for name in os.environ.get("PLANTED", "").split():

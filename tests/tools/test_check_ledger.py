@@ -1,4 +1,4 @@
-"""Ledgers that were damaged, and two that are compared."""
+"""Damaged ledgers and comparisons of two ledgers."""
 
 import json
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from tests.data.test_loader import build
 from tests.metrics import test_ledger
 from tests.metrics.test_ledger import Program, Start, source
 from tools import check_ledger
-from tools.check_ledger import Entry, Lineage, replay
+from tools.check_ledger import LedgerEntry, Lineage, replay
 
 
-def edited(program: Program, rank: int, edit: Callable[[list[str]], None]) -> list[str]:
+def violations_after(program: Program, rank: int, edit: Callable[[list[str]], None]) -> list[str]:
     path = program.folder / "ledger" / f"rank-{rank:05d}.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     edit(lines)
@@ -25,7 +25,7 @@ def edited(program: Program, rank: int, edit: Callable[[list[str]], None]) -> li
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "expected"),
     [
         (lambda lines: lines.pop(3), "step 4 without step 3"),
         (lambda lines: lines.insert(3, lines[3]), "step 3 again"),
@@ -36,60 +36,60 @@ def edited(program: Program, rank: int, edit: Callable[[list[str]], None]) -> li
         (lambda lines: lines.__setitem__(0, lines[0].replace(":8", ":9")), "differ in n_rows"),
         (lambda lines: lines.pop(0), "line 1: torn"),
         (lambda lines: lines.append(lines[0]), "begins twice"),
-        (lambda lines: lines.__setitem__(5, lines[5].replace("[1,", "[9,")), "row 9 is no row"),
+        (lambda lines: lines.__setitem__(5, lines[5].replace("[1,", "[9,")), "row 9 is not in"),
     ],
 )  # fmt: skip
-def test_damage_is_named(tmp_path: Path, edit: Callable[[list[str]], None], told: str) -> None:
+def test_damaged_ledger_reports_violation(
+    tmp_path: Path, edit: Callable[[list[str]], None], expected: str
+) -> None:
     program = Program(tmp_path).run(Start(2, last=6))
-    assert edited(program, 1, lambda lines: None) == []
-    violations = edited(program, 1, edit)
-    assert told in "\n".join(violations)
+    assert violations_after(program, 1, lambda lines: None) == []
+    violations = violations_after(program, 1, edit)
+    assert expected in "\n".join(violations)
     assert len(set(violations)) == len(violations)
 
 
-def test_a_step_that_a_rank_did_not_log_does_not_count(tmp_path: Path) -> None:
+def test_step_missing_on_one_rank_does_not_count(tmp_path: Path) -> None:
     program = Program(tmp_path).run(Start(2, last=6))
-    assert edited(program, 1, lambda lines: lines.pop()) == []
+    assert violations_after(program, 1, lambda lines: lines.pop()) == []
     assert sorted(replay(tmp_path).steps) == [1, 2, 3, 4, 5]
-    assert edited(program, 1, lambda lines: lines.__delitem__(slice(4, None))) == [
-        "step 4: rank 1 did not log it, and others went on",
-        "step 5: rank 1 did not log it, and others went on",
+    assert violations_after(program, 1, lambda lines: lines.__delitem__(slice(4, None))) == [
+        "step 4: rank 1 did not log it, but other ranks went on",
+        "step 5: rank 1 did not log it, but other ranks went on",
     ]
 
 
-def test_attempt_without_the_first_rank_is_named(tmp_path: Path) -> None:
+def test_attempt_without_rank0_is_a_violation(tmp_path: Path) -> None:
     program = Program(tmp_path).run(Start(2, last=3))
-    assert "attempt attempt0: no line of rank 0" in edited(program, 0, list.clear)
-    # Killed before any rank had done anything.
+    assert "attempt attempt0: no line from rank 0" in violations_after(program, 0, list.clear)
+    # Killed before any rank trained a step.
     program = Program(tmp_path / "killed").run(Start(2, last=0))
-    assert edited(program, 0, list.clear) == []
+    assert violations_after(program, 0, list.clear) == []
 
 
-def test_the_first_of_many_violations_are_told(
+def test_only_first_violations_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = Program(tmp_path).run(Start(1, last=30))
-    violations = edited(program, 0, lambda lines: lines.__delitem__(slice(2, None, 2)))
+    violations = violations_after(program, 0, lambda lines: lines.__delitem__(slice(2, None, 2)))
     assert check_ledger.main([str(tmp_path)]) == 1
-    _, *told, rest = capsys.readouterr().out.splitlines()
-    assert told == violations[: check_ledger.SHOWN_VIOLATIONS]
-    assert rest == f"and {len(violations) - len(told)} more"
+    _, *shown, rest = capsys.readouterr().out.splitlines()
+    assert shown == violations[: check_ledger.SHOWN_VIOLATIONS]
+    assert rest == f"and {len(violations) - len(shown)} more"
 
 
-def test_losses_of_two_runs_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = (
         Program(tmp_path / str(world)).run(Start(world, last=6)).folder for world in (1, 4)
     )
     command = [str(one), "--against", str(other)]
     assert check_ledger.main(command) == 0
-    told = (
+    summary = (
         "steps 1..6 of both: the same tokens; loss equal bit for bit; grad_norm equal bit for bit"
     )
-    assert told in capsys.readouterr().out
+    assert summary in capsys.readouterr().out
     assert check_ledger.main([*command[1:], command[0]]) == 0
-    assert told in capsys.readouterr().out
+    assert summary in capsys.readouterr().out
 
     for path in (other / "ledger").iterdir():
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -102,40 +102,40 @@ def test_losses_of_two_runs_are_compared(
         Start(1, last=6), loaders=lambda degree, cls: [build(source(seed=6))]
     )
     assert check_ledger.main([str(unlike.folder), "--against", str(one)]) == 1
-    assert "steps 1..6 of both: other tokens" in capsys.readouterr().out
+    assert "steps 1..6 of both: different tokens" in capsys.readouterr().out
 
 
-def test_a_row_that_one_of_two_runs_alone_has_is_told() -> None:
+def test_row_missing_in_one_run_is_a_difference() -> None:
     rows = np.arange(2)[:, None].repeat(6, axis=1)
-    one, both = (Lineage({1: Entry(1, part, 1.0, 1.0)}) for part in (rows[:1], rows))
+    one, both = (Lineage({1: LedgerEntry(1, part, 1.0, 1.0)}) for part in (rows[:1], rows))
     for pair in ((one, both), (both, one)):
-        assert check_ledger.compare(*pair)[0] == ["step 1, row 1: not the tokens of both"]
+        assert check_ledger.compare(*pair)[0] == ["step 1, row 1: the tokens differ"]
 
 
-def test_not_finite_losses_are_logged_and_compared(tmp_path: Path) -> None:
+def test_nonfinite_losses_are_logged_and_compared(tmp_path: Path) -> None:
     values = iter([1.0, float("nan"), 2.0, 1.0, float("nan"), float("nan")])
     with patch.object(test_ledger, "value", lambda taken: next(values)):
         lineages = [replay(Program(tmp_path / name).run(Start(1, last=3)).folder) for name in "ab"]
     assert [lineage.violations for lineage in lineages] == [[], []]
-    told = check_ledger.compare(*lineages)[1]
-    assert "loss differs by inf at most, at step 3" in told
+    summary = check_ledger.compare(*lineages)[1]
+    assert "loss differs by inf at most, at step 3" in summary
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         ([], "required: RUN_FOLDER"),
         (["--against", "a"], "required: RUN_FOLDER"),
         (["a", "b"], "unrecognized arguments: b"),
     ],
 )
-def test_a_wrong_command_line_is_told(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_command_line_is_rejected(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check_ledger.main(arguments) == exit_codes.BAD_CONFIG
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_run_without_a_ledger_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_ledger_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_ledger.main([str(tmp_path)]) == 2
     assert "metrics.enable_ledger" in capsys.readouterr().err

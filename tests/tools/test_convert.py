@@ -1,6 +1,6 @@
-"""A run's weights in transformers, back in a checkpoint, and at the start of other runs.
+"""Export to transformers, import, and initial load are bit for bit.
 
-All of it bit for bit, with real runs of ``train.py`` on two ranks.
+Uses real runs of ``train.py`` on two ranks.
 """
 
 import base64
@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.manifest import read_manifest, write_manifest
-from checkpoint.store import problems_of
 from data.tokenizer import load_tokenizer
 from models import MODEL_SPECS
 from runtime import exit_codes
@@ -103,7 +103,7 @@ def bits(found: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 @of_families(slow("llama3"), "qwen3")
-def test_transformers_has_the_logits_and_tokens_of_the_run(
+def test_exported_model_and_tokenizer_match_the_run(
     name: str, checkpoint: Path, exported: Path
 ) -> None:
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -112,12 +112,12 @@ def test_transformers_has_the_logits_and_tokens_of_the_run(
     assert not any(report.values()), report
     assert loaded.dtype == torch.float32
     with float64_for_float32():
-        theirs = transformers.AutoModelForCausalLM.from_config(
+        hf_model = transformers.AutoModelForCausalLM.from_config(
             loaded.config, dtype=torch.float64, attn_implementation="eager"
         )
-        theirs.load_state_dict(loaded.state_dict())
-        tokens = torch.randint(theirs.config.vocab_size, (2, 32))
-        want = theirs(tokens).logits.detach()
+        hf_model.load_state_dict(loaded.state_dict())
+        tokens = torch.randint(hf_model.config.vocab_size, (2, 32))
+        want = hf_model(tokens).logits.detach()
     config = json.loads((exported / "config.json").read_text())
     args = form_of(config["model_type"]).args(config)
     model = MODEL_SPECS[name].model_cls(args).double()
@@ -125,25 +125,29 @@ def test_transformers_has_the_logits_and_tokens_of_the_run(
     model.load_state_dict(weights_of(checkpoint))
     assert (model(tokens) - want).abs().max() < TOLERANCE
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    ours = load_tokenizer(str(exported / "tokenizer.json"))
-    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    assert ids == ours.encode(TEXT).tolist()
-    assert tokenizer.decode(ids) == TEXT
-    for where in (tokenizer, theirs.config):
-        assert (where.bos_token_id, where.eos_token_id) == (ours.bos_id, ours.eos_id) == (0, 1)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    tokenizer = load_tokenizer(str(exported / "tokenizer.json"))
+    ids = hf_tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert ids == tokenizer.encode(TEXT).tolist()
+    assert hf_tokenizer.decode(ids) == TEXT
+    for found in (hf_tokenizer, hf_model.config):
+        assert (
+            (found.bos_token_id, found.eos_token_id)
+            == (tokenizer.bos_id, tokenizer.eos_id)
+            == (0, 1)
+        )
     words = Path(read_manifest(checkpoint)["config"]["data"]["tokenizer"])
     assert (exported / "tokenizer.json").read_bytes() == words.read_bytes()
-    assert theirs.config.max_position_embeddings == 32, "what it was trained on"
+    assert hf_model.config.max_position_embeddings == 32, "training.seq_len"
     assert stat.S_IMODE(exported.stat().st_mode) == 0o700
 
 
 @of_families(slow("llama3"), "qwen3", slow("qwen3_moe"), "qwen3_next")
-def test_there_and_back_changes_no_bit(
+def test_export_and_import_round_trip_bit_for_bit(
     checkpoint: Path, exported: Path, imported: Path, tmp_path: Path
 ) -> None:
     assert bits(weights_of(imported)) == bits(weights_of(checkpoint))
-    assert not problems_of(imported)
+    assert not verify_checkpoint(imported)
     convert.export_checkpoint(imported, tmp_path / "again", shard_bytes=200_000)
     parts = [load_file(file) for file in (tmp_path / "again").glob("model-*.safetensors")]
     assert len(parts) > 3
@@ -151,24 +155,24 @@ def test_there_and_back_changes_no_bit(
     assert bits(again) == bits(load_file(exported / "model.safetensors"))
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / file).read_bytes() == (exported / file).read_bytes()
-    # In several files, and narrower numbers stay as narrow as they are.
+    # In several files; the import keeps bfloat16.
     narrow = {name: tensor.bfloat16() for name, tensor in again.items()}
     source = Path(shutil.copytree(exported, tmp_path / "narrow"))
     convert.write_folder(tmp_path / "w", {}, iter(narrow.items()), files={})
     shutil.move(tmp_path / "w" / "model.safetensors", source / "model.safetensors")
     convert.import_folder(source, tmp_path / "checkpoint", file_bytes=200_000)
     assert len(list((tmp_path / "checkpoint").glob("part-*.bin"))) > 3
-    assert not problems_of(tmp_path / "checkpoint")
+    assert not verify_checkpoint(tmp_path / "checkpoint")
     found = weights_of(tmp_path / "checkpoint")
     want = {fqn: t.bfloat16() for fqn, t in weights_of(checkpoint).items()}
     assert found.keys() == want.keys()
-    # What they do not have is zero, and as wide as it is here.
+    # Biases that Hugging Face does not have are zero, in float32.
     found = {fqn: t for fqn, t in found.items() if not fqn.endswith("feed_forward.bias")}
     assert all(t.dtype == torch.bfloat16 and t.equal(want[fqn]) for fqn, t in found.items())
 
 
 def first_steps(folder: Path, name: str, initial: Path) -> Any:
-    """The curve of a new run of another mesh, with the weights of ``initial``."""
+    """Losses of a new run on another mesh, started from the weights of ``initial``."""
     folder.mkdir()
     tokenizer = write_tokenizer(folder / "words.json")
     keys = {"model.name": name, "data.tokenizer": tokenizer} | RUNS[name][1]
@@ -179,18 +183,18 @@ def first_steps(folder: Path, name: str, initial: Path) -> Any:
 
 
 @of_families(slow("llama3"), "qwen3", slow("qwen3_moe"), "qwen3_next")
-def test_a_run_starts_from_any_of_the_three(
+def test_run_starts_from_checkpoint_export_or_import(
     name: str, checkpoint: Path, exported: Path, imported: Path, tmp_path: Path
 ) -> None:
     sources = {"checkpoint": checkpoint, "exported": exported, "imported": imported}
     curves = {kind: first_steps(tmp_path / kind, name, path) for kind, path in sources.items()}
     assert curves["checkpoint"] == curves["exported"] == curves["imported"]
     before = curve(checkpoint.parents[2])
-    assert curves["exported"][1] != before[1], "not the weights that every run begins with"
+    assert curves["exported"][1] != before[1], "the initial weights were not loaded"
 
 
 @of_families(slow("llama3"), "qwen3")
-def test_a_run_of_another_model_is_refused(exported: Path, name: str, tmp_path: Path) -> None:
+def test_run_of_another_model_rejects_the_folder(exported: Path, name: str, tmp_path: Path) -> None:
     other = {"llama3": "qwen3", "qwen3": "llama3"}[name]
     keys = {"model.name": other, "checkpoint.initial_load_path": str(exported)}
     with started(tmp_path, 2, **STEPS, **keys) as processes:
@@ -201,16 +205,16 @@ def test_a_run_of_another_model_is_refused(exported: Path, name: str, tmp_path: 
     assert not (tmp_path / "debug_model" / "config.toml").exists()
 
 
-def forge(checkpoint: Path, **changed: Any) -> None:
-    """Other facts, rightly signed."""
+def forge_manifest(checkpoint: Path, **changed: Any) -> None:
+    """Change the manifest's metadata, with a valid checksum; None deletes a key."""
     manifest = read_manifest(checkpoint) | changed
     files = manifest.pop("files")
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, files, {k: v for k, v in manifest.items() if v is not None})
 
 
-def fails(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    """What the tool says when it refuses."""
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """Run the tool, which must fail; return its error."""
     assert convert.main([str(argument) for argument in arguments]) == exit_codes.BAD_CONFIG
     output = capsys.readouterr()
     assert output.out == ""
@@ -219,48 +223,46 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 
 
 @of_families(slow("llama3"), "qwen3")
-def test_what_cannot_be_exported_is_refused(
+def test_export_errors(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, copy = tmp_path / "target", tmp_path / "copy"
     manifest = read_manifest(checkpoint)
-    told = {
-        "does not say of which model": {"model_args": None},
+    cases = {
+        "has no valid model.name and model_args": {"model_args": None},
         "'other' is not one of": {"config": {"model": {"name": "other"}}},
-        "is another model now": {"model_args": manifest["model_args"] | {"n_experts": 8}},
+        "has changed since it was saved": {"model_args": manifest["model_args"] | {"n_experts": 8}},
         "not [64, 128]": {"model_args": manifest["model_args"] | {"vocab_size": 64}},
         "not absent": {"model_args": manifest["model_args"] | {"n_layers": 3}},
         "is absent": {"model_args": manifest["model_args"] | {"n_layers": 5}},
         "is not the tokenizer that": {"fingerprints": {"tokenizer": "0"}},
     }
-    for text, changed in told.items():
+    for text, changed in cases.items():
         shutil.copytree(checkpoint, copy)
-        forge(copy, **changed)
-        assert text in fails(capsys, "export", copy, target)
+        forge_manifest(copy, **changed)
+        assert text in error_of(capsys, "export", copy, target)
         shutil.rmtree(copy)
     shutil.copytree(checkpoint, copy)
     (data,) = sorted(copy.glob("rank-00001.bin"))
     os.truncate(data, data.stat().st_size - 1)
-    assert "rank-00001.bin" in fails(capsys, "export", copy, target)
-    assert "no such folder" in fails(capsys, "export", tmp_path / "none", target)
-    gone = fails(capsys, "export", checkpoint, target, "--tokenizer", tmp_path / "gone.json")
+    assert "rank-00001.bin" in error_of(capsys, "export", copy, target)
+    assert "no such folder" in error_of(capsys, "export", tmp_path / "none", target)
+    gone = error_of(capsys, "export", checkpoint, target, "--tokenizer", tmp_path / "gone.json")
     assert gone.startswith(f"argument --tokenizer: {tmp_path / 'gone.json'}")
-    assert "is not the tokenizer that" in fails(
+    assert "is not the tokenizer that" in error_of(
         capsys, "export", checkpoint, target, "--tokenizer", "bytes"
     )
     assert not target.exists()
     (tmp_path / "target").mkdir()
-    assert "nothing is overwritten" in fails(capsys, "export", checkpoint, target)
+    assert "nothing is overwritten" in error_of(capsys, "export", checkpoint, target)
     assert {path.name for path in tmp_path.iterdir()} == {"copy", "target"}
 
 
 @of_families(slow("llama3"), "qwen3")
-def test_what_cannot_be_imported_is_refused(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_import_errors(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, copy = tmp_path / "target", tmp_path / "copy"
     config = json.loads((exported / "config.json").read_text())
-    told = {
+    cases = {
         "model_type: 'mamba' is not one of llama, qwen3": {"model_type": "mamba"},
         "model_type: ['llama']": {"model_type": ["llama"]},
         "attention_bias: True": {"attention_bias": True},
@@ -270,25 +272,27 @@ def test_what_cannot_be_imported_is_refused(
         "tensors for": {"num_hidden_layers": 10**9},
         "calculation overflowed": {"hidden_size": 1 << 36, "vocab_size": 1 << 36},
     }
-    for text, changed in told.items():
+    for text, changed in cases.items():
         shutil.copytree(exported, copy)
         (copy / "config.json").write_text(json.dumps(config | changed))
-        assert text in fails(capsys, "import", copy, target)
+        assert text in error_of(capsys, "import", copy, target)
         shutil.rmtree(copy)
-    assert "config.json" in fails(capsys, "import", tmp_path / "none", target)
+    assert "config.json" in error_of(capsys, "import", tmp_path / "none", target)
     target.mkdir()
-    assert "nothing is overwritten" in fails(capsys, "import", exported, target)
+    assert "nothing is overwritten" in error_of(capsys, "import", exported, target)
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 @of_families(slow("llama3"), "qwen3")
-def test_a_tokenizer_that_is_no_file_is_left_out(
+def test_export_skips_a_tokenizer_that_is_not_a_file(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     manifest = read_manifest(copy)
     config = manifest["config"] | {"data": {"tokenizer": "bytes"}}
-    forge(copy, config=config, fingerprints={"tokenizer": load_tokenizer("bytes").fingerprint})
+    forge_manifest(
+        copy, config=config, fingerprints={"tokenizer": load_tokenizer("bytes").fingerprint}
+    )
     assert convert.main(["export", str(copy), str(tmp_path / "bytes")]) == exit_codes.DONE
     assert "bytes is not a file" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "bytes").iterdir()}
@@ -298,7 +302,7 @@ def test_a_tokenizer_that_is_no_file_is_left_out(
 
 
 @of_families("qwen3")
-def test_a_rank_file_takes_its_companion_along(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_copies_the_companion_of_a_tiktoken_file(checkpoint: Path, tmp_path: Path) -> None:
     merged = {"ab": 256, "th": 257}
     ids = {bytes([value]): value for value in range(256)} | {
         token.encode(): rank for token, rank in merged.items()
@@ -307,19 +311,19 @@ def test_a_rank_file_takes_its_companion_along(checkpoint: Path, tmp_path: Path)
     ranks = tmp_path / "own.tiktoken"
     ranks.write_bytes(b"\n".join(lines))
     special = {"<|begin_of_text|>": 258, "<|end_of_text|>": 259}
-    facts = {"pattern": r"\S+|\s+", "special_tokens": special}
-    (tmp_path / "own.tiktoken.json").write_text(json.dumps(facts))
+    companion = {"pattern": r"\S+|\s+", "special_tokens": special}
+    (tmp_path / "own.tiktoken.json").write_text(json.dumps(companion))
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     own = load_tokenizer(str(ranks))
     config = read_manifest(copy)["config"] | {"data": {"tokenizer": str(ranks)}}
-    forge(copy, config=config, fingerprints={"tokenizer": own.fingerprint})
+    forge_manifest(copy, config=config, fingerprints={"tokenizer": own.fingerprint})
     assert convert.main(["export", str(copy), str(tmp_path / "to")]) == exit_codes.DONE
-    there = load_tokenizer(str(tmp_path / "to" / "own.tiktoken"))
-    assert there.fingerprint == own.fingerprint
+    exported = load_tokenizer(str(tmp_path / "to" / "own.tiktoken"))
+    assert exported.fingerprint == own.fingerprint
 
 
 @pytest.mark.parametrize("arguments", [[], ["export"], ["import", "a"], ["other", "a", "b"]])
-def test_wrong_arguments_are_refused(
+def test_wrong_arguments_are_rejected(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fails(capsys, *arguments)
+    assert error_of(capsys, *arguments)

@@ -1,6 +1,6 @@
-"""Any mesh's checkpoint writes the text of the whole model without a cache, in float64.
+"""A checkpoint of any mesh generates the unsharded model's text, as without a KV cache, in float64.
 
-The truth is put together without the code that loads checkpoints, and drawn by ``metrics.sample``.
+The reference does not use the code that loads checkpoints; ``generation`` samples its text.
 """
 
 import io
@@ -26,10 +26,10 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from checkpoint.manifest import read_manifest, write_manifest
-from checkpoint.storage import Reader
+from checkpoint.tensor_files import Reader
 from config.job_config import Training
 from data.tokenizer import Tokenizer, load_tokenizer
-from metrics.sample import draw, sample
+from generation import draw, sample
 from models import find_model
 from parallelisms import materialize
 from runtime.distributed import compute_dtype
@@ -58,8 +58,8 @@ BYTES = load_tokenizer("bytes")
 Trained = Callable[[str], Path]
 
 
-def large_weights() -> None:
-    """Of the blocks, so that attention is far from uniform and a token depends on all before."""
+def enlarge_weights() -> None:
+    """Enlarge the blocks' initial weights, so that a token depends on all before it."""
 
     def fill(parameter: torch.Tensor, *, std: float, key: int) -> None:
         original(parameter, std=10.0 * std if std <= 0.02 else std, key=key)
@@ -69,12 +69,12 @@ def large_weights() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """The folder of a short run on two ranks, with a checkpoint of each step."""
+    """Folder of a short run on two ranks, with a checkpoint of each step."""
 
     @cache
     def folder_of(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        with started(folder, 2, plant=large_weights, **SHORT, **RUNS[name]) as processes:
+        with started(folder, 2, plant=enlarge_weights, **SHORT, **RUNS[name]) as processes:
             assert codes(processes) == {0}, log(folder)
         return folder / "debug_model"
 
@@ -90,7 +90,7 @@ def newest(run_folder: Path) -> Path:
     return checkpoints(run_folder.parent)[0]
 
 
-def whole_model(checkpoint: Path) -> nn.Module:
+def unsharded_model(checkpoint: Path) -> nn.Module:
     manifest = read_manifest(checkpoint)
     model_config, saved = manifest["config"]["model"], manifest["model_args"]
     spec, args = find_model(model_config["name"], model_config["flavor"])
@@ -107,9 +107,9 @@ def whole_model(checkpoint: Path) -> nn.Module:
 
 @cache
 @torch.no_grad()
-def plain_text(checkpoint: Path, seed: int, count: int) -> str:
+def reference_text(checkpoint: Path, seed: int, count: int) -> str:
     tokens = sample(
-        whole_model(checkpoint),
+        unsharded_model(checkpoint),
         [BYTES.bos_id, *PROMPT.encode()],
         count=count,
         n_ids=BYTES.n_vocab,
@@ -117,22 +117,23 @@ def plain_text(checkpoint: Path, seed: int, count: int) -> str:
         multiple_of=1,
         seed=seed,
     )
-    return shown(tokens)
+    return printed(tokens)
 
 
-def shown(tokens: list[int]) -> str:
-    """Prompt and text, to where the model ends it."""
+def printed(tokens: list[int]) -> str:
+    """Prompt and text up to the end-of-text token."""
     return PROMPT + BYTES.decode(tokens).partition("<|end_of_text|>")[0] + "\n"
 
 
-def written(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
+def generated(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
+    """Run the tool; return its output."""
     arguments = [str(folder), "--prompt", PROMPT, "--dtype", "float64", *options]
     assert generate.main(arguments) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that is told."""
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the tool, which must fail; return its one line of error."""
     assert generate.main([*arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -143,20 +144,22 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_any_mesh_writes_the_plain_text(
+def test_any_mesh_generates_the_reference_text(
     trained: Trained, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    texts = [written(capsys, trained(name), "--tokens", "20", "--seed", seed) for seed in "01"]
-    assert texts == [plain_text(newest(trained(name)), seed, count=20) for seed in (0, 1)]
+    texts = [generated(capsys, trained(name), "--tokens", "20", "--seed", seed) for seed in "01"]
+    assert texts == [reference_text(newest(trained(name)), seed, count=20) for seed in (0, 1)]
     assert texts[0] != texts[1]
 
 
-def test_two_meshes_write_the_same(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = (written(capsys, trained(name), "--tokens", "50") for name in ("fsdp", "tp"))
+def test_two_meshes_generate_the_same_text(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (generated(capsys, trained(name), "--tokens", "50") for name in ("fsdp", "tp"))
     assert first == second
 
 
-def load_all_but(fqn: str) -> Callable[[pytest.MonkeyPatch], None]:
+def skip_loading(fqn: str) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         def read_data(self: Reader, plan: Any, planner: Any) -> Any:
             for item in plan.items:
@@ -170,102 +173,104 @@ def load_all_but(fqn: str) -> Callable[[pytest.MonkeyPatch], None]:
     return plant
 
 
-def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def disable_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "cached", lambda *args, **keys: nullcontext())
 
 
-def draw_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    def warm(*args: Any, **keys: Any) -> int:
+def ignore_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw_at_1(*args: Any, **keys: Any) -> int:
         return draw(*args, **keys | {"temperature": 1.0})
 
-    monkeypatch.setattr(generate, "draw", warm)
+    monkeypatch.setattr(generate, "draw", draw_at_1)
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        load_all_but("model.layers.3.feed_forward.w2.weight"),
-        load_all_but("model.output.weight"),
-        without_cache,
-        draw_without_temperature,
+        skip_loading("model.layers.3.feed_forward.w2.weight"),
+        skip_loading("model.output.weight"),
+        disable_kv_cache,
+        ignore_temperature,
     ],
 )
-def test_a_fault_is_seen(
+def test_fault_changes_the_text(
     run_folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    want = plain_text(newest(run_folder), 0, count=40)
+    want = reference_text(newest(run_folder), 0, count=40)
     fault(monkeypatch)
-    assert written(capsys, run_folder, "--tokens", "40") != want
+    assert generated(capsys, run_folder, "--tokens", "40") != want
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", RUNS)
-def test_cold_text_is_the_likeliest_without_a_cache(
+def test_greedy_text_is_argmax_of_reference_logits(
     trained: Trained,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    # The first: later ones have learned to repeat themselves.
+    # The first checkpoint: later ones have learned to repeat tokens.
     checkpoint, tokens, seen = checkpoints(trained(name).parent)[-1], [], []
 
-    def watched(logits: torch.Tensor, **choice: Any) -> int:
+    def recording_draw(logits: torch.Tensor, **choice: Any) -> int:
         seen.append(logits)
         tokens.append(draw(logits, **choice))
         return tokens[-1]
 
-    monkeypatch.setattr(generate, "draw", watched)
-    text = written(capsys, checkpoint, "--tokens", "50", "--temperature", "0")
+    monkeypatch.setattr(generate, "draw", recording_draw)
+    text = generated(capsys, checkpoint, "--tokens", "50", "--temperature", "0")
     prompt = [BYTES.bos_id, *PROMPT.encode()]
-    logits = whole_model(checkpoint)(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
+    logits = unsharded_model(checkpoint)(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
     want = logits[:, : BYTES.n_vocab]
     torch.testing.assert_close(torch.stack(seen).to(want), want, rtol=0, atol=1e-9)
     assert tokens == want.argmax(dim=-1).tolist()
-    assert text == shown(tokens)
+    assert text == printed(tokens)
     assert len({*tokens}) > 4
 
 
-def test_a_long_prompt_comes_in_chunks(
+def test_long_prompt_is_prefilled_in_chunks(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = plain_text(newest(run_folder), 0, count=40)
-    monkeypatch.setattr(generate, "CHUNK", 3)
-    assert written(capsys, run_folder, "--tokens", "40") == want
+    want = reference_text(newest(run_folder), 0, count=40)
+    monkeypatch.setattr(generate, "PREFILL_CHUNK", 3)
+    assert generated(capsys, run_folder, "--tokens", "40") == want
 
 
-def test_choices_reach_the_draw(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cold = written(capsys, run_folder, "--temperature", "0")
-    assert written(capsys, run_folder, "--top-k", "1") == cold
-    assert written(capsys, run_folder, "--top-p", "1e-9") == cold
-    assert written(capsys, run_folder, "--temperature", "1e-9") == cold
-    assert written(capsys, run_folder) != cold
+def test_sampling_options_take_effect(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    greedy = generated(capsys, run_folder, "--temperature", "0")
+    assert generated(capsys, run_folder, "--top-k", "1") == greedy
+    assert generated(capsys, run_folder, "--top-p", "1e-9") == greedy
+    assert generated(capsys, run_folder, "--temperature", "1e-9") == greedy
+    assert generated(capsys, run_folder) != greedy
 
 
-def test_defaults_fill_a_sequence(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_tokens_fill_the_sequence(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [str(run_folder), "--prompt", PROMPT, "--temperature", "0"]
     room = SEQ_LEN - len(PROMPT.encode())
-    said = []
+    outputs = []
     for options in ([], ["--tokens", str(room)]):
         assert generate.main(arguments + options) == 0
-        said.append(capsys.readouterr())
-    assert said[0].out == said[1].out
-    first, last = said[0].err.splitlines()
+        outputs.append(capsys.readouterr())
+    assert outputs[0].out == outputs[1].out
+    first, last = outputs[0].err.splitlines()
     dtype = compute_dtype(Training(), torch.device("cpu"))
     if not torch.cuda.is_available():
         assert first == f"{newest(run_folder)}: llama3, {dtype} on cpu"
     assert re.fullmatch(rf"{room} tokens after {SEQ_LEN - room + 1}, [\d.,]+ tokens/s", last)
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, *tokens: int | type[BaseException]) -> None:
-    """Whatever the logits are."""
-    rest = iter(tokens)
+def force_tokens(monkeypatch: pytest.MonkeyPatch, *tokens: int | type[BaseException]) -> None:
+    """Sample these tokens, whatever the logits are; raise those that are exceptions."""
+    remaining = iter(tokens)
 
     def next_token(logits: torch.Tensor, **choice: Any) -> int:
         assert logits.shape == (BYTES.n_vocab,)
-        token = next(rest)
+        token = next(remaining)
         if isinstance(token, int):
             return token
         raise token
@@ -273,25 +278,25 @@ def drawn(monkeypatch: pytest.MonkeyPatch, *tokens: int | type[BaseException]) -
     monkeypatch.setattr(generate, "draw", next_token)
 
 
-def test_text_ends_where_the_model_ends_it(
+def test_text_ends_at_the_end_of_text_token(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn(monkeypatch, *b"ab", BYTES.eos_id)
-    assert written(capsys, run_folder) == PROMPT + "ab\n"
+    force_tokens(monkeypatch, *b"ab", BYTES.eos_id)
+    assert generated(capsys, run_folder) == PROMPT + "ab\n"
 
 
-def test_what_was_drawn_stays_when_interrupted(
+def test_interrupt_keeps_the_text_so_far(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of a character that is cut, what there is.
-    drawn(monkeypatch, *b"ab", *"é".encode()[:1], KeyboardInterrupt)
+    # The last character is incomplete.
+    force_tokens(monkeypatch, *b"ab", *"é".encode()[:1], KeyboardInterrupt)
     assert generate.main([str(run_folder)]) == 0
     out, err = capsys.readouterr()
     assert out == "ab\ufffd\n"
     assert "3 tokens after 1," in err
 
 
-def test_logits_that_are_not_finite_are_told(
+def test_nonfinite_logits_are_an_error(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def draw_of_nan(logits: torch.Tensor, **choice: Any) -> int:
@@ -302,7 +307,7 @@ def test_logits_that_are_not_finite_are_told(
     assert capsys.readouterr().err.splitlines()[-1] == "the model's logits are not finite"
 
 
-def copied(run_folder: Path, folder: Path) -> Path:
+def copy_run(run_folder: Path, folder: Path) -> Path:
     return shutil.copytree(run_folder, folder / run_folder.name)
 
 
@@ -313,116 +318,116 @@ def damage(checkpoint: Path) -> None:
     path.write_bytes(data)
 
 
-def test_newest_that_verifies_is_taken(
+def test_newest_checkpoint_that_verifies_is_loaded(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = copied(run_folder, tmp_path)
-    third, second, first = there = sorted((folder / "checkpoints").iterdir(), reverse=True)
-    texts = [written(capsys, path) for path in there]
+    folder = copy_run(run_folder, tmp_path)
+    third, second, first = found = sorted((folder / "checkpoints").iterdir(), reverse=True)
+    texts = [generated(capsys, path) for path in found]
     assert len({*texts}) == 3
-    assert written(capsys, folder) == texts[0]
+    assert generated(capsys, folder) == texts[0]
     damage(third)
     assert generate.main([str(folder)]) == 0
-    assert capsys.readouterr().err.startswith(f"passed over: {third / 'rank-00001.bin'}: ")
-    assert written(capsys, folder) == texts[1]
-    assert refusal(capsys, str(third)).startswith(f"{third}: nothing that verifies: {third}")
+    assert capsys.readouterr().err.startswith(f"skipped: {third / 'rank-00001.bin'}: ")
+    assert generated(capsys, folder) == texts[1]
+    assert error_of(capsys, str(third)).startswith(f"{third}: no checkpoint verifies: {third}")
     (second / "state.json").unlink()
-    assert written(capsys, folder) == texts[2]
+    assert generated(capsys, folder) == texts[2]
     damage(first)
-    assert refusal(capsys, str(folder)).startswith(f"{folder}: nothing that verifies: ")
-    # A run that may be running is only read.
-    assert sorted((folder / "checkpoints").iterdir(), reverse=True) == there
+    assert error_of(capsys, str(folder)).startswith(f"{folder}: no checkpoint verifies: ")
+    # The run may be in progress, so it is only read.
+    assert sorted((folder / "checkpoints").iterdir(), reverse=True) == found
 
 
-Facts = dict[str, Any]
+Metadata = dict[str, Any]
 
 
-def nothing_known(facts: Facts) -> None:
-    del facts["config"], facts["model_args"]
+def delete_model(metadata: Metadata) -> None:
+    del metadata["config"], metadata["model_args"]
 
 
-def no_table(facts: Facts) -> None:
-    facts["config"] = {"model": None}
+def replace_model_by_none(metadata: Metadata) -> None:
+    metadata["config"] = {"model": None}
 
 
-def unknown_family(facts: Facts) -> None:
-    facts["config"]["model"]["name"] = "llama9"
+def rename_model(metadata: Metadata) -> None:
+    metadata["config"]["model"]["name"] = "llama9"
 
 
-def other_arguments(facts: Facts) -> None:
-    facts["model_args"]["n_experts"] = 4
+def add_argument(metadata: Metadata) -> None:
+    metadata["model_args"]["n_experts"] = 4
 
 
-def other_tokenizer(facts: Facts) -> None:
-    facts["fingerprints"]["tokenizer"] = "0" * 64
+def change_tokenizer(metadata: Metadata) -> None:
+    metadata["fingerprints"]["tokenizer"] = "0" * 64
 
 
-def missing_tokenizer(facts: Facts) -> None:
-    facts["config"]["data"]["tokenizer"] = "nowhere/tokenizer.json"
+def move_tokenizer(metadata: Metadata) -> None:
+    metadata["config"]["data"]["tokenizer"] = "nowhere/tokenizer.json"
 
 
-def other_shapes(facts: Facts) -> None:
-    facts["model_args"]["vocab_size"] += 64
+def change_vocab_size(metadata: Metadata) -> None:
+    metadata["model_args"]["vocab_size"] += 64
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
-        (nothing_known, "its manifest.json does not say of which model it is"),
-        (no_table, "its manifest.json does not say of which model it is"),
-        (unknown_family, "model.name: 'llama9' is not one of"),
-        (other_arguments, "llama3 is another model now: n_experts: 4 to no such argument"),
-        (other_tokenizer, "data.tokenizer: bytes is not the tokenizer that the model was trained"),
-        (missing_tokenizer, "data.tokenizer: nowhere/tokenizer.json: "),
-        (other_shapes, "model.output.weight is [320, 128], not [384, 128]"),
+        (delete_model, "manifest.json has no valid model.name and model_args"),
+        (replace_model_by_none, "manifest.json has no valid model.name and model_args"),
+        (rename_model, "model.name: 'llama9' is not one of"),
+        (add_argument, "llama3 has changed since it was saved: n_experts: 4 no longer exists"),
+        (change_tokenizer, "data.tokenizer: bytes is not the tokenizer that the model was trained"),
+        (move_tokenizer, "data.tokenizer: nowhere/tokenizer.json: "),
+        (change_vocab_size, "model.output.weight is [320, 128], not [384, 128]"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_named(
+def test_unusable_manifest_error_names_the_key(
     run_folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    edit: Callable[[Facts], None],
-    told: str,
+    edit: Callable[[Metadata], None],
+    message: str,
 ) -> None:
-    folder = newest(copied(run_folder, tmp_path))
-    facts = read_manifest(folder)
-    edit(facts)
-    files = facts.pop("files")
+    folder = newest(copy_run(run_folder, tmp_path))
+    metadata = read_manifest(folder)
+    edit(metadata)
+    files = metadata.pop("files")
     (folder / "manifest.json").unlink()
-    write_manifest(folder, files, facts)
-    line = refusal(capsys, str(folder))
+    write_manifest(folder, files, metadata)
+    line = error_of(capsys, str(folder))
     assert line.startswith(str(folder))
-    assert told in line
+    assert message in line
 
 
-def test_tokenizer_may_lie_elsewhere(
+def test_tokenizer_option_replaces_a_moved_file(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = newest(copied(run_folder, tmp_path))
-    facts = read_manifest(folder)
-    missing_tokenizer(facts)
-    files = facts.pop("files")
+    folder = newest(copy_run(run_folder, tmp_path))
+    metadata = read_manifest(folder)
+    move_tokenizer(metadata)
+    files = metadata.pop("files")
     (folder / "manifest.json").unlink()
-    write_manifest(folder, files, facts)
-    want = written(capsys, newest(run_folder))
-    assert written(capsys, folder, "--tokenizer", "bytes") == want
+    write_manifest(folder, files, metadata)
+    want = generated(capsys, newest(run_folder))
+    assert generated(capsys, folder, "--tokenizer", "bytes") == want
 
 
-def test_folders_without_a_checkpoint_are_named(
+def test_folder_without_checkpoint_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing, file = tmp_path / "missing", tmp_path / "file"
     file.touch()
     for path in (missing, file):
-        assert refusal(capsys, str(path)) == f"{path}: no such folder"
-    line = refusal(capsys, str(tmp_path))
-    assert line.startswith(f"{tmp_path}: no checkpoint (manifest.json), and no run")
+        assert error_of(capsys, str(path)) == f"{path}: no such folder"
+    line = error_of(capsys, str(tmp_path))
+    assert line.startswith(f"{tmp_path}: no checkpoint (manifest.json), nor a run folder")
     (tmp_path / "manifest.json").write_text("{}")
-    assert refusal(capsys, str(tmp_path)).startswith(f"{tmp_path}: nothing that verifies: ")
+    assert error_of(capsys, str(tmp_path)).startswith(f"{tmp_path}: no checkpoint verifies: ")
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--tokens", "0"], "argument --tokens: '0' is not a whole number"),
         (["--tokens", "many"], "argument --tokens: 'many' is not a whole number"),
@@ -434,32 +439,32 @@ def test_folders_without_a_checkpoint_are_named(
         (["--temperature", "nan"], "argument --temperature: 'nan' is not a number"),
         (["--temperature", "inf"], "argument --temperature: 'inf' is not a number"),
         (["--top-k", "0"], "argument --top-k: '0' is not a whole number"),
-        (["--top-k", "259"], "argument --top-k: there are only 258 tokens"),
-        (["--top-p", "0"], "argument --top-p: leaves no token"),
+        (["--top-k", "259"], "argument --top-k: must be <= 258"),
+        (["--top-p", "0"], "argument --top-p: must be > 0"),
         (["--top-p", "1.1"], "argument --top-p: '1.1' is not a number from 0 to 1"),
         (["--seed", "9" * 5000], "argument --seed: "),
         (["--seed", "-1"], "argument --seed: "),
-        (["--temperature", "0", "--seed", "0"], "argument --seed: does nothing"),
-        (["--temperature", "0", "--top-k", "2"], "argument --top-k: does nothing"),
-        (["--temperature", "0", "--top-p", "1"], "argument --top-p: does nothing"),
+        (["--temperature", "0", "--seed", "0"], "argument --seed: has no effect"),
+        (["--temperature", "0", "--top-k", "2"], "argument --top-k: has no effect"),
+        (["--temperature", "0", "--top-p", "1"], "argument --top-p: has no effect"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--tokenizer", "gpt9"], "argument --tokenizer: 'gpt9' is not one of"),
         (["--token", "3"], "unrecognized arguments: --token 3"),
         (["another"], "unrecognized arguments: another"),
     ],
 )
-def test_bad_arguments_are_named(
-    run_folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+def test_bad_argument_error_names_the_argument(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    assert told in refusal(capsys, str(run_folder), *options)
+    assert message in error_of(capsys, str(run_folder), *options)
 
 
-def test_no_argument_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys) == "the following arguments are required: checkpoint"
+def test_missing_argument_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert error_of(capsys) == "the following arguments are required: checkpoint"
 
 
 def byte_fallback(folder: Path) -> Tokenizer:
-    """Words that begin with a space, and tokens of single bytes for what is no word."""
+    """Tokenizer of words with a leading space, and of single bytes for all else."""
     words = ["<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), "▁the", "▁é", "a"]
     model = BPE(vocab={word: i for i, word in enumerate(words)}, merges=[])
     tokenizer = tokenizers.Tokenizer(model)
@@ -475,53 +480,54 @@ def byte_fallback(folder: Path) -> Tokenizer:
     return load_json(folder, json.loads(tokenizer.to_str()))
 
 
-def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
-    text = generate.Text(tokenizer.decode, prompt)
-    return [*(text.add(token) for token in tokens), text.rest()]
+def stream(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
+    """Text that the streamer returns for each token, and at the end."""
+    streamer = generate.TextStreamer(tokenizer.decode, prompt)
+    return [*(streamer.put(token) for token in tokens), streamer.flush()]
 
 
 @pytest.mark.parametrize("text", [*TEXTS[:5], RANDOM[:1000]], ids=range(6))
-def test_characters_come_whole(text: str) -> None:
+def test_streamer_returns_whole_characters(text: str) -> None:
     tokens = list(text.encode())
-    found = pieces(BYTES, [BYTES.bos_id], tokens)
+    found = stream(BYTES, [BYTES.bos_id], tokens)
     assert "".join(found) == text
-    # As soon as they are: with their last byte.
+    # Each character comes with its last byte.
     ends = [
         token for character in text for token in [""] * (len(character.encode()) - 1) + [character]
     ]
     assert found == [*ends, ""]
 
 
-def test_single_tokens_would_cut_characters() -> None:
+def test_decoding_single_tokens_would_split_characters() -> None:
     text = TEXTS[2]
     assert "".join(BYTES.decode([token]) for token in text.encode()) != text
 
 
-def test_bytes_that_are_no_text_are_told_once() -> None:
+def test_streamer_returns_invalid_bytes_once() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):
-        # Many that begin a character, and few that go on with one.
+        # Many bytes that begin a character, and few that continue one.
         tokens = random.choice([0x41, 0x80, 0xC3, 0xE6, 0xF0, 0x9F, 0xFF, 257], 200).tolist()
-        found = pieces(BYTES, [BYTES.bos_id], tokens)
+        found = stream(BYTES, [BYTES.bos_id], tokens)
         assert "".join(found) == BYTES.decode(tokens)
-        # Also of what will never be a character, no more waits than might be one.
+        # Of invalid bytes too, at most MAX_PENDING are held back.
         behind = [len(BYTES.decode(tokens[:n])) - len("".join(found[:n])) for n in range(200)]
-        assert max(behind) <= generate.MOST_WAITING
+        assert max(behind) <= generate.MAX_PENDING
 
 
-def test_words_keep_their_spaces(tmp_path: Path) -> None:
+def test_streamer_keeps_spaces_between_words(tmp_path: Path) -> None:
     tokenizer = byte_fallback(tmp_path)
     the, accented, letter = 258, 259, 260
     emoji = [2 + value for value in "🙂".encode()]
     tokens = [accented, letter, the, *emoji, accented, *emoji, *emoji, letter] * 10
     assert tokenizer.decode(tokens)[:8] == "éa the🙂 é"[:8]
-    found = pieces(tokenizer, [0, the], tokens)
+    found = stream(tokenizer, [0, the], tokens)
     assert "".join(found) == " " + tokenizer.decode(tokens)
     assert "\ufffd" not in "".join(found)
 
 
-def test_reader_that_leaves_is_no_error(run_folder: Path) -> None:
-    """The real program, whose output nobody reads."""
+def test_closed_output_pipe_is_no_error(run_folder: Path) -> None:
+    """Run the program with a pipe that nobody reads."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "tools.generate", str(run_folder), "--tokens", "5"]
@@ -533,22 +539,24 @@ def test_reader_that_leaves_is_no_error(run_folder: Path) -> None:
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == [str(newest(run_folder))]
 
 
-def test_terminals_that_know_few_characters_get_text(
+def test_ascii_terminal_gets_replacement_characters(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
-    drawn(monkeypatch, *"ü.".encode(), BYTES.eos_id)
+    force_tokens(monkeypatch, *"ü.".encode(), BYTES.eos_id)
     assert generate.main([str(run_folder), "--prompt", PROMPT]) == 0
     out.seek(0)
     assert out.read() == PROMPT.replace("é", "?") + "?.\n"
 
 
-def test_a_terminal_gets_no_escapes(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_no_escape_sequences(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", out)
-    drawn(monkeypatch, *b"\x1b[2J.", BYTES.eos_id)
+    force_tokens(monkeypatch, *b"\x1b[2J.", BYTES.eos_id)
     assert generate.main([str(run_folder), "--prompt", "\x1b]0;x\x07"]) == 0
     assert not {"\x1b", "\x07"} & set(out.getvalue())
     assert "[2J." in out.getvalue()

@@ -1,6 +1,6 @@
-"""Environments: an image's PyTorch is seen and kept, and none that is half made is used.
+"""Environments keep the PyTorch of an image and are never used half installed.
 
-Real interpreters and a real pip, in a clone whose requirements are tiny wheels.
+The tests run real interpreters and a real pip, in a clone whose requirements are tiny wheels.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import pytest
 from tools import make_environment
 
 ROOT = Path(__file__).parents[2]
-OF_IMAGE = "2.12.0a0+5ff8b4a.nv26.05"
+IMAGE_TORCH = "2.12.0a0+5ff8b4a.nv26.05"
 PROJECT = """
 [project]
 dependencies = ["torch>=2.11", "numpy>=2.0", "small-one>=1.0"]
@@ -43,7 +43,7 @@ FIND = 'source tools/find_python.sh; find_python "$@"; echo "$PYTHON"'
 
 
 class Clone:
-    """A fresh clone, and a package index beside it."""
+    """A fresh clone with a package index beside it."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self.wheels = folder / "the clone", folder / "wheels"
@@ -54,7 +54,7 @@ class Clone:
             shutil.copy(ROOT / name, self.root / name)
         (self.root / "pyproject.toml").write_text(PROJECT)
         (self.root / "constraints.txt").write_text(CONSTRAINTS)
-        # What would be taken if an image's were not kept.
+        # Versions that pip would install if it did not keep the image's.
         for name, version in [("torch", "2.13.0"), ("numpy", "2.4"), ("pytest", "8.1")]:
             write_wheel(self.wheels, name, version)
 
@@ -72,14 +72,14 @@ class Clone:
         )
 
     def find(self, *arguments: str, **environment: str | Path) -> tuple[int, str, str]:
-        """The exit code of find_python, the interpreter it found, and its messages."""
+        """Run find_python; return its exit code, the interpreter and its messages."""
         process = self.start("bash", "-euc", FIND, "bash", *arguments, **environment)
-        found, told = process.communicate(timeout=120)
-        return process.returncode, found.strip(), told
+        found, messages = process.communicate(timeout=120)
+        return process.returncode, found.strip(), messages
 
 
 def obey_permissions() -> None:
-    """Root may write anywhere, unless the capability is dropped (Linux's PR_CAPBSET_DROP)."""
+    """Drop the capability that lets root write anywhere (Linux's PR_CAPBSET_DROP)."""
     if os.geteuid() == 0:
         ctypes.CDLL(None).prctl(24, 1)
 
@@ -108,7 +108,7 @@ def site_packages(folder: Path) -> Path:
 
 
 def make_image(folder: Path, **versions: str) -> Path:
-    """The interpreter of an image with these packages and pip."""
+    """Create an image with these packages and pip; return its interpreter."""
     venv.create(folder)
     packages = site_packages(folder)
     spec = importlib.util.find_spec("pip")
@@ -123,17 +123,17 @@ def make_image(folder: Path, **versions: str) -> Path:
 
 
 def packages_of(python: str | Path) -> dict[str, tuple[str, str]]:
-    """Version and folder of all that an interpreter sees, but pip."""
+    """Version and folder of all packages that an interpreter sees, except pip."""
     done = subprocess.run([python, "-c", PACKAGES], capture_output=True, text=True, check=True)
-    return {name: tuple(told) for name, told in json.loads(done.stdout).items() if name != "pip"}
+    return {name: tuple(facts) for name, facts in json.loads(done.stdout).items() if name != "pip"}
 
 
-def assert_refused(clone: Clone, result: tuple[int, str, str], *names: str) -> None:
-    code, _, told = result
+def assert_fails(clone: Clone, result: tuple[int, str, str], *names: str) -> None:
+    code, _, messages = result
     assert code == 1
-    assert "Traceback" not in told
+    assert "Traceback" not in messages
     for name in [*names, "-m pip install 'small-one>=1.0'"]:
-        assert name in told
+        assert name in messages
     assert [path.name for path in clone.root.glob(".venv*") if path.is_dir()] == []
 
 
@@ -146,94 +146,90 @@ def clone(tmp_path: Path) -> Clone:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    return make_image(tmp_path / "the image", torch=OF_IMAGE, numpy="2.1")
+    return make_image(tmp_path / "the image", torch=IMAGE_TORCH, numpy="2.1")
 
 
-def test_an_image_keeps_its_packages_and_gets_what_it_lacks(clone: Clone, image: Path) -> None:
+def test_image_packages_are_kept_and_missing_ones_added(clone: Clone, image: Path) -> None:
     write_wheel(clone.wheels, "small-one", "1.3")
     before = packages_of(image)
     path = f"{image.parent}:{os.environ['PATH']}"
-    code, python, told = clone.find(PATH=path)
-    assert (code, python) == (0, str(clone.venv / "bin" / "python")), told
+    code, python, messages = clone.find(PATH=path)
+    assert (code, python) == (0, str(clone.venv / "bin" / "python")), messages
     own = str(site_packages(clone.venv))
     assert packages_of(python) == {**before, "small-one": ("1.2", own)}
     assert packages_of(image) == before
-    torch = f"torch = {OF_IMAGE} of {site_packages(image.parents[1])}"
-    assert [line for line in told.splitlines() if "torch" in line] == [f"environment: {torch}"]
+    torch = f"torch = {IMAGE_TORCH} of {site_packages(image.parents[1])}"
+    assert [line for line in messages.splitlines() if "torch" in line] == [f"environment: {torch}"]
     assert clone.find(PATH=path) == (0, python, "")
     # An extra goes into the same environment.
     assert clone.find("test", PATH=path)[:2] == (0, python)
     assert packages_of(python)["pytest"] == ("8.1", own)
 
 
-def test_constraints_yield_to_what_is_there_and_a_conflict_is_named(
-    clone: Clone, image: Path
-) -> None:
+def test_constraints_yield_to_image_and_conflict_is_named(clone: Clone, image: Path) -> None:
     write_wheel(clone.wheels, "small-one", "1.2", "numpy>=2.4")
-    told = clone.find(PYTHON=image)
-    assert_refused(clone, told, "numpy==2.1", "numpy>=2.4", "small-one 1.2")
+    result = clone.find(PYTHON=image)
+    assert_fails(clone, result, "numpy==2.1", "numpy>=2.4", "small-one 1.2")
     write_wheel(clone.wheels, "small-one", "1.1")
     code, python, _ = clone.find(PYTHON=image)
     assert code == 0
     versions = {name: version for name, (version, _) in packages_of(python).items()}
-    assert versions == {"torch": OF_IMAGE, "numpy": "2.1", "small-one": "1.1"}
+    assert versions == {"torch": IMAGE_TORCH, "numpy": "2.1", "small-one": "1.1"}
 
 
-def test_without_an_index_or_where_nothing_can_be_written_the_error_has_the_command(
-    clone: Clone, image: Path
-) -> None:
-    nowhere = {"PYTHON": image, "PIP_FIND_LINKS": clone.root}
-    assert_refused(clone, clone.find(**nowhere), "small-one>=1.0")
+def test_failed_install_prints_the_pip_command(clone: Clone, image: Path) -> None:
+    no_index = {"PYTHON": image, "PIP_FIND_LINKS": clone.root}
+    assert_fails(clone, clone.find(**no_index), "small-one>=1.0")
     (clone.root / ".venv.lock").unlink()
     clone.root.chmod(0o555)
-    assert_refused(clone, clone.find(PYTHON=image), "small-one>=1.0", ".venv.lock")
+    assert_fails(clone, clone.find(PYTHON=image), "small-one>=1.0", ".venv.lock")
     clone.root.chmod(0o755)
     assert clone.find(PYTHON=image)[0] == 0
-    # What is complete needs no writing.
+    # A complete environment needs no write access.
     (clone.root / ".venv.lock").unlink()
     clone.root.chmod(0o555)
-    assert clone.find(**nowhere)[0] == 0
+    assert clone.find(**no_index)[0] == 0
     clone.root.chmod(0o755)
 
 
-def test_an_environment_whose_installation_was_killed_is_made_anew(
-    clone: Clone, image: Path
-) -> None:
+def test_killed_installation_is_repeated(clone: Clone, image: Path) -> None:
     killed = clone.start("bash", "-c", FIND, PYTHON=image)
     while not (clone.venv / "constraints.txt").exists() or not (clone.venv / "unfinished").exists():
         assert killed.poll() is None, killed.communicate()
         time.sleep(0.01)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
-    # All that pip would have to leave for the package to seem installed.
+    # A half-finished pip can leave files that make a package look installed.
     half = write_wheel(clone.root, "small-one", "1.9")
     zipfile.ZipFile(half).extractall(site_packages(clone.venv))
-    code, python, told = clone.find(PYTHON=image)
-    assert code == 0, told
+    code, python, messages = clone.find(PYTHON=image)
+    assert code == 0, messages
     assert packages_of(python)["small-one"][0] == "1.2"
 
 
-def test_two_starts_at_once_install_once(clone: Clone, image: Path) -> None:
+def test_concurrent_starts_install_once(clone: Clone, image: Path) -> None:
     both = [clone.start("bash", "-euc", FIND, PYTHON=image) for _ in range(2)]
     results = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], results
     assert {found.strip() for found, _ in results} == {str(clone.venv / "bin" / "python")}
-    assert "".join(told for _, told in results).count("environment: installing") == 1
+    assert "".join(messages for _, messages in results).count("environment: installing") == 1
 
 
-def test_an_interpreter_that_is_named_wins_over_the_environment_of_another(
+def test_named_interpreter_wins_over_other_environment(
     clone: Clone, image: Path, tmp_path: Path
 ) -> None:
     other = make_image(tmp_path / "other", torch="2.14.0", numpy="2.3")
     first, second = (Path(clone.find(PYTHON=python)[1]) for python in (image, other))
     assert first == clone.venv / "bin" / "python"
-    assert packages_of(first)["torch"][0] == OF_IMAGE
+    assert packages_of(first)["torch"][0] == IMAGE_TORCH
     assert packages_of(second)["torch"][0] == "2.14.0"
     assert [clone.find(PYTHON=python)[1] for python in (image, other)] == [str(first), str(second)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_find_their_folder_through_links(clone: Clone, tmp_path: Path, script: str) -> None:
+def test_scripts_find_their_folder_through_symlinks(
+    clone: Clone, tmp_path: Path, script: str
+) -> None:
     stub = tmp_path / "python"
     stub.write_text('#!/bin/sh\ncase "$1" in *missing*) ;; *) echo "$PYTHONPATH" ;; esac\n')
     stub.chmod(0o755)
@@ -245,37 +241,37 @@ def test_scripts_find_their_folder_through_links(clone: Clone, tmp_path: Path, s
     (tmp_path / "folder").symlink_to(bin_folder)
     (bin_folder / "through").symlink_to(tmp_path / "folder" / "twice")
     for link in ["absolute", "relative", "twice", "through"]:
-        told, errors = clone.start(bin_folder / link, PYTHON=stub).communicate(timeout=60)
-        roots = {Path(line).resolve() for line in told.splitlines()}
-        assert roots == {clone.root.resolve()}, f"{link}: {told}{errors}"
+        stdout, errors = clone.start(bin_folder / link, PYTHON=stub).communicate(timeout=60)
+        roots = {Path(line).resolve() for line in stdout.splitlines()}
+        assert roots == {clone.root.resolve()}, f"{link}: {stdout}{errors}"
 
 
-def test_tests_run_with_another_pytorch(clone: Clone, image: Path) -> None:
+def test_run_tests_with_another_pytorch(clone: Clone, image: Path) -> None:
     write_wheel(clone.wheels, "torch", "2.12.0")
     write_wheel(clone.wheels, "pytest", "8.1", source=PYTEST)
     command = [clone.root / "run_tests.sh", "--torch", "2.12.0", "-k", "two words"]
     process = clone.start(*command, PYTHON=image)
-    told, errors = process.communicate(timeout=120)
+    stdout, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert told == "True 1 -m not slow -k two words\n"
+    assert stdout == "True 1 -m not slow -k two words\n"
     packages = packages_of(clone.root / ".venv-torch-2.12.0" / "bin" / "python")
     versions = {name: version for name, (version, _) in packages.items() if name != "setuptools"}
     assert versions == {"torch": "2.12.0", "numpy": "2.4", "small-one": "1.2", "pytest": "8.1"}
-    assert clone.start(*command, PYTHON=image, PIP_FIND_LINKS="").communicate()[0] == told
+    assert clone.start(*command, PYTHON=image, PIP_FIND_LINKS="").communicate()[0] == stdout
     assert not clone.venv.exists()
 
 
 @pytest.mark.parametrize("version", ["new", "../2.12.0", ""])
-def test_what_is_no_version_is_refused(clone: Clone, image: Path, version: str) -> None:
+def test_invalid_version_is_rejected(clone: Clone, image: Path, version: str) -> None:
     process = clone.start(clone.root / "run_tests.sh", "--torch", version, PYTHON=image)
-    told = process.communicate(timeout=120)[1]
+    stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 2
-    assert f"--torch {version!r} is not a version" in told
+    assert f"--torch {version!r} is not a version" in stderr
     assert not list(clone.root.glob(".venv*"))
 
 
 class Pip:
-    """Stands for venv and pip, and knows what was asked of them."""
+    """Mock of venv and pip that records requirements and constraints."""
 
     def __init__(self) -> None:
         self.requirements: list[str] = []
@@ -303,7 +299,7 @@ def pip(clone: Clone, monkeypatch: pytest.MonkeyPatch) -> Pip:
 def test_other_packages_are_pinned_lowest_or_newest(pip: Pip) -> None:
     asked = {}
     for name, lowest, newest in [("", 0, 0), ("-lowest", 1, 0), ("-newest", 0, 1)]:
-        folder = make_environment.environment_for_tests("2.12.0", lowest=lowest, newest=newest)
+        folder = make_environment.test_environment("2.12.0", lowest=lowest, newest=newest)
         assert folder.name == f".venv-torch-2.12.0{name}"
         asked[name] = (pip.requirements, pip.constraints.split())
     torch, newest = "torch>=2.11,==2.12.0", ["numpy>=2.0", "small-one>=1.0", "pytest>=8.0"]
@@ -313,23 +309,23 @@ def test_other_packages_are_pinned_lowest_or_newest(pip: Pip) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), make_environment.InstallError("no disk")])
-def test_an_environment_for_tests_is_whole_or_made_again(pip: Pip, error: BaseException) -> None:
+def test_test_environment_is_complete_or_rebuilt(pip: Pip, error: BaseException) -> None:
     pip.error = error
     with pytest.raises(type(error)):
-        make_environment.environment_for_tests("2.12.0", lowest=False, newest=False)
+        make_environment.test_environment("2.12.0", lowest=False, newest=False)
     assert not (make_environment.ROOT / ".venv-torch-2.12.0").exists()
     pip.error = None
-    folder = make_environment.environment_for_tests("2.12.0", lowest=False, newest=False)
+    folder = make_environment.test_environment("2.12.0", lowest=False, newest=False)
     pip.requirements.clear()
-    make_environment.environment_for_tests("2.12.0", lowest=False, newest=False)
+    make_environment.test_environment("2.12.0", lowest=False, newest=False)
     assert pip.requirements == []
-    # As if it had been killed while it installed.
+    # A start that was killed during installation.
     (folder / make_environment.UNFINISHED).touch()
-    make_environment.environment_for_tests("2.12.0", lowest=False, newest=False)
+    make_environment.test_environment("2.12.0", lowest=False, newest=False)
     assert pip.requirements
     # Other constraints.
     pip.requirements.clear()
     with (make_environment.ROOT / "constraints.txt").open("a") as file:
         file.write("new==1.0\n")
-    make_environment.environment_for_tests("2.12.0", lowest=False, newest=False)
+    make_environment.test_environment("2.12.0", lowest=False, newest=False)
     assert pip.requirements

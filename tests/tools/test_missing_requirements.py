@@ -1,4 +1,4 @@
-"""What is missing is told, and the pinned versions are among those that are asked for."""
+"""Missing requirements are reported, and pinned versions satisfy pyproject.toml."""
 
 import re
 import tomllib
@@ -20,12 +20,12 @@ PINNED = {
 }
 
 
-def test_what_is_installed_is_not_missing():
+def test_installed_requirement_is_not_missing():
     assert missing([f"pytest>={version('pytest')}", "pytest>=1.0"]) == []
 
 
 @pytest.mark.parametrize("requirement", ["pytest>=9999.0", "no-such-package-here>=0.1"])
-def test_what_is_older_or_absent_is_missing(requirement: str):
+def test_older_or_absent_requirement_is_missing(requirement: str):
     assert missing(["pytest>=1.0", requirement]) == [requirement]
 
 
@@ -49,10 +49,8 @@ def test_versions_compare_as_numbers(
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS)
-def test_every_requirement_can_be_read_and_is_pinned_high_enough(
-    requirement: str, monkeypatch: pytest.MonkeyPatch
-):
-    # The only form that missing() understands.
+def test_pin_satisfies_every_requirement(requirement: str, monkeypatch: pytest.MonkeyPatch):
+    # The only form that missing() parses.
     assert re.fullmatch(r"[a-z][a-z0-9-]*>=\d+(\.\d+)*", requirement)
     monkeypatch.setattr("tools.missing_requirements.version", PINNED.__getitem__)
     assert missing([requirement]) == []

@@ -1,4 +1,4 @@
-"""What is wrong with nodes is named before a run: real launchers, as many as there are nodes."""
+"""Preflight reports faulty nodes before a run, with one real launcher per node."""
 
 import os
 import re
@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from config import load_config
 from config.job_config import Parallelism
+from launcher.agent import Nodes
 from parallelisms.parallel_dims import ParallelDims
 from runtime.exit_codes import BAD_CONFIG, DONE, FAILED
 from tests.ranks import RankPool
 from tests.reliability.forked import CONFIG
 from tests.test_train import ROOT
 from tools import preflight, preflight_rank, preflight_speed
-from tools.agent import Nodes
-from tools.preflight import meet
+from tools.preflight import rendezvous
 from tools.preflight_rank import below, unequal
-from tools.preflight_speed import bus_bandwidth, groups_of, n_rounds, partner
+from tools.preflight_speed import bus_bandwidth, mesh_groups, n_rounds, partner
 
 HOST = socket.gethostname()
 EXPERTS = ROOT / "train_configs" / "qwen3_moe_debug.toml"
@@ -46,7 +46,7 @@ def start(
     planted: str = "",
     other_folder: Path | None = None,
 ) -> subprocess.Popen[str]:
-    """The launcher of one node."""
+    """Start the launcher of one node."""
     environment = os.environ | {
         "NGPU": str(n_ranks),
         "NNODES": str(count),
@@ -69,7 +69,7 @@ def start(
 
 
 def outputs(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    """Their exit codes, and what they said on stdout and stderr."""
+    """Exit code, stdout and stderr of each launcher."""
     found = []
     try:
         for launcher in launchers:
@@ -82,27 +82,27 @@ def outputs(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     return found
 
 
-def test_good_nodes_pass_and_nothing_is_left(tmp_path: Path) -> None:
+def test_good_nodes_pass_and_leave_no_files(tmp_path: Path) -> None:
     port = free_port()
     keys = ("--job.output_dir", str(tmp_path), "--parallelism.tensor_parallel_degree", "2")
     (code, out, err), (other_code, other_out, _) = outputs(
         *(start(*keys, node=node, count=2, n_ranks=2, port=port) for node in range(2))
     )
     assert (code, other_code, other_out) == (DONE, DONE, ""), out + err
-    assert out.startswith("2 nodes, 4 ranks on cpu; 869,504 parameters, 0.01 GiB a checkpoint\n")
+    assert out.startswith("2 nodes, 4 ranks on cpu; 869,504 parameters, 0.01 GiB per checkpoint\n")
     assert re.search(rf"^1 +{HOST} ", out, re.MULTILINE)
     assert re.search(r"^dp_shard_cp = batch +2 +2 +[\d.]+ +[\d.]+$", out, re.MULTILINE)
     assert re.search(r"^tp +2 +2 +[\d.]+ +[\d.]+$", out, re.MULTILINE)
-    assert out.endswith("\nall is well\n")
+    assert out.endswith("\npreflight: passed\n")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_wrong_with_a_node_is_named(tmp_path: Path) -> None:
+def test_faults_of_a_node_are_reported(tmp_path: Path) -> None:
     shared, other = tmp_path / "shared", tmp_path / "other"
     shared.mkdir()
     other.mkdir()
     port = free_port()
-    plants = ("", "other_folder wrong_clock", "other_versions slow_products slow_link")
+    plants = ("", "other_folder wrong_clock", "other_versions slow_matmul slow_link")
     (code, out, err), *others = outputs(
         *(
             start(
@@ -120,11 +120,11 @@ def test_what_is_wrong_with_a_node_is_named(tmp_path: Path) -> None:
     table = out.index("TFLOP/s")
     findings = [line for line in out[table:].splitlines() if re.match("(node|rank) ", line)]
     wanted = [
-        rf"node 2 \({HOST}\): torch is 0\.4\.1, and {re.escape(torch.__version__)} elsewhere",
-        rf"node 1 \({HOST}\): does not see in {other} what node 0 \({HOST}\) wrote in {shared}",
-        rf"node 1 \({HOST}\): its clock is \+5\.0\d\d s from node 0's, known to 0\.\d+ s",
-        rf"rank 2 \(node 2, {HOST}\): matrix products at \S+ TFLOP/s, and the median is .*",
-        rf"rank 2 \(node 2, {HOST}\): its best link has \S+ GB/s, and the median is .*",
+        rf"node 2 \({HOST}\): torch is 0\.4\.1, but {re.escape(torch.__version__)} elsewhere",
+        rf"node 1 \({HOST}\): cannot read in {other} what node 0 \({HOST}\) wrote to {shared}",
+        rf"node 1 \({HOST}\): its clock is \+5\.0\d\d s from node 0's, error bound 0\.\d+ s",
+        rf"rank 2 \(node 2, {HOST}\): matmul at \S+ TFLOP/s, median .*",
+        rf"rank 2 \(node 2, {HOST}\): best link at \S+ GB/s, median .*",
     ]
     assert len(findings) == len(wanted), out
     for finding, pattern in zip(findings, wanted, strict=True):
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_node_is_named(tmp_path: Path) -> None:
     assert list(shared.iterdir()) == list(other.iterdir()) == []
 
 
-def test_who_is_silent_is_named(tmp_path: Path) -> None:
+def test_missing_node_and_unusable_paths_are_reported(tmp_path: Path) -> None:
     keys = ("--job.output_dir", str(tmp_path), "--comm.init_timeout_seconds", "2")
     a_file = tmp_path / "file"
     a_file.touch()
@@ -145,8 +145,8 @@ def test_who_is_silent_is_named(tmp_path: Path) -> None:
         start(*no_data),
     )
     assert head[0] == FAILED
-    assert "node 1 did not come within 2 s\n" in head[2]
-    assert f"nodes that came: 0 ({HOST})" in head[2]
+    assert "node 1 did not join within 2 s\n" in head[2]
+    assert f"nodes that joined: 0 ({HOST})" in head[2]
     assert follower[0] == FAILED
     assert "node 1: no answer from node 0 at 127.0.0.1:" in follower[2]
     assert unwritable[0] == FAILED
@@ -156,7 +156,7 @@ def test_who_is_silent_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_who_hangs_is_named(tmp_path: Path) -> None:
+def test_hung_rank_is_reported(tmp_path: Path) -> None:
     port = free_port()
     keys = ("--job.output_dir", str(tmp_path), "--comm.train_timeout_seconds", "5")
     (code, _, err), (other_code, *_) = outputs(
@@ -164,56 +164,58 @@ def test_who_hangs_is_named(tmp_path: Path) -> None:
         start(*keys, node=1, count=2, port=port, planted="hangs"),
     )
     assert (code, other_code) == (FAILED, FAILED)
-    assert re.search(rf"rank 1 \({HOST}\) did not answer; last heard at .* tools/preflight", err)
+    assert re.search(
+        rf"rank 1 \({HOST}\) did not answer; last heartbeat at .* tools/preflight", err
+    )
 
 
-def test_a_bad_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_configuration_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(CONFIG), "--training.stepz", "3"]
     assert preflight.main(arguments, {}) == BAD_CONFIG
     assert "training.stepz" in capsys.readouterr().err
     arguments = [str(CONFIG), "--parallelism.tensor_parallel_degree", "2"]
     assert preflight.main(arguments, {"NGPU": "3"}) == BAD_CONFIG
-    assert "do not make 3 ranks" in capsys.readouterr().err
+    assert "must multiply to 3 ranks" in capsys.readouterr().err
     assert preflight.main([str(CONFIG)], {"NNODES": "2"}) == BAD_CONFIG
     assert "MASTER_ADDR" in capsys.readouterr().err
 
 
-def test_nodes_that_come_wrongly_are_named() -> None:
-    def told(*claims: tuple[int, int]) -> list[list[str]]:
-        """What nodes with these ranks, and so many ranks on them, hear; there are to be three."""
+def test_rendezvous_reports_missing_and_duplicate_nodes() -> None:
+    def findings(*claims: tuple[int, int]) -> list[list[str]]:
+        """Findings on nodes with these (NODE_RANK, number of ranks), if three are expected."""
         store = dist.HashStore()
         with ThreadPoolExecutor(len(claims)) as pool:
-            parts = [
-                pool.submit(meet, store, Nodes(3, node, "", 0), n_ranks=n, seconds=1.0)
+            futures = [
+                pool.submit(rendezvous, store, Nodes(3, node, "", 0), n_ranks=n, seconds=1.0)
                 for node, n in claims
             ]
-        return [part.result() for part in parts]
+        return [future.result() for future in futures]
 
-    assert told((0, 8), (1, 8), (2, 8)) == [[], [], []]
-    unequal_counts = [f"node 2 ({HOST}) has 4 ranks, and node 0 8"]
-    assert told((0, 8), (1, 8), (2, 4)) == [unequal_counts] * 3
+    assert findings((0, 8), (1, 8), (2, 8)) == [[], [], []]
+    unequal_counts = [f"node 2 ({HOST}) has 4 ranks, but node 0 has 8"]
+    assert findings((0, 8), (1, 8), (2, 4)) == [unequal_counts] * 3
     twice = [
-        "node 2 did not come within 1 s",
-        f"node 1: 2 say that they are it: {HOST}, {HOST}",
-        f"nodes that came: 0 ({HOST}), 1 ({HOST})",
+        "node 2 did not join within 1 s",
+        f"node 1: 2 launchers have this NODE_RANK: {HOST}, {HOST}",
+        f"nodes that joined: 0 ({HOST}), 1 ({HOST})",
     ]
-    assert told((0, 8), (1, 8), (1, 8)) == [twice] * 3
+    assert findings((0, 8), (1, 8), (1, 8)) == [twice] * 3
 
 
-def test_comparisons_name_who_differs_from_most() -> None:
+def test_comparisons_report_the_minority() -> None:
     who = ["a", "b", "c", "d"]
-    assert unequal("x", [2, 1, 1, 1], who) == ["a: x is 2, and 1 elsewhere"]
-    assert unequal("x", [2, 1], who[:2]) == ["b: x is 1, and 2 elsewhere"]
+    assert unequal("x", [2, 1, 1, 1], who) == ["a: x is 2, but 1 elsewhere"]
+    assert unequal("x", [2, 1], who[:2]) == ["b: x is 1, but 2 elsewhere"]
     assert unequal("x", [1] * 4, who) == []
     assert below(0.5, "{} m/s", [4.0, 1.9, 1.9, 4.0], who) == [
-        f"{name}: 1.9 m/s, and the median is 4" for name in "bc"
+        f"{name}: 1.9 m/s, median 4" for name in "bc"
     ]
     assert below(0.5, "{} m/s", [4.0, 2.0, 9.0, 4.0], who) == []
     assert below(0.5, "{} m/s", [0.0], who[:1]) == []
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_in_a_tournament_all_pairs_meet_once(count: int) -> None:
+def test_all_pairs_of_a_tournament_meet_once(count: int) -> None:
     met: Counter[tuple[int, int]] = Counter()
     for number in range(n_rounds(count)):
         pairs = [(own, partner(own, count, number)) for own in range(count)]
@@ -226,10 +228,10 @@ def test_in_a_tournament_all_pairs_meet_once(count: int) -> None:
 def bandwidths_and_groups() -> dict[str, object]:
     device = torch.device("cpu")
     dims = ParallelDims.build(Parallelism(tensor_parallel_degree=2), 4, "cpu")
-    told: dict[str, object] = {}
-    for label, groups, group in groups_of([dims.weight_mesh, dims.data_mesh]):
+    found: dict[str, object] = {}
+    for label, groups, group in mesh_groups([dims.weight_mesh, dims.data_mesh]):
         assert dist.get_process_group_ranks(group) in groups
-        told[label] = groups
+        found[label] = groups
 
     def two_seconds(act: Callable[[], object], device: torch.device) -> float:
         act()
@@ -237,26 +239,26 @@ def bandwidths_and_groups() -> dict[str, object]:
 
     with patch.object(preflight_speed, "best_seconds", two_seconds):
         for kind in preflight_speed.KINDS:
-            told[kind] = bus_bandwidth(kind, dist.group.WORLD, device)
-    return told
+            found[kind] = bus_bandwidth(kind, dist.group.WORLD, device)
+    return found
 
 
-def test_bandwidth_is_that_of_nccl_tests(ranks: RankPool) -> None:
-    for told in ranks.run(bandwidths_and_groups, 4):
-        assert told["dp_shard_cp = batch"] == [[0, 2], [1, 3]]
-        assert told["tp"] == [[0, 1], [2, 3]]
+def test_bus_bandwidth_matches_nccl_tests(ranks: RankPool) -> None:
+    for found in ranks.run(bandwidths_and_groups, 4):
+        assert found["dp_shard_cp = batch"] == [[0, 2], [1, 3]]
+        assert found["tp"] == [[0, 1], [2, 3]]
         # 16 MiB in 2 seconds.
-        assert told["all-reduce"] == pytest.approx(2**24 / 2 / 1e9 * 2 * 3 / 4)
-        assert told["all-gather"] == pytest.approx(2**24 / 2 / 1e9 * 3 / 4)
+        assert found["all-reduce"] == pytest.approx(2**24 / 2 / 1e9 * 2 * 3 / 4)
+        assert found["all-gather"] == pytest.approx(2**24 / 2 / 1e9 * 3 / 4)
 
 
-def dims_of_experts() -> list[list[str]]:
+def expert_dims() -> list[list[str]]:
     config = load_config(EXPERTS, ["--parallelism.expert_parallel_degree", "2"])
-    return preflight_rank.compare_dims(seen(4), config, torch.device("cpu"))
+    return preflight_rank.compare_dims(empty_report(4), config, torch.device("cpu"))
 
 
-def test_experts_have_a_mesh_of_their_own(ranks: RankPool) -> None:
-    for rows in ranks.run(dims_of_experts, 4):
+def test_expert_mesh_dims_are_measured(ranks: RankPool) -> None:
+    for rows in ranks.run(expert_dims, 4):
         assert [row[:3] for row in rows[1:]] == [
             ["dp_shard_cp = batch", "4", "1"],
             ["dp_shard_ep", "2", "2"],
@@ -264,35 +266,35 @@ def test_experts_have_a_mesh_of_their_own(ranks: RankPool) -> None:
         ]
 
 
-def seen(count: int) -> preflight_rank.Seen:
-    """So many nodes of one rank, before any check."""
-    places = [preflight_rank.Place(rank, rank, HOST, True) for rank in range(count)]
-    return preflight_rank.Seen(places, {}, [])
+def empty_report(count: int) -> preflight_rank.Report:
+    """Report on ``count`` nodes of one rank before any check."""
+    places = [preflight_rank.RankLocation(rank, rank, HOST, True) for rank in range(count)]
+    return preflight_rank.Report(places, {}, [])
 
 
-def test_little_room_is_told(ranks: RankPool, tmp_path: Path) -> None:
-    for findings, title in ranks.run(folders_of_a_large_model, 2, tmp_path):
-        assert title == "1,000,000,000,000,000 parameters, 11175870.90 GiB a checkpoint"
+def test_too_little_disk_space_is_reported(ranks: RankPool, tmp_path: Path) -> None:
+    for findings, title in ranks.run(compare_folders_of_large_model, 2, tmp_path):
+        assert title == "1,000,000,000,000,000 parameters, 11175870.90 GiB per checkpoint"
         (finding,) = findings
         assert finding.startswith(f"node 0 ({HOST}): ")
-        assert finding.endswith(f"GiB are free in {tmp_path}; {title}")
+        assert finding.endswith(f"GiB free in {tmp_path}; {title}")
 
 
-def folders_of_a_large_model(folder: Path) -> tuple[list[str], str]:
+def compare_folders_of_large_model(folder: Path) -> tuple[list[str], str]:
     config = load_config(CONFIG, ["--job.output_dir", str(folder)])
-    told = seen(2)
-    title = preflight_rank.compare_folders(told, config, 10**15)
-    return told.findings, title
+    report = empty_report(2)
+    title = preflight_rank.compare_folders(report, config, 10**15)
+    return report.findings, title
 
 
-def test_what_cannot_be_read_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File systems of several nodes may fail before they show what another node wrote."""
-    monkeypatch.setattr(preflight_rank, "SEEN_SECONDS", 0.5)
+def test_unreadable_file_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system may raise before it shows the file of another node."""
+    monkeypatch.setattr(preflight_rank, "VISIBLE_SECONDS", 0.5)
     path = tmp_path / "token"
     path.mkdir()
-    assert not preflight_rank.is_read(path, "text")
+    assert not preflight_rank.is_visible(path, "text")
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(preflight_rank.is_read, path, "text")
+        future = pool.submit(preflight_rank.is_visible, path, "text")
         path.rmdir()
         path.write_text("text")
-        assert told.result()
+        assert future.result()

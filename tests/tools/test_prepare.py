@@ -1,4 +1,4 @@
-"""Prepared folders against tokenizing directly; stopped and killed runs against whole ones."""
+"""Prepared folders against direct tokenization; interrupted runs against uninterrupted ones."""
 
 import base64
 import json
@@ -23,21 +23,22 @@ import numpy as np
 import pytest
 
 from config.job_config import Data, DataSource
+from data import write_shards
 from data.sources import open_documents
 from data.token_files import open_token_files, read_index
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
 from tests.test_train import ROOT
-from tools import prepare, token_shards
+from tools import prepare
 
-PATIENCE_SECONDS = 60
+WORKER_TIMEOUT_SECONDS = 60
 SHARD_TOKENS = 100_000
 SHARDS = ["--shard_tokens", SHARD_TOKENS]
 
 
 @contextmanager
 def started(*arguments: object, log: Path) -> Iterator[BaseProcess]:
-    """The tool in a process of its own, forked from one that has loaded torch."""
+    """Run the tool in another process, forked from one that has imported torch."""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     process = context.Process(target=_main, args=([str(part) for part in arguments], log))
@@ -57,12 +58,12 @@ def _main(arguments: list[str], log: Path) -> None:
 
 
 def run(*arguments: object) -> int:
-    """Run the tool to its end, here: its workers are forked from where torch is loaded."""
+    """Run the tool in this process; return its exit code."""
     return prepare.main([str(part) for part in arguments])
 
 
 def write_texts(folder: Path, n_files: int) -> list[object]:
-    """Files of words, some of them empty or of one character; the options that name them."""
+    """Write files of words, some empty or of one character; return the options to read them."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     for number in range(n_files):
@@ -83,13 +84,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 @pytest.fixture(scope="module")
 def whole(texts: list[object], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What one worker writes that nothing stops."""
+    """Files of an uninterrupted run with one worker."""
     folder = tmp_path_factory.mktemp("whole") / "p"
     assert run(folder, *texts, *SHARDS, "--workers", 1) == exit_codes.DONE
     return bytes_of(folder)
 
 
-def test_the_whole_is_as_planned(texts: list[object], whole: dict[str, bytes]) -> None:
+def test_folder_has_shards_of_the_wanted_size(texts: list[object], whole: dict[str, bytes]) -> None:
     index = json.loads(whole["index.json"])
     names = [shard["file"] for shard in index["shards"]]
     assert len(names) > 5
@@ -100,7 +101,7 @@ def test_the_whole_is_as_planned(texts: list[object], whole: dict[str, bytes]) -
 
 
 @pytest.mark.parametrize("n_workers", [2, 3])
-def test_any_number_of_workers_writes_the_same_bytes(
+def test_files_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, texts: list[object], whole: dict[str, bytes], n_workers: int
 ) -> None:
     assert run(tmp_path / "p", *texts, *SHARDS, "--workers", n_workers) == exit_codes.DONE
@@ -108,7 +109,7 @@ def test_any_number_of_workers_writes_the_same_bytes(
 
 
 def check_documents(folder: Path, source: DataSource, tokenizer_name: str) -> None:
-    """The documents of ``folder`` are those of ``source``, as a row of a batch encodes them."""
+    """Assert that ``folder`` has the documents of ``source``, encoded as in a batch."""
     documents, _ = open_documents(source)
     tokenizer = load_tokenizer(tokenizer_name)
     texts = [documents[index] for index in range(len(documents))]
@@ -127,7 +128,7 @@ def check_documents(folder: Path, source: DataSource, tokenizer_name: str) -> No
     assert files.tokenizer_fingerprint == tokenizer.fingerprint
 
 
-def test_documents_are_those_of_the_source(
+def test_documents_equal_those_of_the_source(
     tmp_path: Path, texts: list[object], whole: dict[str, bytes]
 ) -> None:
     for name, content in whole.items():
@@ -135,7 +136,7 @@ def test_documents_are_those_of_the_source(
     check_documents(tmp_path, DataSource(path=str(texts[3])), "bytes")
 
 
-def test_a_finished_folder_that_lost_something_is_named(
+def test_truncated_file_of_a_finished_folder_is_named(
     tmp_path: Path,
     texts: list[object],
     whole: dict[str, bytes],
@@ -148,7 +149,7 @@ def test_a_finished_folder_that_lost_something_is_named(
     assert "shard-00001.bin has 5 bytes, not " in capsys.readouterr().err
 
 
-def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
+def test_resume_after_sigkill_writes_the_same_files(
     tmp_path: Path,
     texts: list[object],
     whole: dict[str, bytes],
@@ -156,27 +157,27 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(
     seen: Callable[[str], None],
 ) -> None:
     rng = np.random.default_rng()
-    folder, kept, n_kills = tmp_path / "p", dict[Path, int](), 0
+    folder, finished_at, n_kills = tmp_path / "p", dict[Path, int](), 0
     for attempt in range(trials(40)):
         options = [*texts, *SHARDS, "--workers", 1 + attempt % 3]
-        halves = {*folder.glob("shard-*.tmp")}
+        unfinished = {*folder.glob("shard-*.tmp")}
         with started(folder, *options, log=tmp_path / "log") as process:
-            until(partial(writes_or_ended, process, folder, halves))
-            # All of it takes about twice as long.
+            until(partial(writes_or_ended, process, folder, unfinished))
+            # The whole run takes about 0.2 s.
             time.sleep(float(rng.uniform(0, 0.1)))
             process.kill()
         assert process.exitcode in (-signal.SIGKILL, exit_codes.DONE)
         n_kills += process.exitcode == -signal.SIGKILL
-        # What was finished is not made again.
-        assert all(path.stat().st_mtime_ns == made for path, made in kept.items())
+        # Finished shards are not written again.
+        assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in finished_at.items())
         finished = [path.with_suffix(".bin") for path in folder.glob("shard-*.json")]
-        kept = {path: path.stat().st_mtime_ns for path in finished}
+        finished_at = {path: path.stat().st_mtime_ns for path in finished}
         if (folder / "index.json").exists():
             assert run(folder, *texts, *SHARDS) == exit_codes.DONE
             assert bytes_of(folder) == whole
             shutil.rmtree(folder)
-            kept = {}
-    # Workers of the last one may not yet know that nobody listens.
+            finished_at = {}
+    # Workers of the last attempt may still be running.
     assert run(folder, *texts, *SHARDS) == exit_codes.DONE
     assert n_kills > 0
     assert bytes_of(folder) == whole
@@ -187,14 +188,14 @@ def writes_or_ended(process: BaseProcess, folder: Path, before: set[Path]) -> bo
     return not process.is_alive() or not {*folder.glob("shard-*.tmp")} <= before
 
 
-def test_a_worker_that_dies_costs_its_shard_alone(
+def test_dead_worker_loses_only_its_shard(
     tmp_path: Path,
     texts: list[object],
     whole: dict[str, bytes],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "p"
-    killer = Thread(target=kill_one_that_writes, args=(folder,))
+    killer = Thread(target=kill_a_writer, args=(folder,))
     killer.start()
     assert run(folder, *texts, *SHARDS, "--workers", 2) == exit_codes.FAILED
     killer.join()
@@ -204,8 +205,8 @@ def test_a_worker_that_dies_costs_its_shard_alone(
     assert bytes_of(folder) == whole
 
 
-def kill_one_that_writes(folder: Path) -> None:
-    """SIGKILL to a process that has a temporary file of a shard open."""
+def kill_a_writer(folder: Path) -> None:
+    """Send SIGKILL to a process that has a temporary file of a shard open."""
 
     def found() -> bool:
         for link in Path("/proc").glob("[0-9]*/fd/*"):
@@ -220,13 +221,13 @@ def kill_one_that_writes(folder: Path) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
+    end = time.monotonic() + WORKER_TIMEOUT_SECONDS
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.01)
 
 
-def test_a_folder_of_something_else_is_refused_by_name(
+def test_folder_of_other_settings_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts, folder = write_texts(tmp_path / "x", 5), tmp_path / "p"
@@ -235,30 +236,30 @@ def test_a_folder_of_something_else_is_refused_by_name(
     assert run(folder, *options, "--workers", 1) == exit_codes.DONE
     assert f"./run_train.sh --data.source tokens --data.path {folder}" in capsys.readouterr().out
 
-    def refusal(*arguments: object) -> str:
+    def error_of(*arguments: object) -> str:
         before = bytes_of(folder)
         assert run(folder, *arguments) == exit_codes.BAD_CONFIG
         assert bytes_of(folder) == before
         return capsys.readouterr().err
 
-    def check_refusals() -> None:
-        said = refusal(*options, "--data.tokenizer", ranks)
-        assert f"tokenizer: bytes, not {ranks}" in said
-        assert "documents: " not in said
-        assert "--shard_tokens: 1000, not 2000" in refusal(*texts, "--shard_tokens", 2000)
-        said = refusal("--shard_tokens", 1000)
-        assert f"documents: files {tmp_path}/x/*.txt, not builtin" in said
+    def check_errors() -> None:
+        error = error_of(*options, "--data.tokenizer", ranks)
+        assert f"tokenizer: bytes, not {ranks}" in error
+        assert "documents: " not in error
+        assert "--shard_tokens: 1000, not 2000" in error_of(*texts, "--shard_tokens", 2000)
+        error = error_of("--shard_tokens", 1000)
+        assert f"documents: files {tmp_path}/x/*.txt, not builtin" in error
         added = tmp_path / "x" / "new.txt"
         added.write_text("more")
-        assert "*.txt has changed" in refusal(*options)
+        assert "*.txt has changed" in error_of(*options)
         added.unlink()
 
-    check_refusals()
-    # The same of one that was only begun.
+    check_errors()
+    # An unfinished folder gives the same errors.
     (folder / "index.json").rename(folder / "begun.json")
-    check_refusals()
+    check_errors()
     (folder / "mine").write_text("mine")
-    assert "mine is not of a prepared folder" in refusal(*options)
+    assert "mine is not a file of tools.prepare" in error_of(*options)
 
 
 def write_ranks(path: Path, merged: bytes = b"the ") -> str:
@@ -268,12 +269,12 @@ def write_ranks(path: Path, merged: bytes = b"the ") -> str:
     return str(path)
 
 
-def test_a_bad_document_is_named_and_what_is_finished_stays(
+def test_bad_document_is_named_and_finished_shards_stay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [*write_texts(tmp_path / "x", 300), "--shard_tokens", 50000, "--workers", 1]
     assert run(tmp_path / "whole", *options) == exit_codes.DONE
-    # One that is not among those that the source's fingerprint is made of.
+    # A file that the source's fingerprint does not sample.
     bad = next(path for path in sorted((tmp_path / "x").iterdir())[251:] if size(path) > 1000)
     content = bad.read_bytes()
     bad.write_bytes(content[:300] + b"\xff" + content[301:])
@@ -282,12 +283,12 @@ def test_a_bad_document_is_named_and_what_is_finished_stays(
     assert f"{bad}, byte 300: not UTF-8" in capsys.readouterr().err
     first, *_, last = sorted((tmp_path / "p").glob("shard-*.json"))
     first = first.with_suffix(".bin")
-    made = first.stat().st_mtime_ns
-    # As a power cut may leave it.
+    time_ns = first.stat().st_mtime_ns
+    # A power cut may leave such a file.
     os.truncate(last.with_suffix(".ends"), 8)
     bad.write_bytes(content)
     assert run(tmp_path / "p", *options) == exit_codes.DONE
-    assert first.stat().st_mtime_ns == made
+    assert first.stat().st_mtime_ns == time_ns
     assert bytes_of(tmp_path / "p") == bytes_of(tmp_path / "whole")
 
 
@@ -295,74 +296,74 @@ def size(path: Path) -> int:
     return path.stat().st_size
 
 
-def test_a_full_disk_is_named(tmp_path: Path, texts: list[object]) -> None:
-    """The process may write no file longer than 4 KiB; the error is as that of a full disk."""
+def test_full_disk_is_named(tmp_path: Path, texts: list[object]) -> None:
+    """The worker's files are limited to 4 KiB, which raises an error like a full disk."""
     context = get_context("forkserver")
-    ours, theirs = context.Pipe()
+    connection, worker_end = context.Pipe()
     source = DataSource(path=str(texts[3]))
-    process = context.Process(target=_work_on_a_full_disk, args=(theirs, tmp_path, source))
+    process = context.Process(target=_work_on_a_full_disk, args=(worker_end, tmp_path, source))
     process.start()
-    theirs.close()
-    ours.send(0)
-    told = ours.recv()
-    while not told.error:
-        assert not told.is_done
-        told = ours.recv()
-    process.join(PATIENCE_SECONDS)
-    assert told.error == f"{tmp_path}: File too large; what is finished stays"
+    worker_end.close()
+    connection.send(0)
+    report = connection.recv()
+    while not report.error:
+        assert not report.is_done
+        report = connection.recv()
+    process.join(WORKER_TIMEOUT_SECONDS)
+    assert report.error == f"{tmp_path}: File too large; finished shards are kept"
     assert not list(tmp_path.glob("shard-*[!p]"))
 
 
 def _work_on_a_full_disk(connection: object, folder: Path, source: DataSource) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    facts = prepare._facts(Data(source=source.type, path=source.path), 10**6)
-    token_shards._work(connection, folder, source, facts)  # type: ignore[arg-type]
+    plan = prepare._build_plan(Data(source=source.type, path=source.path), 10**6)
+    write_shards._work(connection, folder, source, plan)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["source", "tokenizer"])
-def test_what_changes_before_a_worker_reads_it_is_named(
+def test_change_before_a_worker_starts_is_named(
     tmp_path: Path, texts: list[object], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    facts = prepare._facts(Data(source="files", path=str(texts[3])), SHARD_TOKENS)
-    facts[what]["fingerprint"] = "another"
+    plan = prepare._build_plan(Data(source="files", path=str(texts[3])), SHARD_TOKENS)
+    plan[what]["fingerprint"] = "another"
     connection = Mock(**{"recv.side_effect": EOFError})
     monkeypatch.setattr(signal, "signal", Mock())
-    token_shards._work(connection, tmp_path, DataSource(path=str(texts[3])), facts)
-    ((told,), _) = connection.send.call_args
-    assert told.error.endswith(" changed while it was read")
+    write_shards._work(connection, tmp_path, DataSource(path=str(texts[3])), plan)
+    ((report,), _) = connection.send.call_args
+    assert report.error.endswith(" changed while it was read")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_shard_is_on_the_disk_before_its_facts(
+def test_shard_is_synced_before_its_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
 
-    def note(descriptor: int) -> None:
+    def record(descriptor: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         synced.append("folder" if path == tmp_path else path.name[: -len(".tmp") - 33])
 
-    monkeypatch.setattr(os, "fsync", note)
-    begun = {"documents_per_shard": 1, "source": {"documents": 1}, "dtype": "uint16"}
+    monkeypatch.setattr(os, "fsync", record)
+    plan = {"documents_per_shard": 1, "source": {"documents": 1}, "dtype": "uint16"}
     tokenizer = load_tokenizer("bytes")
-    token_shards.write_shard(tmp_path, 0, cast(Any, ["text"]), tokenizer, begun, lambda told: None)
+    write_shards.write_shard(tmp_path, 0, cast(Any, ["text"]), tokenizer, plan, lambda report: None)
     shard = [f"shard-00000.{suffix}" for suffix in ("bin", "ends", "json")]
     assert synced == [*shard[:2], "folder", shard[2], "folder"]
 
 
-def test_a_shard_of_many_blocks_counts_all_of_them(
+def test_counts_of_a_shard_include_all_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_shards, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(write_shards, "BLOCK_TOKENS", 4)
     texts = cast(Any, [None, "ab", None, "", "cde", "f", None])
-    begun = {"documents_per_shard": 10, "source": {"documents": 7}, "dtype": "uint16"}
-    told: list[token_shards.Told] = []
-    token_shards.write_shard(tmp_path, 0, texts, load_tokenizer("bytes"), begun, told.append)
-    facts = json.loads((tmp_path / "shard-00000.json").read_text())
+    plan = {"documents_per_shard": 10, "source": {"documents": 7}, "dtype": "uint16"}
+    reports: list[write_shards.WorkerReport] = []
+    write_shards.write_shard(tmp_path, 0, texts, load_tokenizer("bytes"), plan, reports.append)
+    metadata = json.loads((tmp_path / "shard-00000.json").read_text())
     counts = {"documents": 3, "skipped": 1, "bad": 3, "tokens": 12, "min_id": 97, "max_id": 257}
-    assert facts.items() >= counts.items()
+    assert metadata.items() >= counts.items()
     assert np.fromfile(tmp_path / "shard-00000.ends", "<i8").tolist() == [4, 9, 12]
-    assert [(each.documents, each.tokens, each.is_done) for each in told] == [
+    assert [(each.documents, each.tokens, each.is_done) for each in reports] == [
         (2, 4, False),
         (5, 9, False),
         (7, 12, False),
@@ -370,12 +371,12 @@ def test_a_shard_of_many_blocks_counts_all_of_them(
     ]
 
 
-def test_two_at_once_are_refused(
+def test_locked_folder_is_rejected(
     tmp_path: Path, texts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with prepare._locked(tmp_path / "p"):
         assert run(tmp_path / "p", *texts) == exit_codes.BAD_CONFIG
-    assert "another process is preparing it now" in capsys.readouterr().err
+    assert "locked by another tools.prepare" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -384,19 +385,22 @@ def test_two_at_once_are_refused(
         ([], "arguments are required: FOLDER"),
         (["p", "--data.source", "tokens", "--data.path", "q"], "data.source: tokens "),
         (["p", "--data.source", "files", "--data.path", "nowhere/*"], "data.path: no file"),
-        (["p", "--data.source", "files", "--data.path", "file"], "data.path: there is no document"),
-        (["p", "--data.sources", "[{path = 'a'}, {path = 'b'}]"], "data.sources: each source of"),
+        (["p", "--data.source", "files", "--data.path", "file"], "data.path: no documents"),
+        (
+            ["p", "--data.sources", "[{path = 'a'}, {path = 'b'}]"],
+            "data.sources: prepare each",
+        ),
         (["p", "--data.tokenizer", "none.json"], "data.tokenizer: none.json"),
         (["p", "--data.sourse", "files"], "data.sourse: unknown key; did you mean data.source?"),
-        (["p", "--training.steps", "3"], "--training.steps does nothing here"),
+        (["p", "--training.steps", "3"], "--training.steps has no effect here"),
         (["p", "--config", "none.toml"], "none.toml: "),
         (["p", "--workers", "0"], "argument --workers: '0' is not a whole number"),
-        (["p", "--verify", "--data.source", "files"], "--verify: takes FOLDER and nothing else"),
+        (["p", "--verify", "--data.source", "files"], "--verify: takes only FOLDER"),
         (["p", "--verify"], "p has no index.json"),
         (["file/p"], "file/p"),
     ],
 )
-def test_mistakes_are_named(
+def test_bad_arguments_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -436,11 +440,11 @@ def test_ctrl_c_ends_all_processes(
         start_new_session=True,
     ) as process:
         until(lambda: any(folder.glob("shard-*")))
-        # As a terminal does it: to all of them.
+        # A terminal sends SIGINT to the whole process group.
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == exit_codes.PREEMPTED, said
-    assert said == "stopped; the same command goes on\n"
+        _, error = process.communicate(timeout=WORKER_TIMEOUT_SECONDS)
+    assert process.returncode == exit_codes.PREEMPTED, error
+    assert error == "interrupted; run the same command to resume\n"
     until(lambda: not is_group(process.pid))
     assert not list(folder.glob("*.tmp"))
     assert not (folder / "index.json").exists()
@@ -448,8 +452,8 @@ def test_ctrl_c_ends_all_processes(
     assert bytes_of(folder) == whole
 
 
-def test_a_dataset_of_the_hub(tmp_path: Path) -> None:
-    """It is not streamed: what has no index cannot be shared out."""
+def test_hub_dataset_is_prepared(tmp_path: Path) -> None:
+    """It is downloaded, because workers cannot share a stream without an index."""
     (tmp_path / "hub").mkdir()
     for part in range(3):
         rows = [json.dumps({"text": f"the word {i} of {part}"}) for i in range(part + 5)]
@@ -461,8 +465,8 @@ def test_a_dataset_of_the_hub(tmp_path: Path) -> None:
     check_documents(folder, DataSource(type="huggingface", path=keys[3]), ranks)
 
 
-def test_rows_of_a_table_from_the_command_line(tmp_path: Path) -> None:
-    # Of some shards, all documents are empty.
+def test_table_is_prepared_from_the_command_line(tmp_path: Path) -> None:
+    # Some shards have only empty documents.
     counts = [0 if 1000 <= number < 2000 else number % 3 for number in range(3000)]
     texts = [f"{number} the word\n" * count for number, count in enumerate(counts)]
     rows = "\n".join(json.dumps({"body": text}) for text in texts)
@@ -487,7 +491,7 @@ def test_rows_of_a_table_from_the_command_line(tmp_path: Path) -> None:
     assert run(folder, "--verify") == exit_codes.BAD_CONFIG
 
 
-def test_bad_records_are_left_out_and_counted(
+def test_bad_records_are_skipped_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [json.dumps({"text": f"number {i}"}) if i % 5 else "{" for i in range(20)]
@@ -500,14 +504,14 @@ def test_bad_records_are_left_out_and_counted(
     assert prepare.main([*arguments, "--data.max_bad_records", "3"]) == exit_codes.BAD_CONFIG
     assert "data.max_bad_records: 4 records could not be read" in capsys.readouterr().err
     assert prepare.main([*arguments, "--data.max_bad_records", "4"]) == exit_codes.DONE
-    assert "16 documents (1 empty and 4 bad ones left out)" in capsys.readouterr().out
+    assert "16 documents (1 empty and 4 bad ones skipped)" in capsys.readouterr().out
     files = open_token_files(str(tmp_path / "ids"))
     bytes_ = load_tokenizer("bytes")
     want = [f"number {i}" for i in range(20) if i % 5]
     assert [bytes_.decode(files[i][1:-1].tolist()) for i in range(len(files))] == want
 
 
-def test_a_source_of_bad_records_alone_is_refused(
+def test_source_of_only_bad_records_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text("{\n" * 3)
@@ -518,18 +522,18 @@ def test_a_source_of_bad_records_alone_is_refused(
     assert not (tmp_path / "ids" / "index.json").exists()
 
 
-def test_a_folder_that_another_version_began_is_refused(
+def test_folder_of_another_format_is_rejected(
     tmp_path: Path, texts: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "begun.json").write_text('{"format": 2}')
     assert run(tmp_path, *texts) == exit_codes.BAD_CONFIG
-    assert "begun.json: its format is not 1" in capsys.readouterr().err
+    assert "begun.json: format is not 1" in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_moved_is_taken_from_where_it_is_now(
+def test_moved_tokenizer_is_read_from_its_new_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what lies in its place by then is not."""
+    """A different tokenizer at the old path is not used."""
     folder = tmp_path / "p"
     texts = write_texts(tmp_path / "x", 300)
     old, moved = tmp_path / "own.tiktoken", tmp_path / "moved.tiktoken"
@@ -539,10 +543,10 @@ def test_a_tokenizer_that_moved_is_taken_from_where_it_is_now(
     bad.write_bytes(b"caf\xe9" * 100)
     begin = [folder, *texts, "--workers", 1, "--shard_tokens", 20000]
     assert run(*begin, "--data.tokenizer", old) == exit_codes.BAD_CONFIG
-    assert list(folder.glob("shard-*.json")), "some shards are of the time before"
+    assert list(folder.glob("shard-*.json")), "no shard was finished before"
     old.rename(moved)
     write_ranks(old, b"def ")
-    # What is not finished may be left out from here on.
+    # Documents of unfinished shards may be skipped from here on.
     policy = ["--data.on_bad_record", "skip"]
     assert run(*begin, *policy, "--data.tokenizer", moved) == exit_codes.DONE
     assert run(*begin, "--data.tokenizer", moved) == exit_codes.BAD_CONFIG

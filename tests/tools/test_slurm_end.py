@@ -1,4 +1,4 @@
-"""Whether a Slurm job goes on, from what its launcher left, without Slurm."""
+"""Requeue decisions from the control folder, without Slurm."""
 
 import subprocess
 import sys
@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from launcher.failures import MOST_ATTEMPTS, record_failure
 from runtime import exit_codes
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
-from runtime.failures import MOST_ATTEMPTS, record_failure
 from tests.test_train import ROOT
 from tools.slurm_end import MOST_REQUEUES, decide, main
 
 SOME_SIGNAL = -9
 
 
-def ended(folder: Path, code: int | None, outcome: str = "") -> Path:
+def write_outcome(folder: Path, code: int | None, outcome: str = "") -> Path:
     control = folder / "control"
     control.mkdir(exist_ok=True)
-    exit_codes.report(control, 0 if code is None else code)
+    exit_codes.write_exit_code(control, 0 if code is None else code)
     if code is None:
-        exit_codes.forget(control)
+        exit_codes.clear_exit_code(control)
     (control / "outcome").write_text(f"{outcome}\n")
     return control
 
@@ -39,10 +39,10 @@ def ended(folder: Path, code: int | None, outcome: str = "") -> Path:
         (None, "", PREEMPTED),
     ],
 )
-def test_the_decision(
+def test_decision_by_exit_code(
     code: int | None, outcome: str, decision: int, is_warned: bool, tmp_path: Path
 ):
-    found, reason = decide(ended(tmp_path, code, outcome), is_warned=is_warned)
+    found, reason = decide(write_outcome(tmp_path, code, outcome), is_warned=is_warned)
     assert found == decision
     assert reason
 
@@ -51,32 +51,28 @@ def test_the_decision(
     ("code", "decision"),
     [(PREEMPTED, DONE), (FAILED, FAILED), (None, FAILED), (BAD_CONFIG, BAD_CONFIG)],
 )
-def test_who_is_told_to_stop_by_a_person_stays_stopped(
-    code: int | None, decision: int, tmp_path: Path
-):
-    control = ended(tmp_path, code)
+def test_stop_file_prevents_requeue(code: int | None, decision: int, tmp_path: Path):
+    control = write_outcome(tmp_path, code)
     (control / "stop").touch()
     assert decide(control, is_warned=True)[0] == decision
 
 
 @pytest.mark.parametrize(("code", "is_warned"), [(None, False), (None, True), (FAILED, True)])
-def test_failures_that_no_launcher_counts_are_bounded(
-    code: int | None, is_warned: bool, tmp_path: Path
-):
-    control = ended(tmp_path, code)
+def test_uncounted_failures_are_bounded(code: int | None, is_warned: bool, tmp_path: Path):
+    control = write_outcome(tmp_path, code)
     found = [decide(control, is_warned=is_warned)[0] for _ in range(MOST_ATTEMPTS)]
     assert found == [PREEMPTED] * (MOST_ATTEMPTS - 1) + [DO_NOT_REQUEUE]
 
 
-def test_a_failure_that_a_launcher_counted_is_not_counted_twice(tmp_path: Path):
-    control = ended(tmp_path, FAILED)
+def test_counted_failure_is_not_counted_again(tmp_path: Path):
+    control = write_outcome(tmp_path, FAILED)
     assert record_failure(control, lines=["it broke"], codes={0: 1}) == 1
     assert decide(control, is_warned=False)[0] == PREEMPTED
     assert record_failure(control, lines=["it broke"], codes={0: 1}) == 2
 
 
-def test_requeues_without_progress_are_bounded_and_progress_forgives(tmp_path: Path):
-    control = ended(tmp_path, PREEMPTED, "stopped SIGTERM")
+def test_requeues_are_bounded_until_progress(tmp_path: Path):
+    control = write_outcome(tmp_path, PREEMPTED, "stopped SIGTERM")
     for step in (0, 4):
         (control / "progress").write_text(f"{step}\n")
         found = [decide(control, is_warned=False)[0] for _ in range(MOST_REQUEUES)]
@@ -84,39 +80,39 @@ def test_requeues_without_progress_are_bounded_and_progress_forgives(tmp_path: P
     assert decide(control, is_warned=False)[0] == DO_NOT_REQUEUE
 
 
-def test_a_run_that_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_that_never_started_is_requeued(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tmp_path / "run")]) == PREEMPTED
     assert capsys.readouterr().out.startswith("requeue: ")
 
 
 @pytest.mark.parametrize(
-    ("code", "arguments", "told"),
+    ("code", "arguments", "message"),
     [
         (DONE, [], "stop: stopped stop file"),
         (BAD_CONFIG, [], "stop: the configuration is wrong"),
-        (PREEMPTED, ["warned"], "requeue: stopped by a signal, and saved"),
-        (FAILED, [], "requeue: the launcher ended with 1\n"),
-        (FAILED, ["warned"], "requeue: the launcher ended with 1, after Slurm's warning"),
-        (None, [], "requeue: the first node's launcher was killed"),
+        (PREEMPTED, ["warned"], "requeue: stopped by a signal, checkpoint saved"),
+        (FAILED, [], "requeue: the launcher exited with 1\n"),
+        (FAILED, ["warned"], "requeue: the launcher exited with 1, after Slurm's warning"),
+        (None, [], "requeue: the launcher of node 0 was killed"),
     ],
 )
-def test_what_is_decided_is_told(
+def test_decision_is_printed(
     code: int | None,
     arguments: list[str],
-    told: str,
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ):
-    ended(tmp_path, code, "stopped stop file")
+    write_outcome(tmp_path, code, "stopped stop file")
     main([str(tmp_path), *arguments])
-    assert capsys.readouterr().out.startswith(told)
+    assert capsys.readouterr().out.startswith(message)
 
 
 @pytest.mark.parametrize("arguments", [[], ["run", "warnt"]])
-def test_what_it_does_not_understand_it_refuses(arguments: list[str]):
+def test_bad_arguments_are_rejected(arguments: list[str]):
     assert main(arguments) == BAD_CONFIG
 
 
-def test_it_is_quick():
+def test_slurm_end_imports_no_torch():
     command = "import tools.slurm_end, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)

@@ -1,4 +1,4 @@
-"""What status says of a run is what the run did, whatever is left of its files."""
+"""Status matches what a run did, even if some of its files are torn or missing."""
 
 import fcntl
 import json
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from launcher.failures import record_failure
 from runtime import exit_codes
 from runtime.control import lock_run
-from runtime.failures import record_failure
 from tests.reliability.forked import checkpoints, curve, run, started
 from tests.test_train import records
 from tools import status
 from tools.status import QUIET_SECONDS, Status, is_locked, read_status
 
 KEYS = {"checkpoint.interval": "4", "training.steps": "12", "training.global_batch_size": "4"}
-# Dies before its first checkpoint, so that all of its steps are made again.
+# Killed before its first checkpoint, so that all steps are repeated.
 DIES = KEYS | {"training.steps": "100000", "checkpoint.interval": "100000"}
 DIES |= {"lr_scheduler.total_steps": "100000"}
 
@@ -44,65 +44,65 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_finished_run(finished: Path) -> None:
-    told = read(finished, later=3600)
-    assert (told.state, told.why, told.step, told.steps) == ("done", "", 12, 12)
-    assert told.loss == curve(finished)[12][0]
-    assert told.tokens_per_second == records(finished)[-1]["tokens_per_second"]
-    assert (told.checkpoint, told.restarts, told.failures) == (12, 0, 0)
-    assert told.checkpoint_age == pytest.approx(3600, abs=600)
-    # It ended an hour ago: that hour is not the run's.
-    assert told.goodput is not None
-    assert 0.1 < told.goodput <= 1.0
-    assert told.problems == []
+def test_finished_run(finished: Path) -> None:
+    found = read(finished, later=3600)
+    assert (found.state, found.why, found.step, found.steps) == ("done", "", 12, 12)
+    assert found.loss == curve(finished)[12][0]
+    assert found.tokens_per_second == records(finished)[-1]["tokens_per_second"]
+    assert (found.checkpoint, found.restarts, found.failures) == (12, 0, 0)
+    assert found.checkpoint_age == pytest.approx(3600, abs=600)
+    # The hour after the run's end does not count.
+    assert found.goodput is not None
+    assert 0.1 < found.goodput <= 1.0
+    assert found.problems == []
 
 
-def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
+def test_killed_and_resumed_run(tmp_path: Path) -> None:
     metrics = tmp_path / "debug_model" / "metrics.jsonl"
     with started(tmp_path, 1, **DIES) as processes:
         wait_for(lambda: (tmp_path / "debug_model" / "control" / "lock").exists())
         assert read(tmp_path).state == "starting"
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 7)
-        told = read(tmp_path)
-        assert (told.state, told.why) == ("running", "")
-        assert told.holder == f"{processes[0].pid} on {socket.gethostname()}"
-        assert (told.checkpoint, told.steps) == (None, 100000)
-        assert told.line_age is not None
-        assert told.line_age < 60
-        assert told.goodput is not None
+        found = read(tmp_path)
+        assert (found.state, found.why) == ("running", "")
+        assert found.holder == f"{processes[0].pid} on {socket.gethostname()}"
+        assert (found.checkpoint, found.steps) == (None, 100000)
+        assert found.line_age is not None
+        assert found.line_age < 60
+        assert found.goodput is not None
         late = read(tmp_path, later=2 * QUIET_SECONDS)
         assert late.state == "running"
         assert late.why.startswith("no line for 0:20:")
-    told = read(tmp_path)
-    assert (told.state, told.why) == ("failed", "its process is gone without a word")
+    found = read(tmp_path)
+    assert (found.state, found.why) == ("failed", "process died without an outcome")
     lost = records(tmp_path)
 
-    reason = "rank 1 (node7) was ended by SIGKILL"
+    reason = "rank 1 (node7) was killed by SIGKILL"
     control = tmp_path / "debug_model" / "control"
-    exit_codes.report(control, exit_codes.BAD_CONFIG)
-    assert read(tmp_path).why == "its configuration was refused"
-    exit_codes.report(control, exit_codes.FAILED)
-    assert read(tmp_path).why == "its launcher ended with 1"
+    exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+    assert read(tmp_path).why == "bad configuration"
+    exit_codes.write_exit_code(control, exit_codes.FAILED)
+    assert read(tmp_path).why == "launcher exited with 1"
     record_failure(control, lines=[reason], codes={0: 1, 1: -9})
-    told = read(tmp_path)
-    assert (told.state, told.why) == ("failed", f"{reason}; attempt 1 of 3")
-    assert (told.failures, told.last_failure) == (1, reason)
+    found = read(tmp_path)
+    assert (found.state, found.why) == ("failed", f"{reason}; attempt 1 of 3")
+    assert (found.failures, found.last_failure) == (1, reason)
 
     run(tmp_path, 1, **KEYS)
-    told = read(tmp_path)
-    assert (told.state, told.step, told.restarts, told.failures) == ("done", 12, 1, 1)
+    found = read(tmp_path)
+    assert (found.state, found.step, found.restarts, found.failures) == ("done", 12, 1, 1)
     lines = records(tmp_path)
     again = lines[len(lost) :]
     assert [line["step"] for line in again] == list(range(1, 13))
     outcome = (tmp_path / "debug_model" / "control" / "outcome").stat().st_mtime
     useful = math.fsum(line["seconds_per_step"] for line in again[1:])
-    assert told.goodput == pytest.approx(useful / (outcome - lines[0]["time"]))
-    # What the first start did is lost, and the time of it is not.
-    assert told.goodput < useful / (outcome - again[0]["time"])
+    assert found.goodput == pytest.approx(useful / (outcome - lines[0]["time"]))
+    # The steps of the first start are lost, but their time counts.
+    assert found.goodput < useful / (outcome - again[0]["time"])
 
 
 def copy_of(folder: Path, target: Path) -> Path:
-    """A run's folder whose files can be spoiled."""
+    """Copy a run folder, so that a test can damage its files."""
     for path in sorted((folder / "debug_model").rglob("*")):
         if path.is_file():
             copy = target / "debug_model" / path.relative_to(folder / "debug_model")
@@ -111,7 +111,7 @@ def copy_of(folder: Path, target: Path) -> Path:
     return target
 
 
-def test_a_run_on_another_host_is_known_by_its_lines(finished: Path, tmp_path: Path) -> None:
+def test_run_on_another_host_is_judged_by_its_lines(finished: Path, tmp_path: Path) -> None:
     control = copy_of(finished, tmp_path) / "debug_model" / "control"
     (control / "outcome").unlink()
     (control / "lock").write_text("4711 on elsewhere\n")
@@ -120,12 +120,12 @@ def test_a_run_on_another_host_is_known_by_its_lines(finished: Path, tmp_path: P
     with (tmp_path / "debug_model" / "metrics.jsonl").open("a") as file:
         file.write(last + "\n")
     assert read(tmp_path, later=2).state == "running"
-    told = read(tmp_path, later=4 * QUIET_SECONDS)
-    assert told.state == "unknown"
-    assert "elsewhere" in told.why
+    found = read(tmp_path, later=4 * QUIET_SECONDS)
+    assert found.state == "unknown"
+    assert "elsewhere" in found.why
 
 
-def test_torn_and_missing_files_are_named(
+def test_torn_and_missing_files_are_problems(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy_of(finished, tmp_path)
@@ -136,43 +136,43 @@ def test_torn_and_missing_files_are_named(
         path.write_bytes(path.read_bytes()[:-30])
     (folder / "control" / "failures").write_bytes(b"\xff\xfe{")
     (folder / "control" / "outcome").write_text("")
-    told = read(tmp_path)
-    assert (told.step, told.checkpoint, told.steps) == (11, 8, None)
+    found = read(tmp_path)
+    assert (found.step, found.checkpoint, found.steps) == (11, 8, None)
     for path in (*torn, folder / "control" / "failures"):
-        assert any(text.startswith(str(path)) for text in told.problems), path
+        assert any(text.startswith(str(path)) for text in found.problems), path
     rank_file = checkpoints(tmp_path)[1] / "rank-00000.bin"
     os.truncate(rank_file, 5)
     (folder / "config.toml").unlink()
-    told = read(tmp_path)
-    assert told.checkpoint == 4
-    assert f"{rank_file}: its size is not what was saved" in told.problems
+    found = read(tmp_path)
+    assert found.checkpoint == 4
+    assert f"{rank_file}: size differs from the manifest" in found.problems
     assert status.main([str(folder)]) == exit_codes.DONE
     assert f"problem: {folder / 'config.toml'}: No such file" in capsys.readouterr().out
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_file() and path.name != "lock":
             path.unlink()
-    told = read(tmp_path)
-    assert (told.step, told.loss, told.checkpoint, told.goodput) == (None, None, None, None)
+    found = read(tmp_path)
+    assert (found.step, found.loss, found.checkpoint, found.goodput) == (None, None, None, None)
 
 
-def test_a_start_that_was_refused_is_no_torn_run(tmp_path: Path) -> None:
+def test_rejected_start_has_no_problems(tmp_path: Path) -> None:
     control = tmp_path / "debug_model" / "control"
     control.mkdir(parents=True)
     (control / "lock").write_text("pid 1 on nowhere")
-    exit_codes.report(control, exit_codes.BAD_CONFIG)
-    told = read(tmp_path)
-    assert (told.state, told.why) == ("failed", "its configuration was refused")
-    assert told.problems == []
+    exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+    found = read(tmp_path)
+    assert (found.state, found.why) == ("failed", "bad configuration")
+    assert found.problems == []
 
 
-def test_steps_without_a_line_count_once_they_are_saved(finished: Path, tmp_path: Path) -> None:
+def test_saved_steps_without_a_line_count(finished: Path, tmp_path: Path) -> None:
     log = copy_of(finished, tmp_path) / "debug_model" / "metrics.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(line for line in lines if json.loads(line)["step"] <= 5))
     assert (read(tmp_path).step, read(tmp_path).checkpoint) == (12, 12)
 
 
-def test_one_run_gets_lines_and_more_get_a_table(
+def test_one_run_prints_lines_and_several_a_table(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = finished / "debug_model", copy_of(finished, tmp_path) / "debug_model"
@@ -188,55 +188,55 @@ def test_one_run_gets_lines_and_more_get_a_table(
     assert f"\nproblem: {other / 'config.toml'}: No such file" in capsys.readouterr().out
     assert status.main([str(one), str(tmp_path), "--json"]) == exit_codes.BAD_CONFIG
     captured = capsys.readouterr()
-    (told,) = (json.loads(text) for text in captured.out.splitlines())
-    assert (told["state"], told["step"], told["checkpoint"]) == ("done", 12, 12)
-    assert f"{tmp_path}: not a run's folder" in captured.err
+    (found,) = (json.loads(text) for text in captured.out.splitlines())
+    assert (found["state"], found["step"], found["checkpoint"]) == ("done", 12, 12)
+    assert f"{tmp_path}: not a run folder" in captured.err
 
 
-def made(folder: Path, *lines: dict[str, float], holder: str = "4711 on elsewhere") -> Path:
-    """A run's folder whose lines are of so many seconds ago; its ``control/``."""
+def write_run(folder: Path, *lines: dict[str, float], holder: str = "4711 on elsewhere") -> Path:
+    """Write a run folder whose metrics lines have ages in seconds; return its ``control/``."""
     control = folder / "debug_model" / "control"
     control.mkdir(parents=True)
     (control / "lock").write_text(f"{holder}\n")
-    age(control / "lock", max((line["age"] for line in lines), default=0.0) + 10)
-    facts = [{"seconds_per_step": 1.0, "time": time.time() - line["age"]} | line for line in lines]
-    text = "".join(json.dumps(line) + "\n" for line in facts)
+    set_age(control / "lock", max((line["age"] for line in lines), default=0.0) + 10)
+    times = [{"seconds_per_step": 1.0, "time": time.time() - line["age"]} | line for line in lines]
+    text = "".join(json.dumps(line) + "\n" for line in times)
     (folder / "debug_model" / "metrics.jsonl").write_text(text)
     return control
 
 
-def age(path: Path, seconds: float) -> None:
+def set_age(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-def test_numbers_are_the_newest(tmp_path: Path) -> None:
-    made(
+def test_numbers_are_of_the_newest_line(tmp_path: Path) -> None:
+    write_run(
         tmp_path,
         {"step": 1, "age": 90, "mfu": 0.1, "tokens_per_second": 1.0, "validation_loss": 5.0},
         {"step": 2, "age": 60, "mfu": 0.2, "tokens_per_second": 2.0, "validation_loss": 4.0},
     )
-    told = read(tmp_path)
-    assert (told.mfu, told.tokens_per_second, told.validation_loss) == (0.2, 2.0, 4.0)
-    assert told.line_age == pytest.approx(60, abs=30)
+    found = read(tmp_path)
+    assert (found.mfu, found.tokens_per_second, found.validation_loss) == (0.2, 2.0, 4.0)
+    assert found.line_age == pytest.approx(60, abs=30)
 
 
-def test_a_run_is_quiet_by_its_own_measure(tmp_path: Path) -> None:
-    """One whose steps are slow may be quiet for longer, one that has begun anew is not yet."""
-    quick = made(tmp_path / "quick", {"step": 1, "age": 101}, {"step": 2, "age": 100})
-    made(tmp_path / "slow", {"step": 1, "age": 1300}, {"step": 2, "age": 1000})
+def test_quiet_depends_on_the_time_of_a_line(tmp_path: Path) -> None:
+    """A run with slow steps may be quiet for longer; a new start resets the time."""
+    quick = write_run(tmp_path / "quick", {"step": 1, "age": 101}, {"step": 2, "age": 100})
+    write_run(tmp_path / "slow", {"step": 1, "age": 1300}, {"step": 2, "age": 1000})
     assert [read(tmp_path / name).state for name in ("quick", "slow")] == ["running"] * 2
     for name, later in (("quick", 501), ("slow", 2001)):
         assert read(tmp_path / name, later=later - 60).state == "running"
         assert read(tmp_path / name, later=later).state == "unknown"
-    age(quick / "lock", 0)
+    set_age(quick / "lock", 0)
     assert read(tmp_path / "quick", later=501).state == "starting"
 
 
-def test_a_failure_before_the_newest_line_is_past(tmp_path: Path) -> None:
-    control = made(tmp_path, {"step": 3, "age": 20})
+def test_failure_before_the_newest_line_is_over(tmp_path: Path) -> None:
+    control = write_run(tmp_path, {"step": 3, "age": 20})
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - 3600))
-    told = [{"attempt": 1, "reason": "a rank died"}, {"outcome": "stopped SIGTERM"}]
-    text = "".join(json.dumps({"time": stamp} | record) + "\n" for record in told)
+    failures = [{"attempt": 1, "reason": "a rank died"}, {"outcome": "stopped SIGTERM"}]
+    text = "".join(json.dumps({"time": stamp} | record) + "\n" for record in failures)
     (control / "failures").write_text(text)
     found = read(tmp_path)
     assert (found.state, found.why, found.failures) == ("running", "", 1)
@@ -245,48 +245,48 @@ def test_a_failure_before_the_newest_line_is_past(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not status.LOCKS.exists(), reason="needs Linux")
-def test_an_outcome_is_of_the_start_that_told_it(tmp_path: Path) -> None:
-    control = made(tmp_path, {"step": 3, "age": 200})
+def test_outcome_belongs_to_the_start_that_wrote_it(tmp_path: Path) -> None:
+    control = write_run(tmp_path, {"step": 3, "age": 200})
     (control / "outcome").write_text("stopped SIGTERM\n")
-    age(control / "outcome", 100)
+    set_age(control / "outcome", 100)
     assert (read(tmp_path).state, read(tmp_path).why) == ("stopped", "SIGTERM")
     with lock_run(control):
         assert read(tmp_path).state == "starting"
-        age(control / "outcome", 0)
+        set_age(control / "outcome", 0)
         assert read(tmp_path).state == "stopped"
-    age(control / "outcome", 100)
+    set_age(control / "outcome", 100)
     record_failure(control, lines=["no room"], codes={0: 1})
     assert (read(tmp_path).state, read(tmp_path).why) == ("failed", "no room; attempt 1 of 3")
 
 
 @pytest.mark.parametrize(
-    ("device", "process", "inode", "held"),
+    ("device", "process", "inode", "is_held"),
     [(0, "1", 0, True), (1, "4711", 0, True), (1, "1", 0, False), (0, "4711", 1, False)],
 )
-def test_a_lock_is_known_by_its_file_and_its_device_or_holder(
+def test_lock_matches_inode_and_device_or_holder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     device: int,
     process: str,
     inode: int,
-    held: bool,
+    is_held: bool,
 ) -> None:
-    """Some file systems have another device in the list than for those who ask for a file's."""
-    lock = made(tmp_path) / "lock"
-    facts = lock.stat()
-    where = f"{os.major(facts.st_dev) + device:02x}:{os.minor(facts.st_dev):02x}"
-    line = f"1: FLOCK  ADVISORY  WRITE {process} {where}:{facts.st_ino + inode} 0 EOF\n"
+    """Some file systems list another device in /proc/locks than stat returns."""
+    lock = write_run(tmp_path) / "lock"
+    stat = lock.stat()
+    where = f"{os.major(stat.st_dev) + device:02x}:{os.minor(stat.st_dev):02x}"
+    line = f"1: FLOCK  ADVISORY  WRITE {process} {where}:{stat.st_ino + inode} 0 EOF\n"
     (tmp_path / "locks").write_text(line)
     monkeypatch.setattr(status, "LOCKS", tmp_path / "locks")
-    assert is_locked(lock) == held
+    assert is_locked(lock) == is_held
     (tmp_path / "locks").write_text(line.replace("1: ", "1: -> "))
-    assert not is_locked(lock), "it only waits"
+    assert not is_locked(lock), "a waiter holds no lock"
 
 
 @pytest.mark.skipif(not status.LOCKS.exists(), reason="needs Linux")
-def test_who_looks_keeps_no_run_away(tmp_path: Path) -> None:
+def test_status_does_not_block_a_start(tmp_path: Path) -> None:
     def shared(lock: Path) -> bool:
-        """What looks harmless."""
+        """Take a shared lock, which looks harmless."""
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             time.sleep(1e-4)
@@ -296,29 +296,29 @@ def test_who_looks_keeps_no_run_away(tmp_path: Path) -> None:
     assert not is_locked(tmp_path / "lock")
     with lock_run(tmp_path):
         assert is_locked(tmp_path / "lock")
-    assert refused_beside(is_locked, tmp_path) == 0
-    assert refused_beside(shared, tmp_path) > 0
+    assert failed_starts_beside(is_locked, tmp_path) == 0
+    assert failed_starts_beside(shared, tmp_path) > 0
 
 
-def refused_beside(look: Callable[[Path], bool], control: Path) -> int:
-    """Of many starts of a run, how many ``look`` beside them keeps away."""
+def failed_starts_beside(check: Callable[[Path], bool], control: Path) -> int:
+    """Number of starts of a run, out of 500, that fail while ``check`` polls the lock."""
     is_over = threading.Event()
 
-    def look_on() -> None:
+    def poll() -> None:
         while not is_over.is_set():
             try:
-                look(control / "lock")
+                check(control / "lock")
             except BlockingIOError:
                 continue
 
-    thread = threading.Thread(target=look_on)
+    thread = threading.Thread(target=poll)
     thread.start()
-    refused = 0
+    failed = 0
     for _ in range(500):
         try:
             lock_run(control).close()
         except ValueError:
-            refused += 1
+            failed += 1
     is_over.set()
     thread.join()
-    return refused
+    return failed

@@ -1,4 +1,4 @@
-"""One tokenizer in two formats, from a run's text, and the same one every time."""
+"""Training writes one tokenizer in two formats, reproducibly, from a run's text."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from config.job_config import Data
 from data import tokenizer_json
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
-from tests.data.test_tokenizer import assert_says_what_it_read
+from tests.data.test_tokenizer import assert_round_trips
 from tests.test_import_rules import ROOT
 from tools import train_tokenizer
 from tools.train_tokenizer import FILES
@@ -26,8 +26,8 @@ SOURCE = ["--data.source=files", f"--data.path={Path(json.__file__).parent}/*.py
 
 def run(capsys: pytest.CaptureFixture, folder: Path, *arguments: str) -> tuple[int, str, str]:
     code = train_tokenizer.main([str(folder), *arguments])
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
 
 
 @pytest.fixture(scope="module")
@@ -38,43 +38,43 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_both_formats_are_one_tokenizer(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_formats_encode_equally(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(
         tokenizer_json.logger, "info", lambda text, *values: lines.append(text % values)
     )
     first, second = (load_tokenizer(str(trained / name)) for name in FILES[:2])
-    assert "runs on tiktoken, which gives the same ids" in lines[0]
-    truth = tokenizers.Tokenizer.from_file(str(trained / FILES[0]))
-    truth.encode_special_tokens = True
+    assert "using tiktoken, which gives the same ids" in lines[0]
+    reference = tokenizers.Tokenizer.from_file(str(trained / FILES[0]))
+    reference.encode_special_tokens = True
     for tokenizer in (first, second):
-        assert_says_what_it_read(tokenizer)
+        assert_round_trips(tokenizer)
         assert (tokenizer.n_vocab, tokenizer.bos_id, tokenizer.eos_id) == (N, N - 2, N - 1)
-    draw = np.random.default_rng(0)
-    samples = ["".join(map(chr, draw.integers(0, 0xD800, 200))) for _ in range(100)]
+    rng = np.random.default_rng(0)
+    samples = ["".join(map(chr, rng.integers(0, 0xD800, 200))) for _ in range(100)]
     for text in [*tokenizer_json.SAMPLES, *samples, Path(__file__).read_text()]:
-        ids = truth.encode(text, add_special_tokens=False).ids
+        ids = reference.encode(text, add_special_tokens=False).ids
         assert first.encode(text).tolist() == second.encode(text).tolist() == ids
         assert first.decode(ids) == second.decode(ids) == text
-    # Others' prompts begin as documents do in training.
-    assert truth.encode("a").ids == [first.bos_id, *first.encode("a").tolist()]
+    # In transformers, prompts start with bos, like documents in training.
+    assert reference.encode("a").ids == [first.bos_id, *first.encode("a").tolist()]
     assert len(first.encode("import numpy as np\n    return self")) < 20, "nothing was learned"
 
 
-def test_transformers_reads_it_too(trained: Path) -> None:
+def test_transformers_encodes_equally(trained: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(trained / FILES[0]))
-    ours = load_tokenizer(str(trained / FILES[0]))
-    assert len(theirs) == N
-    assert theirs.convert_tokens_to_ids("<|end_of_text|>") == ours.eos_id
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(trained / FILES[0]))
+    tokenizer = load_tokenizer(str(trained / FILES[0]))
+    assert len(fast) == N
+    assert fast.convert_tokens_to_ids("<|end_of_text|>") == tokenizer.eos_id
     for text in tokenizer_json.SAMPLES:
-        # Theirs reads markers as such.
+        # transformers would encode special tokens in the text as such.
         text = text.replace("<|", "<")
-        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist()
+        assert fast.encode(text, add_special_tokens=False) == tokenizer.encode(text).tolist()
 
 
-def test_same_text_gives_the_same_bytes(trained: Path, tmp_path: Path) -> None:
-    """In another process, with one thread, which hashes in another order."""
+def test_same_text_gives_identical_files(trained: Path, tmp_path: Path) -> None:
+    """Repeat in another process with one thread and another hash seed."""
     module = ["-m", "tools.train_tokenizer", str(tmp_path / "again"), "--vocab_size", str(N)]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}
     done = subprocess.run(
@@ -85,23 +85,23 @@ def test_same_text_gives_the_same_bytes(trained: Path, tmp_path: Path) -> None:
         assert (tmp_path / "again" / name).read_bytes() == (trained / name).read_bytes()
 
 
-def test_it_says_what_it_made_and_what_is_next(
+def test_summary_and_next_command_are_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = tmp_path / "a run.toml"
     config.write_text("[debug]\nseed = 3\n")
-    code, told, _ = run(
+    code, output, _ = run(
         capsys, tmp_path / "new" / "own", "--vocab_size=300", f"--config={config}", *SOURCE
     )
     assert code == exit_codes.DONE
     ids = load_tokenizer(str(tmp_path / "new" / "own" / FILES[0])).encode("a")
     assert len(ids) == 1
-    assert "own: 300 tokens, 1." in told or "own: 300 tokens, 2." in told
-    assert f"next: CONFIG_FILE='{config}' ./run_train.sh {SOURCE[0]}" in told
-    assert told.endswith(f"--data.tokenizer {tmp_path}/new/own/tokenizer.json\n")
+    assert "own: 300 tokens, 1." in output or "own: 300 tokens, 2." in output
+    assert f"next: CONFIG_FILE='{config}' ./run_train.sh {SOURCE[0]}" in output
+    assert output.endswith(f"--data.tokenizer {tmp_path}/new/own/tokenizer.json\n")
 
 
-def test_sources_give_text_by_their_weights(tmp_path: Path) -> None:
+def test_sources_contribute_bytes_by_weight(tmp_path: Path) -> None:
     for letter in "xyz":
         (tmp_path / f"{letter}.txt").write_text(letter * 3000)
     tables = [
@@ -115,11 +115,11 @@ def test_sources_give_text_by_their_weights(tmp_path: Path) -> None:
     for max_bytes in (800, 100_000):
         text = "".join(train_tokenizer._texts(config.data, 0, max_bytes))
         counts[max_bytes] = [text.count(letter) for letter in "xyz"]
-    # No more than there is.
+    # No source repeats.
     assert counts == {800: [300, 100, 400], 100_000: [3000, 3000, 3000]}
 
 
-def test_a_character_is_not_cut(tmp_path: Path) -> None:
+def test_characters_are_not_split(tmp_path: Path) -> None:
     path = _written(tmp_path / "text.txt", "ééé")
     overrides = ["--data.source=files", f"--data.path={path}", "--data.validation_percent=0"]
     config = train_tokenizer.load_config(Path(os.devnull), overrides)
@@ -132,55 +132,55 @@ def _written(path: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--vocab_size=257"], "argument --vocab_size: 257 is less than the 258"),
         (["--vocab_size=x"], "argument --vocab_size: invalid int value"),
         ([], "required: --vocab_size"),
         (["--vocab_size=300", "--max_bytes=0"], "argument --max_bytes: 0 is less than 1"),
-        (["--vocab_size=300", "--max_bytes=9"], r"9 bytes of text have \d+ tokens, not 300"),
+        (["--vocab_size=300", "--max_bytes=9"], r"9 bytes of text give only \d+ tokens, not 300"),
         (["--vocab_size=300", "--data.source=files", "--data.path=/none/*"], "no file matches"),
         (["--vocab_size=300", "--data.pth=a"], "data.pth: unknown key; did you mean data.path"),
         (["--vocab_size=300", "--config=absent.toml"], "absent.toml"),
         (["--vocab_size=300", "--size=1"], "unrecognized arguments: --size=1"),
     ],
 )
-def test_mistakes_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], told: str
+def test_bad_arguments_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str
 ) -> None:
     code, _, error = run(capsys, tmp_path / "out", *arguments)
     assert code == exit_codes.BAD_CONFIG
-    assert tokenizer_json.re.search(told, error)
+    assert tokenizer_json.re.search(message, error)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_folder_may_come_last(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_folder_may_be_the_last_argument(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     source = ["--data.source", "files", "--data.path", SOURCE[1].partition("=")[2]]
     folder = tmp_path / "tokenizer"
     assert train_tokenizer.main([*source, "--vocab_size", "300", str(folder)]) == exit_codes.DONE
     assert (folder / FILES[0]).exists()
-    # The command it tells has all of them, and the tokenizer.
+    # The printed command has all overrides, and the tokenizer.
     assert join([*source, "--data.tokenizer", str(folder / FILES[0])]) in capsys.readouterr().out
 
 
-def test_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_source_without_text_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     table = _written(tmp_path / "empty.jsonl", json.dumps({"text": ""}) + "\n")
     source = ["--data.source=files", f"--data.path={table}", "--data.validation_percent=0"]
     code, _, error = run(capsys, tmp_path / "out", "--vocab_size=300", *source)
-    assert (code, "there is no text" in error) == (exit_codes.BAD_CONFIG, True)
+    assert (code, "no text to train on" in error) == (exit_codes.BAD_CONFIG, True)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
+def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
     (tmp_path / name).write_text("mine")
     code, _, error = run(capsys, tmp_path, "--vocab_size=300", *SOURCE)
     assert code == exit_codes.BAD_CONFIG
-    assert f"{name} is there already" in error
+    assert f"{name} already exists" in error
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_no_source_is_read_twice(tmp_path: Path) -> None:
-    """Also of a dataset that does not know how long it is."""
+def test_source_of_unknown_length_is_read_once(tmp_path: Path) -> None:
+    """A streamed dataset does not know its length."""
     folder = tmp_path / "data"
     folder.mkdir()
     for split in ("train", "validation"):

@@ -1,0 +1,165 @@
+"""Build a model: meta device, kernels, parallelisms, weights, and the runner that calls it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from config import JobConfig
+from forward_backward import ModelRunner, PipelineRunner, SPMDRunner
+from kernels.choose import choose_kernels
+from metrics.flops import flops_per_token, peak_flops
+from models import ModelSpec, TransformerArgs
+from models.meta import build_on_meta
+from parallelisms.comm_volume import warn_if_comm_bound
+from parallelisms.elastic import PairwiseGradientAccumulator, apply_elastic
+from parallelisms.materialize import materialize
+from parallelisms.mixed_precision import mixed_precision_policy
+from parallelisms.parallel_dims import ParallelDims
+from parallelisms.parallelize import parallelize
+from parallelisms.tied_weights import tied_fqns
+from run_spec import RunSpec
+from runtime.log import logger
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model after ``parallelize``, on the meta device until ``materialize``."""
+
+    spec: ModelSpec
+    args: TransformerArgs
+    config: JobConfig
+    dims: ParallelDims
+    device: torch.device
+    mp_policy: MixedPrecisionPolicy
+    module: nn.Module
+    """Holds this rank's parameters under the FQNs of the whole model."""
+    stages: list[nn.Module]
+    """The modules that this rank calls: ``module``, or its pipeline stages in order."""
+    fqns: list[str]
+    """FQNs of all parameters of the whole model, tied ones once."""
+    tied: list[str]
+    """FQNs of parameters that have several names in the whole model."""
+    has_moes: bool
+    """Whether any layer of the whole model has experts."""
+    n_parameters: int
+    """Parameters of the whole model, tied ones counted once."""
+    flops_per_token: tuple[float, float]
+    """Training FLOPs per token: by PaLM's convention, and with causal attention counted as such."""
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of one device in the compute dtype; None if not known."""
+        return peak_flops(self.device, self.config.metrics.peak_tflops)
+
+    def materialize(self) -> None:
+        """Allocate this rank's shards, and fill them by ``debug.seed``. Mutates ``module``."""
+        materialize(
+            self.module,
+            self.device,
+            seed=self.config.debug.seed,
+            is_offloaded=self.config.parallelism.fsdp_cpu_offload,
+        )
+
+    def runner(self) -> ModelRunner:
+        """Build the object that runs forward and backward. Collective with pipeline parallel."""
+        config = self.config
+        if self.dims.degrees.pp > 1:
+            return PipelineRunner(
+                self.module,
+                self.stages,
+                self.dims,
+                parallelism=config.parallelism,
+                compile=config.compile,
+                mp_policy=self.mp_policy,
+                device=self.device,
+                tied=self.tied,
+            )
+        accumulator = None
+        if config.debug.is_elastic:
+            parameters = list(self.module.parameters())
+            accumulator = PairwiseGradientAccumulator(parameters, self.mp_policy.reduce_dtype)
+        return SPMDRunner(
+            self.module,
+            self.dims.cp_mesh,
+            parallelism=config.parallelism,
+            compile=config.compile,
+            device=self.device,
+            accumulator=accumulator,
+        )
+
+
+def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
+    """Build and initialize the model of ``run``, on this device's kernels. Collective."""
+    spec, args = run.model_spec, run.model_args
+
+    def use_kernels(module: nn.Module, dtype: torch.dtype | None) -> None:
+        choose_kernels(
+            device,
+            attentions=spec.attentions(module),
+            moes=spec.moes(module),
+            delta_nets=spec.delta_nets(module),
+            dtype=dtype,
+            heads=(args.n_heads, args.n_kv_heads),
+            head_dim=args.head_dim,
+            wants_flex_attention=run.wants_flex_attention,
+            n_ranks=dims.degrees.tp * dims.degrees.cp,
+        )
+
+    model = build_sharded_model(spec, args, run.config, dims, device, use_kernels=use_kernels)
+    model.materialize()
+    if model.peak_flops is not None and dims.degrees.pp == 1 and not model.has_moes:
+        warn_if_comm_bound(
+            model.module,
+            dims,
+            run.config.parallelism,
+            model.mp_policy,
+            n_tokens=run.microbatch_size * run.config.training.seq_len // dims.degrees.cp,
+            microbatches=run.global_batch_size // (run.microbatch_size * dims.degrees.batch),
+            flops_per_token=model.flops_per_token[0],
+            peak_flops=model.peak_flops,
+        )
+    return model
+
+
+def build_sharded_model(
+    spec: ModelSpec,
+    args: TransformerArgs,
+    config: JobConfig,
+    dims: ParallelDims,
+    device: torch.device,
+    *,
+    use_kernels: Callable[[nn.Module, torch.dtype | None], None] | None = None,
+) -> ShardedModel:
+    """Build a model on the meta device and apply the parallelisms of ``config``. Collective.
+
+    ``use_kernels``: called with the module and the compute dtype, before parallelisms wrap it.
+    """
+    module = build_on_meta(spec, args, getattr(torch, config.training.dtype))
+    # What follows shards, splits and wraps the module: count and name its parameters first.
+    fqns, tied = [fqn for fqn, _ in module.named_parameters()], tied_fqns(module)
+    has_moes = bool(spec.moes(module))
+    n_parameters = sum(parameter.numel() for parameter in module.parameters())
+    logger.info(
+        "model: %s %s, %s parameters", config.model.name, config.model.flavor, f"{n_parameters:,}"
+    )
+    flops = flops_per_token(
+        module,
+        n_attentions=len(spec.attentions(module)),
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
+        seq_len=config.training.seq_len,
+        delta_nets=spec.delta_nets(module),
+    )
+    mp_policy = mixed_precision_policy(config.training, device)
+    if use_kernels is not None:
+        use_kernels(module, mp_policy.param_dtype)
+    stages = parallelize(module, dims, spec=spec, config=config, mp_policy=mp_policy)
+    if config.debug.is_elastic:
+        apply_elastic(module)
+    return ShardedModel(
+        spec, args, config, dims, device, mp_policy, module, stages,
+        fqns, tied, has_moes, n_parameters, flops,
+    )  # fmt: skip

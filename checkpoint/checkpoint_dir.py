@@ -1,0 +1,138 @@
+"""Checkpoint directory of a run: list, verify, commit, quarantine and purge, without ranks.
+
+Nothing is overwritten: a folder that no longer counts as a checkpoint is renamed with the reason.
+"""
+
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from checkpoint.manifest import read_manifest, verify_files, write_manifest
+from checkpoint.tensor_files import (
+    TENSOR_INDEX_FILE,
+    HashedFile,
+    TensorRecord,
+    read_file,
+    read_index,
+    write_index,
+)
+from runtime.log import logger
+
+STATE_FILE = "state.json"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Committed checkpoints in ``folder``, newest first."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """Training step in the name of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def verify_checkpoint(folder: Path, first: int = 0, stride: int = 1) -> list[str]:
+    """Hash a checkpoint's files and check its index and state; return the problems found.
+
+    ``first`` and ``stride`` select every ``stride``-th file, so that ranks share the work.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    files = {TENSOR_INDEX_FILE: None, STATE_FILE: None} | manifest["files"]
+    names = sorted(files)[first::stride]
+    problems = verify_files(folder, files, names)
+    if TENSOR_INDEX_FILE in names and not problems:
+        try:
+            read_index(folder, sizes_of(manifest))
+            read_state(folder)
+        except ValueError as error:
+            problems = [str(error)]
+    return problems
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read a checkpoint's JSON state; raise ``ValueError`` if it cannot be read."""
+    path = folder / STATE_FILE
+    try:
+        state = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return state
+
+
+def write_metadata(
+    folder: Path,
+    parts: Mapping[str, tuple[dict[str, Any], dict[str, TensorRecord]]],
+    *,
+    state: dict[str, Any],
+    metadata: dict[str, Any],
+) -> None:
+    """Write index, state and manifest; ``parts`` maps file names to ``write_tensor_file`` results.
+
+    Raises ``ValueError`` or ``OSError`` if the result could not be loaded: missing shards, short
+    writes.
+    """
+    files = {name: description for name, (description, _) in parts.items()}
+    state_file = HashedFile(folder / STATE_FILE)
+    state_file.write(json.dumps(state).encode())
+    files[STATE_FILE] = state_file.close()
+    files[TENSOR_INDEX_FILE] = write_index(
+        folder / TENSOR_INDEX_FILE, [entries for _, entries in parts.values()]
+    )
+    sizes = sizes_of({"files": files})
+    read_index(folder, sizes)
+    if any((folder / name).stat().st_size != size for name, size in sizes.items()):
+        raise OSError("short write: a file is smaller than what was written to it")
+    write_manifest(folder, files, metadata)
+
+
+def quarantine(folder: Path, reason: str) -> Path:
+    """Rename a checkpoint to ``{reason}-...``, so that it no longer counts; return its new path."""
+    return folder.rename(folder.with_name(f"{reason}-{folder.name}-{uuid.uuid4().hex[:8]}"))
+
+
+def purge(folder: Path, *, keep: int, keep_every: int, verified: set[str]) -> None:
+    """Delete all but the newest ``keep`` that verify, and multiples of ``keep_every`` steps.
+
+    Quarantines damaged ones. ``verified`` names checkpoints that need no second check. Mutates
+    ``verified``: adds those that verify.
+    """
+    kept = 0
+    for path in list_checkpoints(folder):
+        if kept < keep:
+            problems = [] if path.name in verified else verify_checkpoint(path)
+            if problems:
+                renamed = quarantine(path, "corrupt")
+                logger.warning("checkpoint: quarantined as %s: %s", renamed, "; ".join(problems))
+            else:
+                verified.add(path.name)
+                kept += 1
+        elif not keep_every or step_of(path) % keep_every:
+            delete([path])
+
+
+def delete(folders: Iterable[Path]) -> None:
+    """Delete folders; one that is missing, or partly in use, is no error."""
+    for folder in folders:
+        # Renamed first, so that a half-deleted folder never counts as a checkpoint.
+        trash = folder.with_name(f".trash-{uuid.uuid4().hex}")
+        # Another thread may have deleted it.
+        with suppress(FileNotFoundError):
+            folder.rename(trash)
+        # The next save deletes what remains, such as files that are open on NFS.
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def sizes_of(manifest: dict[str, Any]) -> dict[str, int]:
+    """Size in bytes of each file that the manifest lists."""
+    return {name: description["size"] for name, description in manifest["files"].items()}

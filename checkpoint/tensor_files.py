@@ -1,0 +1,265 @@
+"""Tensor files of a checkpoint: raw bytes, and a JSON index of each tensor's shards.
+
+DCP plans what each rank writes and reads. Nothing is pickled, so reading runs no code.
+"""
+
+import json
+import math
+import os
+import stat
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.futures import Future
+
+TENSOR_INDEX_FILE = "tensors.json"
+# In bytes. Tensors are read in place, so they must start at multiples of their element size.
+ALIGNMENT = 64
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """A contiguous, row-major box of a tensor, and its place in a file."""
+
+    file: str
+    start: int
+    """Offset in the file, in bytes."""
+    offsets: list[int]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor of the checkpoint: ``parts`` are the shards that tile it."""
+
+    dtype: str
+    shape: list[int]
+    parts: list[TensorShard]
+
+
+class HashedFile:
+    """A new file that hashes the bytes in memory as it writes them.
+
+    Raises ``FileExistsError`` if ``path`` exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("xb")
+        self._digest = xxhash.xxh3_128()
+        self.size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+        self.size += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """Fsync and close the file; return its size in bytes and its hash."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return {"size": self.size, "xxh3_128": self._digest.hexdigest()}
+
+
+def write_tensor_file(
+    path: Path, items: Iterable[WriteItem], resolve: Callable[[WriteItem], torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
+    """Write one rank's items; return the file's size and hash, and the index of its shards.
+
+    ``resolve`` returns the tensor of an item. Raises ``OSError`` if a write fails.
+    """
+    file = HashedFile(path)
+    entries: dict[str, TensorRecord] = {}
+    for item in items:
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        file.write(bytes(-file.size % ALIGNMENT))
+        shard = TensorShard(path.name, file.size, list(chunk.offsets), list(chunk.sizes))
+        dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+        entry = TensorRecord(dtype, list(item.tensor_data.size), [])
+        entries.setdefault(item.index.fqn, entry).parts.append(shard)
+        file.write(_bytes_of(resolve(item)))
+    return file.close(), entries
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def write_index(path: Path, written: Iterable[Mapping[str, TensorRecord]]) -> dict[str, Any]:
+    """Merge the ranks' indices into one file; return its size and hash."""
+    index: dict[str, dict[str, Any]] = {}
+    for entries in written:
+        for fqn, entry in entries.items():
+            record = asdict(entry)
+            index.setdefault(fqn, record | {"parts": []})["parts"] += record["parts"]
+    file = HashedFile(path)
+    file.write(json.dumps(index).encode())
+    return file.close()
+
+
+def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord]:
+    """Read the tensor index; ``sizes`` has the size in bytes of each file.
+
+    Raises ``ValueError`` if it is malformed, if a shard lies outside its file or its tensor, or if
+    the shards do not add up to the tensor.
+    """
+    path = folder / TENSOR_INDEX_FILE
+    try:
+        index = json.loads(read_file(path))
+        return {fqn: _entry(fqn, record, sizes) for fqn, record in index.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _entry(fqn: str, record: dict[str, Any], sizes: Mapping[str, int]) -> TensorRecord:
+    entry = TensorRecord(
+        record["dtype"], record["shape"], [TensorShard(**shard) for shard in record["parts"]]
+    )
+    itemsize = DTYPES[entry.dtype].itemsize
+    total = 0
+    numbers = [*entry.shape, *(n for p in entry.parts for n in (p.start, *p.offsets, *p.sizes))]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{fqn}: shape, start, offsets and sizes must be integers >= 0")
+    for shard in entry.parts:
+        boxes = zip(entry.shape, shard.offsets, shard.sizes, strict=True)
+        if not all(offset + size <= n for n, offset, size in boxes):
+            raise ValueError(f"{fqn}: a shard lies outside the tensor")
+        count = math.prod(shard.sizes)
+        end = shard.start + count * itemsize
+        if shard.start % itemsize or end > sizes[shard.file]:
+            raise ValueError(f"{fqn}: a shard is misaligned or lies outside {shard.file}")
+        total += count
+    if total != math.prod(entry.shape):
+        raise ValueError(f"{fqn}: the shards do not add up to the tensor")
+    return entry
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file to read; raise ``OSError`` for a symlink, a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path}: not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file; raise ``OSError`` as ``open_file`` does."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size in bytes and hash of a file, in the form that ``HashedFile.close`` returns."""
+    digest = xxhash.xxh3_128()
+    size = 0
+    with open_file(path) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return {"size": size, "xxh3_128": digest.hexdigest()}
+
+
+class Reader(dcp.StorageReader):
+    """DCP ``StorageReader`` for a verified checkpoint; ``index`` comes from ``read_index``."""
+
+    def __init__(self, folder: Path, index: dict[str, TensorRecord]) -> None:
+        self._folder, self._index = folder, index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Names, shapes, dtypes and shards of all tensors, without their places in files."""
+        return Metadata({fqn: _metadata(entry) for fqn, entry in self._index.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
+        self._shards = {
+            MetadataIndex(fqn, torch.Size(shard.offsets)): (DTYPES[entry.dtype], shard)
+            for fqn, entry in self._index.items()
+            for shard in entry.parts
+        }
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            _, shard = self._shards[item.storage_index]
+            by_file.setdefault(shard.file, []).append(item)
+        for name, items in by_file.items():
+            with open_file(self._folder / name) as file:
+                for item in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(self._read(file, item))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: BinaryIO, item: ReadItem) -> torch.Tensor:
+        """Read the box that ``item`` requests of its shard: only the rows that it needs."""
+        dtype, shard = self._shards[item.storage_index]
+        # A scalar is read as a tensor of shape (1,).
+        sizes = shard.sizes or [1]
+        offsets, lengths = list(item.storage_offsets) or [0], list(item.lengths) or [1]
+        if math.prod(lengths) == 0:
+            return torch.empty(item.lengths, dtype=dtype)
+        row = math.prod(sizes[1:]) * dtype.itemsize
+        data = bytearray(row * lengths[0])
+        file.seek(shard.start + row * offsets[0])
+        if file.readinto(data) != len(data):  # type: ignore[attr-defined]
+            raise OSError(f"{self._folder / shard.file}: truncated since it was verified")
+        box = torch.frombuffer(data, dtype=dtype).view(lengths[:1] + sizes[1:])
+        for dim in range(1, len(sizes)):
+            box = box.narrow(dim, offsets[dim], lengths[dim])
+        return box.reshape(item.lengths)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        assert checkpoint_id is None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def load_single_process(
+    state: dict[str, Any], folder: Path, index: dict[str, TensorRecord]
+) -> None:
+    """Load a verified checkpoint into ``state`` in one process, without a process group.
+
+    Mutates the tensors of ``state``.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=Reader(folder, index), no_dist=True)
+
+
+def _metadata(entry: TensorRecord) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.parts]
+    properties = TensorProperties(dtype=DTYPES[entry.dtype])
+    return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)

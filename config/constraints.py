@@ -1,0 +1,174 @@
+"""Constraints between keys of the config that depend on neither the ranks nor the hardware.
+
+Those that do are in ``parallelisms/constraints.py``, which checks both tables.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel
+
+from config.job_config import DataSource, Float8, JobConfig
+
+T = TypeVar("T")
+# The largest decay at which a bfloat16 moment still shrinks when its gradient is 0. Neighbouring
+# values differ by a factor of up to 1 + 2**-7; a change of less than half of that is rounded away.
+MAX_BFLOAT16_DECAY = 1 - 2**-8
+BFLOAT16_MOMENTS = (
+    ' with optimizer.state_dtype = "bfloat16", which rounds away any slower decay of a moment'
+)
+
+
+@dataclass(frozen=True)
+class Constraint(Generic[T]):
+    """Rule that a config, or a run, of type ``T`` must satisfy."""
+
+    key: str
+    """TOML key that the user has to change."""
+    reason: str
+    violated: Callable[[T], bool]
+    detail: Callable[[T], str] | None = None
+    """Values that violate it, appended to the message."""
+
+    def message(self, run: T) -> str:
+        detail = f" ({self.detail(run)})" if self.detail is not None else ""
+        return f"{self.key}: {self.reason}{detail}"
+
+
+def is_set(section: BaseModel, *keys: str) -> bool:
+    """Whether any of these keys differs from its default."""
+    return any(getattr(section, key) != getattr(type(section)(), key) for key in keys)
+
+
+def _only_with(
+    key: str, condition: str, is_met: Callable[[JobConfig], bool]
+) -> Constraint[JobConfig]:
+    section, name = key.split(".")
+    return Constraint(
+        key,
+        f"has no effect unless {condition}",
+        lambda config: not is_met(config) and is_set(getattr(config, section), name),
+    )
+
+
+def _any_source(violated: Callable[[DataSource], bool]) -> Callable[[JobConfig], bool]:
+    return lambda config: any(violated(source) for source in config.data.mixture)
+
+
+def _shared_labels(config: JobConfig) -> list[str]:
+    counts = Counter(source.label for source in config.data.mixture)
+    return [label for label, count in counts.items() if count > 1]
+
+
+def _trains_past_total_steps(config: JobConfig) -> bool:
+    total = config.lr_scheduler.total_steps
+    return total is not None and total < config.training.steps
+
+
+def is_float8(config: JobConfig) -> bool:
+    return config.float8.recipe != "none"
+
+
+def has_budget(config: JobConfig) -> bool:
+    return config.activation_checkpoint.mode == "memory_budget"
+
+
+def _has_muon(config: JobConfig) -> bool:
+    return config.optimizer.name == "muon"
+
+
+def _has_bfloat16_moments(config: JobConfig) -> bool:
+    return config.optimizer.state_dtype == "bfloat16"
+
+
+def _is_mixed(config: JobConfig) -> bool:
+    """Whether the compute dtype may differ from the weights'."""
+    return config.training.dtype == "float32"
+
+
+CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
+    _only_with("optimizer.muon_momentum", 'optimizer.name = "muon"', _has_muon),
+    Constraint("optimizer.muon_momentum", f"must be at most 0.99609375{BFLOAT16_MOMENTS}",
+            lambda config: _has_bfloat16_moments(config)
+            and config.optimizer.muon_momentum > MAX_BFLOAT16_DECAY),
+    Constraint("optimizer.name", 'must be "adamw" with debug.deterministic = "elastic"',
+            lambda config: _has_muon(config) and config.debug.is_elastic),
+    _only_with("optimizer.state_dtype", 'training.dtype = "float32"', _is_mixed),
+    Constraint("optimizer.beta1", f"must be at most 0.99609375{BFLOAT16_MOMENTS}",
+            lambda config: _has_bfloat16_moments(config)
+            and config.optimizer.beta1 > MAX_BFLOAT16_DECAY),
+    Constraint("optimizer.beta2", f"must be at most 0.99609375{BFLOAT16_MOMENTS}",
+            lambda config: _has_bfloat16_moments(config)
+            and config.optimizer.beta2 > MAX_BFLOAT16_DECAY),
+    _only_with("training.mixed_precision_param", 'training.dtype = "float32"', _is_mixed),
+    _only_with("training.mixed_precision_reduce", 'training.dtype = "float32"', _is_mixed),
+    _only_with("activation_checkpoint.selective", 'activation_checkpoint.mode = "selective"',
+               lambda config: config.activation_checkpoint.mode == "selective"),
+    _only_with("activation_checkpoint.memory_budget",
+               'activation_checkpoint.mode = "memory_budget"', has_budget),
+    Constraint("activation_checkpoint.mode",
+            '"memory_budget" requires compile.enable, and compile.backend = "inductor" or'
+            ' "aot_eager_decomp_partition"',
+            lambda config: has_budget(config) and not (config.compile.enable
+            and config.compile.backend in ("inductor", "aot_eager_decomp_partition"))),
+    Constraint("compile.backend", "has no effect without compile.enable",
+            lambda config: not config.compile.enable and is_set(config.compile, "backend")),
+    Constraint("float8.recipe", 'with "none", float8.skip, skip_small and emulate have no effect',
+            lambda config: not is_float8(config) and config.float8 != Float8()),
+    Constraint("float8.recipe",
+            'training.dtype = "float64" and mixed_precision_param = "float32" are supported only'
+            " with float8.emulate: the hardware multiplies quantized bfloat16",
+            lambda config: is_float8(config) and not config.float8.emulate
+            and (config.training.dtype == "float64"
+                 or config.training.mixed_precision_param == "float32")),
+    Constraint("debug.deterministic", '"elastic" is not supported with float8',
+            lambda config: is_float8(config) and config.debug.is_elastic),
+    Constraint("checkpoint.keep_every", "must be a multiple of checkpoint.interval",
+            lambda config: config.checkpoint.keep_every % config.checkpoint.interval != 0),
+    Constraint("checkpoint.keep_every",
+            "has no effect with checkpoint.keep_latest_k = 0: all are kept",
+            lambda config: config.checkpoint.keep_every > 0
+            and config.checkpoint.keep_latest_k == 0),
+    Constraint("checkpoint.max_unsaved_steps",
+            'must be at least checkpoint.interval, or twice that with async_mode = "async"',
+            lambda config: config.checkpoint.max_unsaved_steps is not None
+            and config.checkpoint.max_unsaved_steps < config.checkpoint.interval
+            * (2 if config.checkpoint.async_mode == "async" else 1)),
+    Constraint("numerics.on_spike", '"rollback" requires checkpoint.enable',
+            lambda config: config.numerics.on_spike == "rollback"
+            and not config.checkpoint.enable),
+    _only_with("numerics.max_skipped", 'numerics.on_nonfinite = "skip"',
+               lambda config: config.numerics.on_nonfinite == "skip"),
+    Constraint("numerics.spike_sigmas",
+            'has no effect, like spike_window and max_rollbacks, unless on_spike = "rollback"',
+            lambda config: config.numerics.on_spike != "rollback"
+            and is_set(config.numerics, "spike_sigmas", "spike_window", "max_rollbacks")),
+    Constraint("lr_scheduler.total_steps",
+            "must be at least training.steps: to extend a run, raise both",
+            _trains_past_total_steps),
+    Constraint("data.sources",
+            "data.source, path, subset and text_key have no effect when it is set",
+            lambda config: len(config.data.sources) > 0
+            and is_set(config.data, "source", "path", "subset", "text_key")),
+    Constraint("data.sources", "two sources have the same name: give each its own",
+            lambda config: len(_shared_labels(config)) > 0,
+            lambda config: ", ".join(_shared_labels(config))),
+    Constraint("data.path", "must be set for the sources files, tokens and huggingface",
+            _any_source(lambda source: source.type in ("files", "tokens", "huggingface")
+                        and not source.path)),
+    Constraint("data.path", "has no effect for the sources builtin and c4",
+            _any_source(lambda source: source.type in ("builtin", "c4") and source.path != "")),
+    Constraint("data.subset", "has no effect unless the source is huggingface",
+            _any_source(lambda source: source.type != "huggingface" and source.subset != "")),
+    Constraint("data.text_key", "has no effect for the sources builtin, tokens and c4",
+            _any_source(lambda source: source.type in ("builtin", "tokens", "c4")
+                        and source.text_key != DataSource().text_key)),
+    _only_with("data.max_bad_records", 'data.on_bad_record = "skip"',
+               lambda config: config.data.on_bad_record == "skip"),
+    Constraint("data.validation_percent", "must be greater than 0 with validation.enable",
+            lambda config: config.validation.enable
+            and any(s.type in ("builtin", "files", "tokens") for s in config.data.mixture)
+            and config.data.validation_percent == 0),
+)  # fmt: skip

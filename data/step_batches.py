@@ -1,0 +1,112 @@
+"""The batch of each step: this rank's microbatches, and what all ranks must agree on first."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from config import ConfigError
+from data.loader import Batch, BatchLoader, num_target_tokens
+from runtime.control import RunControl
+from runtime.object_collectives import raise_on_all_ranks
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The batch of a step, which is not committed yet."""
+
+    microbatches: list[Batch]
+    """This rank's."""
+    data_wait: float
+    """Seconds that this rank waited for them."""
+    n_rows: int
+    """Sequences of the step on all ranks together."""
+    n_tokens: int
+    """Target tokens of the step on all ranks together, by which the loss is divided."""
+    is_end_of_data: bool
+    """Neither this step nor those before it, back to a whole global batch, had data."""
+
+
+@dataclass(frozen=True)
+class StepSync:
+    """Results of the one all-reduce that begins a step, equal on all ranks."""
+
+    n_bad_records: int
+    """Records of the run so far that could not be read."""
+    n_writing: int
+    """Ranks that are still writing a checkpoint."""
+    stop: str | None
+    """Why the run must end: a signal's name or the stop file; None to go on."""
+
+
+class StepBatches:
+    """Takes each step's microbatches from ``loader``, as many as the step's batch size needs.
+
+    ``batch_size``: rows of a step, fewer than ``global_batch_size`` during a ramp.
+    ``n_readers``: number of ranks that read the same rows.
+    """
+
+    def __init__(
+        self,
+        loader: BatchLoader,
+        control: RunControl,
+        *,
+        batch_size: Callable[[int], int],
+        global_batch_size: int,
+        n_readers: int,
+        max_bad_records: int,
+    ) -> None:
+        self._loader, self._control = loader, control
+        self._batch_size, self._global_batch_size = batch_size, global_batch_size
+        self._n_readers, self._max_bad_records = n_readers, max_bad_records
+        self._n_empty = 0
+
+    def next(self, step: int, *, is_writing: bool) -> tuple[StepBatch, StepSync]:
+        """Return the batch of ``step`` and what ranks agreed on. Collective.
+
+        ``is_writing``: this rank is still writing a checkpoint. Raises as ``next_microbatches``
+        does, and ``ConfigError`` after more than ``max_bad_records``.
+        """
+        n_rows = self._batch_size(step)
+        count = self._loader.microbatches * n_rows // self._global_batch_size
+        microbatches, data_wait, sums = next_microbatches(
+            self._loader, count, self._control, is_writing=is_writing
+        )
+        n_bad = sums["bad"] // self._n_readers
+        if n_bad > self._max_bad_records:
+            raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
+        n_tokens = sums["tokens"] // self._n_readers
+        # A small batch takes only some of the rows, and the others may still have data.
+        self._n_empty = self._n_empty + n_rows if n_tokens == 0 else 0
+        is_end = self._n_empty >= self._global_batch_size
+        return (
+            StepBatch(microbatches, data_wait, n_rows, n_tokens, is_end_of_data=is_end),
+            StepSync(n_bad_records=n_bad, n_writing=sums["writing"], stop=self._control.stop),
+        )
+
+
+def next_microbatches(
+    loader: BatchLoader, count: int, control: RunControl, *, is_writing: bool = False
+) -> tuple[list[Batch], float, dict[str, int]]:
+    """Return the next microbatches, the seconds this rank waited, and sums over all ranks.
+
+    The sums: ``tokens``, target tokens; ``bad``, records so far that could not be read;
+    ``writing``, ranks that are writing a checkpoint. Collective. An error of one rank is raised on
+    all: ``ConfigError`` for bad data, ``RankFailure`` for a failed read.
+    """
+    begin, microbatches, problem = time.perf_counter(), [], None
+    try:
+        microbatches = list(islice(loader, count))
+    except (ValueError, OSError) as error:
+        problem = error
+    data_wait = time.perf_counter() - begin
+    sums = control.all_reduce_counts(
+        tokens=num_target_tokens(microbatches),
+        unread=int(problem is not None),
+        mistakes=int(isinstance(problem, ValueError)),
+        bad=loader.n_bad,
+        writing=int(is_writing),
+    )
+    if sums["unread"]:
+        raise_on_all_ranks(problem, is_mistake=sums["mistakes"] > 0)
+    return microbatches, data_wait, sums

@@ -1,0 +1,318 @@
+"""Start the ranks of this node, forward signals to them, and report how they ended.
+
+Ranks get torchrun's environment variables. torchrun itself is not used: it gives ranks that save,
+and also ranks that hang, 30 seconds; it dies of SIGUSR1 and listens on all interfaces.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from config import ConfigError
+from launcher.post_mortem import STORE_SECONDS, FailureReport, diagnose, is_aborted
+from runtime import exit_codes
+from runtime.control import SIGNALS
+from runtime.filesystem import make_folder
+
+POLL_SECONDS = 0.1
+# Seconds that ranks have to save after a signal, before SIGKILL.
+SHUTDOWN_SECONDS = 120
+# A process blocked in a driver or on a disk does not react even to SIGKILL.
+KILL_SECONDS = 5
+RENDEZVOUS_SECONDS = 900
+ABORT_POLL_SECONDS = 1.0
+# Seconds that ranks have to exit after another rank, or the head node's launcher, exited.
+SHUTDOWN_GRACE_SECONDS = 30.0
+# Seconds that a launcher whose ranks are done waits for other nodes.
+EXIT_BARRIER_SECONDS = 300.0
+# Exit codes of ranks that exit on purpose; the other ranks then exit too.
+INTENDED_CODES = {
+    exit_codes.DONE,
+    exit_codes.BAD_CONFIG,
+    exit_codes.PREEMPTED,
+    exit_codes.DO_NOT_REQUEUE,
+}
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Number of nodes, this node's rank, and the address of the head node's store."""
+
+    count: int
+    rank: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class End:
+    """Result of this node's ranks."""
+
+    codes: dict[int, int]
+    """Exit codes by rank; minus the signal number for a killed rank."""
+    message: str
+    """Configuration error reported by a rank; "" if there is none."""
+    signal: signal.Signals | None
+    """First signal that the launcher received, if any."""
+    verdict: FailureReport | None
+    """Diagnosis of an unintended failure; None without one."""
+
+
+def run_ranks(
+    program: list[str], *, n_ranks: int, nodes: Nodes, shown: set[int], logs: Path | None = None
+) -> End:
+    """Run Python on ``program`` once per rank of this node; return when all have exited.
+
+    The output of the local ranks ``shown`` is shown. That of the others goes to a new folder in
+    ``logs``, or to /dev/null. Raises ``ConfigError`` if the folder cannot be created. Installs
+    signal handlers.
+    """
+    store = open_store(nodes, RENDEZVOUS_SECONDS)
+    counts, started = _rendezvous(store, nodes, n_ranks)
+    if logs is not None:
+        logs = logs / started
+        new = _make_logs(logs)
+    requests: list[signal.Signals] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: requests.append(signal.Signals(number)))
+    with tempfile.TemporaryDirectory() as scratch:
+        first = sum(counts[: nodes.rank])
+        error_files = {
+            rank: Path(scratch) / f"{rank}.json" for rank in range(first, first + n_ranks)
+        }
+        environment = _environment(store, nodes, counts, logs)
+        processes = _start(program, environment, error_files, shown=shown, logs=logs)
+        agent = Agent(processes, store, sum(counts))
+        agent.wait(requests, has_others=nodes.count > 1)
+        codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
+        config_errors = [
+            str(json.loads(path.read_text())["message"])
+            for rank, path in error_files.items()
+            if codes.get(rank) == exit_codes.BAD_CONFIG and path.exists()
+        ]
+    received = requests[0] if requests else None
+    if received is None and agent.failure is None and set(codes.values()) == {exit_codes.DONE}:
+        _exit_barrier(store, nodes, requests)
+    if logs is not None:
+        _remove_empty_logs(logs, list(codes), new)
+    return End(codes, "".join(config_errors[:1]), received, agent.failure)
+
+
+def _rendezvous(store: dist.Store, nodes: Nodes, n_ranks: int) -> tuple[list[int], str]:
+    """Wait for the launchers of all nodes; return the ranks of each, and the head's start time."""
+    own = [n_ranks, time.strftime("%Y%m%d-%H%M%S")]
+    store.set(f"launcher/{nodes.rank}", json.dumps(own))
+    entries = [json.loads(store.get(f"launcher/{node}")) for node in range(nodes.count)]
+    return [count for count, _ in entries], entries[0][1]
+
+
+def _exit_barrier(store: dist.Store, nodes: Nodes, requests: list[signal.Signals]) -> None:
+    """Wait until all nodes are done. The head node serves the store, so it exits last."""
+    deadline = time.monotonic() + EXIT_BARRIER_SECONDS
+    expected = nodes.count if nodes.rank > 0 else 2 * nodes.count - 1
+    with suppress(dist.DistError):
+        count = store.add("launcher/done", 1)
+        while count < expected and not requests and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            count = store.add("launcher/done", 0)
+        # Every node but the head counts twice: when it is done, and when it exits.
+        store.add("launcher/done", 1)
+
+
+def _environment(
+    store: dist.TCPStore, nodes: Nodes, counts: list[int], logs: Path | None
+) -> dict[str, str]:
+    """Environment of this node's ranks: torchrun's variables, as far as anything reads them."""
+    # NCCL dumps the latest collectives when one of them times out; read with torchfrtrace.
+    flight_recorder = {
+        "NCCL_DEBUG": "WARN",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{logs}/flight-record-",
+    }
+    return {
+        **({} if logs is None else flight_recorder),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **os.environ,
+        "GROUP_RANK": str(nodes.rank),
+        "LOCAL_WORLD_SIZE": str(counts[nodes.rank]),
+        "WORLD_SIZE": str(sum(counts)),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        "LAUNCHER_PID": str(os.getpid()),
+    }
+
+
+def _start(
+    program: list[str],
+    environment: dict[str, str],
+    error_files: dict[int, Path],
+    *,
+    shown: set[int],
+    logs: Path | None,
+) -> dict[int, subprocess.Popen[bytes]]:
+    """Start this node's ranks, each as leader of a process group; return processes by rank."""
+    processes = {}
+    for local, (rank, path) in enumerate(error_files.items()):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "TORCHELASTIC_ERROR_FILE": str(path)}
+        log_paths = [f"{logs}/rank-{rank}.{suffix}" for suffix in ("out", "err")]
+        with ExitStack() as files:
+            out, err = (
+                None if local in shown else files.enter_context(open(log, "wb"))
+                for log in (log_paths if logs is not None else [os.devnull] * 2)
+            )
+            processes[rank] = subprocess.Popen(
+                [sys.executable, "-u", *program],
+                env=environment | own,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+    return processes
+
+
+def _make_logs(logs: Path) -> list[Path]:
+    """Create ``logs`` and its parents; return the created folders, innermost first."""
+    new = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+    try:
+        make_folder(logs.parent)
+        logs.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"job.output_dir: {error}"]) from None
+    return new
+
+
+def _remove_empty_logs(logs: Path, ranks: list[int], new: list[Path]) -> None:
+    """Delete empty logs, and the ``new`` folders if they are empty, as after a rejected start."""
+    for path in (logs / f"rank-{rank}.{suffix}" for rank in ranks for suffix in ("out", "err")):
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink()
+    with suppress(OSError):  # at the first folder that is not empty
+        for folder in new:
+            folder.rmdir()
+
+
+def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
+    """Connect to the TCPStore of ranks and launchers, which the head node's launcher serves."""
+    address, port, listener = nodes.address, nodes.port, None
+    if nodes.count == 1:
+        # By default the store would listen on all interfaces.
+        server = socket.create_server(("127.0.0.1", 0))
+        (address, port), listener = server.getsockname(), server.detach()
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=nodes.rank == 0,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
+
+
+class Agent:
+    """Supervises this node's ranks: diagnoses failures, forwards signals, kills ranks that hang."""
+
+    def __init__(
+        self, processes: dict[int, subprocess.Popen[bytes]], store: dist.TCPStore, world_size: int
+    ) -> None:
+        self._processes, self._store, self._world_size = processes, store, world_size
+        self._is_aborted, self._is_finished = threading.Event(), threading.Event()
+        self.failure: FailureReport | None = None
+
+    def exit_codes(self) -> dict[int, int | None]:
+        """Exit codes of this node's ranks, None for a running one."""
+        return {rank: process.poll() for rank, process in self._processes.items()}
+
+    def wait(self, requests: list[signal.Signals], *, has_others: bool) -> None:
+        """Return when all ranks have exited, by themselves or after a failure.
+
+        The first signal in ``requests``, which may grow, is forwarded, so that ranks save and exit.
+        The second sends SIGTERM and restarts the time limit. The third kills the ranks.
+        """
+        listener = threading.Thread(target=self._watch_abort, daemon=True)
+        if has_others:
+            listener.start()
+        n_forwarded, deadline = 0, math.inf
+        while (
+            None in self.exit_codes().values() and time.monotonic() < deadline and len(requests) < 3
+        ):
+            if n_forwarded < len(requests):
+                self._send(signal.SIGTERM if n_forwarded else requests[0], self._processes)
+                n_forwarded += 1
+                deadline = time.monotonic() + SHUTDOWN_SECONDS
+            elif deadline == math.inf:
+                self._diagnose_failure()
+                has_exited = not set(self.exit_codes().values()) <= {None, exit_codes.DONE}
+                if has_exited or self.failure is not None:
+                    self._send(signal.SIGTERM, self._processes)
+                    deadline = time.monotonic() + SHUTDOWN_GRACE_SECONDS
+            time.sleep(POLL_SECONDS)
+        self._send(signal.SIGKILL, self._processes)
+        with suppress(subprocess.TimeoutExpired):
+            for process in self._processes.values():
+                process.wait(KILL_SECONDS)
+        self._diagnose_failure()
+        # A store call that returns while Python exits would abort the process. Without a network
+        # link the call does not return.
+        self._is_finished.set()
+        if has_others:
+            listener.join(2 * ABORT_POLL_SECONDS)
+
+    def _diagnose_failure(self) -> None:
+        """After the first failure of a rank, find its cause and kill the ranks that hang."""
+        codes = self.exit_codes()
+        is_done = set(codes.values()) <= INTENDED_CODES
+        has_failed = not set(codes.values()) <= INTENDED_CODES | {None}
+        if self.failure is not None or is_done or not (has_failed or self._is_aborted.is_set()):
+            return
+        reports: list[FailureReport] = []
+
+        def collect() -> None:
+            with suppress(dist.DistError):
+                reports.append(diagnose(self._store, self._world_size, self.exit_codes))
+
+        # Without a network link, a call to the head's store would block for 15 minutes.
+        thread = threading.Thread(target=collect, daemon=True)
+        thread.start()
+        thread.join(STORE_SECONDS)
+        lines = ["the launcher of the head node does not answer"]
+        unreachable = FailureReport(lines, traceback="", silent=list(codes))
+        self.failure = reports[0] if reports else unreachable
+        # Ranks that hang do not react to SIGTERM.
+        self._send(signal.SIGKILL, self.failure.silent)
+
+    def _watch_abort(self) -> None:
+        """Poll for failures on other nodes, because all ranks of this node may just hang."""
+        try:
+            # A connection serves one thread at a time, so this thread opens its own.
+            store = dist.TCPStore(self._store.host, self._store.port, is_master=False)
+            while not is_aborted(store):
+                if self._is_finished.wait(ABORT_POLL_SECONDS):
+                    return
+        except dist.DistError:
+            # The head has exited. If the run is done, the ranks here exit by themselves.
+            self._is_finished.wait(SHUTDOWN_GRACE_SECONDS)
+        self._is_aborted.set()
+
+    def _send(self, number: signal.Signals, ranks: Collection[int]) -> None:
+        """Send a signal to the process groups of those ``ranks`` that run on this node."""
+        for rank, process in self._processes.items():
+            if rank in ranks and process.poll() is None:
+                with suppress(ProcessLookupError):  # It has just exited.
+                    os.killpg(process.pid, number)

@@ -1,0 +1,209 @@
+"""Validate a config, then start its ranks on this node: ``python -m launcher.launch CONFIG ...``
+
+Environment: NGPU (ranks on this node), LOG_RANK, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT;
+inside a Slurm step the node variables default to Slurm's. Exits with the trainer's own code, which
+torchrun would flatten to 1, and with 93 if a retry would not help.
+"""
+
+# ruff: noqa: E402
+from runtime.imports import begin_imports, end_imports
+
+begin_imports()
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from config import ConfigError, JobConfig, load_config
+from launcher.agent import End, Nodes, run_ranks
+from launcher.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
+from models import find_model
+from parallelisms.constraints import check_constraints
+from runtime import exit_codes
+from runtime.control import is_locked
+from runtime.machine import available_cpus, enable_expandable_segments
+
+end_imports()
+
+DONE_REASONS = (exit_codes.FINISHED, exit_codes.STOP_FILE, exit_codes.DATA_ENDED)
+TRAINER = Path(__file__).parents[1] / "train.py"
+DEFAULT_CPU_RANKS = 2
+
+
+def main(arguments: list[str], environment: Mapping[str, str]) -> int:
+    """Launch the config and overrides in ``arguments``; return the exit code."""
+    if not arguments:
+        print(__doc__, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    try:
+        config_path, overrides = Path(arguments[0]), arguments[1:]
+        config = load_config(config_path, overrides)
+        n_ranks = ranks_per_node(environment)
+        nodes = find_nodes(environment)
+        check_run(config, n_ranks * nodes.count)
+        # All ranks log the same lines, so one rank is shown.
+        log_rank = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
+        shown = shown_ranks(log_rank, n_ranks) if log_rank else set()
+        logs, control = config.job.folder / "logs", config.job.folder / "control"
+        if nodes.rank == 0:
+            clear_previous_end(control)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
+    enable_expandable_segments()
+    program = [str(TRAINER), str(config_path), *overrides]
+    try:
+        end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
+    if code == exit_codes.BAD_CONFIG:
+        print(end.message or f"exit codes by rank: {end.codes}", file=sys.stderr)
+    if nodes.rank > 0:
+        return code
+    if code == exit_codes.BAD_CONFIG and control.exists() and is_locked(control):
+        # Another run has locked the folder, and its launcher writes there.
+        return code
+    if code == exit_codes.FAILED:
+        code = report_failure(end, control)
+    elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
+        record_end(control, _outcome(control))
+    exit_codes.write_exit_code(control, code)
+    return code
+
+
+def clear_previous_end(control: Path) -> None:
+    """Delete the last launcher's exit code. Raises ``ConfigError`` if the folder is unusable."""
+    try:
+        exit_codes.clear_exit_code(control)
+    except OSError as error:
+        raise ConfigError([f"job.output_dir: {error}"]) from None
+
+
+def check_run(config: JobConfig, n_ranks: int) -> None:
+    """Raise ``ValueError`` for an unsupported config, without opening data or tokenizer."""
+    _, args = find_model(config.model.name, config.model.flavor)
+    check_constraints(config, args, n_ranks, has_gpu=torch.cuda.is_available())
+
+
+def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
+    """Return the launcher's exit code; ``outcome`` is the content of ``control/outcome``."""
+    codes = set(end.codes.values())
+    # One such rank decides, because the others fail while they wait for it.
+    for code in (exit_codes.BAD_CONFIG, exit_codes.DO_NOT_REQUEUE):
+        if code in codes:
+            return code
+    if end.signal is not None:
+        has_saved = outcome.startswith("stopped SIG") and has_checkpoints
+        # Ranks killed by the signal had not installed their handlers yet, so nothing is lost.
+        if has_saved or codes <= {-end.signal}:
+            return exit_codes.PREEMPTED
+        has_ended = outcome in [reason.outcome for reason in DONE_REASONS]
+        is_done = has_ended and codes == {exit_codes.DONE}
+        return exit_codes.DONE if is_done else exit_codes.FAILED
+    # When one rank exits, the agent terminates ranks that have not finished exiting.
+    if codes - {-signal.SIGTERM} == {exit_codes.PREEMPTED}:
+        return exit_codes.PREEMPTED
+    return exit_codes.DONE if codes == {exit_codes.DONE} else exit_codes.FAILED
+
+
+def report_failure(end: End, control: Path) -> int:
+    """Report a failure on stderr and in ``control/failures``; return the exit code."""
+    lines = [f"exit codes by rank: {end.codes}"]
+    if end.verdict is not None:
+        lines = end.verdict.lines
+        print(end.verdict.traceback, end="", file=sys.stderr)
+    if end.verdict is not None or end.signal is None:
+        print("the run failed: " + "\n  ".join(lines), file=sys.stderr)
+    if end.signal is not None:
+        # The run was asked to stop, so it is unknown whether a retry would fail.
+        return exit_codes.FAILED
+    attempt = record_failure(control, lines=lines, codes=end.codes)
+    if attempt < MOST_ATTEMPTS:
+        return exit_codes.FAILED
+    print(
+        f"{attempt} attempts failed without a checkpoint newer than step {published_step(control)}:"
+        f" not retrying. See {control / 'failures'}",
+        file=sys.stderr,
+    )
+    return exit_codes.DO_NOT_REQUEUE
+
+
+def _outcome(control: Path) -> str:
+    path = control / "outcome"
+    return path.read_text().strip() if path.exists() else ""
+
+
+def ranks_per_node(environment: Mapping[str, str]) -> int:
+    """NGPU, else Slurm's GPUs, else the visible GPUs, else two CPU ranks.
+
+    Raises ``ValueError`` for more ranks than visible GPUs.
+    """
+    name = "NGPU" if environment.get("NGPU") else "SLURM_GPUS_ON_NODE"
+    gpus = torch.cuda.device_count()
+    if not environment.get(name):
+        return gpus or DEFAULT_CPU_RANKS
+    count = _number(name, environment[name], at_least=1)
+    if 0 < gpus < count:
+        text = "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        raise ValueError(f"{name}={count}: only {gpus} GPUs are visible, and {text}")
+    return count
+
+
+def find_nodes(environment: Mapping[str, str]) -> Nodes:
+    """Nodes from NNODES etc., else from the Slurm step, else one. ``ValueError`` without a head."""
+    nodes = environment.get("NNODES") or environment.get("SLURM_NNODES") or "1"
+    count = _number("NNODES", nodes, at_least=1)
+    node = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or "0"
+    rank = _number("NODE_RANK", node, at_least=0)
+    if rank >= count:
+        raise ValueError(f"NODE_RANK={rank}: must be less than NNODES={count}")
+    # Jobs that share a head node need different ports.
+    job = _number("SLURM_JOB_ID", environment.get("SLURM_JOB_ID", "0"), at_least=0)
+    port_text = environment.get("MASTER_PORT")
+    port = _number("MASTER_PORT", port_text, at_least=1) if port_text else 20000 + job % 20000
+    address = environment.get("MASTER_ADDR", "")
+    if count > 1 and not address:
+        # No fallback to localhost, which would train a separate world on each node.
+        if "SLURM_STEP_NODELIST" not in environment:
+            raise ValueError(f"MASTER_ADDR: must name the head node of NNODES={count}")
+        command = ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]]
+        try:
+            hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        except FileNotFoundError:
+            raise ValueError("MASTER_ADDR: must name the head node: scontrol not found") from None
+        address = hosts.split()[0]
+    return Nodes(count, rank, address, port)
+
+
+def _number(name: str, text: str, *, at_least: int) -> int:
+    if not text.isdecimal() or int(text) < at_least:
+        raise ValueError(f"{name}={text!r}: must be an integer, {at_least} or more")
+    return int(text)
+
+
+def cpu_threads(n_ranks: int) -> int:
+    """OpenMP threads per rank, so that all ranks together use each available CPU once."""
+    return max(1, available_cpus() // n_ranks)
+
+
+def shown_ranks(text: str, n_ranks: int) -> set[int]:
+    """Parse LOG_RANK, such as ``0,1``: the local ranks whose output is shown."""
+    shown = {_number("LOG_RANK", rank, at_least=0) for rank in text.split(",")}
+    if max(shown) >= n_ranks:
+        raise ValueError(f"LOG_RANK: {text}: a node's ranks are 0 to {n_ranks - 1}")
+    return shown
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:], os.environ))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

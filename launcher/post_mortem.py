@@ -1,0 +1,256 @@
+"""Failure reporting over the launcher's TCPStore: which rank failed or hangs, and where.
+
+Every rank sends heartbeats with its step and source line. On the first error the failing rank sets
+``ABORT``; all live ranks then send a rank report and exit. The launcher, whose store outlives the
+ranks, reports a rank that does not answer as dead or hung.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from runtime import exit_codes
+from runtime.machine import die_with_parent
+from runtime.release import add_release_note
+
+ROOT = Path(__file__).parents[1]
+PREFIX = "post_mortem"
+ABORT = "abort"
+HEARTBEAT_SECONDS = 5.0
+POLL_SECONDS = 0.2
+# Time for rank reports: the launcher waits for them, and so does a rank without an error of its
+# own before it exits.
+REPORT_TIMEOUT_SECONDS = 1.0
+# If the network link is down, a call to the store blocks for 15 minutes.
+STORE_SECONDS = 10.0
+# More lines would hide the first ones.
+MAX_LINES = 8
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Last state of a rank, as a heartbeat or as its final report."""
+
+    rank: int
+    host: str
+    time: str
+    step: int
+    place: str
+    """Innermost Shardloom source line, ``file:line``."""
+    error: str = ""
+    traceback: str = ""
+    order: int = 0
+    """Order among failed ranks, from 1; 0: it did not fail."""
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The launcher's diagnosis of a failure."""
+
+    lines: list[str]
+    """Human-readable lines, the cause first."""
+    traceback: str
+    """Traceback of the first error; "" if a rank was killed, because then that is the cause."""
+    silent: list[int]
+    """Ranks that did not report and that, as far as this node knows, still run."""
+
+
+class RankHeartbeat:
+    """Context manager that reports this rank to its launcher. The trainer assigns ``step``.
+
+    A thread sends heartbeats. An error that leaves the context is reported and ends the process at
+    once, whatever threads and process groups wait for. From construction on, this process dies
+    with its launcher (Linux only). ``environment`` is the launcher's or torchrun's; without
+    either, the context does nothing.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        if "LAUNCHER_PID" in environment:
+            die_with_parent(int(environment["LAUNCHER_PID"]))
+        self.step = 0
+        self._rank = int(environment.get("RANK", 0))
+        self._is_standalone = environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        store = dist.HashStore() if self._is_standalone else _connect(environment)
+        self._store = dist.PrefixStore(PREFIX, store)
+        self._is_finished = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._put("heartbeat", self._snapshot())
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_finished.set()
+        if isinstance(error, Exception):
+            add_release_note(error)
+        self._thread.join(STORE_SECONDS)
+        if self._thread.is_alive() and isinstance(error, Exception):
+            traceback.print_exception(error)
+            os._exit(exit_codes.FAILED)
+        if self._is_standalone or self._thread.is_alive():
+            return
+        try:
+            if isinstance(error, Exception):
+                self._report_error(error)
+            else:
+                # Another rank may fail while this process exits.
+                self._put("report", self._snapshot())
+        except dist.DistError:
+            # The launcher, which would print it, has exited.
+            if error is not None:
+                traceback.print_exception(error)
+        if isinstance(error, Exception):
+            os._exit(exit_codes.FAILED)
+
+    def _watch(self) -> None:
+        next_beat = time.monotonic() + HEARTBEAT_SECONDS
+        try:
+            while not self._store.check([ABORT]):
+                if time.monotonic() >= next_beat:
+                    self._put("heartbeat", self._snapshot())
+                    next_beat += HEARTBEAT_SECONDS
+                if self._is_finished.wait(POLL_SECONDS):
+                    return
+            self._put("report", self._snapshot())
+        except dist.DistError:
+            return
+        if not self._is_finished.wait(REPORT_TIMEOUT_SECONDS):
+            os._exit(exit_codes.FAILED)
+
+    def _report_error(self, error: Exception) -> None:
+        innermost_first = reversed(list(traceback.walk_tb(error.__traceback__)))
+        report = replace(
+            self._snapshot(),
+            place=_place(innermost_first),
+            error=f"{type(error).__name__}: {error}".partition("\n")[0],
+            traceback="".join(traceback.format_exception(error)),
+            order=self._store.add("failures", 1),
+        )
+        self._put("report", report)
+        self._store.set(ABORT, "")
+
+    def _snapshot(self) -> RankReport:
+        """Return the current step and the main thread's position."""
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return RankReport(
+            rank=self._rank,
+            host=socket.gethostname(),
+            time=time.strftime("%H:%M:%S"),
+            step=self.step,
+            place=_place(traceback.walk_stack(frame)),
+        )
+
+    def _put(self, key: str, report: RankReport) -> None:
+        self._store.set(f"{key}/{report.rank}", json.dumps(asdict(report)))
+
+
+def _connect(environment: Mapping[str, str]) -> dist.Store:
+    """Open a connection of its own: a process group uses its connection while it waits."""
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+
+
+def diagnose(
+    store: dist.Store, world_size: int, exit_codes_here: Callable[[], Mapping[int, int | None]]
+) -> FailureReport:
+    """Set ``ABORT``, collect rank reports and find the cause. The launcher calls it.
+
+    ``exit_codes_here`` returns the exit codes of this node's ranks, None for a running one. Waits
+    at most ``REPORT_TIMEOUT_SECONDS``. Raises ``dist.DistError`` if the store is gone.
+    """
+    store = dist.PrefixStore(PREFIX, store)
+    store.set(ABORT, "")
+    deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        codes = exit_codes_here()
+        if store.check([f"report/{r}" for r in range(world_size) if codes.get(r) is None]):
+            break
+        time.sleep(POLL_SECONDS / 10)
+    ended = {rank: code for rank, code in exit_codes_here().items() if code is not None}
+    reports = _read(store, "report", world_size)
+    known = _read(store, "heartbeat", world_size) | reports
+    unreported = [rank for rank in range(world_size) if rank not in reports]
+    silent = [rank for rank in unreported if rank not in ended]
+    # NCCL may abort a rank that waits for the failed one, so SIGABRT is not the cause.
+    killed = [r for r in unreported if r in ended and ended[r] != -signal.SIGABRT]
+    aborted = [r for r in unreported if r in ended and ended[r] == -signal.SIGABRT]
+    errors = sorted((r for r in reports.values() if r.error), key=lambda report: report.order)
+    # Ranks that exited without an error report, listed only if no other cause is known.
+    unexplained = [] if killed or silent or errors else [r for r in ended if ended[r]]
+    waiting: dict[str, list[int]] = {}
+    for report in reports.values():
+        if not report.error:
+            waiting.setdefault(_where(report), []).append(report.rank)
+    lines = [
+        *(f"{_who([rank], known)} {_exit_text(ended[rank])}" for rank in [*killed, *unexplained]),
+        *(f"{_who([rank], known)} did not answer{_last_heartbeat(rank, known)}" for rank in silent),
+        *(f"{_who([e.rank], known)} failed {_where(e)}: {e.error}" for e in errors[:1]),
+        *(f"{_who([rank], known)} {_exit_text(ended[rank])}" for rank in aborted),
+        *(f"{_who(ranks, known)}: {where}" for where, ranks in waiting.items()),
+    ]
+    rest = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
+    return FailureReport(
+        lines=lines[:MAX_LINES] + rest,
+        traceback=errors[0].traceback if errors and not killed else "",
+        silent=silent,
+    )
+
+
+def is_aborted(store: dist.Store) -> bool:
+    """Whether a rank has set ``ABORT``. Raises ``dist.DistError`` if the store is gone."""
+    return dist.PrefixStore(PREFIX, store).check([ABORT])
+
+
+def _read(store: dist.Store, key: str, world_size: int) -> dict[int, RankReport]:
+    ranks = [rank for rank in range(world_size) if store.check([f"{key}/{rank}"])]
+    return {rank: RankReport(**json.loads(store.get(f"{key}/{rank}"))) for rank in ranks}
+
+
+def _who(ranks: list[int], known: Mapping[int, RankReport]) -> str:
+    first = ranks[0]
+    host = f" ({known[first].host})" if first in known else ""
+    return f"rank {first}{host}" + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
+
+
+def _where(report: RankReport) -> str:
+    return f"in step {report.step} at {report.place}"
+
+
+def _last_heartbeat(rank: int, known: Mapping[int, RankReport]) -> str:
+    if rank not in known:
+        return "; no heartbeat received"
+    return f"; last heartbeat at {known[rank].time} {_where(known[rank])}"
+
+
+def _exit_text(code: int) -> str:
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-code, -code)}" if code < 0 else f"exited with {code}"
+
+
+def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """First Shardloom source line of ``frames``, which are ordered innermost first."""
+    for frame, line in frames:
+        path = Path(os.path.abspath(frame.f_code.co_filename))
+        is_shardloom = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+        if is_shardloom and path != Path(__file__):
+            return f"{path.relative_to(ROOT)}:{line}"
+    return "an unknown place"

@@ -1,0 +1,93 @@
+"""Records of a run's steps: metrics, the ledger, and slow ranks."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from build_model import ShardedModel
+from data.step_batches import StepBatch
+from metrics.ledger import Attempt, Ledger
+from metrics.logger import MetricsLogger
+from metrics.stragglers import Stragglers
+from run_spec import RunSpec
+from runtime.distributed import sum_in_order
+from train_step import StepResult
+
+
+class RunLog:
+    """Writes metrics and the ledger. Waits for the device only on steps whose values are read."""
+
+    def __init__(
+        self, run: RunSpec, model: ShardedModel, *, attempt: Attempt, resumed: int | None
+    ) -> None:
+        """``resumed``: the checkpoint's step, if any. Collective."""
+        config, self._run = run.config.metrics, run
+        self._data_mesh = model.dims.data_mesh
+        self._reads_every_step = config.enable_ledger or run.config.numerics.on_spike == "rollback"
+        self._metrics = MetricsLogger(
+            run.folder,
+            config,
+            is_writer=dist.get_rank() == 0,
+            device=model.device,
+            n_devices=dist.get_world_size(),
+            flops_per_token=model.flops_per_token,
+            peak_flops=model.peak_flops,
+            resumed=resumed,
+        )
+        self._ledger = Ledger(run.folder / "ledger", attempt) if config.enable_ledger else None
+        self._stragglers = None
+        if config.straggler_window > 0:
+            blocks = model.spec.blocks(model.module).values()
+            self._stragglers = Stragglers(
+                blocks, window=config.straggler_window, device=model.device
+            )
+        self.excluded_from_throughput = self._metrics.exclude_from_throughput
+
+    def is_due(self, step: int) -> bool:
+        """Whether the metrics of ``step`` are logged: by ``metrics.log_freq``, and the last."""
+        return step == self._run.config.training.steps or self._metrics.is_due(step)
+
+    def step(
+        self,
+        step: int,
+        batch: StepBatch,
+        result: StepResult,
+        *,
+        metrics: Callable[[], dict[str, float]],
+    ) -> dict[str, float] | None:
+        """Record a step; return its global loss and gradient norm if they were read. Collective.
+
+        ``metrics``: returns the other metrics of the step; called if it is logged.
+        """
+        self._metrics.count(batch.n_tokens, batch.data_wait)
+        slowest = {} if self._stragglers is None else self._stragglers.end_step()
+        is_due = self.is_due(step)
+        if not is_due and not self._reads_every_step:
+            return None
+        loss = sum_in_order(result.losses, self._data_mesh).item()
+        values = {"loss": loss, "grad_norm": result.grad_norm.item()}
+        if self._ledger is not None:
+            self._ledger.log(step, batch.microbatches, **values)
+        if is_due:
+            self._metrics.log(step, self._run.steps_left(step), values | slowest | metrics())
+        return values
+
+    def validation(
+        self, step: int, losses: dict[str, float], *, bits_per_nat: float | None
+    ) -> None:
+        self._metrics.log_validation(step, losses, bits_per_nat=bits_per_nat)
+
+    def new_attempt(self, attempt: Attempt) -> None:
+        """Continue the ledger as another attempt, after a rollback."""
+        if self._ledger is not None:
+            self._ledger.begin(attempt)
+
+    def sync(self) -> None:
+        """Make the ledger durable, before the checkpoint that counts on it."""
+        if self._ledger is not None:
+            self._ledger.sync()
+
+    def close(self) -> None:
+        self._metrics.close()
+        if self._ledger is not None:
+            self._ledger.close()

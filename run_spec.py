@@ -1,0 +1,171 @@
+"""Resolve a configuration: look up and check everything it names, before ranks connect."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from config import JobConfig
+from data.batch_size import Ramp, batch_size_of, sequences_in
+from data.loader import BatchLoader, LoaderConfig
+from data.mixture import Mixture
+from data.sources import build_sources
+from data.step_batches import StepBatches
+from data.tokenizer import Tokenizer, load_tokenizer
+from models import ModelSpec, TransformerArgs, find_model
+from parallelisms.constraints import check_constraints
+from parallelisms.parallel_dims import ParallelDims
+from runtime.control import RunControl
+from runtime.log import logger
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run, resolved and checked: what its configuration names, opened."""
+
+    config: JobConfig
+    """With the vocabulary, batch size and schedule's steps filled in where the TOML leaves them."""
+    model_spec: ModelSpec
+    model_args: TransformerArgs
+    tokenizer: Tokenizer
+    training_data: Mixture
+    held_out: dict[str, Mixture]
+    """Validation documents by the label of their source."""
+    microbatch_size: int
+    """Sequences of one forward pass on a rank."""
+    global_batch_size: int
+    ramp: Ramp
+    """(steps, batch size) of each phase before ``global_batch_size``."""
+    total_steps: int
+    """Steps of the learning-rate schedule."""
+
+    @property
+    def folder(self) -> Path:
+        return self.config.job.folder
+
+    def build_loader(
+        self, mixture: Mixture, dims: ParallelDims, device: torch.device
+    ) -> BatchLoader:
+        """Build the loader of this data-parallel rank's rows of every global batch."""
+        return BatchLoader(
+            mixture,
+            self.tokenizer,
+            LoaderConfig(
+                vocab_size=self.model_args.vocab_size,
+                seq_len=self.config.training.seq_len,
+                microbatch_size=self.microbatch_size,
+                global_batch_size=self.global_batch_size,
+                dp_rank=dims.batch_mesh.get_local_rank(),
+                dp_degree=dims.degrees.batch,
+                document_mask=self.config.data.document_mask,
+                prefetch=self.config.data.prefetch,
+                packing=self.config.data.packing,
+                pin_memory=device.type == "cuda",
+            ),
+        )
+
+    def build_batches(
+        self, loader: BatchLoader, control: RunControl, dims: ParallelDims
+    ) -> StepBatches:
+        """Build the iterator over the batches of steps, which ``loader`` reads."""
+        return StepBatches(
+            loader,
+            control,
+            batch_size=self.batch_size,
+            global_batch_size=self.global_batch_size,
+            n_readers=dist.get_world_size() // dims.degrees.batch,
+            max_bad_records=self.config.data.max_bad_records,
+        )
+
+    def batch_size(self, step: int) -> int:
+        """Return the global batch size of ``step``, 1-based, in sequences."""
+        return batch_size_of(step, self.ramp, self.global_batch_size)
+
+    def steps_left(self, step: int) -> float:
+        """Return the work left after ``step``, in steps of that step's batch size."""
+        done, total = (
+            sequences_in(steps, self.ramp, self.global_batch_size)
+            for steps in (step, self.config.training.steps)
+        )
+        return (total - done) / self.batch_size(step)
+
+    @property
+    def sources(self) -> list[tuple[str, int | None]]:
+        """(label, number of documents or None if unknown) of each training source."""
+        return [
+            (source.label, documents.n_documents)
+            for source, documents in zip(
+                self.config.data.mixture, self.training_data.sources, strict=True
+            )
+        ]
+
+    @property
+    def wants_flex_attention(self) -> bool:
+        """Whether attention has a mask besides the causal one: of documents or gathered keys.
+
+        Not with zero bubble, whose backward runs each graph twice; compiled graphs forbid that.
+        """
+        parallelism = self.config.parallelism
+        has_context = parallelism.context_parallel_degree > 1
+        gathers = has_context and parallelism.context_parallel_method == "allgather"
+        is_masked = self.config.data.document_mask or gathers
+        return is_masked and parallelism.pipeline_parallel_schedule != "InterleavedZeroBubble"
+
+
+def resolve(config: JobConfig, world_size: int) -> RunSpec:
+    """Return the run that ``config`` describes, before any process group. Raises ``ValueError``."""
+    spec, published_args = find_model(config.model.name, config.model.flavor)
+    has_gpu = torch.cuda.is_available()
+    degrees = check_constraints(config, published_args, world_size, has_gpu=has_gpu)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    # Multiples of 64 suit tensor cores, and tensor parallel degrees of powers of two.
+    vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
+    if vocab_size < tokenizer.n_vocab:
+        raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
+    train, held_out = build_sources(
+        config.data,
+        config.debug.seed,
+        with_held_out=config.validation.enable,
+        tokenizer=tokenizer,
+    )
+    total_steps = config.lr_scheduler.total_steps or config.training.steps
+    warmup = config.lr_scheduler.warmup_steps
+    if warmup > total_steps:
+        logger.warning(
+            "lr_scheduler.warmup_steps (%d) > total_steps (%d): lr peaks at %.0f %% of its value",
+            warmup, total_steps, 100 * total_steps / warmup,
+        )  # fmt: skip
+    weights = [source.weight for source in config.data.mixture]
+    one_microbatch = config.training.local_batch_size * degrees.batch
+    batch_size = config.training.global_batch_size or one_microbatch
+    parallelism = config.parallelism
+    if degrees.pp > 1 and parallelism.data_parallel == "fsdp2":
+        # PyTorch's pipeline schedules reduce gradients after the last microbatch only. No code
+        # reads this: the resolved config must say what the run does.
+        last = {"fsdp_reduce_gradients": "last_microbatch"}
+        parallelism = parallelism.model_copy(update=last)
+    resolved = {
+        "parallelism": parallelism,
+        "model": config.model.model_copy(update={"vocab_size": vocab_size}),
+        "training": config.training.model_copy(update={"global_batch_size": batch_size}),
+        "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),
+    }
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": config.training.seq_len}
+    if hasattr(published_args, "balance_weight"):
+        sizes["balance_weight"] = config.experts.balance_loss / batch_size
+    return RunSpec(
+        config=config.model_copy(update=resolved),
+        model_spec=spec,
+        model_args=replace(published_args, **sizes),
+        tokenizer=tokenizer,
+        training_data=Mixture(train, weights),
+        held_out={label: Mixture([source]) for label, source in held_out.items()},
+        microbatch_size=config.parallelism.pipeline_parallel_microbatch_size
+        if degrees.pp > 1
+        else config.training.local_batch_size,
+        global_batch_size=batch_size,
+        ramp=[(p.steps, p.global_batch_size) for p in config.training.batch_size_ramp],
+        total_steps=total_steps,
+    )

@@ -1,0 +1,116 @@
+"""Resolve a tool's argument to a checkpoint, and a checkpoint to its model and tokenizer."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from checkpoint.checkpoint_dir import list_checkpoints, verify_checkpoint
+from checkpoint.manifest import MANIFEST_FILE
+from checkpoint.tensor_files import TensorRecord
+from config.resume_compat import changed_arguments
+from data.tokenizer import Tokenizer, load_tokenizer
+from models import ModelSpec, TransformerArgs, find_spec
+
+
+def saved_model(
+    checkpoint: Path, manifest: Mapping[str, Any]
+) -> tuple[str, ModelSpec, TransformerArgs]:
+    """Name, spec and args of a checkpoint's model.
+
+    Raises ``ValueError`` if the model is unknown or has other arguments in this version.
+    """
+    try:
+        name, saved = manifest["config"]["model"]["name"], manifest["model_args"]
+        if not isinstance(name, str):
+            raise TypeError
+        spec = find_spec(name)
+        args = _build(type(next(iter(spec.flavors.values()))), saved)
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{checkpoint}: {MANIFEST_FILE} has no valid model.name and model_args"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}") from None
+    if changed := changed_arguments(saved, args):
+        raise ValueError(
+            f"{checkpoint}: {name} has changed since it was saved: {'; '.join(changed)}"
+        )
+    return name, spec, args
+
+
+def saved_tokenizer(
+    checkpoint: Path, manifest: Mapping[str, Any], name: str | None
+) -> tuple[str, Tokenizer] | None:
+    """Name and tokenizer: ``name`` or, by default, the checkpoint's; None if neither names one.
+
+    Raises ``ValueError`` if it is unreadable, or not the one that the model was trained with.
+    """
+    named_by, hint = "argument --tokenizer", ""
+    if not name:
+        named_by, hint = f"{checkpoint}: data.tokenizer", "; set --tokenizer if it has moved"
+    name = name or manifest["config"].get("data", {}).get("tokenizer")
+    if name is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"{named_by}{str(error).removeprefix('data.tokenizer')}{hint}") from None
+    fingerprint = manifest.get("fingerprints", {}).get("tokenizer", tokenizer.fingerprint)
+    if tokenizer.fingerprint != fingerprint:
+        text = f"{name} is not the tokenizer that the model was trained with"
+        raise ValueError(f"{named_by}: {text}; set another --tokenizer")
+    return name, tokenizer
+
+
+def check_shapes(
+    checkpoint: Path, have: Mapping[str, TensorRecord], want: Mapping[str, torch.Size]
+) -> None:
+    """Raise ``ValueError`` naming a weight whose shapes differ, or that one side lacks."""
+    shapes = {fqn: entry.shape for fqn, entry in have.items()}
+    for fqn in sorted(shapes.keys() | want.keys()):
+        wanted = list(want[fqn]) if fqn in want else "absent"
+        if (found := shapes.get(fqn, "absent")) != wanted:
+            text = f"tensor {fqn} is {found}, not {wanted}"
+            raise ValueError(f"{checkpoint} does not match the model: {text}")
+
+
+def _build(kind: Any, saved: Mapping[str, Any]) -> Any:
+    """Build the dataclass ``kind`` from a dict; its fields may be dataclasses or None."""
+    values = {f.name: saved[f.name] for f in fields(kind) if f.name in saved}
+    for f in fields(kind):
+        nested = [option for option in (f.type, *get_args(f.type)) if is_dataclass(option)]
+        if nested and isinstance(values.get(f.name), dict):
+            values[f.name] = _build(nested[0], values[f.name])
+    return kind(**values)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Folder of a checkpoint that verifies: ``path``, or the newest of the run folder ``path``.
+
+    Raises ``ValueError`` if none verifies.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder")
+    checkpoints = (
+        [path] if (path / MANIFEST_FILE).exists() else list_checkpoints(path / "checkpoints")
+    )
+    if not checkpoints:
+        raise ValueError(
+            f"{path}: no checkpoint ({MANIFEST_FILE}), nor a run folder with checkpoints"
+        )
+    problems: list[str] = []
+    for folder in checkpoints:
+        found = verify_checkpoint(folder)
+        if not found:
+            print(
+                "".join(f"skipped: {problem}\n" for problem in problems),
+                end="",
+                file=sys.stderr,
+            )
+            return folder
+        problems += found
+    raise ValueError(f"{path}: no checkpoint verifies: {'; '.join(problems)}")

@@ -1,0 +1,58 @@
+"""Failures without progress are numbered; progress resets the number."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.failures import MOST_ATTEMPTS, record_end, record_failure
+
+
+def fail(control: Path) -> int:
+    return record_failure(
+        control, lines=["rank 1 was killed by SIGKILL", "rank 0: waits"], codes={0: 1, 1: -9}
+    )
+
+
+def test_failures_without_progress_are_numbered(tmp_path: Path) -> None:
+    control = tmp_path / "run" / "control"
+    assert [fail(control) for _ in range(MOST_ATTEMPTS)] == [1, 2, 3]
+    # Whoever restarts after the last attempt has fixed something, so the count starts at one.
+    assert fail(control) == 1
+    record = json.loads((control / "failures").read_text().splitlines()[-1])
+    assert record["reason"] == "rank 1 was killed by SIGKILL"
+    assert record["exit_codes"] == {"0": 1, "1": -9}
+    assert control.stat().st_mode & 0o077 == 0
+
+
+def test_newer_checkpoint_resets_attempts(tmp_path: Path) -> None:
+    numbers = []
+    for step in (10, 10, 20, 20, 20):
+        (tmp_path / "progress").write_text(f"{step}\n")
+        numbers.append(fail(tmp_path))
+    assert numbers == [1, 2, 1, 2, 3]
+
+
+def test_rollback_is_no_progress(tmp_path: Path) -> None:
+    (tmp_path / "progress").write_text("20\n")
+    fail(tmp_path)
+    (tmp_path / "progress").write_text("10\n")
+    assert fail(tmp_path) == 2
+
+
+@pytest.mark.parametrize("outcome", ["done", "stopped SIGTERM"])
+def test_requested_end_resets_attempts(tmp_path: Path, outcome: str) -> None:
+    record_end(tmp_path, outcome)
+    assert not (tmp_path / "failures").exists()
+    fail(tmp_path)
+    record_end(tmp_path, outcome)
+    record_end(tmp_path, outcome)
+    assert len((tmp_path / "failures").read_text().splitlines()) == 2
+    assert fail(tmp_path) == 1
+
+
+def test_truncated_line_delays_the_count(tmp_path: Path) -> None:
+    fail(tmp_path)
+    path = tmp_path / "failures"
+    path.write_text(path.read_text()[:20])
+    assert [fail(tmp_path) for _ in range(4)] == [1, 1, 2, 3]

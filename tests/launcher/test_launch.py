@@ -1,0 +1,486 @@
+"""The launcher starts the requested ranks and exits with the trainer's exit code."""
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher import agent, launch
+from launcher.agent import End, Nodes
+from launcher.failures import MOST_ATTEMPTS
+from launcher.launch import (
+    DEFAULT_CPU_RANKS,
+    exit_code,
+    find_nodes,
+    ranks_per_node,
+    shown_ranks,
+)
+from runtime import exit_codes
+from runtime.control import SIGNALS, lock_run
+from runtime.machine import available_cpus
+from tests.reliability.test_processes import are_gone, seconds_until
+
+SLURM = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "3", "SLURM_STEP_NODELIST": "node[07-09]"}
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake ``scontrol`` for one list of hosts, alone on the PATH."""
+    script = tmp_path / "scontrol"
+    script.write_text(
+        """#!/bin/sh
+        [ "$*" = "show hostnames node[07-09]" ] && printf "node07\\nnode08\\nnode09\\n"
+        """
+    )
+    script.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "count"),
+    [
+        ({}, 0, DEFAULT_CPU_RANKS),
+        ({}, 8, 8),
+        ({"NGPU": ""}, 8, 8),
+        ({"SLURM_GPUS_ON_NODE": "4"}, 8, 4),
+        ({"NGPU": "3", "SLURM_GPUS_ON_NODE": "4"}, 8, 3),
+    ],
+)
+def test_ranks_per_node(
+    environment: dict[str, str], gpus: int, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert ranks_per_node(environment) == count
+
+
+@pytest.mark.parametrize("name", ["NGPU", "SLURM_GPUS_ON_NODE"])
+def test_more_ranks_than_gpus_are_rejected(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert ranks_per_node({name: "2"}) == 2
+    with pytest.raises(ValueError, match=f"{name}=3: only 2 GPUs are visible"):
+        ranks_per_node({name: "3"})
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " "])
+def test_invalid_rank_count_names_ngpu(text: str):
+    with pytest.raises(ValueError, match="NGPU"):
+        ranks_per_node({"NGPU": text})
+
+
+def test_one_node_needs_no_environment():
+    nodes = find_nodes({})
+    assert (nodes.count, nodes.rank) == (1, 0)
+
+
+def test_nodes_from_the_users_environment():
+    environment = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    assert find_nodes(environment) == Nodes(count=2, rank=1, address="head", port=29500)
+    assert find_nodes(SLURM | environment) == find_nodes(environment)
+
+
+@pytest.mark.usefixtures("scontrol")
+def test_nodes_from_slurm():
+    nodes = [find_nodes(SLURM | {"SLURM_NODEID": str(rank)}) for rank in range(3)]
+    assert [node.rank for node in nodes] == [0, 1, 2]
+    assert {(node.count, node.address) for node in nodes} == {(3, "node07")}
+    (port,) = {node.port for node in nodes}
+    assert 1024 < port < 65536
+
+
+def test_jobs_on_one_head_node_have_different_ports():
+    ports = {find_nodes({"SLURM_JOB_ID": str(job)}).port for job in range(1000, 1100)}
+    assert len(ports) == 100
+
+
+@pytest.mark.parametrize(
+    ("environment", "key"),
+    [
+        ({"NNODES": "2"}, "MASTER_ADDR"),
+        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, "MASTER_ADDR"),
+        ({"NNODES": "two"}, "NNODES"),
+        ({"NNODES": "0"}, "NNODES"),
+        ({"NNODES": "2:4"}, "NNODES"),
+        ({"NODE_RANK": "first"}, "NODE_RANK"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK"),
+        ({"NODE_RANK": "1"}, "NODE_RANK"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "head"}, "NODE_RANK"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT"),
+    ],
+)
+def test_invalid_nodes_are_rejected_by_name(environment: dict[str, str], key: str):
+    with pytest.raises(ValueError, match=f"^{key}"):
+        find_nodes(environment)
+
+
+def test_missing_scontrol_names_master_addr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        find_nodes(SLURM)
+    assert find_nodes(SLURM | {"MASTER_ADDR": "head"}).address == "head"
+
+
+@pytest.mark.parametrize(
+    ("environment", "key"),
+    [
+        ({"NNODES": "two"}, "NNODES"),
+        ({"NGPU": "0"}, "NGPU"),
+        ({"LOG_RANK": "all"}, "LOG_RANK"),
+        ({"NGPU": "2", "LOG_RANK": "0,2"}, "LOG_RANK: 0,2: a node's ranks are 0 to 1"),
+    ],
+)
+def test_bad_environment_exits_with_bad_config(
+    environment: dict[str, str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = tmp_path / "run.toml"
+    config.touch()
+    assert launch.main([str(config)], environment) == exit_codes.BAD_CONFIG
+    assert key in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["file", "/proc/none"])
+def test_unusable_output_dir_is_named(
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("run.toml", "file"):
+        (tmp_path / name).touch()
+    arguments = [str(tmp_path / "run.toml"), "--job.output_dir", str(tmp_path / folder)]
+    assert launch.main(arguments, {"NGPU": "1"}) == exit_codes.BAD_CONFIG
+    assert capsys.readouterr().err.startswith("job.output_dir: ")
+
+
+def test_every_rank_has_a_cpu_thread():
+    assert launch.cpu_threads(1) == available_cpus()
+    assert launch.cpu_threads(available_cpus() + 1) == 1
+
+
+def test_log_rank_selects_shown_ranks():
+    assert shown_ranks("0", 1) == {0}
+    assert shown_ranks("0,2", 3) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("codes", "received", "outcome", "code"),
+    [
+        ([0, 0], None, "done", exit_codes.DONE),
+        ([75, 75], None, "stopped SIGTERM", exit_codes.PREEMPTED),
+        ([75, -15], None, "stopped SIGTERM", exit_codes.PREEMPTED),
+        ([75, 1], None, "stopped SIGTERM", exit_codes.FAILED),
+        ([93, -15], None, "", exit_codes.DO_NOT_REQUEUE),
+        ([2, 1], None, "", exit_codes.BAD_CONFIG),
+        ([-9, 1], None, "", exit_codes.FAILED),
+        ([-15, -15], None, "", exit_codes.FAILED),
+        ([75, 75], signal.SIGUSR1, "stopped SIGUSR1", exit_codes.PREEMPTED),
+        ([0, 0], signal.SIGTERM, "done", exit_codes.DONE),
+        ([0, 0], signal.SIGTERM, "stopped stop file", exit_codes.DONE),
+        ([0, 0], signal.SIGTERM, "stopped the end of the data", exit_codes.DONE),
+        ([0, 1], signal.SIGTERM, "done", exit_codes.FAILED),
+        ([-10, -10], signal.SIGUSR1, "done", exit_codes.PREEMPTED),
+        ([1, 75], signal.SIGTERM, "", exit_codes.FAILED),
+        ([93, 93], signal.SIGTERM, "", exit_codes.DO_NOT_REQUEUE),
+        ([143, 143], signal.SIGTERM, "", exit_codes.FAILED),
+    ],
+)
+def test_exit_code(codes: list[int], received: signal.Signals | None, outcome: str, code: int):
+    end = End(dict(enumerate(codes)), message="", signal=received, verdict=None)
+    assert exit_code(end, outcome, has_checkpoints=True) == code
+
+
+def test_stopped_run_without_checkpoints_has_failed():
+    end = End({0: 0}, message="", signal=signal.SIGTERM, verdict=None)
+    assert exit_code(end, "stopped SIGTERM", has_checkpoints=False) == exit_codes.FAILED
+
+
+@pytest.mark.parametrize(
+    ("node", "received", "n_failures"), [(0, None, 1), (1, None, 0), (0, signal.SIGTERM, 0)]
+)
+def test_head_node_shows_rank_0_and_records_failures(
+    node: int,
+    received: signal.Signals | None,
+    n_failures: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    shown = []
+
+    def run_ranks(program: list[str], **keywords: Any) -> End:
+        shown.append(keywords["shown"])
+        return End({node: 1}, message="", signal=received, verdict=None)
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config, control = tmp_path / "run.toml", tmp_path / "default" / "control"
+    config.touch()
+    control.mkdir(parents=True)
+    environment = {"NGPU": "1", "NNODES": "2", "NODE_RANK": str(node), "MASTER_ADDR": "here"}
+    arguments = [str(config), "--job.output_dir", str(tmp_path)]
+    assert launch.main(arguments, environment) == exit_codes.FAILED
+    assert shown == [{0} if node == 0 else set()]
+    assert len(failures(tmp_path)) == n_failures
+    assert exit_codes.read_exit_code(control) == (exit_codes.FAILED if node == 0 else None)
+
+
+def run_trainer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Launch two ranks of a trainer that runs ``source``; return the launcher's exit code."""
+    config, trainer = folder / "run.toml", folder / "trainer.py"
+    config.touch()
+    control = folder / "default" / "control"
+    control.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "import os, signal, sys, time",
+        f"sys.path.insert(0, {str(launch.TRAINER.parent)!r})",
+        f"control = {str(control)!r}",
+        "rank = os.environ['RANK']",
+    ]
+    trainer.write_text("\n".join([*lines, source]))
+    monkeypatch.setattr(launch, "TRAINER", trainer)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # The launcher does not restore signal handlers.
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        return launch.main([str(config), "--job.output_dir", str(folder)], {"NGPU": "2"})
+    finally:
+        monkeypatch.undo()
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+
+
+def failures(folder: Path) -> list[dict[str, object]]:
+    path = folder / "default" / "control" / "failures"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [exit_codes.DONE, exit_codes.BAD_CONFIG, exit_codes.PREEMPTED, exit_codes.DO_NOT_REQUEUE],
+)
+def test_trainer_exit_code_is_preserved(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # After a failure one rank is slow to exit, so the launcher terminates it.
+    source = f"time.sleep(60 * ({code} > 0) * int(rank))\nsys.exit({code})"
+    assert run_trainer(source, tmp_path, monkeypatch) == code
+    assert not (tmp_path / "default" / "control" / "failures").exists()
+
+
+DUMPS_ENVIRONMENT = """
+import json
+print('rank', rank)
+with open(f'{control}/{rank}.json', 'w') as file:
+    json.dump(dict(os.environ), file)
+"""
+
+
+def test_ranks_get_torchruns_and_the_users_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("TORCH_FR_DUMP_TEMP_FILE", raising=False)
+    assert run_trainer(DUMPS_ENVIRONMENT, tmp_path, monkeypatch) == exit_codes.DONE
+    (logs,) = (tmp_path / "default" / "logs").iterdir()
+    for rank in "01":
+        found = json.loads((tmp_path / "default" / "control" / f"{rank}.json").read_text())
+        assert found["RANK"] == found["LOCAL_RANK"] == rank
+        assert found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"] == "2"
+        assert (found["GROUP_RANK"], found["MASTER_ADDR"]) == ("0", "127.0.0.1")
+        assert found["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+        assert found["LAUNCHER_PID"] == str(os.getpid())
+        assert (found["OMP_NUM_THREADS"], found["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("1", "1")
+        assert found["NCCL_DEBUG"] == "INFO"
+        assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{logs}/flight-record-"
+    # Rank 0 is shown, and only rank 1's output goes to a file.
+    assert capfd.readouterr().out == "rank 0\n"
+    assert {path.name: path.read_text() for path in logs.iterdir()} == {"rank-1.out": "rank 1\n"}
+
+
+@pytest.mark.parametrize("is_another", [False, True])
+def test_rejected_start_writes_no_exit_code_of_another_run(
+    is_another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    control = tmp_path / "default" / "control"
+    control.mkdir(parents=True)
+    with lock_run(control) if is_another else nullcontext():
+        assert run_trainer("sys.exit(2)", tmp_path, monkeypatch) == exit_codes.BAD_CONFIG
+    assert exit_codes.read_exit_code(control) == (None if is_another else exit_codes.BAD_CONFIG)
+
+
+CRASH = "sys.exit(1)"
+CRASH_AFTER_PREEMPTION = """
+ready = os.path.join(os.path.dirname(__file__), 'ready')
+if rank == '1':
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(ready, 'w').close()
+    time.sleep(0.5)
+    sys.exit(1)
+while not os.path.exists(ready):
+    time.sleep(0.01)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("source", [CRASH, CRASH_AFTER_PREEMPTION])
+def test_crash_exits_with_failed(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
+    assert [record["attempt"] for record in failures(tmp_path)] == [1]
+
+
+def test_crash_loop_ends_and_preemption_resets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    codes = [run_trainer(CRASH, tmp_path, monkeypatch) for _ in range(MOST_ATTEMPTS - 1)]
+    codes.append(run_trainer("sys.exit(75)", tmp_path, monkeypatch))
+    codes += [run_trainer(CRASH, tmp_path, monkeypatch) for _ in range(MOST_ATTEMPTS)]
+    assert codes == [1, 1, 75, 1, 1, 93]
+    assert "not retrying" in capsys.readouterr().err
+
+
+CONFIG_ERROR_ON_HIDDEN_RANK = """
+if rank == '0':
+    time.sleep(60)
+with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as file:
+    file.write('{"message": "data.tokenizer: nope"}')
+sys.exit(2)
+"""
+
+
+def test_config_error_of_any_rank_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run_trainer(CONFIG_ERROR_ON_HIDDEN_RANK, tmp_path, monkeypatch)
+    assert "data.tokenizer: nope" in capsys.readouterr().err
+
+
+SAVES = """
+received = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: received.append(number))
+open(control + '/ready' + rank, 'w').close()
+while not all(os.path.exists(control + '/ready' + other) for other in '01'):
+    time.sleep(0.01)
+if rank == '0':
+    os.kill(os.getppid(), NUMBER)
+while not received:
+    time.sleep(0.01)
+if rank == '0':
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(0.5)
+with open(control + '/outcome', 'w') as file:
+    file.write(f'stopped {signal.Signals(received[0]).name}')
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signals_reach_ranks_that_have_time_to_save(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = SAVES.replace("NUMBER", str(int(number)))
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.PREEMPTED
+    outcome = (tmp_path / "default" / "control" / "outcome").read_text()
+    assert outcome == f"stopped {number.name}"
+
+
+def test_ranks_too_slow_to_save_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agent, "SHUTDOWN_SECONDS", 0)
+    source = SAVES.replace("NUMBER", "signal.SIGTERM")
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
+    assert not (tmp_path / "default" / "control" / "outcome").exists()
+
+
+IGNORES_SIGNALS = """
+import subprocess
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+with open(control + '/child' + rank, 'w') as file:
+    file.write(str(subprocess.Popen(['sleep', '60']).pid))
+open(control + '/ready' + rank, 'w').close()
+while not all(os.path.exists(control + '/ready' + other) for other in '01'):
+    time.sleep(0.01)
+while True:
+    os.kill(os.getppid(), signal.SIGINT if rank == '0' else 0)
+    time.sleep(0.2)
+"""
+
+
+def test_third_signal_kills_ranks_and_their_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begin = time.monotonic()
+    assert run_trainer(IGNORES_SIGNALS, tmp_path, monkeypatch) == exit_codes.FAILED
+    assert time.monotonic() - begin < 30
+    assert failures(tmp_path) == []
+    children = [(tmp_path / "default" / "control" / f"child{rank}").read_text() for rank in "01"]
+    seconds_until(lambda: are_gone(map(int, children)), limit=5)
+
+
+def test_launchers_exit_together_unless_one_gets_a_signal():
+    nodes = [Nodes(count=2, rank=rank, address="", port=0) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        store = dist.HashStore()
+        head = pool.submit(agent._exit_barrier, store, nodes[0], [])
+        with pytest.raises(TimeoutError):
+            head.result(3 * agent.POLL_SECONDS)
+        agent._exit_barrier(store, nodes[1], [])
+        head.result(10)
+    agent._exit_barrier(dist.HashStore(), nodes[0], [signal.SIGTERM])
+
+
+def test_signal_before_handlers_exits_as_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = "os.kill(os.getppid(), signal.SIGUSR1) if rank == '0' else None\ntime.sleep(60)"
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.PREEMPTED
+
+
+ONE_HANGS = """
+from launcher.post_mortem import RankHeartbeat
+with RankHeartbeat(os.environ) as heartbeat:
+    heartbeat.step = 10 + int(rank)
+    open(control + '/ready' + rank, 'w').close()
+    while not all(os.path.exists(control + '/ready' + other) for other in '01'):
+        time.sleep(0.01)
+    if rank == '1':
+        HANG
+    raise ArithmeticError('a real error')
+"""
+HANGS = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hang", "text"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "did not answer; last heartbeat at"),
+        (HANGS, "in step 11 at"),
+    ],
+    ids=["process", "main-thread"],
+)
+def test_hung_rank_is_named_and_killed(
+    hang: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    source = ONE_HANGS.replace("HANG", hang)
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
+    (record,) = failures(tmp_path)
+    (line,) = [line for line in record["ranks"] if line.startswith("rank 1 ")]
+    assert text in line
+    started = (tmp_path / "default" / "control" / "ready1").stat().st_mtime
+    # It ignores SIGTERM, after which the launcher would wait 30 seconds for it.
+    assert time.time() - started < 20
+    error = capsys.readouterr().err
+    assert error.count("ArithmeticError: a real error\n") == 2
+    assert error.count("Traceback") == 1

@@ -1,0 +1,143 @@
+"""The failure report names ranks that died, hang or failed first, from reports and heartbeats."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from launcher import post_mortem
+from launcher.post_mortem import (
+    ABORT,
+    MAX_LINES,
+    PREFIX,
+    ROOT,
+    FailureReport,
+    RankHeartbeat,
+    RankReport,
+    _place,
+    diagnose,
+)
+
+TIMEOUT = "RuntimeError: Timed out waiting 5000ms for recv operation to complete"
+
+
+def report(rank: int, *, step: int = 12, place: str = "train.py:1", order: int = 0) -> RankReport:
+    error, trace = (TIMEOUT, f"Traceback of rank {rank}\n") if order else ("", "")
+    return RankReport(rank, "host", "12:00:00", step, place, error, trace, order)
+
+
+def failure_report(
+    world_size: int,
+    codes: Mapping[int, int | None],
+    *,
+    reports: list[RankReport],
+    heartbeats: list[RankReport] | None = None,
+) -> FailureReport:
+    store = dist.HashStore()
+    ranks_store = dist.PrefixStore(PREFIX, store)
+    for key, states in (("report", reports), ("heartbeat", heartbeats or [])):
+        for state in states:
+            ranks_store.set(f"{key}/{state.rank}", json.dumps(asdict(state)))
+    result = diagnose(store, world_size, lambda: codes)
+    assert ranks_store.check([ABORT])
+    return result
+
+
+@pytest.fixture(autouse=True)
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post_mortem, "REPORT_TIMEOUT_SECONDS", 0.05)
+
+
+def test_killed_rank_is_the_cause_before_errors_of_others() -> None:
+    codes = {0: 1, 1: 1, 2: -9}
+    found = failure_report(
+        3, codes, reports=[report(0, order=2), report(1, order=1)], heartbeats=[report(2)]
+    )
+    assert found.lines[0] == "rank 2 (host) was killed by SIGKILL"
+    assert found.lines[1].startswith("rank 1 (host) failed in step 12 at train.py:1: RuntimeError")
+    assert len(found.lines) == 2
+    assert (found.traceback, found.silent) == ("", [])
+
+
+def test_unresponsive_rank_is_named_with_its_position() -> None:
+    codes = {0: 1, 1: None}
+    found = failure_report(
+        2, codes, reports=[report(0, order=1)], heartbeats=[report(0), report(1, step=11)]
+    )
+    where = "last heartbeat at 12:00:00 in step 11 at train.py:1"
+    assert found.lines[0] == f"rank 1 (host) did not answer; {where}"
+    assert found.silent == [1]
+    assert found.traceback == "Traceback of rank 0\n"
+
+
+def test_ranks_of_other_nodes_are_known_by_reports_only() -> None:
+    found = failure_report(
+        4, {0: 1, 1: 1}, reports=[report(0, order=1), report(1, order=2), report(2)]
+    )
+    assert found.lines[0] == "rank 3 did not answer; no heartbeat received"
+    assert found.silent == [3]
+
+
+def test_rank_with_hung_main_thread_is_listed_separately() -> None:
+    others = [report(rank) for rank in (1, 3)]
+    behind = report(2, step=11, place="data/loader.py:80")
+    found = failure_report(4, {0: 1}, reports=[report(0, order=1), *others, behind])
+    assert found.lines[1:] == [
+        "rank 1 (host) and 1 more: in step 12 at train.py:1",
+        "rank 2 (host): in step 11 at data/loader.py:80",
+    ]
+
+
+def test_aborted_ranks_follow_the_rank_they_waited_for() -> None:
+    found = failure_report(
+        3, {0: -6, 1: None, 2: -6}, reports=[], heartbeats=[report(r) for r in range(3)]
+    )
+    assert found.lines[0].startswith("rank 1 (host) did not answer")
+    assert found.lines[1:] == [f"rank {r} (host) was killed by SIGABRT" for r in (0, 2)]
+
+
+def test_exit_code_without_a_report_is_listed() -> None:
+    assert failure_report(1, {0: 1}, reports=[]).lines == ["rank 0 exited with 1"]
+    assert failure_report(1, {0: -40}, reports=[]).lines == ["rank 0 was killed by 40"]
+    found = failure_report(2, {0: 0, 1: 1}, reports=[report(0), report(1)])
+    where = "in step 12 at train.py:1"
+    assert found.lines == ["rank 1 (host) exited with 1", f"rank 0 (host) and 1 more: {where}"]
+
+
+def test_lines_are_limited() -> None:
+    found = failure_report(1000, {}, reports=[report(0, order=1)])
+    assert len(found.lines) == MAX_LINES + 1
+    assert found.lines[-1] == f"and {1000 - MAX_LINES} more"
+    assert len(failure_report(MAX_LINES, {}, reports=[report(0, order=1)]).lines) == MAX_LINES
+
+
+def test_standalone_rank_raises_its_error() -> None:
+    with pytest.raises(RuntimeError, match="mine"), RankHeartbeat({}):
+        raise RuntimeError("mine")
+
+
+def test_place_is_the_innermost_shardloom_line() -> None:
+    paths = [
+        ROOT / ".venv/lib/site-packages/torch/x.py",
+        ROOT / "data/loader.py",
+        ROOT / "train.py",
+    ]
+    frames = [SimpleNamespace(f_code=SimpleNamespace(co_filename=str(path))) for path in paths]
+    lines = cast(Any, list(zip(frames, (7, 8, 9), strict=True)))
+    assert _place(lines) == "data/loader.py:8"
+    assert _place(lines[:1]) == "an unknown place"
+
+
+def test_snapshot_is_cheap() -> None:
+    heartbeat = RankHeartbeat({})
+    begin = time.perf_counter()
+    for _ in range(100):
+        place = heartbeat._snapshot().place
+    # A snapshot is taken twelve times a minute.
+    assert (time.perf_counter() - begin) / 100 < 0.02
+    assert place.startswith("tests/launcher/test_post_mortem.py:")

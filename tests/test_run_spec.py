@@ -1,0 +1,22 @@
+"""Warnings for valid keys that are probably not intended."""
+
+import pytest
+
+from config.job_config import JobConfig
+from run_spec import resolve
+
+
+@pytest.mark.parametrize(("steps", "total", "lr"), [(5, None, "10 %"), (50, None, ""), (5, 60, "")])
+def test_warmup_longer_than_the_run_is_warned_about(
+    captured_log: pytest.LogCaptureFixture, steps: int, total: int | None, lr: str
+) -> None:
+    config = JobConfig.model_validate(
+        {
+            "training": {"steps": steps},
+            "lr_scheduler": {"warmup_steps": 50, "total_steps": total},
+            "validation": {"enable": False},
+        }
+    )
+    resolve(config, 1)
+    assert ("lr_scheduler.warmup_steps (50) > total_steps (5)" in captured_log.text) == bool(lr)
+    assert lr in captured_log.text

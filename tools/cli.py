@@ -1,0 +1,63 @@
+"""Command-line parsing and error handling shared by the ``main`` functions of all tools."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn
+
+from runtime import exit_codes
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that prints ``description`` verbatim and raises ``ValueError`` on errors."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def reporting_errors(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Wrap ``main`` to print ``OSError`` and ``ValueError`` on stderr and return BAD_CONFIG."""
+
+    @wraps(main)
+    def wrapper(arguments: list[str]) -> int:
+        try:
+            return main(arguments)
+        except (OSError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return exit_codes.BAD_CONFIG
+
+    return wrapper
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split ``arguments`` into the tool's own and config overrides (``--section.key``)."""
+    own, overrides, rest = [], [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        key, is_given, _ = argument.partition("=")
+        if not re.match(r"--[^.]+\.", key):
+            own.append(argument)
+            continue
+        overrides.append(argument)
+        if not is_given and rest and not rest[0].startswith("--"):
+            overrides.append(rest.pop(0))
+    return own, overrides
+
+
+def whole_number(least: int, most: int = 10**18 - 1) -> Callable[[str], int]:
+    """Argument type for an integer from ``least`` to ``most``."""
+
+    def parse(text: str) -> int:
+        # Python raises on thousands of digits; every bound has fewer than twenty.
+        is_number = text.isascii() and text.isdecimal() and len(text) < 20
+        if not is_number or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} to {most}")
+        return int(text)
+
+    return parse

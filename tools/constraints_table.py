@@ -1,0 +1,30 @@
+"""``python -m tools.constraints_table`` writes docs/support.md from the tables of constraints."""
+
+from pathlib import Path
+from typing import Any
+
+from config.constraints import CONFIG_CONSTRAINTS, Constraint
+from parallelisms.constraints import RUN_CONSTRAINTS
+
+ROWS: tuple[Constraint[Any], ...] = (*RUN_CONSTRAINTS, *CONFIG_CONSTRAINTS)
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+INTRO = """\
+# Unsupported configurations
+
+Every other configuration runs, if its degrees multiply to the number of ranks. The launcher rejects
+those in this table with exit code 2, before any process group or device is touched.
+`python -m tools.constraints_table` writes this page from the tables in
+`parallelisms/constraints.py` and `config/constraints.py`.
+
+| key | reason |
+|---|---|
+"""
+
+
+def constraints_page() -> str:
+    """Return the text of docs/support.md."""
+    return INTRO + "".join(f"| `{row.key}` | {row.reason} |\n" for row in ROWS)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(constraints_page())

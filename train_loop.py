@@ -1,0 +1,203 @@
+"""The loop over steps: when a step may start, what follows it, and how a run ends."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from build_model import ShardedModel
+from checkpoint.checkpointer import Checkpointer
+from config import ConfigError
+from data.loader import BatchLoader
+from data.step_batches import StepBatches, StepSync
+from launcher.post_mortem import RankHeartbeat
+from metrics.source_fractions import source_fractions
+from optim.spikes import LossSpikeDetector
+from parallelisms.replicas import check_replicas
+from resume import TrainState, attempt_of
+from run_log import RunLog
+from run_spec import RunSpec
+from runtime import exit_codes
+from runtime.compat import set_timeout
+from runtime.control import RunControl
+from runtime.exit_codes import StopReason, stopped_by
+from runtime.log import logger
+from runtime.object_collectives import run_on_rank0
+from train_step import StepResult, TrainStep
+from validation import Validator, generate_sample
+
+
+@dataclass
+class TrainLoop:
+    """The loop over steps. Every rank takes the same branches in the same order."""
+
+    run: RunSpec
+    control: RunControl
+    loader: BatchLoader
+    batches: StepBatches
+    model: ShardedModel
+    train_step: TrainStep
+    spikes: LossSpikeDetector
+    state: TrainState
+    checkpointer: Checkpointer
+    log: RunLog
+    validator: Validator | None
+    heartbeat: RankHeartbeat
+    profile_step: Callable[[int], None]
+    resumed_step: int
+
+    def run_steps(self) -> StopReason:
+        """Train until a reason to stop. Collective."""
+        state, config, checkpointer = self.state, self.run.config, self.checkpointer
+        if state.step == 0:
+            self.validate()
+        while state.step < config.training.steps:
+            # May this step start? All ranks read the answer off the same all-reduce.
+            batch, sync = self.batches.next(state.step + 1, is_writing=checkpointer.is_writing)
+            if sync.n_writing == 0:
+                # Commit an async save once all ranks have written it.
+                checkpointer.finish()
+            if sync.stop is not None:
+                # The batch was taken, but not committed: a resumed run takes it again.
+                return stopped_by(sync.stop, has_checkpoints=config.checkpoint.enable)
+            if batch.is_end_of_data:
+                return self.end_of_data()
+
+            state.step += 1
+            self.heartbeat.step = state.step
+            result = self.train_step(state.step, batch)
+            # After the update, so that a checkpoint never counts a batch that was not trained on.
+            self.loader.commit(batch.microbatches)
+            state.tokens += batch.n_tokens
+
+            # The host waits for the device on steps that are logged or saved, and on no others.
+            save_is_due = checkpointer.is_due(state.step)
+            is_read = save_is_due or self.log.is_due(state.step)
+            must_stop = is_read and self.train_step.nonfinite.should_stop()
+            metrics = partial(self.metrics, sync, result)
+            values = self.log.step(state.step, batch, result, metrics=metrics)
+            # Before must_stop, because a rollback undoes nonfinite steps too.
+            if self.is_spike(values):
+                if self.spikes.exhausted:
+                    return exit_codes.SPIKES
+                if self.roll_back():
+                    continue
+            if must_stop:
+                return exit_codes.NOT_FINITE
+            self.periodic_work()
+            if save_is_due:
+                self.save()
+            # Last, because the save above may have been the one that was overdue.
+            if checkpointer.is_overdue(state.step):
+                return exit_codes.NOT_SAVED
+        return exit_codes.FINISHED
+
+    def is_spike(self, values: dict[str, float] | None) -> bool:
+        if values is None or not self.spikes.enabled:
+            return False
+        # Rank 0's values decide, because those of other ranks may differ in the last bit.
+        return self.spikes.is_spike(self.state.step, **run_on_rank0(values.copy))
+
+    def metrics(self, sync: StepSync, result: StepResult) -> dict[str, float]:
+        """Return the metrics of this step besides loss and gradient norm. Collective."""
+        sources = source_fractions(
+            self.loader.consumed(), self.run.sources, self.model.dims.batch_mesh
+        )
+        return {
+            "lr": result.lr,
+            "tokens": self.state.tokens,
+            **self.train_step.metrics(),
+            **sources,
+            "bad_records": sync.n_bad_records,
+        }
+
+    def periodic_work(self) -> None:
+        """Do the work that is due only every so many steps, except saving. Collective."""
+        step, config, model = self.state.step, self.run.config, self.model
+        with self.log.excluded_from_throughput():
+            self.profile_step(step)
+        if step % config.training.gc_freq == 0:
+            gc.collect(1)
+        if step - self.resumed_step == 1:
+            # The first step compiles and connects; later ones must not take as long.
+            set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
+        check_freq = config.numerics.replica_check_freq
+        if check_freq and step % check_freq == 0:
+            optimizer = self.train_step.optimizer
+            check_replicas(model.module, model.dims.weight_mesh, optimizer, tied=model.tied)
+        if step == config.training.steps or step % config.validation.freq == 0:
+            self.validate()
+
+    def validate(self) -> None:
+        if self.validator is not None:
+            with self.log.excluded_from_throughput():
+                losses = self.validator.evaluate(self.train_step.runner)
+                self.log.validation(
+                    self.state.step, losses, bits_per_nat=self.validator.bits_per_nat
+                )
+
+    def save(self, *, wait: bool = False) -> None:
+        with self.log.excluded_from_throughput():
+            self.log.sync()
+            self.checkpointer.save(self.state.step, wait=wait)
+
+    def roll_back(self) -> bool:
+        """Load the newest checkpoint, if any. Data continue: the spike's batches are skipped."""
+        with self.log.excluded_from_throughput():
+            self.checkpointer.finish()
+            spiked = self.state.step
+            if self.checkpointer.load_latest(skip={"data"}) is None:
+                logger.warning("rollback: there is no checkpoint to load")
+                return False
+            self.spikes.rollbacks += 1
+            logger.info("rollback: from step %d to step %d", spiked, self.state.step)
+            self.log.new_attempt(
+                attempt_of(self.checkpointer, self.run, self.model.dims, data_after=spiked)
+            )
+            return True
+
+    def end_of_data(self) -> StopReason:
+        if self.state.tokens == 0:
+            raise ConfigError(["data: no document has text"])
+        if self.state.step % self.run.config.validation.freq:
+            self.validate()
+        return exit_codes.DATA_ENDED
+
+    def finish(self, stop: StopReason) -> int:
+        """Save, sample, report the outcome, and return the exit code. Collective."""
+        config, step, checkpointer = self.run.config, self.state.step, self.checkpointer
+        if self.train_step.nonfinite.should_stop():
+            stop = exit_codes.NOT_FINITE
+        # A save that was begun is good, whatever the reason to stop.
+        checkpointer.finish()
+        if config.checkpoint.enable and stop.is_worth_saving:
+            if checkpointer.newest_step != step:
+                self.save(wait=True)
+            if checkpointer.newest_step != step:
+                stop = exit_codes.NOT_SAVED
+        self.log.close()
+        is_whole = stop in (exit_codes.FINISHED, exit_codes.DATA_ENDED)
+        if is_whole and config.validation.sample_tokens > 0:
+            text = generate_sample(self.run, self.train_step.runner, self.model.dims)
+            logger.info("sample:\n%s", text)
+        log_outcome(self.run, step, stop)
+        if stop != exit_codes.NOT_SAVED:
+            self.control.end(stop.outcome)
+        dist.barrier()
+        dist.destroy_process_group()
+        checkpointer.close()
+        return stop.code
+
+
+def log_outcome(run: RunSpec, step: int, stop: StopReason) -> None:
+    config = run.config
+    what = f"stopped by {stop.reason} after step {step}" if stop.reason else f"done: {step} steps"
+    logger.info(f"{what}; {stop.hint if config.checkpoint.enable else 'nothing was saved'}")
+    logger.info("metrics of all steps: %s", run.folder / "metrics.jsonl")
+    if config.checkpoint.enable:
+        logger.info("checkpoints: %s", run.folder / "checkpoints")
+    if config.metrics.enable_tensorboard:
+        logger.info("curves: tensorboard --logdir %s", run.folder / "tensorboard")

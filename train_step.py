@@ -1,0 +1,82 @@
+"""The optimizer step: forward, backward, clipping, the masked update, and the router bias."""
+
+from typing import NamedTuple
+
+import torch
+
+from build_model import ShardedModel
+from data.step_batches import StepBatch
+from optim.grad_norm import clip_grad_norm_, local_norms
+from optim.muon import hidden_matrices
+from optim.nonfinite import NonfiniteGuard
+from optim.optimizer import build_optimizer
+from optim.router_bias import RouterBiasUpdater
+from optim.schedule import lr_factor
+from run_spec import RunSpec
+
+
+class StepResult(NamedTuple):
+    losses: torch.Tensor
+    """This rank's share of the loss of each microbatch (n,)."""
+    grad_norm: torch.Tensor
+    """Global gradient norm before clipping, 0-d; on the device, like the losses."""
+    lr: float
+
+
+class TrainStep:
+    """Updates the weights of ``model`` by one batch per call. Owns the optimizer."""
+
+    def __init__(self, run: RunSpec, model: ShardedModel) -> None:
+        """Collective."""
+        spec, module, dims, config = model.spec, model.module, model.dims, run.config
+        self._run, self._dims = run, dims
+        self._parameters = list(module.parameters())
+        moes = spec.moes(module)
+        self.runner = model.runner()
+        self.optimizer = build_optimizer(
+            module,
+            config.optimizer,
+            matrices=hidden_matrices(spec.blocks(module), moes),
+            weight_mesh=dims.weight_mesh,
+            is_elastic=config.debug.is_elastic,
+        )
+        self.nonfinite = NonfiniteGuard(
+            self.optimizer,
+            dict(module.named_parameters()),
+            fqns=model.fqns,
+            weight_mesh=dims.weight_mesh,
+            config=config.numerics,
+        )
+        self._router_bias = RouterBiasUpdater(
+            moes, dims.data_mesh, rate=config.experts.balance_bias_rate, device=model.device
+        )
+        # Also where this pipeline stage has none: their metrics are collective.
+        self._has_moes = model.has_moes
+
+    def __call__(self, step: int, batch: StepBatch) -> StepResult:
+        """Make optimizer step ``step``, 1-based. Never waits for the device. Collective."""
+        run, config = self._run, self._run.config
+        self._router_bias.set_aux_loss_scale(batch.n_rows / run.global_batch_size)
+        losses = self.runner.forward_backward(batch.microbatches, batch.n_tokens)
+        norms = local_norms(self._parameters)
+        grad_norm = clip_grad_norm_(
+            self._parameters,
+            config.training.max_norm,
+            norms=norms,
+            is_exact=config.debug.is_elastic,
+            pp_mesh=self._dims.pp_mesh,
+            tied_duplicates=self.runner.tied_duplicates,
+        )
+        lr = config.optimizer.lr * lr_factor(step, config.lr_scheduler, run.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.nonfinite.mask_update(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._router_bias.update(self.nonfinite.found_inf)
+        return StepResult(losses, grad_norm, lr)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the expert load of the last step and the updates skipped so far. Collective."""
+        load = self._router_bias.max_load_ratio() if self._has_moes else {}
+        return {**load, "skipped_steps": self.nonfinite.skipped}
