@@ -48,7 +48,7 @@ def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
         degrees["dp_shard"] = world_size // math.prod(degrees.values())
     if math.prod(degrees.values()) != world_size:
         text = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
-        raise ValueError(f"parallelism: {text} must multiply to {world_size} ranks")
+        raise ValueError(f"parallelism: the degrees {text} must multiply to {world_size} ranks")
     if config.data_parallel == "ddp":
         degrees |= {"dp_replicate": degrees["dp_replicate"] * degrees["dp_shard"], "dp_shard": 1}
     return Degrees(**degrees)
