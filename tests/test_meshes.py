@@ -347,7 +347,7 @@ def test_pipeline_is_rolled_back(two_ranks: Reference, tmp_path: Path) -> None:
     keys = OBSERVED | {"numerics.on_spike": "rollback", "checkpoint.interval": "2"}
     layout = Layout(4, INTERLEAVED | {TP: 2})
     run_with(spike_at_step_5, tmp_path, layout, keys_of(layout, TIED, 8) | keys)
-    assert "went back from step 5 to step 4" in log(tmp_path)
+    assert "rollback: from step 5 to step 4" in log(tmp_path)
     assert_same_run(tmp_path, two_ranks(TIED, 8, plant=spike_at_step_5, **keys))
 
 

@@ -150,7 +150,7 @@ def test_spike_is_rolled_back_and_its_data_skipped(tmp_path: Path) -> None:
     plain, rolled = tmp_path / "plain", tmp_path / "rolled"
     run(plain, 2, **keys)
     expect_exit(spike_at_step_5, rolled, {exit_codes.DONE}, **keys)
-    assert "went back from step 5 to step 4" in log(rolled)
+    assert "rollback: from step 5 to step 4" in log(rolled)
     lineage = replay(rolled / "debug_model")
     assert not lineage.violations
     assert lineage.skipped == {4: 1}
@@ -173,7 +173,7 @@ def test_spike_without_a_checkpoint_is_not_rolled_back(tmp_path: Path) -> None:
     keys |= {"training.steps": "6", "checkpoint.interval": "100"}
     expect_exit(spikes_in_the_first_steps, tmp_path, {exit_codes.DONE}, **keys)
     # Logged in 4 steps on each of two ranks.
-    assert log(tmp_path).count("no checkpoint to go back to") == 2 * 4
+    assert log(tmp_path).count("there is no checkpoint to load") == 2 * 4
     assert list(curve(tmp_path)) == [*range(1, 7)]
 
 
