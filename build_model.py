@@ -43,7 +43,7 @@ class ShardedModel:
     tied: list[str]
     """FQNs of parameters that have several names in the whole model."""
     has_moes: bool
-    """Whether any layer of the whole model has experts."""
+    """True if any layer of the whole model has experts."""
     n_parameters: int
     """Parameters of the whole model, tied ones counted once."""
     flops_per_token: tuple[float, float]

@@ -44,7 +44,7 @@ class RunLog:
         self.excluded_from_throughput = self._metrics.exclude_from_throughput
 
     def is_due(self, step: int) -> bool:
-        """Whether the metrics of ``step`` are logged: by ``metrics.log_freq``, and the last."""
+        """True if the metrics of ``step`` are logged: by ``metrics.log_freq``, and the last."""
         return step == self._run.config.training.steps or self._metrics.is_due(step)
 
     def step(

@@ -103,7 +103,7 @@ class RunSpec:
 
     @property
     def wants_flex_attention(self) -> bool:
-        """Whether attention has a mask besides the causal one: of documents or gathered keys.
+        """True if attention has a mask besides the causal one: of documents or gathered keys.
 
         Not with zero bubble, whose backward runs each graph twice; compiled graphs forbid that.
         """

@@ -95,7 +95,7 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def is_measured(rows: list[Row], name: str, settings: Row, here: Row) -> bool:
-    """Whether ``rows`` contain this case from the same commit and an equal machine."""
+    """True if ``rows`` contain this case from the same commit and an equal machine."""
     same = {"config": name, "settings": settings}
     same |= {key: here[key] for key in (*MACHINE, "commit")}
     return any(all(row.get(key) == value for key, value in same.items()) for row in rows)

@@ -100,15 +100,15 @@ class Checkpointer:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is still writing the pending save."""
+        """True if this rank is still writing the pending save."""
         return self._pending is not None and not self._pending.written.done()
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due at ``step``."""
+        """True if a checkpoint is due at ``step``."""
         return self._config.enable and step % self._config.interval == 0
 
     def is_overdue(self, step: int) -> bool:
-        """Whether more steps than ``max_unsaved_steps`` have passed since the last checkpoint."""
+        """True if more steps than ``max_unsaved_steps`` have passed since the last checkpoint."""
         limit = self._config.max_unsaved_steps or 3 * self._config.interval
         return self._config.enable and step - self.newest_step > limit
 

@@ -77,7 +77,7 @@ class Family(Protocol):
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether ``path`` is a Hugging Face folder and not a Shardloom checkpoint."""
+    """True if ``path`` is a Hugging Face folder and not a Shardloom checkpoint."""
     return (path / CONFIG_FILE).exists() and not (path / MANIFEST_FILE).exists()
 
 

@@ -38,7 +38,7 @@ class Constraint(Generic[T]):
 
 
 def is_set(section: BaseModel, *keys: str) -> bool:
-    """Whether any of these keys differs from its default."""
+    """True if any of these keys differs from its default."""
     return any(getattr(section, key) != getattr(type(section)(), key) for key in keys)
 
 
@@ -84,7 +84,7 @@ def _has_bfloat16_moments(config: JobConfig) -> bool:
 
 
 def _is_mixed(config: JobConfig) -> bool:
-    """Whether the compute dtype may differ from the weights'."""
+    """True if the compute dtype may differ from the weights'."""
     return config.training.dtype == "float32"
 
 

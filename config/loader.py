@@ -73,7 +73,7 @@ def dump_toml(config: JobConfig) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether ``text`` is valid UTF-8. Python decodes invalid argument bytes to lone surrogates."""
+    """True if ``text`` is valid UTF-8. Python decodes invalid argument bytes to lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -216,7 +216,7 @@ def diagnose(
 
 
 def is_aborted(store: dist.Store) -> bool:
-    """Whether a rank has set ``ABORT``. Raises ``dist.DistError`` if the store is gone."""
+    """True if a rank has set ``ABORT``. Raises ``dist.DistError`` if the store is gone."""
     return dist.PrefixStore(PREFIX, store).check([ABORT])
 
 

@@ -64,7 +64,7 @@ class Table:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that newer transformers versions write, to the older keys that are used here."""
     derives_heads: bool = False
-    """Whether an absent ``head_dim`` or ``num_key_value_heads`` follows from other keys."""
+    """True if an absent ``head_dim`` or ``num_key_value_heads`` follows from other keys."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys that must have this value, which is also their default."""
     required: Mapping[str, Any] = field(default_factory=dict)

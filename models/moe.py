@@ -25,7 +25,7 @@ class Experts(nn.Module):
         self.active_share = n_chosen / n_experts
         """Fraction of these weights that one token uses."""
         self.is_grouped = True
-        """Whether bfloat16 on GPUs uses grouped_mm instead of a loop over experts."""
+        """True if bfloat16 on GPUs uses grouped_mm instead of a loop over experts."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Map x (n, d) to (n, d).

@@ -96,7 +96,7 @@ class Task:
 
     @property
     def needs_communication(self) -> bool:
-        """Whether a rank other than the owner has a shard."""
+        """True if a rank other than the owner has a shard."""
         return self.stack.shard_ranks != [self.owner]
 
 

@@ -84,7 +84,7 @@ class NonfiniteGuard:
         self.found_inf.copy_(is_masked)
 
     def should_stop(self) -> bool:
-        """Whether the run must stop without saving. Waits for the device.
+        """True if the run must stop without saving. Waits for the device.
 
         Logs the first nonfinite value since the last call.
         """

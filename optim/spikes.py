@@ -32,11 +32,11 @@ class LossSpikeDetector:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run has used all of its rollbacks."""
+        """True if the run has used all of its rollbacks."""
         return self.rollbacks >= self._config.max_rollbacks
 
     def is_spike(self, step: int, *, loss: float, grad_norm: float) -> bool:
-        """Whether either value is more than ``spike_sigmas`` above the mean of its window.
+        """True if either value is more than ``spike_sigmas`` above the mean of its window.
 
         False until the windows are half full. Logs a spike. Neither spikes nor nonfinite values,
         which ``NonfiniteGuard`` handles, enter the windows.

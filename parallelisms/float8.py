@@ -92,7 +92,7 @@ def _skip_reason(linear: nn.Linear, fqn: str, recipe: Recipe, config: Float8) ->
 
 
 def _is_small(k: int, n: int, recipe: Recipe) -> bool:
-    """Whether a k -> n layer is slower than in bfloat16 on an H100, where its scales cost more than
+    """True if a k -> n layer is slower than in bfloat16 on an H100, where its scales cost more than
     its GEMMs gain. Thresholds: torchao/float8, README and ``_auto_filter_for_recipe``."""
     if recipe.is_rowwise:
         return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)

@@ -95,7 +95,7 @@ def _replicated_tensors(
 
 
 def _is_tied_pair_equal(fqn: str, tensors: Mapping[str, torch.Tensor], pp_mesh: DeviceMesh) -> bool:
-    """Whether the first and last stage agree on a parameter and its optimizer state. Collective."""
+    """True if the first and last stage agree on a parameter and its optimizer state. Collective."""
     found = [_digest(to_local(t)) for name, t in tensors.items() if name.startswith(fqn)]
     # Stages between have neither.
     digest = torch.stack(found) if found else torch.zeros(1, dtype=torch.int64)

@@ -51,7 +51,7 @@ def apply_tensor_parallel(
 
 
 def _matches(name: str, path: str) -> bool:
-    """Whether a module's ``name`` matches ``path``, each of whose parts is a pattern."""
+    """True if a module's ``name`` matches ``path``, each of whose parts is a pattern."""
     parts, patterns = name.split("."), path.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 

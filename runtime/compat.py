@@ -34,7 +34,7 @@ def find(path: str) -> Any:
 
 @cache
 def has(path: str) -> bool:
-    """Whether the private name at ``path`` passes its probe. Logs a failure once."""
+    """True if the private name at ``path`` passes its probe. Logs a failure once."""
     problem = _probe(path)[1]
     if problem:
         logger.warning("PyTorch %s %s: %s", torch.__version__, problem, PRIVATE[path].consequence)
@@ -84,7 +84,7 @@ def inductor_options(**wanted: Any) -> dict[str, Any]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether ``package`` is installed. Imports the parent package of a dotted name."""
+    """True if ``package`` is installed. Imports the parent package of a dotted name."""
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:

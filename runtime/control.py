@@ -121,7 +121,7 @@ def lock_run(folder: Path) -> TextIO:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run has locked the ``control/`` folder; takes the lock for a moment to find out."""
+    """True if a run has locked the ``control/`` folder; takes the lock for a moment to find out."""
     try:
         lock_run(folder).close()
     except ConfigError:

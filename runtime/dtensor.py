@@ -35,11 +35,11 @@ def shard_slices(tensor: torch.Tensor, coordinate: Sequence[int]) -> tuple[slice
 
 
 def is_sharded(placement: Placement) -> TypeGuard[Shard]:
-    """Whether ``placement`` is ``Shard`` or ``_StridedShard``."""
+    """True if ``placement`` is ``Shard`` or ``_StridedShard``."""
     return isinstance(placement, Shard) or is_strided(placement)
 
 
 def is_strided(placement: Placement) -> bool:
-    """Whether FSDP shards a dim here that tensor parallel sharded before (``_StridedShard``)."""
+    """True if FSDP shards a dim here that tensor parallel sharded before (``_StridedShard``)."""
     strided = find("torch.distributed.tensor.placement_types:_StridedShard")
     return strided is not None and isinstance(placement, strided)

@@ -13,19 +13,19 @@ from runtime.compat import find
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 matmul instructions (AVX-512 BF16 or AMX)."""
+    """True if this CPU has bfloat16 matmul instructions (AVX-512 BF16 or AMX)."""
     probes = (find("torch.cpu:_is_avx512_bf16_supported"), find("torch.cpu:_is_amx_tile_supported"))
     return any(probe() for probe in probes if probe is not None)
 
 
 def cpu_is_intel() -> bool:
-    """Whether this is an Intel CPU; False outside Linux."""
+    """True if this is an Intel CPU; False outside Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text()
 
 
 def has_float8() -> bool:
-    """Whether this GPU has float8 matmuls (compute capability 8.9 or newer)."""
+    """True if this GPU has float8 matmuls (compute capability 8.9 or newer)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 

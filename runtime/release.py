@@ -18,7 +18,7 @@ def torch_release() -> str:
 
 
 def is_untested() -> bool:
-    """Whether this release is newer than all tested ones."""
+    """True if this release is newer than all tested ones."""
     return _numbers(version("torch")) > _numbers(RELEASES[-1])
 
 

@@ -30,7 +30,7 @@ RETIRED = {
     r"\bfacts_of\b": "metadata",
 }
 # A docstring begins with a noun or a verb.
-CLAUSES = re.compile(r'"""(What|Which|Where|How|Have|Let|As if)\b')
+CLAUSES = re.compile(r'"""(What|Which|Where|Whether|How|Have|Let|As if)\b')
 EXEMPT = {"tests/test_words.py", "CHANGELOG.md"}
 
 

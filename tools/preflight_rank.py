@@ -50,7 +50,7 @@ class RankLocation:
     node: int
     host: str
     is_leader: bool
-    """Whether this is the first rank of its node."""
+    """True if this is the first rank of its node."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} (node {self.node}, {self.host})"
@@ -260,7 +260,7 @@ def nearest(folder: Path) -> Path:
 
 
 def is_visible(path: Path, text: str) -> bool:
-    """Whether ``path`` shows ``text`` within ``VISIBLE_SECONDS``."""
+    """True if ``path`` shows ``text`` within ``VISIBLE_SECONDS``."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     while True:
         # A caching file system may also raise before it shows the file of another node.

@@ -220,7 +220,7 @@ def state_of(
 
 
 def is_locked(lock: Path) -> bool:
-    """Whether a process of this machine holds ``lock``, read from /proc/locks.
+    """True if a process of this machine holds ``lock``, read from /proc/locks.
 
     Taking the lock, even for a moment, could keep a run from starting.
     """

@@ -141,7 +141,7 @@ def outcome_of(case: Case, folder: Path) -> tuple[str, list[str]]:
 
 
 def names_something(message: str, case: Case) -> bool:
-    """Whether the message has a key, the file or an argument."""
+    """True if the message has a key, the file or an argument."""
     typed = [text.partition("=")[0] for text in case.overrides]
     tables = [text.removeprefix("--").partition(".")[0] for text in typed]
     named = [*KEYS, FILE, "parallelism: the degrees", "model.flavor of", *map(repr, typed)]

@@ -158,7 +158,7 @@ def test_bad_step_changes_no_state_on_any_rank(
 
 
 def check_unguarded(layout: Layout, fault: Fault) -> bool:
-    """Whether every weight has a nonfinite shard on some rank."""
+    """True if every weight has a nonfinite shard on some rank."""
     training = Training(layout)
     del training.optimizer.found_inf  # type: ignore[attr-defined]
     training.step(1, fault)
@@ -175,7 +175,7 @@ def test_unguarded_bad_step_corrupts_every_weight(ranks: RankPool, place: str) -
 
 
 def check_alone(layout: Layout, fault: Fault) -> bool:
-    """Whether this rank's update is masked if the guard does not all-reduce."""
+    """True if this rank's update is masked if the guard does not all-reduce."""
     training = Training(layout)
     training.guard._groups = []
     training.step(1, fault)
