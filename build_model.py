@@ -44,8 +44,6 @@ class ShardedModel:
     """FQNs of parameters that have several names in the whole model."""
     has_moes: bool
     """True if any layer of the whole model has experts."""
-    n_parameters: int
-    """Parameters of the whole model, tied ones counted once."""
     flops_per_token: tuple[float, float]
     """Training FLOPs per token: by PaLM's convention, and with causal attention counted as such."""
 
@@ -161,5 +159,5 @@ def build_sharded_model(
         apply_elastic(module)
     return ShardedModel(
         spec, args, config, dims, device, mp_policy, module, stages,
-        fqns, tied, has_moes, n_parameters, flops,
+        fqns, tied, has_moes, flops,
     )  # fmt: skip

@@ -18,13 +18,22 @@ class RunLog:
     """Writes metrics and the ledger. Waits for the device only on steps whose values are read."""
 
     def __init__(
-        self, run: RunSpec, model: ShardedModel, *, attempt: Attempt, resumed: int | None
+        self,
+        run: RunSpec,
+        model: ShardedModel,
+        *,
+        attempt: Attempt,
+        resumed: int | None,
+        detects_spikes: bool,
     ) -> None:
-        """``resumed``: the checkpoint's step, if any. Collective."""
+        """``resumed``: the checkpoint's step, if any. Collective.
+
+        ``detects_spikes``: the loop needs loss and gradient norm of every step.
+        """
         config, self._run = run.config.metrics, run
         self._data_mesh = model.dims.data_mesh
-        self._reads_every_step = config.enable_ledger or run.config.numerics.on_spike == "rollback"
-        self._metrics = MetricsLogger(
+        self._reads_every_step = config.enable_ledger or detects_spikes
+        self.metrics = MetricsLogger(
             run.folder,
             config,
             is_writer=dist.get_rank() == 0,
@@ -41,11 +50,10 @@ class RunLog:
             self._stragglers = Stragglers(
                 blocks, window=config.straggler_window, device=model.device
             )
-        self.excluded_from_throughput = self._metrics.exclude_from_throughput
 
     def is_due(self, step: int) -> bool:
         """True if the metrics of ``step`` are logged: by ``metrics.log_freq``, and the last."""
-        return step == self._run.config.training.steps or self._metrics.is_due(step)
+        return step == self._run.config.training.steps or self.metrics.is_due(step)
 
     def step(
         self,
@@ -59,7 +67,7 @@ class RunLog:
 
         ``metrics``: returns the other metrics of the step; called if it is logged.
         """
-        self._metrics.count(batch.n_tokens, batch.data_wait)
+        self.metrics.count(batch.n_tokens, batch.data_wait)
         slowest = {} if self._stragglers is None else self._stragglers.end_step()
         is_due = self.is_due(step)
         if not is_due and not self._reads_every_step:
@@ -69,13 +77,8 @@ class RunLog:
         if self._ledger is not None:
             self._ledger.log(step, batch.microbatches, **values)
         if is_due:
-            self._metrics.log(step, self._run.steps_left(step), values | slowest | metrics())
+            self.metrics.log(step, self._run.steps_left(step), values | slowest | metrics())
         return values
-
-    def validation(
-        self, step: int, losses: dict[str, float], *, bits_per_nat: float | None
-    ) -> None:
-        self._metrics.log_validation(step, losses, bits_per_nat=bits_per_nat)
 
     def new_attempt(self, attempt: Attempt) -> None:
         """Continue the ledger as another attempt, after a rollback."""
@@ -88,6 +91,6 @@ class RunLog:
             self._ledger.sync()
 
     def close(self) -> None:
-        self._metrics.close()
+        self.metrics.close()
         if self._ledger is not None:
             self._ledger.close()

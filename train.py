@@ -78,14 +78,14 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
         # Only now: a start that is rejected changes nothing of the run.
         (run.folder / "config.toml").write_text(dump_toml(config))
     agreed = check_replicas(model.module, dims.weight_mesh, tied=model.tied)
-    result = f"equal ({agreed})" if agreed else "skipped (no rank has a replica)"
-    logger.info("replica check: %s", result)
+    logger.info("replica check: %s", agreed or "skipped (no rank has a replica)")
 
     # --- Observers
     # The loader of training first: the first thread that tokenizes is the fastest.
     loader.start()
     validator = Validator(run, dims, device, control) if run.held_out else None
-    log = RunLog(run, model, attempt=attempt_of(checkpointer, run, dims), resumed=resumed)
+    attempt = attempt_of(checkpointer, run, dims)
+    log = RunLog(run, model, attempt=attempt, resumed=resumed, detects_spikes=spikes.enabled)
 
     # --- Loop
     gc.disable()  # Ranks that collect at different times wait for each other.

@@ -117,7 +117,7 @@ class TrainLoop:
     def periodic_work(self) -> None:
         """Do the work that is due only every so many steps, except saving. Collective."""
         step, config, model = self.state.step, self.run.config, self.model
-        with self.log.excluded_from_throughput():
+        with self.log.metrics.exclude_from_throughput():
             self.profile_step(step)
         if step % config.training.gc_freq == 0:
             gc.collect(1)
@@ -133,20 +133,19 @@ class TrainLoop:
 
     def validate(self) -> None:
         if self.validator is not None:
-            with self.log.excluded_from_throughput():
+            with self.log.metrics.exclude_from_throughput():
                 losses = self.validator.evaluate(self.train_step.runner)
-                self.log.validation(
-                    self.state.step, losses, bits_per_nat=self.validator.bits_per_nat
-                )
+                bits_per_nat = self.validator.bits_per_nat
+                self.log.metrics.log_validation(self.state.step, losses, bits_per_nat=bits_per_nat)
 
     def save(self, *, wait: bool = False) -> None:
-        with self.log.excluded_from_throughput():
+        with self.log.metrics.exclude_from_throughput():
             self.log.sync()
             self.checkpointer.save(self.state.step, wait=wait)
 
     def roll_back(self) -> bool:
         """Load the newest checkpoint, if any. Data continue: the spike's batches are skipped."""
-        with self.log.excluded_from_throughput():
+        with self.log.metrics.exclude_from_throughput():
             self.checkpointer.finish()
             spiked = self.state.step
             if self.checkpointer.load_latest(skip={"data"}) is None:

@@ -36,7 +36,7 @@ class StepSync:
     n_writing: int
     """Ranks that are still writing a checkpoint."""
     stop: str | None
-    """Why the run must end: a signal's name or the stop file; None to go on."""
+    """Reason to stop: a signal's name or the stop file; None to go on."""
 
 
 class StepBatches:

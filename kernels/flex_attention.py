@@ -68,7 +68,7 @@ class FlexAttention(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """As ``InnerAttention``, but each document's positions must be contiguous."""
+        """Attend like ``InnerAttention``, but each document's positions must be contiguous."""
         is_causal = document_ids is None and q.shape[1] == k.shape[1]
         if is_causal or q.dtype not in HALF:
             return self.plain(q, k, v, document_ids)

@@ -24,7 +24,7 @@ from runtime.log import logger
 
 @dataclass(frozen=True)
 class FSDPPolicy:
-    """When gathered weights are freed and gradients reduced, as ``[parallelism]`` implies.
+    """Policy on freeing gathered weights and reducing gradients, as ``[parallelism]`` implies.
 
     Read by ``apply_fsdp`` (PyTorch's ``reshard_after_forward``), by ``set_gradient_sync``, by
     activation checkpointing (SimpleFSDP frees weights by recomputing their gather), by the float8
@@ -131,7 +131,7 @@ def _is_only_cast(
     parallelism: Parallelism,
     mp_policy: MixedPrecisionPolicy,
 ) -> bool:
-    """Whether, on one rank, casts do all that FSDP2 would, and may be kept until backward."""
+    """True if casts do all that FSDP2 would on one rank, and may be kept until backward."""
     parameters = list(model.parameters())
     return (
         not policy.reshard_always

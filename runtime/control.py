@@ -35,7 +35,7 @@ class RunControl:
         self._signal: signal.Signals | None = None
         self._received = 0.0
         self.stop: str | None = None
-        """Why the run must end: a signal's name or the stop file; None to go on."""
+        """Reason to stop: a signal's name or the stop file; None to go on."""
         for number in SIGNALS:
             signal.signal(number, self._receive)
 

@@ -17,7 +17,7 @@ class StopReason:
     """Reason why training stopped, and the exit code."""
 
     reason: str
-    """Why training stopped before the last step; "" if it did not."""
+    """Reason to stop before the last step; "" if training finished."""
     code: int
     hint: str = "run the same command to resume"
     is_worth_saving: bool = True
