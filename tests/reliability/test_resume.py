@@ -156,7 +156,7 @@ def test_restarts_follow_a_rollback(tmp_path: Path, seen: Callable[[str], None])
     assert [step_of(path) for path in checkpoints(tmp_path)] == [9, 8, 6, 5, 4, 2]
     folder = tmp_path / "debug_model" / "checkpoints"
     assert len(list(folder.glob("abandoned-step-*"))) == 2
-    with pytest.raises(ValueError, match="there are: 2, 4, 5, 6, 8, 9"):
+    with pytest.raises(ValueError, match="found: 2, 4, 5, 6, 8, 9"):
         roll_back(tmp_path / "debug_model", 7)
     assert rollback.main([str(tmp_path / "debug_model"), "step-00000004"]) == exit_codes.BAD_CONFIG
     # Checkpoints without a control folder are not a run.
