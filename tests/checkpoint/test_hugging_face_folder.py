@@ -550,7 +550,7 @@ def test_stacked_dtypes_are_promoted(tmp_path: Path) -> None:
 def test_folder_with_manifest_is_not_hugging_face(tmp_path: Path) -> None:
     (tmp_path / subject.CONFIG_FILE).write_text("{}")
     assert is_hugging_face(tmp_path)
-    (tmp_path / subject.NAME).write_text("{}")
+    (tmp_path / subject.MANIFEST_FILE).write_text("{}")
     assert not is_hugging_face(tmp_path)
 
 
