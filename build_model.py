@@ -93,7 +93,7 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
     """Build and initialize the model of ``run``, on this device's kernels. Collective."""
     spec, args = run.model_spec, run.model_args
 
-    def use_kernels(module: nn.Module, dtype: torch.dtype | None) -> None:
+    def apply_kernels(module: nn.Module, dtype: torch.dtype | None) -> None:
         choose_kernels(
             device,
             attentions=spec.attentions(module),
@@ -106,7 +106,7 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
             n_ranks=dims.degrees.tp * dims.degrees.cp,
         )
 
-    model = build_sharded_model(spec, args, run.config, dims, device, use_kernels=use_kernels)
+    model = build_sharded_model(spec, args, run.config, dims, device, apply_kernels=apply_kernels)
     model.materialize()
     if model.peak_flops is not None and dims.degrees.pp == 1 and not model.has_moes:
         warn_if_comm_bound(
@@ -129,11 +129,11 @@ def build_sharded_model(
     dims: ParallelDims,
     device: torch.device,
     *,
-    use_kernels: Callable[[nn.Module, torch.dtype | None], None] | None = None,
+    apply_kernels: Callable[[nn.Module, torch.dtype | None], None] | None = None,
 ) -> ShardedModel:
     """Build a model on the meta device and apply the parallelisms of ``config``. Collective.
 
-    ``use_kernels``: called with the module and the compute dtype, before parallelisms wrap it.
+    ``apply_kernels``: called with the module and the compute dtype, before parallelisms wrap it.
     """
     module = build_on_meta(spec, args, getattr(torch, config.training.dtype))
     # What follows shards, splits and wraps the module: count and name its parameters first.
@@ -152,8 +152,8 @@ def build_sharded_model(
         delta_nets=spec.delta_nets(module),
     )
     mp_policy = mixed_precision_policy(config.training, device)
-    if use_kernels is not None:
-        use_kernels(module, mp_policy.param_dtype)
+    if apply_kernels is not None:
+        apply_kernels(module, mp_policy.param_dtype)
     stages = parallelize(module, dims, spec=spec, config=config, mp_policy=mp_policy)
     if config.debug.is_elastic:
         apply_elastic(module)

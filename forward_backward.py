@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Compile, Parallelism
-from data.loader import Batch
+from data.loader import Microbatch
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import SequenceSharder
 from parallelisms.elastic import PairwiseGradientAccumulator
@@ -26,16 +26,16 @@ class ModelRunner(Protocol):
     tied_duplicates: list[nn.Parameter]
     """Tied parameters of this rank that an earlier stage has too, and whose norm it counts."""
 
-    def forward_backward(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+    def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
         """Accumulate gradients; return this rank's share of the loss of each microbatch (n,).
 
         ``n_tokens``: target tokens of the whole step, by which the summed loss is divided.
         """
 
-    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+    def evaluate(self, batches: list[Microbatch]) -> torch.Tensor:
         """Return this rank's share of the summed cross entropy of each batch (n,)."""
 
-    def logits(self, batch: Batch) -> torch.Tensor:
+    def logits(self, batch: Microbatch) -> torch.Tensor:
         """Return the logits (b, s, vocab_size), unsharded on every rank."""
 
 
@@ -58,7 +58,7 @@ class SPMDRunner:
         self._sharder = SequenceSharder(cp_mesh, parallelism, device)
         self.tied_duplicates: list[nn.Parameter] = []
 
-    def forward_backward(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+    def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
         losses = []
         for batch in microbatches:
             is_last = batch is microbatches[-1]
@@ -72,15 +72,15 @@ class SPMDRunner:
         return torch.stack(losses)
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+    def evaluate(self, batches: list[Microbatch]) -> torch.Tensor:
         return torch.stack([self._loss(batch, 1) for batch in batches])
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> torch.Tensor:
+    def logits(self, batch: Microbatch) -> torch.Tensor:
         tokens, options = self._sharder.inputs(*batch.inputs)
         return self._sharder.unshard(self._model(tokens, **options))
 
-    def _loss(self, batch: Batch, n_tokens: int) -> torch.Tensor:
+    def _loss(self, batch: Microbatch, n_tokens: int) -> torch.Tensor:
         tokens, options = self._sharder.inputs(*batch.inputs)
         labels = self._sharder.shard(batch.labels)
         return cross_entropy_sum(self._model(tokens, **options), labels, n_tokens, self._compile)
@@ -117,7 +117,7 @@ class PipelineRunner:
         # P2P as the first operation of a group hangs unless all of its ranks take part.
         dist.all_reduce(torch.zeros(1, device=device), group=dims.pp_mesh.get_group())
 
-    def forward_backward(self, microbatches: list[Batch], n_tokens: int) -> torch.Tensor:
+    def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
         # A step without target tokens has a loss of 0.
         self._n_tokens = max(n_tokens, 1)
         key = (microbatches[0].tokens.shape, len(microbatches))
@@ -129,7 +129,7 @@ class PipelineRunner:
         return losses
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Batch]) -> torch.Tensor:
+    def evaluate(self, batches: list[Microbatch]) -> torch.Tensor:
         self._n_tokens, n = 1, len(self._stages) * self._dims.pp_mesh.size()
         # Groups share a schedule, because a new one makes FSDP reshard. It goes after this call,
         # because it keeps its last outputs.
@@ -145,7 +145,7 @@ class PipelineRunner:
         return torch.cat(losses)
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> torch.Tensor:
+    def logits(self, batch: Microbatch) -> torch.Tensor:
         tokens, options = self._inputs([batch])
         found = self._build(batch.tokens.shape, 1, None).step(tokens, **options)
         shape = (*tokens.shape, self._args.vocab_size)
@@ -156,7 +156,7 @@ class PipelineRunner:
         dist.broadcast(logits, group=group, group_src=self._dims.pp_mesh.size() - 1)
         return self._sharder.unshard(logits)
 
-    def _losses(self, run: Callable[..., object], microbatches: list[Batch]) -> torch.Tensor:
+    def _losses(self, run: Callable[..., object], microbatches: list[Microbatch]) -> torch.Tensor:
         """Return each microbatch's loss (n,); zeros except on ranks of the last stage."""
         tokens, options = self._inputs(microbatches)
         labels = self._sharder.shard(self._concatenate([batch.labels for batch in microbatches]))
@@ -166,7 +166,9 @@ class PipelineRunner:
             return torch.stack(losses).detach()
         return torch.zeros(len(microbatches), dtype=self._loss_dtype, device=self._device)
 
-    def _inputs(self, microbatches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _inputs(
+        self, microbatches: list[Microbatch]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Concatenate the inputs of all microbatches, which the schedule splits again."""
         tokens = self._concatenate([batch.tokens for batch in microbatches])
         positions, document_ids = (

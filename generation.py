@@ -40,11 +40,11 @@ def sample(
         window = tokens[-length:]
         padded = torch.tensor([window + [0] * (length - len(window))])
         logits = logits_of(padded)[0, len(window) - 1, :n_ids]
-        tokens.append(draw(logits, generator, temperature=TEMPERATURE))
+        tokens.append(sample_token(logits, generator, temperature=TEMPERATURE))
     return tokens[len(prompt) :]
 
 
-def draw(
+def sample_token(
     logits: torch.Tensor,
     generator: torch.Generator,
     *,

@@ -34,6 +34,8 @@ TOKENIZER_PROBE = "The naïve fox: 3.14159\n\n\tif (x != y):  return «世界»"
 
 @dataclass
 class TrainState:
+    """Counters of the run that a checkpoint holds."""
+
     step: int = 0
     tokens: int = 0
     """Tokens trained on, over all ranks."""

@@ -96,6 +96,7 @@ class TrainLoop:
         return exit_codes.FINISHED
 
     def is_spike(self, values: dict[str, float] | None) -> bool:
+        """True if this step's logged loss is a spike. Collective where spikes are looked for."""
         if values is None or not self.spikes.enabled:
             return False
         # Rank 0's values decide, because those of other ranks may differ in the last bit.
@@ -192,6 +193,7 @@ class TrainLoop:
 
 
 def log_outcome(run: RunSpec, step: int, stop: StopReason) -> None:
+    """Log why the run ended, and where its files are."""
     config = run.config
     what = f"stopped by {stop.reason} after step {step}" if stop.reason else f"done: {step} steps"
     logger.info(f"{what}; {stop.hint if config.checkpoint.enable else 'nothing was saved'}")

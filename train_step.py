@@ -16,6 +16,8 @@ from run_spec import RunSpec
 
 
 class StepResult(NamedTuple):
+    """Values of one optimizer step."""
+
     losses: torch.Tensor
     """This rank's share of the loss of each microbatch (n,)."""
     grad_norm: torch.Tensor

@@ -2,7 +2,7 @@
 
 import torch
 
-from data.loader import Batch, num_target_tokens
+from data.loader import Microbatch, num_target_tokens
 from data.step_batches import next_microbatches
 from forward_backward import ModelRunner
 from generation import printable, sample
@@ -25,7 +25,7 @@ class Validator:
     ) -> None:
         """Collective. Raises as ``next_microbatches`` does."""
         self._dims, steps = dims, run.config.validation.steps
-        self._batches: dict[str, list[Batch]] = {}
+        self._batches: dict[str, list[Microbatch]] = {}
         """By source label."""
         for label, mixture in run.held_out.items():
             loader = run.build_loader(mixture, dims, device)
@@ -55,7 +55,7 @@ class Validator:
                 found[label] = self._sum(part) / n_tokens
         return found
 
-    def _all(self) -> list[Batch]:
+    def _all(self) -> list[Microbatch]:
         return [batch for batches in self._batches.values() for batch in batches]
 
     def _sum(self, losses: torch.Tensor) -> float:
@@ -67,7 +67,7 @@ def generate_sample(run: RunSpec, runner: ModelRunner, dims: ParallelDims) -> st
     config, tokenizer = run.config, run.tokenizer
     prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
     tokens = sample(
-        lambda tokens: runner.logits(Batch(tokens, tokens)),
+        lambda tokens: runner.logits(Microbatch(tokens, tokens)),
         prompt,
         count=config.validation.sample_tokens,
         n_ids=tokenizer.n_vocab,

@@ -189,7 +189,7 @@ def streamed(folder: Path) -> Counts:
 
 
 def streamed_by_torchdata(folder: Path) -> Counts:
-    """Batch the same sequences with torchdata's resumable ``StatefulDataLoader``."""
+    """Microbatch the same sequences with torchdata's resumable ``StatefulDataLoader``."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     class Stream(torch.utils.data.IterableDataset[torch.Tensor]):

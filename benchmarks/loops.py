@@ -17,7 +17,7 @@ from benchmarks.rows import ROOT
 from benchmarks.turns import Turns
 from config import load_config
 from config.job_config import Comm, Count, NonNegative, Section
-from kernels.block_attention import use_block_attention
+from kernels.block_attention import apply_block_attention
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
@@ -131,7 +131,7 @@ def reference_model(case: Case) -> nn.Module:
     device = init_distributed(Comm())
     model = build_on_meta(find_model("llama3", case.flavor)[0], case.args, torch.float32)
     blocks = list(cast(nn.ModuleDict, model.layers).values())
-    use_block_attention(
+    apply_block_attention(
         [cast(nn.Module, block.attention) for block in blocks],
         has_fast_float32=torch.get_float32_matmul_precision() == "medium",
         heads=(case.args.n_heads, case.args.n_kv_heads),

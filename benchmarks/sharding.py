@@ -43,7 +43,7 @@ from config.job_config import (
     Section,
     Training,
 )
-from data.loader import Batch
+from data.loader import Microbatch
 from forward_backward import SPMDRunner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
@@ -240,12 +240,12 @@ def apply_fsdp1(
     )
 
 
-def rows_of_batch(args: TransformerArgs, size: tuple[int, int], rows: slice) -> list[Batch]:
+def rows_of_batch(args: TransformerArgs, size: tuple[int, int], rows: slice) -> list[Microbatch]:
     """These rows of the global batch; ``size``: microbatches and ranks, a row for each pair."""
     generator = torch.Generator().manual_seed(0)
     shape = (*size, args.max_seq_len + 1)
     tokens = torch.randint(args.vocab_size, shape, generator=generator)[:, rows]
-    return [Batch(part[:, :-1], part[:, 1:]) for part in tokens]
+    return [Microbatch(part[:, :-1], part[:, 1:]) for part in tokens]
 
 
 def count_mode(

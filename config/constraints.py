@@ -68,10 +68,12 @@ def _trains_past_total_steps(config: JobConfig) -> bool:
 
 
 def is_float8(config: JobConfig) -> bool:
+    """True if linear layers multiply in float8."""
     return config.float8.recipe != "none"
 
 
 def has_budget(config: JobConfig) -> bool:
+    """True if ``torch.compile`` chooses what is recomputed, by a memory budget."""
     return config.activation_checkpoint.mode == "memory_budget"
 
 

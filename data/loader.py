@@ -18,7 +18,7 @@ from data.tokenizer import Tokenizer
 from runtime.labels import IGNORE_INDEX
 
 
-class Batch(NamedTuple):
+class Microbatch(NamedTuple):
     """One microbatch of this rank; its tensors are (b, s) int64 on the CPU."""
 
     tokens: torch.Tensor
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
         return self.tokens, self.positions, self.document_ids
 
 
-def num_target_tokens(microbatches: list[Batch]) -> int:
+def num_target_tokens(microbatches: list[Microbatch]) -> int:
     """Number of labels of this rank that are not IGNORE_INDEX."""
     return sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in microbatches)
 
@@ -85,11 +85,11 @@ class BatchLoader:
         self._delivered: dict[int, RowState] = {}
         self._committed = {row: start for rows in self._own_rows() for row in rows}
         self._microbatches = self._build_microbatches()
-        self._prefetched: deque[Future[Batch]] = deque()
+        self._prefetched: deque[Future[Microbatch]] = deque()
         # The thread holds no reference to the loader, so it ends when the loader is deleted.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Microbatch]:
         return self
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class BatchLoader:
         while len(self._prefetched) <= self._config.prefetch:
             self._prefetched.append(self._thread.submit(next, self._microbatches))
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Microbatch:
         self.start()
         batch = self._prefetched[0].result()
         self._prefetched.popleft()
@@ -113,7 +113,7 @@ class BatchLoader:
         """Number of unreadable records so far in this rank's rows, uncommitted steps included."""
         return sum(state.bad for state in (self._committed | self._delivered).values())
 
-    def commit(self, microbatches: list[Batch]) -> None:
+    def commit(self, microbatches: list[Microbatch]) -> None:
         """Mark a finished step's microbatches as consumed; the state includes only these."""
         n_consumed = len(microbatches) * self._rows_per_microbatch
         self._next_row = (self._next_row + n_consumed) % self._config.global_batch_size
@@ -171,7 +171,7 @@ class BatchLoader:
         n, first = self._config.global_batch_size, self._next_row
         return [[(first + row) % n for row in rows] for rows in self._row_offsets]
 
-    def _build_microbatches(self) -> Iterator[Batch]:
+    def _build_microbatches(self) -> Iterator[Microbatch]:
         packer = BestFitPacker if self._config.packing == "best_fit" else ConcatPacker
         readers: dict[int, RowReader] = {}
         for row, start in self._committed.items():
@@ -196,8 +196,8 @@ class BatchLoader:
 def _read_microbatches(
     readers: dict[int, RowReader],
     microbatches: list[list[int]],
-    read: Callable[[list[RowReader]], Batch],
-) -> Iterator[Batch]:
+    read: Callable[[list[RowReader]], Microbatch],
+) -> Iterator[Microbatch]:
     """Read the microbatches of each global batch in order, without end."""
     while True:
         for rows in microbatches:
@@ -206,14 +206,14 @@ def _read_microbatches(
 
 def _read_microbatch(
     readers: list[RowReader], *, seq_len: int, document_mask: bool, pin_memory: bool
-) -> Batch:
+) -> Microbatch:
     batch = torch.empty((4, len(readers), seq_len), dtype=torch.int64, pin_memory=pin_memory)
     tokens, labels, document_ids, positions = batch.numpy()
     spans = []
     for index, reader in enumerate(readers):
         mask = (document_ids[index], positions[index]) if document_mask else (None, None)
         spans.append(reader.read(PackedSequence(tokens[index], labels[index], *mask)))
-    return Batch(
+    return Microbatch(
         batch[0],
         batch[1],
         batch[3] if document_mask else None,

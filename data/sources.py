@@ -26,6 +26,8 @@ Document = str | np.ndarray | None
 
 
 class Source(Protocol):
+    """Documents, of which each row of the global batch reads its own share in a fixed order."""
+
     fingerprint: str
     """Equal for sources with the same documents in the same order."""
     description: str

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from config import ConfigError
-from data.loader import Batch, BatchLoader, num_target_tokens
+from data.loader import BatchLoader, Microbatch, num_target_tokens
 from runtime.control import RunControl
 from runtime.object_collectives import raise_on_all_ranks
 
@@ -15,7 +15,7 @@ from runtime.object_collectives import raise_on_all_ranks
 class StepBatch:
     """The batch of a step, which is not committed yet."""
 
-    microbatches: list[Batch]
+    microbatches: list[Microbatch]
     """This rank's."""
     data_wait: float
     """Seconds that this rank waited for them."""
@@ -87,7 +87,7 @@ class StepBatches:
 
 def next_microbatches(
     loader: BatchLoader, count: int, control: RunControl, *, is_writing: bool = False
-) -> tuple[list[Batch], float, dict[str, int]]:
+) -> tuple[list[Microbatch], float, dict[str, int]]:
     """Return the next microbatches, the seconds this rank waited, and sums over all ranks.
 
     The sums: ``tokens``, target tokens; ``bad``, records so far that could not be read;

@@ -286,4 +286,5 @@ def atomic_write_bytes(path: Path, content: bytes) -> None:
 
 
 def shard_name(number: int) -> str:
+    """Return the file name of a shard, without its suffix."""
     return f"shard-{number:05d}"

@@ -20,7 +20,7 @@ BLOCK = 128
 MAX_SEQ_LEN = 512
 
 
-def use_block_attention(
+def apply_block_attention(
     attentions: list[nn.Module],
     *,
     has_fast_float32: bool,

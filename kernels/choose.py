@@ -3,10 +3,10 @@
 import torch
 import torch.nn as nn
 
-from kernels.block_attention import use_block_attention
-from kernels.flex_attention import use_flex_attention
+from kernels.block_attention import apply_block_attention
+from kernels.flex_attention import apply_flex_attention
 from kernels.float32_matmul import choose_float32_matmul
-from kernels.fused_delta_rule import use_fused_delta_rule
+from kernels.fused_delta_rule import apply_fused_delta_rule
 from kernels.grouped_mm import disable_broken_grouped_mm
 
 
@@ -29,11 +29,11 @@ def choose_kernels(
     """
     if device.type == "cpu":
         has_fast_float32 = choose_float32_matmul()
-        use_block_attention(
+        apply_block_attention(
             attentions, has_fast_float32=has_fast_float32, heads=heads, head_dim=head_dim
         )
         return
     if wants_flex_attention:
-        use_flex_attention(attentions, dtype=dtype, heads=heads, head_dim=head_dim)
+        apply_flex_attention(attentions, dtype=dtype, heads=heads, head_dim=head_dim)
     disable_broken_grouped_mm(moes, dtype=dtype)
-    use_fused_delta_rule(delta_nets, dtype=dtype, n_ranks=n_ranks)
+    apply_fused_delta_rule(delta_nets, dtype=dtype, n_ranks=n_ranks)

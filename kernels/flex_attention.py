@@ -25,7 +25,7 @@ KERNEL_OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 AttendWithin = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def use_flex_attention(
+def apply_flex_attention(
     attentions: list[nn.Module],
     *,
     dtype: torch.dtype | None,

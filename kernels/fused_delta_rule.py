@@ -20,7 +20,7 @@ Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Signature of ``kernels.delta_rule.delta_rule``."""
 
 
-def use_fused_delta_rule(
+def apply_fused_delta_rule(
     delta_nets: list[nn.Module], *, dtype: torch.dtype | None, n_ranks: int
 ) -> None:
     """Replace the delta rule by flash-linear-attention's fused chunk kernel.

@@ -19,11 +19,15 @@ import torch
 
 
 class State(Protocol):
+    """Position of a row in its documents."""
+
     @property
     def place(self) -> tuple[int, int]: ...  # document of the row, token in that document
 
 
 class Microbatch(Protocol):
+    """One microbatch of this rank, and the span of its row that each sequence holds."""
+
     @property
     def tokens(self) -> torch.Tensor: ...  # (b, s) int64, on the CPU
     @property

@@ -21,6 +21,8 @@ class Qwen3MoeArgs(TransformerArgs):
 
 
 class Qwen3Moe(Transformer):
+    """Qwen3 with a mixture of experts in every layer (arXiv 2505.09388)."""
+
     args: Qwen3MoeArgs
 
     def build_block(self, index: int) -> nn.Module:
@@ -28,6 +30,8 @@ class Qwen3Moe(Transformer):
 
 
 class MoeBlock(TransformerBlock):
+    """Transformer block whose feed-forward is a mixture of experts."""
+
     def __init__(self, args: Qwen3MoeArgs) -> None:
         super().__init__(args)
         self.feed_forward = MoE(

@@ -25,6 +25,8 @@ from models.transformer import (
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3NextArgs(Qwen3MoeArgs):
+    """Shape of a Qwen3-Next. ``n_heads`` to ``head_dim`` are those of its attention layers."""
+
     rotary_dim: int
     """Rotated dims of each head."""
     shared_hidden_dim: int
@@ -39,10 +41,13 @@ class Qwen3NextArgs(Qwen3MoeArgs):
     """Every n-th layer has attention, the others Gated DeltaNet."""
 
     def has_attention(self, layer: int) -> bool:
+        """True if ``layer``, 0-based, has attention; False if it has Gated DeltaNet."""
         return (layer + 1) % self.attention_every == 0
 
 
 class Qwen3Next(Transformer):
+    """Hybrid decoder: Gated DeltaNet in most layers, gated attention in every n-th, MoE in all."""
+
     args: Qwen3NextArgs
 
     def __init__(self, args: Qwen3NextArgs) -> None:
@@ -55,6 +60,8 @@ class Qwen3Next(Transformer):
 
 
 class Qwen3NextBlock(TransformerBlock):
+    """Transformer block with attention or Gated DeltaNet, and a MoE with a shared expert."""
+
     def __init__(self, args: Qwen3NextArgs, *, has_attention: bool) -> None:
         super().__init__(args)
         self.attention_norm = ZeroCenteredNorm(args.dim, args.norm_eps)
@@ -104,6 +111,7 @@ class GatedAttention(Attention):
 
 
 def build_delta_net(args: Qwen3NextArgs) -> GatedDeltaNet:
+    """Build the Gated DeltaNet of one layer."""
     return GatedDeltaNet(
         dim=args.dim,
         n_key_heads=args.n_key_heads,

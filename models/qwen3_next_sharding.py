@@ -67,10 +67,12 @@ def token_mixers(model: Qwen3Next) -> list[nn.Module]:
 
 
 def attentions(model: Qwen3Next) -> list[nn.Module]:
+    """Return the attention modules of the layers that have one."""
     return [mixer for mixer in token_mixers(model) if isinstance(mixer, GatedAttention)]
 
 
 def delta_nets(model: Qwen3Next) -> list[nn.Module]:
+    """Return the Gated DeltaNets of the layers that have one."""
     return [mixer for mixer in token_mixers(model) if isinstance(mixer, GatedDeltaNet)]
 
 

@@ -32,6 +32,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerArgs:
+    """Shape of a Llama or Qwen3 model; ``hidden_dim`` is the feed-forward's."""
+
     dim: int
     n_layers: int
     n_heads: int
@@ -197,6 +199,8 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream (b, s, d)."""
+
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)

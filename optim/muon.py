@@ -84,6 +84,8 @@ class Stack:
 
 @dataclass(frozen=True)
 class Task:
+    """Orthogonalization of one stack of matrices by one rank."""
+
     stack: Stack
     owner: int
     """Rank that orthogonalizes the stack."""

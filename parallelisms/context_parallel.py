@@ -135,6 +135,8 @@ def _from_shards(t: torch.Tensor, degree: int, method: ContextParallelMethod) ->
 
 
 class Ulysses(nn.Module):
+    """Attention by heads: an all-to-all gives each rank the whole sequence of some heads."""
+
     def __init__(self, inner: nn.Module, cp_mesh: DeviceMesh) -> None:
         super().__init__()
         self.inner, self.degree = inner, cp_mesh.size()
@@ -225,6 +227,11 @@ def _exchange_over(group: dist.ProcessGroup) -> Exchange:
 
 
 class AllGather(nn.Module):
+    """Attention by queries: each rank gathers all keys and values for its two chunks of queries.
+
+    Of 2n chunks, rank r has r and 2n - 1 - r: under a causal mask, each such pair is equal work.
+    """
+
     def __init__(self, inner: nn.Module, cp_mesh: DeviceMesh) -> None:
         super().__init__()
         self.inner, self.cp_mesh = inner, cp_mesh

@@ -45,6 +45,7 @@ class FSDPPolicy:
 
     @classmethod
     def of(cls, parallelism: Parallelism) -> Self:
+        """Resolve the keys ``fsdp_reshard_after_forward`` and ``fsdp_reduce_gradients``."""
         key, mode = parallelism.fsdp_reshard_after_forward, parallelism.data_parallel
         has_pp = parallelism.pipeline_parallel_degree > 1
         # With a pipeline, every microbatch would gather the weights again.

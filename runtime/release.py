@@ -14,6 +14,7 @@ def add_release_note(error: BaseException) -> None:
 
 
 def torch_release() -> str:
+    """Return the installed PyTorch release and the tested ones, for messages."""
     return f"torch {version('torch')}; tested with {RELEASES[0]} to {RELEASES[-1]}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data.loader import Batch, num_target_tokens
+from data.loader import Microbatch, num_target_tokens
 from models import find_model
 from parallelisms.materialize import materialize
 from tests.layouts import CPU, PP, SCHEDULE, Layout, shard_debugmodel
@@ -23,7 +23,7 @@ def count_live_objects(layout: Layout) -> tuple[int, int]:
     runner = sharded.runner()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(args.vocab_size, (N_BATCHES, ROWS, SEQ_LEN), generator=generator)
-    batches = [Batch(part, part) for part in tokens]
+    batches = [Microbatch(part, part) for part in tokens]
     size = ROWS * SEQ_LEN * args.vocab_size
     losses = runner.evaluate(batches)
     assert losses.shape == (N_BATCHES,)

@@ -23,7 +23,7 @@ from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState
 from checkpoint.tensor_files import load_single_process, read_index
 from config.job_config import Training
-from generation import TEMPERATURE, draw, printable
+from generation import TEMPERATURE, sample_token, printable
 from models import ModelSpec, TransformerArgs
 from models.kv_cache import cached
 from models.meta import build_on_meta
@@ -146,7 +146,7 @@ def write_text(options: argparse.Namespace) -> None:
     print(f"{folder}: {name}, {dtype} on {device}", file=sys.stderr)
 
     choose = partial(
-        draw,
+        sample_token,
         generator=torch.Generator().manual_seed(options.seed or 0),
         temperature=options.temperature,
         top_k=options.top_k,

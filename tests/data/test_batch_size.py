@@ -1,4 +1,4 @@
-"""Batch size ramps against a list of all sizes."""
+"""Microbatch size ramps against a list of all sizes."""
 
 import pytest
 

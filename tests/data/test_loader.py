@@ -19,7 +19,7 @@ import torch
 
 from checkpoint.checkpointer import merge
 from config.job_config import Data
-from data.loader import Batch, BatchLoader, LoaderConfig
+from data.loader import BatchLoader, LoaderConfig, Microbatch
 from data.mixture import Mixture
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -78,7 +78,7 @@ def build_all(source: Source, dp_degree: int, local: int, **changes: Any) -> lis
     ]
 
 
-def take_step(loaders: list[BatchLoader], n_rows: int = ROWS) -> Batch:
+def take_step(loaders: list[BatchLoader], n_rows: int = ROWS) -> Microbatch:
     """Take and commit one step; return the global batch, in the order of its rows."""
     count = loaders[0].microbatches * n_rows // ROWS
     of_ranks = [list(islice(loader, count)) for loader in loaders]
@@ -87,7 +87,7 @@ def take_step(loaders: list[BatchLoader], n_rows: int = ROWS) -> Batch:
     in_order = [batch for microbatch in zip(*of_ranks, strict=True) for batch in microbatch]
     *tensors, spans = zip(*in_order, strict=True)
     whole = (None if parts[0] is None else torch.cat(parts) for parts in tensors)
-    return Batch(*whole, sum(spans, ()))
+    return Microbatch(*whole, sum(spans, ()))
 
 
 def reference_row(source: Source, row: int, length: int) -> tuple[list[int], list[int]]:
@@ -149,14 +149,14 @@ def test_every_token_is_a_label_once_per_epoch() -> None:
 class CountsPrefetched(BatchLoader):
     """Fault: the state includes prefetched batches."""
 
-    def commit(self, microbatches: list[Batch]) -> None:
+    def commit(self, microbatches: list[Microbatch]) -> None:
         super().commit([*microbatches, *(prepared.result() for prepared in self._prefetched)])
 
 
 class CountsTaken(BatchLoader):
     """Fault: the state includes batches that are not committed."""
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Microbatch:
         batch = super().__next__()
         self.commit([batch])
         return batch
@@ -203,7 +203,7 @@ def test_resume_check_detects_uncommitted_state(fault: type) -> None:
 
 
 SIZES = (2, 4, 4, 2, 6, 8, 8, 8)
-"""Batch sizes of steps; most steps end in the middle of the global batch."""
+"""Microbatch sizes of steps; most steps end in the middle of the global batch."""
 
 
 def assert_ramp(source: Source, loaders: list[BatchLoader], steps: range) -> None:
@@ -231,7 +231,7 @@ class ForgetsNextRow(BatchLoader):
 class CountsOwnRows(BatchLoader):
     """Fault: the next row ignores the rows of other ranks."""
 
-    def commit(self, microbatches: list[Batch]) -> None:
+    def commit(self, microbatches: list[Microbatch]) -> None:
         self._rows_per_microbatch = 1
         super().commit(microbatches)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from config import ConfigError
-from data.loader import Batch, BatchLoader
+from data.loader import BatchLoader, Microbatch
 from data.step_batches import StepBatch, StepBatches, StepSync
 from runtime.control import SIGNALS, RunControl
 from runtime.labels import IGNORE_INDEX
@@ -27,13 +27,13 @@ class FakeLoader:
     def __init__(self, n_valid: list[int], *, microbatches: int, n_bad: int) -> None:
         self.microbatches, self.n_bad, self._left = microbatches, n_bad, iter(n_valid)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Microbatch]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Microbatch:
         labels = torch.full((1, 8), IGNORE_INDEX)
         labels[:, : next(self._left)] = 1
-        return Batch(labels, labels)
+        return Microbatch(labels, labels)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from kernels.block_attention import (
     MAX_SEQ_LEN,
     _attend,
     block_attention,
-    use_block_attention,
+    apply_block_attention,
 )
 from models.transformer import InnerAttention
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -66,9 +66,9 @@ class Attention(nn.Module):
 
 
 def inner_after_use(inner: nn.Module, *, has_fast_float32: bool = False) -> nn.Module:
-    """Return the module's ``inner`` after ``use_block_attention``."""
+    """Return the module's ``inner`` after ``apply_block_attention``."""
     attention = Attention(inner)
-    use_block_attention([attention], has_fast_float32=has_fast_float32, heads=(4, 2), head_dim=16)
+    apply_block_attention([attention], has_fast_float32=has_fast_float32, heads=(4, 2), head_dim=16)
     return attention.inner
 
 

@@ -22,7 +22,7 @@ from kernels.flex_attention import (
     attend_within,
     block_mask,
     check_flex_attention,
-    use_flex_attention,
+    apply_flex_attention,
 )
 from kernels.kernel_check import MAX_ERROR
 from models.transformer import Attention, InnerAttention, TransformerArgs
@@ -137,7 +137,7 @@ def test_failure_falls_back_to_dense_mask(caplog: pytest.LogCaptureFixture) -> N
     attention = Attention(TransformerArgs(**SHAPE))
     before = attention.inner
     with patch.object(module, "check_flex_attention", side_effect=RuntimeError("no Triton")):
-        use_flex_attention([attention], dtype=torch.bfloat16, heads=HEADS, head_dim=HEAD_DIM)
+        apply_flex_attention([attention], dtype=torch.bfloat16, heads=HEADS, head_dim=HEAD_DIM)
     assert attention.inner is before
     assert "FlexAttention failed, using SDPA with a dense mask: no Triton" in caplog.text
 
@@ -146,7 +146,7 @@ def test_failure_falls_back_to_dense_mask(caplog: pytest.LogCaptureFixture) -> N
 def test_flex_attention_only_for_half_precision(dtype: torch.dtype, is_used: bool) -> None:
     attention = Attention(TransformerArgs(**SHAPE))
     with patch.object(module, "check_flex_attention"):
-        use_flex_attention([attention], dtype=dtype, heads=HEADS, head_dim=HEAD_DIM)
+        apply_flex_attention([attention], dtype=dtype, heads=HEADS, head_dim=HEAD_DIM)
     assert isinstance(attention.inner, FlexAttention) == is_used
 
 
@@ -194,7 +194,7 @@ def test_wrapped_compile_region_can_be_saved(wraps: bool, calls: int) -> None:
 def test_kernel_matches_dense_masks(s: int, n_queries: int, is_compiled: bool) -> None:
     attention = Attention(TransformerArgs(**SHAPE)).cuda()
     plain = attention.inner
-    use_flex_attention([attention], dtype=torch.bfloat16, heads=HEADS, head_dim=HEAD_DIM)
+    apply_flex_attention([attention], dtype=torch.bfloat16, heads=HEADS, head_dim=HEAD_DIM)
     assert isinstance(attention.inner, FlexAttention)
     inner = torch.compile(attention.inner, dynamic=False) if is_compiled else attention.inner
     inputs, ids = (

@@ -25,7 +25,7 @@ from kernels.fused_delta_rule import (
     FusedDeltaRule,
     _rule,
     check_fused_delta_rule,
-    use_fused_delta_rule,
+    apply_fused_delta_rule,
 )
 from models.gated_delta_net import GatedDeltaNet
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
@@ -110,7 +110,7 @@ def test_installed_package_is_used(caplog: pytest.LogCaptureFixture) -> None:
         return delta_rule(q, k, v, *gates, None)
 
     with fake_fla(kernel_of(rule)), caplog.at_level("INFO", "shardloom"):
-        use_fused_delta_rule([*nets], dtype=torch.bfloat16, n_ranks=2)
+        apply_fused_delta_rule([*nets], dtype=torch.bfloat16, n_ranks=2)
     assert sizes == {(2, 16, 2, 16, 2, 24)}, "the check uses other heads"
     assert all(isinstance(net.inner.rule, FusedDeltaRule) for net in nets)
     assert "flash-linear-attention: delta rule of 2 layers" in caplog.text
@@ -118,7 +118,7 @@ def test_installed_package_is_used(caplog: pytest.LogCaptureFixture) -> None:
 
 def is_unchanged(rule: Callable, **settings: Any) -> bool:
     net = delta_net()
-    use_fused_delta_rule([net], **{"dtype": torch.bfloat16, "n_ranks": 1} | settings)
+    apply_fused_delta_rule([net], **{"dtype": torch.bfloat16, "n_ranks": 1} | settings)
     return net.inner.rule is rule
 
 
@@ -136,7 +136,7 @@ def test_fla_kernel_only_for_bf16_nondeterministic(
         # Delta nets of other families need not have a rule.
         other = nn.Module()
         other.inner = nn.Identity()
-        use_fused_delta_rule([other], dtype=torch.bfloat16, n_ranks=1)
+        apply_fused_delta_rule([other], dtype=torch.bfloat16, n_ranks=1)
 
 
 def kernel_with(index: int, change: Callable) -> Callable:
@@ -276,7 +276,7 @@ def gradients(net: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
 def test_compiled_block_uses_the_kernel() -> None:
     net = delta_net()
     with fake_fla():
-        use_fused_delta_rule([net], dtype=torch.bfloat16, n_ranks=1)
+        apply_fused_delta_rule([net], dtype=torch.bfloat16, n_ranks=1)
         eager = gradients(net)
         CALLS.clear()
         compiled = gradients(torch.compile(net, fullgraph=True, backend="aot_eager"))

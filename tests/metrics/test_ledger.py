@@ -16,7 +16,7 @@ import torch
 
 from checkpoint.checkpointer import merge
 from data.batch_size import Ramp, batch_size_of
-from data.loader import Batch, BatchLoader
+from data.loader import BatchLoader, Microbatch
 from data.mixture import RowState
 from data.sources import ShuffledDocuments, Source
 from metrics.ledger import Attempt, Ledger
@@ -118,7 +118,7 @@ class Program:
 
     def _step(
         self, step: int, readers: list[BatchLoader], ledgers: list[Ledger], tp: int
-    ) -> list[list[Batch]]:
+    ) -> list[list[Microbatch]]:
         n_rows = batch_size_of(step, self._ramp, ROWS)
         count = readers[0].microbatches * n_rows // ROWS
         microbatches = [list(islice(reader, count)) for reader in readers]
@@ -128,7 +128,7 @@ class Program:
         return microbatches
 
 
-def value(microbatches: list[list[Batch]]) -> float:
+def value(microbatches: list[list[Microbatch]]) -> float:
     """A loss that depends on every token."""
     rows = {
         span.row: zlib.crc32(tokens.numpy())
@@ -339,7 +339,7 @@ class ForgetsNextRow(BatchLoader):
 class RestartsRowsEachStep(BatchLoader):
     """Fault: every step starts at the first row."""
 
-    def commit(self, microbatches: list[Batch]) -> None:
+    def commit(self, microbatches: list[Microbatch]) -> None:
         super().commit(microbatches)
         state = self.state_dict() | {"next_row": 0}
         self._prefetched.clear()
@@ -467,7 +467,7 @@ def test_crc_covers_every_token(tmp_path: Path) -> None:
             place=0, n_rows=2,
         )  # fmt: skip
         ledger = Ledger(tmp_path / name / "ledger", attempt)
-        batch = Batch(
+        batch = Microbatch(
             sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous(), None, None, spans
         )
         ledger.log(1, [batch], loss=1.0, grad_norm=1.0)

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.counting import operand_bytes, profiled
 from config.job_config import ActivationCheckpoint
-from data.loader import Batch
+from data.loader import Microbatch
 from models import TransformerArgs, find_model
 from optim import loss
 from parallelisms.materialize import materialize
@@ -41,7 +41,7 @@ def count(layout: Layout, n_layers: int) -> Calls:
     materialize(sharded.module, CPU, seed=1)
     runner = sharded.runner()
     tokens = torch.randint(300, (ROWS, SEQ_LEN))
-    microbatches = [Batch(tokens, tokens)] * MICROBATCHES
+    microbatches = [Microbatch(tokens, tokens)] * MICROBATCHES
 
     def step() -> None:
         # The loss runs on one row of logits at a time.

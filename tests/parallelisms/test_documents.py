@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Parallelism
-from data.loader import Batch, num_target_tokens
+from data.loader import Microbatch, num_target_tokens
 from forward_backward import ModelRunner, SPMDRunner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
@@ -155,7 +155,7 @@ def args_of(name: str, case: Case) -> TransformerArgs:
 
 
 @cache
-def packed() -> Batch:
+def packed() -> Microbatch:
     """Return a batch of the rows of STARTS."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(64, (ROWS, SEQ_LEN + 1), generator=generator)
@@ -170,11 +170,11 @@ def packed() -> Batch:
     labels[torch.rand(labels.shape, generator=generator) < chance] = IGNORE_INDEX
     # With Ulysses some ranks have no target tokens in the first microbatch.
     labels[: ROWS // MICROBATCHES, : SEQ_LEN // 2] = IGNORE_INDEX
-    return Batch(tokens[:, :-1].contiguous(), labels, positions, is_start.cumsum(dim=1))
+    return Microbatch(tokens[:, :-1].contiguous(), labels, positions, is_start.cumsum(dim=1))
 
 
-def rows_of(batch: Batch, rows: slice) -> Batch:
-    return Batch(*(None if tensor is None else tensor[rows] for tensor in batch[:4]))
+def rows_of(batch: Microbatch, rows: slice) -> Microbatch:
+    return Microbatch(*(None if tensor is None else tensor[rows] for tensor in batch[:4]))
 
 
 def test_rows_cover_all_document_boundaries():
@@ -364,7 +364,7 @@ def compare(
     return errors
 
 
-def local_microbatches(dims: ParallelDims) -> list[Batch]:
+def local_microbatches(dims: ParallelDims) -> list[Microbatch]:
     degree, rank = dims.batch_mesh.size(), dims.batch_mesh.get_local_rank()
     n_rows = ROWS // (degree * MICROBATCHES)
     starts = range(rank * n_rows, ROWS, degree * n_rows)
@@ -405,12 +405,14 @@ def influence(runner: ModelRunner, tokens: torch.Tensor, *others: torch.Tensor) 
     after.diagonal(dim1=1, dim2=2).add_(1).remainder_(64)
     before, after, *rest = (t.flatten(0, 1) for t in (before, after, *rest))
     others_or_none = rest or [None, None]
-    logits = [runner.logits(Batch(tokens, tokens, *others_or_none)) for tokens in (before, after)]
+    logits = [
+        runner.logits(Microbatch(tokens, tokens, *others_or_none)) for tokens in (before, after)
+    ]
     is_changed = logits[0] != logits[1]
     return is_changed.any(dim=-1).unflatten(0, (-1, SEQ_LEN))
 
 
-def measure(model: nn.Module, spec: Any, runner: ModelRunner, batch: Batch) -> Measured:
+def measure(model: nn.Module, spec: Any, runner: ModelRunner, batch: Microbatch) -> Measured:
     """Measure training on one row of ``batch`` and on two, to exclude the weights."""
     lengths: tuple[set[int], set[Any], set[Any]] = (set(), set(), set())
     saved = []

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import profile
 
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
-from data.loader import Batch, num_target_tokens
+from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
 from models import find_model
 from models.meta import build_on_meta
@@ -383,7 +383,7 @@ def losses_of(config: Float8, compute_dtype: str, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         tokens = words[torch.randint(8, (4, 4), generator=generator)].flatten(1)
-        batch = Batch(tokens[:, :-1][:, :48], tokens[:, 1:][:, :48])
+        batch = Microbatch(tokens[:, :-1][:, :48], tokens[:, 1:][:, :48])
         losses.append(runner.forward_backward([batch], num_target_tokens([batch])).sum().item())
         optimizer.step()
         optimizer.zero_grad()

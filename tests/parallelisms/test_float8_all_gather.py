@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from benchmarks.counting import count_collectives, profiled
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
-from data.loader import Batch, num_target_tokens
+from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
@@ -77,9 +77,9 @@ class Trained:
     """Digest of each weight, by FQN."""
 
 
-def batches_of(generator: torch.Generator) -> list[Batch]:
+def batches_of(generator: torch.Generator) -> list[Microbatch]:
     tokens = torch.randint(250, (MICROBATCHES, ROWS, SEQ_LEN + 1), generator=generator)
-    return [Batch(rows[:, :-1], rows[:, 1:]) for rows in tokens]
+    return [Microbatch(rows[:, :-1], rows[:, 1:]) for rows in tokens]
 
 
 def trained(
@@ -294,7 +294,7 @@ def train_after_loading(
 def train_on(run: Run) -> list[float]:
     runner, losses = SPMDRunner(run.model, parallelism=Parallelism(), device=CPU), []
     for batch in batches_of(torch.Generator().manual_seed(0)):
-        short = Batch(batch.tokens[:, :8] % 61, batch.labels[:, :8] % 61)
+        short = Microbatch(batch.tokens[:, :8] % 61, batch.labels[:, :8] % 61)
         losses.append(runner.forward_backward([short], num_target_tokens([short])).sum().item())
         run.optimizer.step()
         run.optimizer.zero_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config.job_config import ActivationCheckpoint, Compile
-from data.loader import Batch
+from data.loader import Microbatch
 from models import find_model
 from models.gated_delta_net import InnerDeltaNet
 from parallelisms.materialize import materialize
@@ -97,7 +97,7 @@ def check_isolation(layout: Layout) -> None:
     runner = found.runner()
 
     def logits(tokens: torch.Tensor) -> torch.Tensor:
-        return runner.logits(Batch(tokens, tokens, positions, ids))[0]
+        return runner.logits(Microbatch(tokens, tokens, positions, ids))[0]
 
     before = logits(tokens)
     for at in CHANGED:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
-from data.loader import Batch, num_target_tokens
+from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
@@ -226,7 +226,7 @@ def args_of(name: str, is_tied: bool, has_narrow_keys: bool, n_layers: int) -> T
 
 
 @cache
-def global_batch(vocab_size: int, document_mask: bool) -> Batch:
+def global_batch(vocab_size: int, document_mask: bool) -> Microbatch:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (ROWS, SEQ_LEN + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -238,11 +238,11 @@ def global_batch(vocab_size: int, document_mask: bool) -> Batch:
         starts = torch.randint(1, SEQ_LEN, (ROWS, 1), generator=generator)
         document_ids = (index >= starts).long()
         positions = torch.where(index >= starts, index - starts, index)
-    return Batch(tokens[:, :-1].contiguous(), labels, positions, document_ids)
+    return Microbatch(tokens[:, :-1].contiguous(), labels, positions, document_ids)
 
 
-def rows_of(batch: Batch, rows: slice) -> Batch:
-    return Batch(*(None if tensor is None else tensor[rows] for tensor in batch))
+def rows_of(batch: Microbatch, rows: slice) -> Microbatch:
+    return Microbatch(*(None if tensor is None else tensor[rows] for tensor in batch))
 
 
 @dataclass

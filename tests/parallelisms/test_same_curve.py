@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
-from data.loader import Batch, num_target_tokens
+from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
 from models import find_model
 from optim.grad_norm import clip_grad_norm_
@@ -44,7 +44,7 @@ def train_curve(
     found = []
     for _ in range(STEPS):
         tokens = torch.randint(300, (microbatches, ROWS, SEQ_LEN + 1), generator=generator)
-        batches = [Batch(rows[:, :-1], rows[:, 1:]) for rows in tokens]
+        batches = [Microbatch(rows[:, :-1], rows[:, 1:]) for rows in tokens]
         n_tokens = int(sum_over(torch.tensor(num_target_tokens(batches)), dims.batch_mesh))
         loss = runner.forward_backward(batches, n_tokens).sum()
         norm = clip_grad_norm_(parameters, 1.0)

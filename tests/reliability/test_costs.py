@@ -16,7 +16,7 @@ import xxhash
 
 from checkpoint.tensor_files import HashedFile, describe_file
 from config.job_config import Numerics, Optimizer, Parallelism
-from data.loader import Batch
+from data.loader import Microbatch
 from data.mixture import RowState
 from data.packing import RowSpan
 from forward_backward import SPMDRunner
@@ -59,13 +59,13 @@ def test_hashing_is_faster_than_disks(tmp_path: Path, seen: Callable[[str], None
     seen(f"s per GiB: {texts[0]} to hash while writing, {texts[1]} to read and verify")
 
 
-def batches() -> Iterable[Batch]:
+def batches() -> Iterable[Microbatch]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     while True:
         ids = torch.randint(0, 64, (BATCH, SEQ_LEN + 1), generator=generator)
         start, end = RowState((0,), (0,), 0, 0, 0), RowState((0,), (0,), 0, 0, SEQ_LEN)
         spans = tuple(RowSpan(row, start, end) for row in range(BATCH))
-        yield Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, spans)
+        yield Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, spans)
 
 
 def time_steps(folder: Path) -> dict[str, float]:

@@ -22,7 +22,7 @@ from build_model import build_sharded_model
 from checkpoint.states import OptimizerState
 from config import JobConfig
 from config.job_config import ActivationCheckpoint, Compile, Debug, Optimizer, Parallelism, Training
-from data.loader import Batch, num_target_tokens
+from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
 from models import TransformerArgs, find_model
 from optim.chunked_adamw import ChunkedAdamW
@@ -106,14 +106,14 @@ def args_of(name: str, tp: int) -> TransformerArgs:
     return args
 
 
-def global_batch(step: int) -> list[Batch]:
+def global_batch(step: int) -> list[Microbatch]:
     """Random microbatches, each with another number of target tokens."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(330, (SLOTS, ROWS, SEQ_LEN + 1), generator=generator)
     labels = tokens[..., 1:].clone()
     for slot, count in enumerate(torch.randint(SEQ_LEN, (SLOTS,), generator=generator)):
         labels[slot, :, :count] = IGNORE_INDEX
-    return [Batch(tokens[slot, :, :-1], labels[slot]) for slot in range(SLOTS)]
+    return [Microbatch(tokens[slot, :, :-1], labels[slot]) for slot in range(SLOTS)]
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from config.job_config import Data, Parallelism
-from data.loader import Batch, BatchLoader, LoaderConfig
+from data.loader import BatchLoader, LoaderConfig, Microbatch
 from data.mixture import Mixture, RowStream
 from data.sources import ShuffledDocuments, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -83,11 +83,11 @@ def run_first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
     return []
 
 
-def take(loader: BatchLoader) -> tuple[Batch, str]:
+def take(loader: BatchLoader) -> tuple[Microbatch, str]:
     try:
         return next(loader), ""
     except ValueError as error:
-        return Batch(*[torch.empty(0)] * 2), str(error)
+        return Microbatch(*[torch.empty(0)] * 2), str(error)
 
 
 def gather_errors(error: str) -> list[str]:

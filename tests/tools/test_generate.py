@@ -29,7 +29,7 @@ from checkpoint.manifest import read_manifest, write_manifest
 from checkpoint.tensor_files import Reader
 from config.job_config import Training
 from data.tokenizer import Tokenizer, load_tokenizer
-from generation import draw, sample
+from generation import sample_token, sample
 from models import find_model
 from parallelisms import materialize
 from runtime.distributed import compute_dtype
@@ -178,10 +178,10 @@ def disable_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw_at_1(*args: Any, **keys: Any) -> int:
-        return draw(*args, **keys | {"temperature": 1.0})
+    def sample_token_at_1(*args: Any, **keys: Any) -> int:
+        return sample_token(*args, **keys | {"temperature": 1.0})
 
-    monkeypatch.setattr(generate, "draw", draw_at_1)
+    monkeypatch.setattr(generate, "sample_token", sample_token_at_1)
 
 
 @pytest.mark.parametrize(
@@ -215,12 +215,12 @@ def test_greedy_text_is_argmax_of_reference_logits(
     # The first checkpoint: later ones have learned to repeat tokens.
     checkpoint, tokens, seen = checkpoints(trained(name).parent)[-1], [], []
 
-    def recording_draw(logits: torch.Tensor, **choice: Any) -> int:
+    def recording_sample_token(logits: torch.Tensor, **choice: Any) -> int:
         seen.append(logits)
-        tokens.append(draw(logits, **choice))
+        tokens.append(sample_token(logits, **choice))
         return tokens[-1]
 
-    monkeypatch.setattr(generate, "draw", recording_draw)
+    monkeypatch.setattr(generate, "sample_token", recording_sample_token)
     text = generated(capsys, checkpoint, "--tokens", "50", "--temperature", "0")
     prompt = [BYTES.bos_id, *PROMPT.encode()]
     logits = unsharded_model(checkpoint)(torch.tensor([prompt + tokens]))[0, len(prompt) - 1 : -1]
@@ -275,7 +275,7 @@ def force_tokens(monkeypatch: pytest.MonkeyPatch, *tokens: int | type[BaseExcept
             return token
         raise token
 
-    monkeypatch.setattr(generate, "draw", next_token)
+    monkeypatch.setattr(generate, "sample_token", next_token)
 
 
 def test_text_ends_at_the_end_of_text_token(
@@ -300,9 +300,9 @@ def test_nonfinite_logits_are_an_error(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def draw_of_nan(logits: torch.Tensor, **choice: Any) -> int:
-        return draw(logits * torch.nan, **choice)
+        return sample_token(logits * torch.nan, **choice)
 
-    monkeypatch.setattr(generate, "draw", draw_of_nan)
+    monkeypatch.setattr(generate, "sample_token", draw_of_nan)
     assert generate.main([str(run_folder)]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "the model's logits are not finite"
 
