@@ -23,7 +23,7 @@ from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState
 from checkpoint.tensor_files import load_single_process, read_index
 from config.job_config import Training
-from generation import TEMPERATURE, sample_token, printable
+from generation import TEMPERATURE, printable, sample_token
 from models import ModelSpec, TransformerArgs
 from models.kv_cache import cached
 from models.meta import build_on_meta

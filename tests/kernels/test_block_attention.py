@@ -15,8 +15,8 @@ from kernels.block_attention import (
     BLOCK,
     MAX_SEQ_LEN,
     _attend,
-    block_attention,
     apply_block_attention,
+    block_attention,
 )
 from models.transformer import InnerAttention
 from parallelisms.activation_checkpoint import apply_activation_checkpoint

@@ -19,10 +19,10 @@ from config.job_config import ActivationCheckpoint
 from kernels import flex_attention as module
 from kernels.flex_attention import (
     FlexAttention,
+    apply_flex_attention,
     attend_within,
     block_mask,
     check_flex_attention,
-    apply_flex_attention,
 )
 from kernels.kernel_check import MAX_ERROR
 from models.transformer import Attention, InnerAttention, TransformerArgs

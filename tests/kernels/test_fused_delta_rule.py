@@ -24,8 +24,8 @@ from kernels.delta_rule import CHUNK, delta_rule
 from kernels.fused_delta_rule import (
     FusedDeltaRule,
     _rule,
-    check_fused_delta_rule,
     apply_fused_delta_rule,
+    check_fused_delta_rule,
 )
 from models.gated_delta_net import GatedDeltaNet
 from parallelisms.activation_checkpoint import apply_activation_checkpoint

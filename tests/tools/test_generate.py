@@ -29,7 +29,7 @@ from checkpoint.manifest import read_manifest, write_manifest
 from checkpoint.tensor_files import Reader
 from config.job_config import Training
 from data.tokenizer import Tokenizer, load_tokenizer
-from generation import sample_token, sample
+from generation import sample, sample_token
 from models import find_model
 from parallelisms import materialize
 from runtime.distributed import compute_dtype
