@@ -412,6 +412,11 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             'must be 1 with activation_checkpoint.mode = "memory_budget": PyTorch 2.13 cannot'
             " estimate the size of a DeviceMesh",
             lambda run: has_budget(run.config) and run.degrees.tp > 1),
+    Constraint("parallelism.context_parallel_method",
+            'must be "ulysses" with activation_checkpoint.mode = "memory_budget": PyTorch 2.13'
+            " cannot estimate the size of a DeviceMesh",
+            lambda run: has_budget(run.config) and run.degrees.cp > 1
+            and run.config.parallelism.context_parallel_method == "allgather"),
     # PyTorch saves attention's RNG state and the mesh for backward, and confuses the two.
     Constraint("activation_checkpoint.mode",
             "without a GPU, PyTorch 2.13 cannot compile blocks that recompute as a whole with"

@@ -94,11 +94,16 @@ def apply_fsdp(
         offload = CPUOffloadPolicy(pin_memory=fsdp_mesh.device_type != "cpu")
 
     def shard(unit: nn.Module | list[nn.Module], mesh: DeviceMesh, *, reshard: bool | int) -> None:
+        def placement(parameter: nn.Parameter) -> Shard:
+            # FSDP2 reshards to a group's shards by rows only.
+            has_group = policy.reshard_group_size is not None
+            return Shard(0) if has_group else shard_placement(parameter, mesh.size(-1))
+
         fully_shard(
             unit,
             mesh=mesh,
             reshard_after_forward=reshard,
-            shard_placement_fn=lambda parameter: shard_placement(parameter, mesh.size(-1)),
+            shard_placement_fn=placement,
             mp_policy=mp_policy,
             offload_policy=offload,
         )

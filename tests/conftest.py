@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from runtime.log import logger
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 # Shells make background jobs ignore SIGINT, and processes started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

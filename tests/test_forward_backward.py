@@ -9,8 +9,8 @@ import torch
 from data.loader import Microbatch, num_target_tokens
 from models import find_model
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, PP, SCHEDULE, Layout, shard_debugmodel
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, PP, SCHEDULE, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 
 ROWS, SEQ_LEN, N_BATCHES = 2, 16, 5
 

@@ -156,7 +156,7 @@ def test_imports_follow_the_table() -> None:
         ("metrics/goodput.py", "from . import flops"),
         ("tools/plan.py", "from train import build_on_meta"),
         ("train.py", "from tools import plan"),
-        ("data/loader.py", "import tests.ranks"),
+        ("data/loader.py", "import tests.lib.ranks"),
         ("utils/misc.py", "import os"),
     ],
 )

@@ -29,7 +29,7 @@ from metrics import stragglers
 from parallelisms import context_parallel
 from runtime import exit_codes
 from runtime.dtensor import to_local
-from tests.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
+from tests.lib.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
 from tests.reliability.forked import (
     checkpoints,
     codes,

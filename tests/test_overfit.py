@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts import CP, EP
+from tests.lib.layouts import CP, EP
 from tests.reliability.forked import curve, run
 from tests.test_train import records
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from optim.router_bias import RouterBiasUpdater
-from tests.layouts import PP, REPLICATE, Layout
+from tests.lib.layouts import PP, REPLICATE, Layout
 from tests.metrics.test_ledger import sequences
 from tests.reliability.forked import codes, curve, log, nothing, run, started
 from tests.test_train import records

@@ -16,8 +16,8 @@ from models import TransformerArgs, find_model
 from models.meta import build_on_meta
 from parallelisms.comm_volume import step_comm_volume
 from parallelisms.parallel_dims import resolve_degrees
-from tests.layouts import CPU, MODE, REDUCE, REPLICATE, RESHARD
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, MODE, REDUCE, REPLICATE, RESHARD
+from tests.lib.ranks import RankPool
 
 RANKS = 2
 MICROBATCHES = 2

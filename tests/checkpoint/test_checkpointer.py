@@ -24,8 +24,8 @@ from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from runtime.log import logger
 from tests.checkpoint.small_run import ARGS, Run, Values
-from tests.layouts import REPLICATE, TP, Layout
-from tests.ranks import GROUP_TIMEOUT, RankPool
+from tests.lib.layouts import REPLICATE, TP, Layout
+from tests.lib.ranks import GROUP_TIMEOUT, RankPool
 
 LAYOUTS = [Layout(1), Layout(2), Layout(4), Layout(4, {REPLICATE: 2}), Layout(4, {TP: 2})]
 TWO = Layout(2)

@@ -25,8 +25,8 @@ from checkpoint.tensor_files import (
 )
 from config import ConfigError
 from tests.checkpoint.small_run import Run
-from tests.layouts import Layout
-from tests.ranks import RankPool
+from tests.lib.layouts import Layout
+from tests.lib.ranks import RankPool
 
 T = TypeVar("T")
 TWO = Layout(2)

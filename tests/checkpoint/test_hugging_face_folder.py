@@ -35,7 +35,8 @@ from models.hugging_face import HuggingFace, TensorPair
 from models.meta import build_on_meta
 from models.transformer import Transformer
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, shard_debugmodel
+from tests.lib.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 from tests.models.test_hugging_face import (
     CASES,
     SHARED,
@@ -46,7 +47,6 @@ from tests.models.test_hugging_face import (
     hugging_face,
 )
 from tests.parallelisms.test_materialize import digest
-from tests.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
 

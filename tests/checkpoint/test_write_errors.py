@@ -20,8 +20,8 @@ from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.tensor_files import ALIGNMENT, HashedFile, write_tensor_file
 from runtime.log import logger
 from tests.checkpoint.small_run import Run
-from tests.layouts import Layout
-from tests.ranks import RankPool
+from tests.lib.layouts import Layout
+from tests.lib.ranks import RankPool
 
 TWO = Layout(2)
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)

@@ -287,6 +287,8 @@ BAD = [
     Bad("activation_checkpoint.mode",
         f"{BUDGET} --compile.enable true --compile.backend aot_eager", says="compile.backend"),
     Bad(TP, f"{BUDGET} --compile.enable true --{TP} 2", says="memory_budget"),
+    Bad("parallelism.context_parallel_method", f"{BUDGET} {GATHER} --{CP} 2 --compile.enable true "
+        "--compile.backend aot_eager_decomp_partition", says="memory_budget"),
     Bad("activation_checkpoint.mode", f"{BUDGET} {SIMPLE} --compile.enable true", says="gathered"),
     Bad(
         "activation_checkpoint.mode",

@@ -11,7 +11,7 @@ from data.loader import BatchLoader, LoaderConfig
 from data.mixture import Mixture
 from data.sources import build_sources
 from data.tokenizer import load_tokenizer
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 SEQ_LEN, ROWS = 2048, 16
 TOKENS_PER_SHARD, TOKENS_PER_DOCUMENT = 1 << 26, 1 << 10

@@ -16,7 +16,7 @@ from data.loader import BatchLoader, Microbatch
 from data.step_batches import StepBatch, StepBatches, StepSync
 from runtime.control import SIGNALS, RunControl
 from runtime.labels import IGNORE_INDEX
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 GLOBAL_BATCH = 4
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from data.tokenizer import load_tokenizer
 from metrics.bits_per_byte import bits_per_nat
 from runtime.labels import IGNORE_INDEX
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 TEXT = "caf\u00e9 \u6f22 and 12345\n"
 

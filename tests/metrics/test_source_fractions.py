@@ -3,7 +3,7 @@
 from torch.distributed.device_mesh import init_device_mesh
 
 from metrics.source_fractions import source_fractions
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 SOURCES = [("sun", 4), ("moon", None)]
 

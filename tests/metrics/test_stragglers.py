@@ -21,8 +21,8 @@ from config.job_config import ActivationCheckpoint, Compile
 from metrics.stragglers import Stragglers
 from models import find_model
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, shard_debugmodel
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, MODE, REPLICATE, TP, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 
 FULL = ActivationCheckpoint(mode="full")
 AOT = Compile(enable=True, backend="aot_eager")

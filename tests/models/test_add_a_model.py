@@ -11,7 +11,7 @@ import torch
 
 from models import find_model
 from models.meta import build_on_meta
-from tests.layouts import CP, PP, TP
+from tests.lib.layouts import CP, PP, TP
 from tests.test_train import ROOT, curve, start
 
 PAGE = ROOT / "docs" / "add_a_model.md"

@@ -1,7 +1,6 @@
-"""Muon's update equals PyTorch's, is orthogonal, and is the same on every mesh."""
+"""Muon's update equals PyTorch's, is orthogonal, and is divided evenly over ranks."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,81 +17,18 @@ from optim import muon
 from optim.muon import COEFFICIENTS, ITERATIONS, Muon, hidden_matrices, orthogonalize
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
-from tests.layouts import (
-    CP,
+from tests.lib.layouts import (
     CPU,
     EP,
-    METHOD,
     MODE,
-    PP,
-    REPLICATE,
-    SCHEDULE,
-    TP,
     Layout,
     shard_debugmodel,
 )
+from tests.lib.ranks import RankPool
 from tests.optim.test_nonfinite import forbid_host_sync
-from tests.parallelisms.test_parity import check_layout, slow
-from tests.ranks import RankPool
 
 MUON = Optimizer(name="muon", lr=1e-2)
-SIMPLE, DDP = {MODE: "simple_fsdp"}, {MODE: "ddp"}
-LAYOUTS = [
-    Layout(1),
-    Layout(2),
-    # Divides no dim.
-    Layout(3),
-    Layout(4),
-    Layout(2, SIMPLE),
-    Layout(2, DDP),
-    Layout(4, {REPLICATE: 2}),
-    Layout(2, {TP: 2}),
-    Layout(4, {TP: 2}),
-    Layout(4, {TP: 2} | SIMPLE),
-    Layout(4, {CP: 2, TP: 2}),
-    Layout(2, {PP: 2}),
-]
-# Larger layouts of a kind above, or combinations of them.
-SLOW_LAYOUTS = [
-    Layout(4, SIMPLE),
-    Layout(4, DDP),
-    Layout(2, {REPLICATE: 2}),
-    Layout(4, SIMPLE | {REPLICATE: 2}),
-    Layout(4, {TP: 2} | DDP),
-    Layout(4, {PP: 2, SCHEDULE: "Interleaved1F1B"}),
-    Layout(8, {TP: 2, REPLICATE: 2, PP: 2}),
-]
-MOE_LAYOUTS = [
-    Layout(2, DDP),
-    Layout(4, {EP: 2}),
-    Layout(4, {EP: 2, REPLICATE: 2}),
-    Layout(4, {TP: 2, EP: 4}),
-    Layout(4, {PP: 2, EP: 2}),
-]
-# Each is part of a layout above.
-SLOW_MOE_LAYOUTS = [Layout(2), Layout(2, {EP: 2}), Layout(4, {TP: 2, EP: 2})]
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, *map(slow, SLOW_LAYOUTS)], ids=str)
-def test_layout_matches_one_device(ranks: RankPool, layout: Layout) -> None:
-    ranks.run(partial(check_layout, config=MUON), layout.world_size, "qwen3", True, layout)
-
-
-@pytest.mark.parametrize("layout", [*MOE_LAYOUTS, *map(slow, SLOW_MOE_LAYOUTS)], ids=str)
-def test_layout_with_experts_matches_one_device(ranks: RankPool, layout: Layout) -> None:
-    check = partial(check_layout, config=MUON)
-    ranks.run(check, layout.world_size, "qwen3_moe", False, layout)
-
-
-@pytest.mark.parametrize("mode", ["fsdp2", "simple_fsdp"])
-def test_matrix_with_fewer_rows_than_ranks(ranks: RankPool, mode: str) -> None:
-    check = partial(check_layout, config=MUON, has_narrow_keys=True)
-    assert ranks.run(check, 4, "llama3", False, Layout(4, {MODE: mode}))[0] != []
-
-
-def test_delta_nets_match_one_device(ranks: RankPool) -> None:
-    check = partial(check_layout, config=MUON)
-    ranks.run(check, 4, "qwen3_next", False, Layout(4, {CP: 2, TP: 2} | {METHOD: "ulysses"}))
+DDP = {MODE: "ddp"}
 
 
 def test_orthogonalize_maps_singular_values_by_polynomial() -> None:

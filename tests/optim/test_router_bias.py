@@ -9,7 +9,7 @@ import torch.distributed as dist
 from config.job_config import Parallelism
 from optim.router_bias import RouterBiasUpdater
 from parallelisms.parallel_dims import ParallelDims
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 
 def moe_layer(*tokens_per_expert: float) -> Any:

@@ -10,9 +10,9 @@ from data.loader import num_target_tokens
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.materialize import materialize
 from runtime.dtensor import to_local
-from tests.layouts import CPU, Layout, shard_debugmodel
-from tests.parallelisms.test_parity import args_of, global_batch, rows_of
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, Layout, args_of, shard_debugmodel
+from tests.lib.parity import global_batch, rows_of
+from tests.lib.ranks import RankPool
 
 MIN_CUT = Compile(enable=True, backend="aot_eager_decomp_partition")
 BUDGETS = (1.0, 0.5, 0.0)
@@ -22,7 +22,7 @@ def saved_bytes_and_gradients(name: str, budget: float) -> tuple[int, list[torch
     """Bytes of activations that forward saves for backward, and the gradients."""
     torch.compiler.reset()
     recompute = ActivationCheckpoint(mode="memory_budget", memory_budget=budget)
-    args = args_of(name, False, False, n_layers=2)
+    args = args_of(name, n_layers=2)
     found = shard_debugmodel(
         name, args, Layout(1, recompute=recompute, compile=MIN_CUT), dtype="float64"
     )

@@ -13,8 +13,8 @@ from data.loader import Microbatch
 from models import TransformerArgs, find_model
 from optim import loss
 from parallelisms.materialize import materialize
-from tests.layouts import CP, CPU, METHOD, PP, SCHEDULE, TP, Layout, shard_debugmodel
-from tests.ranks import RankPool
+from tests.lib.layouts import CP, CPU, METHOD, PP, SCHEDULE, TP, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 
 ROWS, SEQ_LEN, MICROBATCHES, BYTES = 1, 32, 4, 4
 SHORT_NAMES = {

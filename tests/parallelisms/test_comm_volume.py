@@ -13,7 +13,7 @@ from config.job_config import Parallelism
 from parallelisms import comm_volume as subject
 from parallelisms.comm_volume import CommVolume, step_comm_volume, warn_if_comm_bound
 from parallelisms.parallel_dims import ParallelDims
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PARAMETERS = 1_000

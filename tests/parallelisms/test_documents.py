@@ -31,7 +31,7 @@ from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from runtime.distributed import sum_in_order, sum_over
 from runtime.dtensor import to_local
-from tests.layouts import (
+from tests.lib.layouts import (
     CP,
     CPU,
     METHOD,
@@ -43,7 +43,7 @@ from tests.layouts import (
     Layout,
     shard_debugmodel,
 )
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 LLAMA, QWEN = "llama3", "qwen3"
 TOLERANCE = 1e-9

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from parallelisms.elastic import PairwiseGradientAccumulator, PairwiseReduceScatter
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 # Values whose sum in float32 depends on the order.
 SLOTS = torch.randn(8, 1000, generator=torch.Generator().manual_seed(0)) ** 9

@@ -1,4 +1,4 @@
-"""Experts on any mesh match one device: routing, balance loss, every gradient."""
+"""Experts get the same tokens on any mesh, and are gathered with their block."""
 
 import re
 from typing import cast
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from config.job_config import ActivationCheckpoint, Compile, Optimizer, Parallelism
+from config.job_config import Optimizer, Parallelism
 from data.loader import num_target_tokens
 from forward_backward import SPMDRunner
 from models import find_model
@@ -17,82 +17,25 @@ from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
 from optim.router_bias import RouterBiasUpdater
 from parallelisms.materialize import materialize
-from tests.layouts import (
+from tests.lib.cells import ROWS
+from tests.lib.layouts import (
     CP,
     CPU,
     METHOD,
-    MODE,
     PP,
-    REDUCE,
-    REPLICATE,
-    RESHARD,
-    SCHEDULE,
+    SEQ_LEN,
     TP,
     Layout,
+    args_of,
     shard_debugmodel,
 )
-from tests.parallelisms.test_parity import (
-    MAX_NORM,
-    ROWS,
-    SEQ_LEN,
-    args_of,
-    check_layout,
-    global_batch,
-    rows_of,
-    slow,
-)
-from tests.ranks import RankPool
+from tests.lib.parity import MAX_NORM, global_batch, rows_of
+from tests.lib.ranks import RankPool
 
 RATE = 0.125
-SELECTIVE, FULL = ActivationCheckpoint(mode="selective"), ActivationCheckpoint(mode="full")
-AOT = Compile(enable=True, backend="aot_eager")
 
 EP, GATHER = "expert_parallel_degree", {METHOD: "allgather"}
 AHEAD = {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2}
-LAYOUTS = [
-    Layout(2),
-    Layout(2, {MODE: "ddp"}),
-    Layout(2, {MODE: "simple_fsdp"}),
-    Layout(2, {EP: 2}),
-    Layout(4, {EP: 2}),
-    Layout(4, {EP: 4}),
-    Layout(4, {EP: 2, REPLICATE: 2}),
-    Layout(2, {TP: 2}),
-    Layout(4, {TP: 2, EP: 4}),
-    Layout(4, {TP: 2, EP: 2}),
-    Layout(2, {CP: 2}),
-    Layout(4, {CP: 2, EP: 2} | GATHER),
-    Layout(4, {CP: 2, TP: 2, EP: 4}),
-    Layout(2, {PP: 2}),
-    Layout(4, {PP: 2, EP: 2}),
-    Layout(8, {PP: 2, CP: 2, TP: 2, EP: 4}),
-    Layout(2, {EP: 2}, recompute=FULL),
-    Layout(4, {PP: 2, EP: 2, SCHEDULE: "InterleavedZeroBubble"}),
-    Layout(4, {EP: 2, TP: 2}, recompute=SELECTIVE),
-    Layout(4, {EP: 2, CP: 2}, recompute=SELECTIVE),
-    Layout(2, {EP: 2, REDUCE: "last_microbatch"}),
-    Layout(4, {EP: 2} | AHEAD, recompute=FULL),
-    Layout(2, {EP: 2}, compile=AOT, recompute=SELECTIVE),
-    Layout(2, {TP: 2, EP: 2}, compile=AOT, recompute=SELECTIVE),
-    Layout(2, {MODE: "simple_fsdp"}, compile=AOT, recompute=SELECTIVE),
-    Layout(2, {MODE: "ddp"}, compile=AOT),
-]
-# Each combines features that one or two layouts above cover, or, without experts, test_parity.py.
-SLOW_LAYOUTS = [
-    Layout(8, {EP: 4, TP: 2, REPLICATE: 2}),
-    Layout(4, {EP: 2}, recompute=SELECTIVE),
-    Layout(4, {PP: 2, EP: 2, SCHEDULE: "Interleaved1F1B"}),
-    Layout(4, {PP: 2, EP: 2, RESHARD: "always"}, recompute=SELECTIVE),
-    Layout(4, {MODE: "ddp", CP: 2}),
-    Layout(4, {MODE: "simple_fsdp", PP: 2}),
-    Layout(1, compile=AOT),
-    Layout(2, {EP: 2}, compile=AOT),
-    Layout(2, {EP: 2}, compile=AOT, recompute=FULL),
-    Layout(4, {TP: 2, EP: 4}, compile=AOT, recompute=SELECTIVE),
-    Layout(4, {CP: 2, EP: 2} | GATHER, compile=AOT),
-    Layout(4, {PP: 2, EP: 2}, compile=AOT, recompute=SELECTIVE),
-    Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
-]
 ROUTED = [
     Layout(2),
     Layout(2, {EP: 2}),
@@ -103,17 +46,12 @@ ROUTED = [
 ]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *map(slow, SLOW_LAYOUTS)], ids=str)
-def test_layout_matches_one_device(ranks: RankPool, layout: Layout) -> None:
-    ranks.run(check_layout, layout.world_size, "qwen3_moe", False, layout)
-
-
 def trace_gathers(layout: Layout) -> str:
     """Order of FSDP2's all-gathers, attention and, in brackets, each backward that starts.
 
     "1e" are the experts of block 1.
     """
-    args = args_of("qwen3_moe", False, False, n_layers=3)
+    args = args_of("qwen3_moe", n_layers=3)
     found = shard_debugmodel("qwen3_moe", args, layout)
     materialize(found.module, CPU, seed=7)
     runner, batch = found.runner(), global_batch(args.vocab_size, False)
@@ -158,7 +96,7 @@ def test_experts_are_gathered_with_their_block(
 
 def check_routing(layout: Layout) -> None:
     """In each of three steps, each expert gets the same tokens as on one device."""
-    args = args_of("qwen3_moe", False, False, n_layers=2)
+    args = args_of("qwen3_moe", n_layers=2)
     batch = global_batch(args.vocab_size, False)
     spec, _ = find_model("qwen3_moe", "debugmodel")
     alone = build_on_meta(spec, args, torch.float64)

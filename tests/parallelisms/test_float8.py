@@ -31,9 +31,9 @@ from parallelisms.float8 import (
     quantize,
 )
 from parallelisms.materialize import materialize
-from tests.layouts import CPU, MODE, PP, TP, Layout, shard_debugmodel
-from tests.parallelisms.test_parity import args_of, global_batch, rows_of, whole
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, MODE, PP, TP, Layout, args_of, shard_debugmodel
+from tests.lib.parity import global_batch, rows_of, whole
+from tests.lib.ranks import RankPool
 
 # Half of the last bit, relative to the element; for tiny elements, relative to their scale's amax.
 PRECISION = {E4M3: 2**-4, E5M2: 2**-3}
@@ -272,7 +272,7 @@ def gradients(name: str, layout: Layout, n_shards: int = 1) -> Gradients:
     ``n_shards``: one rank runs the GEMMs of that many tensor parallel ranks.
     """
     torch.compiler.reset()
-    args = args_of(name, False, False, n_layers=2)
+    args = args_of(name, n_layers=2)
     found = shard_debugmodel(name, args, layout, dtype="float64")
     materialize(found.module, CPU, seed=7)
     if n_shards > 1:
@@ -372,7 +372,7 @@ def distance(got: Gradients, want: Gradients) -> float:
 
 def losses_of(config: Float8, compute_dtype: str, steps: int) -> list[float]:
     """Losses of a small model that memorizes a text of few words."""
-    args = replace(args_of("qwen3", False, False, n_layers=2), max_seq_len=64)
+    args = replace(args_of("qwen3", n_layers=2), max_seq_len=64)
     layout = Layout(1, float8=config)
     found = shard_debugmodel("qwen3", args, layout, dtype="float32", compute_dtype=compute_dtype)
     materialize(found.module, CPU, seed=7)

@@ -26,7 +26,7 @@ from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.materialize import materialize
 from runtime.distributed import sum_over
 from tests.checkpoint.small_run import Run
-from tests.layouts import (
+from tests.lib.layouts import (
     CP,
     CPU,
     EP,
@@ -36,11 +36,12 @@ from tests.layouts import (
     SCHEDULE,
     TP,
     Layout,
+    args_of,
     shard_debugmodel,
 )
+from tests.lib.parity import whole
+from tests.lib.ranks import RankPool
 from tests.parallelisms.test_materialize import digest
-from tests.parallelisms.test_parity import args_of, whole
-from tests.ranks import RankPool
 
 STEPS, MICROBATCHES, ROWS, SEQ_LEN = 3, 2, 2, 16
 HARDWARE = Float8(recipe="tensorwise", skip_small=False)
@@ -94,7 +95,7 @@ def trained(
     torch.compiler.reset()
     is_gpu = device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else CPU
-    args = args_of(name, False, False, n_layers=4 if SCHEDULE in layout.parallelism else 2)
+    args = args_of(name, n_layers=4 if SCHEDULE in layout.parallelism else 2)
     with all_gather_in_float8(enabled):
         found = shard_debugmodel(name, args, layout, compute_dtype=compute_dtype, device=device)
     materialize(found.module, device, seed=7)

@@ -1,70 +1,19 @@
-"""Tests that Gated DeltaNet models match one device on any mesh, with packed documents too."""
+"""Gated DeltaNets see the whole sequence on any mesh, and only their document."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 
-from config.job_config import ActivationCheckpoint, Compile
 from data.loader import Microbatch
 from models import find_model
 from models.gated_delta_net import InnerDeltaNet
 from parallelisms.materialize import materialize
-from tests.layouts import CP, CPU, EP, METHOD, MODE, PP, REPLICATE, TP, Layout, shard_debugmodel
-from tests.parallelisms.test_parity import check_layout, slow
-from tests.ranks import RankPool
+from tests.lib.layouts import CP, CPU, METHOD, TP, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 
 GATHER = {METHOD: "allgather"}
-SELECTIVE, FULL = ActivationCheckpoint(mode="selective"), ActivationCheckpoint(mode="full")
-AOT = Compile(enable=True, backend="aot_eager")
-LAYOUTS = [
-    Layout(2),
-    Layout(2, {MODE: "ddp"}),
-    Layout(2, {MODE: "simple_fsdp"}),
-    Layout(2, {CP: 2}),
-    Layout(2, {CP: 2} | GATHER),
-    # More ranks than key heads.
-    Layout(4, {CP: 4}),
-    Layout(4, {CP: 2, REPLICATE: 2}),
-    Layout(4, {CP: 2, EP: 2}),
-    Layout(2, {TP: 2}),
-    Layout(4, {TP: 2, EP: 2}),
-    # Each tensor-parallel rank has one key head; its value heads are split over context parallel.
-    Layout(4, {TP: 2, CP: 2}),
-    Layout(4, {TP: 2, CP: 2, EP: 4} | GATHER),
-    Layout(2, {PP: 2}),
-    Layout(4, {PP: 2, CP: 2} | GATHER),
-    Layout(2, {CP: 2}, recompute=FULL),
-    Layout(2, {CP: 2}, recompute=SELECTIVE),
-    Layout(1, compile=AOT, recompute=FULL),
-]
-SLOW_LAYOUTS = [
-    # LAYOUTS covers what each of these combines.
-    Layout(4, {CP: 4} | GATHER),
-    Layout(4, {TP: 2, REPLICATE: 2}),
-    Layout(4, {PP: 2, TP: 2}),
-    Layout(8, {CP: 4, EP: 4, REPLICATE: 2}),
-    # Tracing the layers in float64 takes many seconds.
-    Layout(2, {PP: 2}, compile=AOT, recompute=FULL),
-    Layout(2, {MODE: "simple_fsdp"}, compile=AOT),
-    Layout(2, {TP: 2}, compile=AOT, recompute=SELECTIVE),
-    Layout(2, {CP: 2}, compile=AOT, recompute=SELECTIVE),
-    Layout(4, {TP: 2, EP: 2}, compile=AOT),
-]
-
-
-@pytest.mark.parametrize(
-    "document_mask",
-    [pytest.param(False, marks=pytest.mark.slow, id="whole"), pytest.param(True, id="documents")],
-)
-@pytest.mark.parametrize("layout", [*LAYOUTS, *map(slow, SLOW_LAYOUTS)], ids=str)
-def test_layout_matches_one_device(ranks: RankPool, layout: Layout, document_mask: bool) -> None:
-    check = partial(check_layout, document_mask=document_mask)
-    ranks.run(check, layout.world_size, "qwen3_next", False, layout)
-
-
 SEQ_LEN, SIZES = 160, (37, 1, 66, 24, 32)
 # First and last tokens of documents, state chunks and ranks' shards, and some others.
 CHANGED = (0, 36, 37, 38, 50, 63, 64, 79, 80, 103, 104, 119, 120, 128, 159)

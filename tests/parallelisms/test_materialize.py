@@ -24,7 +24,7 @@ from models.transformer import FeedForward, rope_cache
 from parallelisms import materialize as subject
 from parallelisms.materialize import fill_trunc_normal, materialize
 from runtime.dtensor import to_local
-from tests.layouts import (
+from tests.lib.layouts import (
     CP,
     CPU,
     METHOD,
@@ -36,7 +36,7 @@ from tests.layouts import (
     Layout,
     shard_debugmodel,
 )
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 SEED = 7
 ROWS, COLUMNS, STD = 2048, 1024, 0.02

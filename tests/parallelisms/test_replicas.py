@@ -20,8 +20,8 @@ from parallelisms.replicas import (
     check_replicas,
     sync_replicas,
 )
-from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, shard_debugmodel
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, MODE, REPLICATE, TP, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 
 FSDP2 = Layout(4, {REPLICATE: 2})
 REPLICATED = [

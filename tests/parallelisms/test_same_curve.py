@@ -14,8 +14,8 @@ from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from runtime.distributed import sum_over
-from tests.layouts import CPU, MODE, REPLICATE, RESHARD, TP, Layout, shard_debugmodel
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, MODE, REPLICATE, RESHARD, TP, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 
 STEPS, ROWS, SEQ_LEN = 20, 2, 32
 AOT_EAGER = Compile(enable=True, backend="aot_eager")

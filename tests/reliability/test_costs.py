@@ -28,9 +28,9 @@ from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from runtime.control import RunControl
 from tests.checkpoint.small_run import Run
-from tests.layouts import CPU, Layout, shard_debugmodel
+from tests.lib.layouts import CPU, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 from tests.parallelisms.test_materialize import small_args
-from tests.ranks import RankPool
 from tests.test_train import records, start, wait_for_steps
 
 pytestmark = [

@@ -33,8 +33,8 @@ from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from runtime.distributed import sum_in_order, sum_over
 from runtime.labels import IGNORE_INDEX
-from tests.layouts import CPU, RESHARD, TP, Layout
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, RESHARD, TP, Layout
+from tests.lib.ranks import RankPool
 
 STEPS, SLOTS, ROWS, SEQ_LEN = 10, 8, 2, 16
 DEGREES = (1, 2, 4, 8)

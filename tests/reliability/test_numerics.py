@@ -24,8 +24,8 @@ from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from parallelisms.replicas import check_replicas
-from tests.layouts import CPU, MODE, REPLICATE, TP, Layout, shard_debugmodel
-from tests.ranks import RankPool
+from tests.lib.layouts import CPU, MODE, REPLICATE, TP, Layout, shard_debugmodel
+from tests.lib.ranks import RankPool
 
 SEQ_LEN = 16
 SLOW, SLEEP_SECONDS, WINDOW = 2, 0.03, 20

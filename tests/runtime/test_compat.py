@@ -14,7 +14,7 @@ import torch.distributed as dist
 from config import ConfigError
 from runtime import compat
 from runtime.private_names import PRIVATE
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 from tests.reliability import forked
 
 Fault = Callable[[str], None]

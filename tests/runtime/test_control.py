@@ -16,7 +16,7 @@ from runtime import control
 from runtime.control import SIGNALS, RunControl, lock_run
 from runtime.exit_codes import STOP_FILE
 from tests.data.test_step_batches import control_of
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 
 def stop_by_step(folder: Path) -> list[str | None]:

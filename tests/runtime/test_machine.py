@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.machine import enable_expandable_segments
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 
 def gloo_workers() -> int:

@@ -13,7 +13,7 @@ from runtime.object_collectives import (
     raise_on_all_ranks,
     run_on_rank0,
 )
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 
 
 def raise_on_rank(rank: int, error: Exception) -> Callable[[], int]:

@@ -22,7 +22,7 @@ from checkpoint.manifest import read_manifest, write_manifest
 from data.tokenizer import load_tokenizer
 from models import MODEL_SPECS
 from runtime import exit_codes
-from tests.layouts import CP, EP, TP
+from tests.lib.layouts import CP, EP, TP
 from tests.models.test_hugging_face import TOLERANCE, float64_for_float32, form_of
 from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
 from tools import convert

@@ -20,7 +20,7 @@ from config.job_config import Parallelism
 from launcher.agent import Nodes
 from parallelisms.parallel_dims import ParallelDims
 from runtime.exit_codes import BAD_CONFIG, DONE, FAILED
-from tests.ranks import RankPool
+from tests.lib.ranks import RankPool
 from tests.reliability.forked import CONFIG
 from tests.test_train import ROOT
 from tools import preflight, preflight_rank, preflight_speed

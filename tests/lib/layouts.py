@@ -1,6 +1,6 @@
 """Layouts of a model over ranks, and the model sharded by one."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,9 +9,11 @@ from build_model import ShardedModel, build_sharded_model
 from config import JobConfig
 from config.job_config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from models import TransformerArgs, find_model
+from models.qwen3_moe import Qwen3MoeArgs
+from models.qwen3_next import Qwen3NextArgs
 from parallelisms.parallel_dims import ParallelDims
 
-CPU = torch.device("cpu")
+CPU, SEQ_LEN = torch.device("cpu"), 16
 MODE, REPLICATE = "data_parallel", "data_parallel_replicate_degree"
 TP, CP, PP, EP = (f"{name}_parallel_degree" for name in ("tensor", "context", "pipeline", "expert"))
 METHOD, SCHEDULE = "context_parallel_method", "pipeline_parallel_schedule"
@@ -36,6 +38,14 @@ class Layout:
             parts.append(f"{self.recompute.mode}-{self.recompute.selective}")
         parts += ["compiled"] * self.compile.enable
         return "-".join([*parts, *[self.float8.recipe] * (self.float8.recipe != "none")])
+
+
+def args_of(name: str, n_layers: int = 2) -> TransformerArgs:
+    """Shape of a debug model of few layers, with a balance loss and both kinds of layers."""
+    args = replace(find_model(name, "debugmodel")[1], n_layers=n_layers, max_seq_len=SEQ_LEN)
+    if isinstance(args, Qwen3MoeArgs):
+        args = replace(args, balance_weight=0.01)
+    return replace(args, attention_every=2) if isinstance(args, Qwen3NextArgs) else args
 
 
 def shard_debugmodel(
