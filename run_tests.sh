@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Run lint, type checks and tests. --all adds slow tests, full trial counts and all combinations of
-# layouts; other arguments go to pytest.
+# Run lint, type checks and tests. --all adds slow tests, full trial counts and larger combinations
+# of options; other arguments go to pytest.
 #
 #   ./run_tests.sh [--all] [pytest arguments]
 #   ./run_tests.sh --torch VERSION [--lowest|--newest] [pytest arguments]
+#
+# Two files of tests run at a time (pytest-xdist); -n 0 runs one, as --pdb needs.
 #
 # --torch runs only the tests, with that PyTorch in a persistent environment. Other packages have the
 # versions of constraints.txt, with --lowest the lowest that pyproject.toml allows, with --newest the
@@ -20,6 +22,7 @@ source "$(dirname "$script")/tools/find_python.sh"
 cd "$ROOT"
 
 marks=(-m "not slow")
+types=""
 if [[ ${1:-} == --torch ]]; then
   torch=("${2:-}")
   shift $(($# > 1 ? 2 : 1))
@@ -36,8 +39,18 @@ else
   fi
   "$PYTHON" -m ruff check .
   "$PYTHON" -m ruff format --check .
-  "$PYTHON" -m mypy
+  # Beside the tests, because it takes half a minute; reported after them.
+  type_errors=$(mktemp)
+  "$PYTHON" -m mypy > "$type_errors" 2>&1 &
+  types=$!
 fi
 # Tests start run_train.sh, which tries PYTHON first.
 export PYTHON
-OMP_NUM_THREADS=1 exec "$PYTHON" -m pytest ${marks[@]+"${marks[@]}"} "$@"
+code=0
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n 2 --dist loadfile "$@" || code=$?
+if [[ -n $types ]]; then
+  wait "$types" || code=1
+  cat "$type_errors"
+  rm "$type_errors"
+fi
+exit "$code"
