@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from generation import TEMPERATURE, draw, printable, sample
+from generation import TEMPERATURE, printable, sample, sample_token
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
@@ -48,11 +48,11 @@ def test_padding_changes_nothing_and_window_is_the_last(model: nn.Module, length
 
 
 def test_samples_depend_on_the_seed_and_stay_below_n_ids(model: nn.Module) -> None:
-    def draw(seed: int, n_ids: int = N_IDS) -> list[int]:
+    def sample_token(seed: int, n_ids: int = N_IDS) -> list[int]:
         return sample(model, [7], count=20, n_ids=n_ids, seq_len=SEQ_LEN, multiple_of=1, seed=seed)
 
-    assert draw(0) == draw(0) != draw(1)
-    assert max(draw(0, n_ids=3)) < 3
+    assert sample_token(0) == sample_token(0) != sample_token(1)
+    assert max(sample_token(0, n_ids=3)) < 3
 
 
 def test_control_characters_are_escaped() -> None:
@@ -77,9 +77,9 @@ def test_certain_token_is_sampled() -> None:
 
 
 def probabilities(logits: list[float], **choice: float) -> list[float]:
-    """Return the probabilities that ``draw`` samples from."""
+    """Return the probabilities that ``sample_token`` samples from."""
     with patch("torch.multinomial", return_value=torch.tensor([0])) as multinomial:
-        draw(torch.tensor(logits), torch.Generator(), **choice)
+        sample_token(torch.tensor(logits), torch.Generator(), **choice)
     (weights,) = multinomial.call_args.args[:1]
     return (weights.double() / weights.double().sum()).tolist()
 
@@ -126,7 +126,7 @@ def test_ties_keep_no_more_than_top_k() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-9])
 def test_low_temperature_is_argmax(temperature: float) -> None:
     logits = torch.randn(N_IDS, generator=torch.Generator().manual_seed(5)) * 1e4
-    got = draw(logits, torch.Generator().manual_seed(0), temperature=temperature)
+    got = sample_token(logits, torch.Generator().manual_seed(0), temperature=temperature)
     assert got == int(logits.argmax())
 
 
@@ -134,4 +134,4 @@ def test_low_temperature_is_argmax(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nonfinite_logits_raise(value: float, temperature: float) -> None:
     with pytest.raises(ValueError, match="not finite"):
-        draw(torch.tensor([0.0, value]), torch.Generator(), temperature=temperature)
+        sample_token(torch.tensor([0.0, value]), torch.Generator(), temperature=temperature)
