@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def count_live_objects(layout: Layout) -> tuple[int, int]:
     args = replace(find_model("llama3", "debugmodel")[1], n_layers=4, max_seq_len=SEQ_LEN)
     sharded = shard_debugmodel("llama3", args, layout)
     materialize(sharded.module, CPU, seed=7)
-    runner = sharded.runner()
+    runner: Any = sharded.runner()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(args.vocab_size, (N_BATCHES, ROWS, SEQ_LEN), generator=generator)
     batches = [Microbatch(part, part) for part in tokens]

@@ -58,7 +58,8 @@ def violations(tree: ast.Module, own: set[str]) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and str(node.value).startswith("torch"):
             is_path = re.fullmatch(r"torch[\w.:]*", str(node.value))
             names = [node.value] if is_path and node.value not in PRIVATE else []
-        yield from (f"{name} in line {node.lineno}" for name in names if is_private(name))
+        line = getattr(node, "lineno", 0)
+        yield from (f"{name} in line {line}" for name in names if is_private(name))
 
 
 def test_no_other_file_uses_private_names() -> None:

@@ -257,7 +257,7 @@ def run_trainer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> i
                 signal.signal(number, handler)
 
 
-def failures(folder: Path) -> list[dict[str, object]]:
+def failures(folder: Path) -> list[dict[str, Any]]:
     path = folder / "default" / "control" / "failures"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]

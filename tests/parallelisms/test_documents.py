@@ -132,7 +132,7 @@ SLOW_CASES = [
         ]
         for method in ({}, GATHER)
         # Ulysses has no head for each of 8 ranks.
-        if method or keys.get(CP) == 2
+        if method or keys[CP] == 2
     ),
 ]
 RECOMPUTED, COMPILED = ActivationCheckpoint(mode="full"), Compile(enable=True, backend="aot_eager")

@@ -231,7 +231,7 @@ def test_unsupported_layouts_gather_without_float8(ranks: RankPool, layout: Layo
 
 def all_gather_bytes(layout: Layout, enabled: bool) -> tuple[float, int, float]:
     """A step's all-gather bytes, its number of all-reduces, and the expected saving in bytes."""
-    args = args_of("llama3", False, False, n_layers=2)
+    args = args_of("llama3")
     with all_gather_in_float8(enabled):
         found = shard_debugmodel("llama3", args, layout, compute_dtype="bfloat16")
     materialize(found.module, CPU, seed=7)

@@ -21,7 +21,7 @@ CHANGED = (0, 36, 37, 38, 50, 63, 64, 79, 80, 103, 104, 119, 120, 128, 159)
 
 def check_isolation(layout: Layout) -> None:
     """Assert which logits each changed token changes, and the sequence lengths of layers."""
-    args = replace(find_model("qwen3_next", "debugmodel")[1], max_seq_len=SEQ_LEN)
+    args: Any = replace(find_model("qwen3_next", "debugmodel")[1], max_seq_len=SEQ_LEN)
     spec, _ = find_model("qwen3_next", "debugmodel")
     found = shard_debugmodel("qwen3_next", args, layout, dtype="float64")
     materialize(found.module, CPU, seed=7)

@@ -16,6 +16,7 @@ from data.packing import ConcatPacker, PackedSequence
 from data.tokenizer import Tokenizer
 from optim.spikes import LossSpikeDetector
 from runtime import exit_codes
+from runtime.dtensor import to_local
 from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
 from tests.test_train import records
 from tools.check_ledger import replay
@@ -102,7 +103,7 @@ def flipped_weight() -> None:
             calls += 1
             if calls == 3:
                 with torch.no_grad():
-                    parameters[4].to_local().view(-1)[7] += 1e-3
+                    to_local(parameters[4]).view(-1)[7] += 1e-3
             return original(parameters, *args, **kwargs)
 
         train_step.clip_grad_norm_ = clip

@@ -187,7 +187,7 @@ def empty_probe_cache() -> Any:
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("path", [*NOT_ON_CPU, *OPERATIONS])
+@pytest.mark.parametrize("path", [*sorted(NOT_ON_CPU), *OPERATIONS])
 def test_missing_name_is_logged_and_required_by_key(
     path: str,
     empty_probe_cache: None,
