@@ -242,20 +242,23 @@ FAST = Suite(
 )
 NAMED = [
     # Only a group that is smaller than the ranks frees weights in part.
-    Cell(model="qwen3", shard=4, reshard=2, recompute="full"),
+    Cell(model="qwen3", shard=4, reshard=2, recompute="full", tied=True),
     Cell(model="qwen3_next", shard=4, reshard=2, documents=True),
     # Fewer KV heads than ranks.
     Cell(model="qwen3", tensor=4, tied=True),
-    Cell(model="qwen3", context="ulysses 4", documents=True),
+    Cell(model="qwen3", context="ulysses 4", documents=True, tied=True),
     # More ranks than key heads.
     Cell(model="qwen3_next", context="ulysses 4", recompute="selective"),
     # Chunks of the sequence come in another order than on two ranks.
     Cell(model="qwen3", context="allgather 4", documents=True),
-    Cell(model="llama3", pipeline="1F1B 4", tied=True),
+    Cell(model="qwen3", context="allgather 4", tied=True),
+    Cell(model="qwen3", pipeline="1F1B 4", tied=True),
     # Every rank of a mesh of several parallelisms has experts of its own.
     Cell(model="qwen3_moe", shard=4, expert=4, optimizer="muon"),
+    Cell(model="qwen3_moe", shard=4, expert=2, prefetch=2),
+    Cell(model="qwen3_moe", shard=2, tensor=2, expert=4),
     Cell(model="qwen3_moe", tensor=2, context="ulysses 2", expert=4),
-    Cell(model="qwen3_next", tensor=2, context="allgather 2", expert=4, optimizer="muon"),
+    Cell(model="qwen3_next", tensor=2, context="allgather 2", expert=4, documents=True),
     Cell(model="qwen3_moe", pipeline="1F1B 2", context="allgather 2", tensor=2, expert=4),
     Cell(model="qwen3", pipeline="Interleaved1F1B 2", context="allgather 2", tensor=2, tied=True),
     Cell(model="qwen3", shard=2, recompute="memory_budget", compile=True, tied=True),
