@@ -202,7 +202,7 @@ class Suite:
 
     @cached_property
     def array(self) -> CoveringArray:
-        names = ("compile", "model", "tensor", "context", "shard")
+        names = ("reshard", "compile", "model", "tensor", "context", "shard")
         values = product(*(self.dimensions[name] for name in names))
         is_allowed = cache(is_valid)
 

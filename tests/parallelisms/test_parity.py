@@ -26,7 +26,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell", [*NAMED, *(FULL if is_full else FAST).cells], ids=str)
 
 
-def test_cell_matches_one_device(ranks: RankPool, cell: Cell) -> None:
+def test_cell_matches_one_device(
+    ranks: RankPool, cell: Cell, request: pytest.FixtureRequest
+) -> None:
+    # Shown if the test fails.
+    print(f"reproduce: ./run_tests.sh -n 0 '{request.node.nodeid}'")
     assert_cell_matches_one_device(ranks, cell)
 
 
