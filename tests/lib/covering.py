@@ -20,7 +20,7 @@ CANDIDATES = 8
 class CoveringArray(NamedTuple):
     rows: list[Row]
     impossible: set[Combination]
-    """Combinations that no valid row has. Larger ones that have one of these are left out."""
+    """Combinations that no valid row has. Larger ones that have one of these are omitted."""
 
 
 def covering_array(

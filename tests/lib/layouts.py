@@ -42,7 +42,8 @@ class Layout:
 
 def args_of(name: str, n_layers: int = 2) -> TransformerArgs:
     """Shape of a debug model of few layers, with a balance loss and both kinds of layers."""
-    args = replace(find_model(name, "debugmodel")[1], n_layers=n_layers, max_seq_len=SEQ_LEN)
+    args = find_model(name, "debugmodel")[1]
+    args = replace(args, n_layers=n_layers, max_seq_len=SEQ_LEN, tie_embeddings=False)
     if isinstance(args, Qwen3MoeArgs):
         args = replace(args, balance_weight=0.01)
     return replace(args, attention_every=2) if isinstance(args, Qwen3NextArgs) else args

@@ -43,7 +43,7 @@ def test_array_has_every_pair_of_options() -> None:
             for b in dimensions[second]:
                 pair = frozenset({(first, a), (second, b)})
                 assert (pair in found) != (pair in impossible), sorted(map(str, pair))
-    # No cell that is drawn at random has a pair that was given up as impossible.
+    # No cell that is sampled at random has a pair that was given up as impossible.
     draw, seen = random.Random(0), 0
     for _ in range(20_000):
         row = {name: draw.choice([values[0], *values]) for name, values in dimensions.items()}

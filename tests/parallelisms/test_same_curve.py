@@ -17,7 +17,7 @@ from runtime.distributed import sum_over
 from tests.lib.layouts import CPU, MODE, REPLICATE, RESHARD, TP, Layout, shard_debugmodel
 from tests.lib.ranks import RankPool
 
-STEPS, ROWS, SEQ_LEN = 20, 2, 32
+STEPS, ROWS, SEQ_LEN = 8, 2, 32
 AOT_EAGER = Compile(enable=True, backend="aot_eager")
 SIMPLE = {MODE: "simple_fsdp"}
 
