@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from types import CodeType
 from typing import Any
 
 import torch.nn as nn
@@ -104,7 +105,15 @@ def _checkpointed(options: dict[str, Any], method: Callable[..., Any]) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(method, *args, use_reentrant=False, **options, **kwargs)
 
+    # torch.compile caches by code object. PyTorch 2.11 does not check which method a cached graph is
+    # of, and would run the graph of one region for another.
+    run.__code__ = _named_code(run.__code__, getattr(method, "__qualname__", ""))
     return run
+
+
+@cache
+def _named_code(code: CodeType, name: str) -> CodeType:
+    return code.replace(co_name=f"{code.co_name} {name}")
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

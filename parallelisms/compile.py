@@ -45,8 +45,7 @@ def apply_compile(
             bucket_all_gathers_fx="all", bucket_reduce_scatters_fx="all"
         )
     graphs = [path for path, is_graph in regions.items() if is_graph]
-    # One function calls all recomputed regions, so their compilations add up.
-    torch.compiler.config.recompile_limit = _RECOMPILE_LIMIT * max(1, len(graphs))
+    torch.compiler.config.recompile_limit = _RECOMPILE_LIMIT
     for block in blocks.values():
         for path in graphs:
             wrap_region(block, path, lambda method: torch.compile(method, **options))
