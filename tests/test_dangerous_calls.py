@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_import_rules import ROOT, python_files
+from tests.lib.repository import ROOT, python_files
 
 # Safe values of arguments that can make a function execute what it reads.
 SAFE_ARGUMENTS = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False}

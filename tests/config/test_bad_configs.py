@@ -15,8 +15,7 @@ from config import load_config
 from launcher import launch
 from run_spec import resolve
 from runtime import exit_codes
-
-ROOT = Path(__file__).parents[2]
+from tests.lib.repository import ROOT
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from data.loader import BatchLoader, LoaderConfig, Microbatch
 from data.mixture import Mixture
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
+from tests.lib.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 SEQ_LEN, ROWS = 16, 8
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]  # (dp_degree, microbatch_size)
 

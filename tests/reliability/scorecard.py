@@ -8,12 +8,13 @@ import platform
 import re
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+from tests.lib.repository import ROOT
+
+PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 
 

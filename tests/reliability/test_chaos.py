@@ -14,16 +14,8 @@ import pytest
 from checkpoint.checkpoint_dir import step_of, verify_checkpoint
 from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from checkpoint.tensor_files import describe_file
-from tests.reliability.forked import (
-    PATIENCE_SECONDS,
-    checkpoints,
-    codes,
-    curve,
-    differences,
-    log,
-    run,
-    started,
-)
+from tests.lib.forked import PATIENCE_SECONDS, checkpoints, codes, differences, log, run, started
+from tests.lib.launch import curve
 from tools.check_ledger import compare, replay
 
 # Four microbatches per step, on 1, 2 or 4 ranks.

@@ -28,10 +28,10 @@ from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from runtime.control import RunControl
 from tests.checkpoint.small_run import Run
+from tests.lib.launch import records, start, wait_for_steps
 from tests.lib.layouts import CPU, Layout, shard_debugmodel
 from tests.lib.ranks import RankPool
 from tests.parallelisms.test_materialize import small_args
-from tests.test_train import records, start, wait_for_steps
 
 pytestmark = [
     pytest.mark.slow,

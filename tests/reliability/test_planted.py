@@ -17,8 +17,8 @@ from data.tokenizer import Tokenizer
 from optim.spikes import LossSpikeDetector
 from runtime import exit_codes
 from runtime.dtensor import to_local
-from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
-from tests.test_train import records
+from tests.lib.forked import checkpoints, codes, log, run, spike_at_step_5, started, tensors
+from tests.lib.launch import curve, records
 from tools.check_ledger import replay
 
 STEPS = {
@@ -43,18 +43,6 @@ def nonfinite_loss_in_step_5() -> None:
         return original(*args) * (float("nan") if calls == 9 else 1.0)
 
     forward_backward.cross_entropy_sum = cross_entropy_sum
-
-
-def spike_at_step_5() -> None:
-    """Report a loss spike once, on all ranks."""
-    original = LossSpikeDetector.is_spike
-
-    def is_spike(self: LossSpikeDetector, step: int, **values: float) -> bool:
-        if step == 5 and self.rollbacks == 0:
-            return True
-        return original(self, step, **values)
-
-    LossSpikeDetector.is_spike = is_spike  # type: ignore[method-assign]
 
 
 def spike_at_step_11() -> None:

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -20,8 +19,9 @@ import pytest
 from checkpoint.checkpoint_dir import list_checkpoints, step_of
 from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
-from runtime.machine import available_cpus
-from tests.test_train import ROOT, start, wait_for_steps
+from tests.lib.launch import start, wait_for_steps
+from tests.lib.processes import are_gone, is_running, seconds_until
+from tests.lib.repository import ROOT
 
 TIMEOUT_SECONDS = 5
 LONG = {
@@ -57,31 +57,6 @@ def ranks_of(launcher: int) -> dict[int, int]:
         environment = dict(line.split("=", 1) for line in lines if "=" in line)
         found[int(environment["RANK"])] = int(child)
     return found
-
-
-def is_running(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def are_gone(processes: Iterable[int]) -> bool:
-    return not any(is_running(process) for process in processes)
-
-
-def seconds_until(condition: Callable[[], bool], *, limit: float, after: float = 0.0) -> float:
-    """Wait for ``condition``; return the seconds beyond ``after``. Fails after ``limit`` seconds.
-
-    The limit is scaled by the load of the machine.
-    """
-    scaled_limit = after + limit * max(1.0, os.getloadavg()[0] / available_cpus())
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < scaled_limit, f"not within {scaled_limit:.1f} s"
-        time.sleep(0.01)
-    return time.monotonic() - begin - after
 
 
 def has_failures(folder: Path, count: int) -> bool:

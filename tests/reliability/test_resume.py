@@ -19,18 +19,18 @@ from config import ConfigError, load_config
 from resume import validate_resume
 from run_spec import resolve
 from runtime import exit_codes
-from tests.reliability.forked import (
+from tests.lib.forked import (
     CONFIG,
     PATIENCE_SECONDS,
     checkpoints,
     codes,
-    curve,
     differences,
     log,
     options,
     run,
     started,
 )
+from tests.lib.launch import curve
 from tools import rollback
 from tools.rollback import roll_back
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime import exit_codes
-from tests.test_train import start
+from tests.lib.launch import start
 
 NAMES = [
     "HF_TOKEN",

@@ -28,7 +28,7 @@ from data.sources import open_documents
 from data.token_files import open_token_files, read_index
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
-from tests.test_train import ROOT
+from tests.lib.repository import ROOT
 from tools import prepare
 
 WORKER_TIMEOUT_SECONDS = 60
