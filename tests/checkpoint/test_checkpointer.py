@@ -23,9 +23,9 @@ from config import ConfigError
 from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from runtime.log import logger
-from tests.checkpoint.small_run import ARGS, Run, Values
 from tests.lib.layouts import REPLICATE, TP, Layout
 from tests.lib.ranks import GROUP_TIMEOUT, RankPool
+from tests.lib.small_run import ARGS, Run, Values
 
 LAYOUTS = [Layout(1), Layout(2), Layout(4), Layout(4, {REPLICATE: 2}), Layout(4, {TP: 2})]
 TWO = Layout(2)

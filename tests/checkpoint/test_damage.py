@@ -24,9 +24,9 @@ from checkpoint.tensor_files import (
     write_tensor_file,
 )
 from config import ConfigError
-from tests.checkpoint.small_run import Run
 from tests.lib.layouts import Layout
 from tests.lib.ranks import RankPool
+from tests.lib.small_run import Run
 
 T = TypeVar("T")
 TWO = Layout(2)

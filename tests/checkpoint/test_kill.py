@@ -25,7 +25,7 @@ from checkpoint import checkpointer
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import read_manifest, verify_files
 from config.job_config import Checkpoint
-from tests.checkpoint.small_run import Values
+from tests.lib.small_run import Values
 
 TIMEOUT_SECONDS = 60
 ROWS = 256

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.tensor_files import ALIGNMENT, HashedFile, write_tensor_file
 from runtime.log import logger
-from tests.checkpoint.small_run import Run
 from tests.lib.layouts import Layout
 from tests.lib.ranks import RankPool
+from tests.lib.small_run import Run
 
 TWO = Layout(2)
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)

@@ -19,7 +19,7 @@ import tomli_w
 from config import ConfigError, JobConfig, dump_toml, load_config
 from models import MODEL_SPECS, find_model
 from parallelisms import constraints
-from tests.config.test_resume_compat import all_keys
+from tests.lib.configs import all_keys
 
 KEYS = all_keys()
 FILE = "run.toml"

@@ -27,11 +27,10 @@ from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from runtime.control import RunControl
-from tests.checkpoint.small_run import Run
 from tests.lib.launch import records, start, wait_for_steps
-from tests.lib.layouts import CPU, Layout, shard_debugmodel
+from tests.lib.layouts import CPU, Layout, shard_debugmodel, small_args
 from tests.lib.ranks import RankPool
-from tests.parallelisms.test_materialize import small_args
+from tests.lib.small_run import Run
 
 pytestmark = [
     pytest.mark.slow,

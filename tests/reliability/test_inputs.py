@@ -27,9 +27,8 @@ from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from runtime import exit_codes
 from tests.lib.launch import start
-from tests.lib.layouts import CPU, TP, Layout, shard_debugmodel
+from tests.lib.layouts import CPU, TP, Layout, shard_debugmodel, small_args
 from tests.lib.ranks import RankPool
-from tests.parallelisms.test_materialize import small_args
 
 # Row 19: ids
 
