@@ -69,12 +69,12 @@ def test_any_mesh_loads_what_any_mesh_saved(
     ranks: RankPool,
     saved: dict[Path, dict[str, str]],
     layout: Layout,
-    seen: Callable[[str], None],
+    record_result: Callable[[str], None],
 ) -> None:
     want = [(2, {"step": 2}, digests) for digests in saved.values()]
     for found in ranks.run(load_runs, layout.world_size, list(saved), layout):
         assert found == want
-    seen(f"{layout} from {len(saved)} meshes")
+    record_result(f"{layout} from {len(saved)} meshes")
 
 
 def digests_of_steps(folder: Path, layout: Layout, optimizer: Optimizer) -> list[dict[str, str]]:

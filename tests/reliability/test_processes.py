@@ -102,7 +102,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dic
 
 @pytest.mark.row(27, "One node opens no port to the outside")
 def test_one_node_listens_only_on_loopback(
-    running: tuple[int, dict[int, int]], seen: Callable[[str], None]
+    running: tuple[int, dict[int, int]], record_result: Callable[[str], None]
 ) -> None:
     launcher, ranks = running
     addresses = [
@@ -111,7 +111,7 @@ def test_one_node_listens_only_on_loopback(
     # The store listens, and gloo has a few sockets per rank.
     assert len(addresses) > len(ranks)
     assert all(ip_address(address).is_loopback for address in addresses), addresses
-    seen(f"{len(addresses)} sockets that listen, all of them on loopback")
+    record_result(f"{len(addresses)} sockets that listen, all of them on loopback")
 
 
 def test_open_port_is_detected() -> None:
@@ -124,12 +124,14 @@ def test_open_port_is_detected() -> None:
 # Must run after the test above, because it kills the shared run.
 @pytest.mark.row(29, "No worker outlives its launcher")
 def test_ranks_die_with_their_launcher(
-    running: tuple[int, dict[int, int]], seen: Callable[[str], None]
+    running: tuple[int, dict[int, int]], record_result: Callable[[str], None]
 ) -> None:
     launcher, ranks = running
     os.kill(launcher, signal.SIGKILL)
     seconds = seconds_until(lambda: are_gone(ranks.values()), limit=5)
-    seen(f"kill -9 of the launcher: {len(ranks)} of {len(ranks)} ranks gone after {seconds:.1f} s")
+    record_result(
+        f"kill -9 of the launcher: {len(ranks)} of {len(ranks)} ranks gone after {seconds:.1f} s"
+    )
 
 
 ORPHANS = """
@@ -167,7 +169,7 @@ def test_die_with_parent_that_is_already_dead() -> None:
 
 @pytest.mark.row(10, "A dead peer is noticed")
 def test_killed_rank_ends_all_and_run_resumes(
-    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     seconds, saved = [], 0
     for trial in range(trials(20)):
@@ -184,12 +186,12 @@ def test_killed_rank_ends_all_and_run_resumes(
         # Not control/progress, which is written after the checkpoint is committed.
         saved = step_of(list_checkpoints(tmp_path / "debug_model" / "checkpoints")[0])
     noticed = f"{len(seconds)} of {len(seconds)} noticed"
-    seen(f"{noticed}; the slowest survivor left after {max(seconds):.1f} s")
+    record_result(f"{noticed}; the slowest survivor left after {max(seconds):.1f} s")
 
 
 @pytest.mark.row(11, "A hung rank is noticed and named")
 def test_hung_rank_is_reported(
-    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     seconds = []
     for trial in range(trials(12)):
@@ -205,7 +207,7 @@ def test_hung_rank_is_reported(
         assert output.count("did not answer") == 1
         assert not is_running(ranks[victim])
     named = f"{len(seconds)} of {len(seconds)} named"
-    seen(f"{named}, the slowest {max(seconds):.1f} s after the timeout")
+    record_result(f"{named}, the slowest {max(seconds):.1f} s after the timeout")
 
 
 def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +236,7 @@ def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.row(13, "A crash loop is bounded")
-def test_crash_loop_is_bounded(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_crash_loop_is_bounded(tmp_path: Path, record_result: Callable[[str], None]) -> None:
     # A folder in place of a file crashes the run, although its configuration is valid.
     (tmp_path / "debug_model" / "config.toml").mkdir(parents=True)
     codes: list[int] = []
@@ -247,4 +249,4 @@ def test_crash_loop_is_bounded(tmp_path: Path, seen: Callable[[str], None]) -> N
     assert [record["attempt"] for record in failures(tmp_path)] == [1, 2, 3]
     assert "IsADirectoryError" in failures(tmp_path)[-1]["reason"]
     assert output.count("Traceback") == 1
-    seen(f"{len(codes)} attempts, then 93")
+    record_result(f"{len(codes)} attempts, then 93")
