@@ -1,0 +1,5 @@
+"""Tests. Assertions of their helpers show values too."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.lib")

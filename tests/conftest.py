@@ -30,9 +30,9 @@ def trials(request: pytest.FixtureRequest) -> Callable[[int], int]:
 
 
 @pytest.fixture
-def seen(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def record_result(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Record a result for the scorecard in docs/reliability.md."""
-    return lambda text: request.node.user_properties.append(("seen", text))
+    return lambda text: request.node.user_properties.append(("result", text))
 
 
 @pytest.fixture

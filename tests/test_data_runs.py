@@ -10,9 +10,9 @@ import pytest
 from config.job_config import Data
 from data.sources import build_sources
 from runtime import exit_codes
+from tests.lib.forked import codes, log, run, started
+from tests.lib.launch import curve, records
 from tests.lib.layouts import CP, PP, Layout
-from tests.reliability.forked import codes, curve, log, run, started
-from tests.test_train import records
 from tools import check_ledger
 
 KEYS = {

@@ -11,19 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-LIBRARIES = {
-    "config",
-    "runtime",
-    "models",
-    "data",
-    "optim",
-    "checkpoint",
-    "kernels",
-    "launcher",
-    "metrics",
-    "parallelisms",
-}
+from tests.lib.repository import LIBRARIES, ROOT, python_files
+
 ROOT_FILES = {
     "build_model",
     "forward_backward",
@@ -67,12 +56,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT_DISTRIBUTED = {"dtensor.py", "model_spec.py"}
 # Optional packages, each imported only in the module that wraps it.
 HEAVY = {"datasets", "transformers", "wandb", "fla", "torchao", "matplotlib"}
-
-
-def python_files() -> list[Path]:
-    packages = [path.parent for path in ROOT.glob("*/__init__.py")]
-    found = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
-    return sorted(path.relative_to(ROOT) for path in found)
 
 
 def imports(source: str) -> Iterator[str]:

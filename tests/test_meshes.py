@@ -29,20 +29,19 @@ from metrics import stragglers
 from parallelisms import context_parallel
 from runtime import exit_codes
 from runtime.dtensor import to_local
-from tests.lib.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
-from tests.reliability.forked import (
+from tests.lib.forked import (
     checkpoints,
     codes,
-    curve,
     differences,
     log,
     nothing,
     run,
+    spike_at_step_5,
     started,
     tensors,
 )
-from tests.reliability.test_planted import spike_at_step_5
-from tests.test_train import records
+from tests.lib.launch import curve, records
+from tests.lib.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
 from tools import check_ledger
 
 UNTIED, TIED = FLAVORS = ("debugmodel", "debugmodel_tied")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib.forked import run
+from tests.lib.launch import curve, records
 from tests.lib.layouts import CP, EP
-from tests.reliability.forked import curve, run
-from tests.test_train import records
 
 TEXT = "Each of the experts is asked about some of these letters, and none is asked about all.\n"
 KEYS = {

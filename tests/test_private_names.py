@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.private_names import PRIVATE
-from tests.test_import_rules import LIBRARIES, ROOT, python_files
+from tests.lib.repository import LIBRARIES, ROOT, python_files
 
 ALLOWED_FILES = (Path("runtime/private_names.py"), Path("runtime/compat.py"))
 # Documented private names of the standard library and of tiktoken.

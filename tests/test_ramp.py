@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from optim.router_bias import RouterBiasUpdater
+from tests.lib.forked import codes, log, nothing, run, started
+from tests.lib.launch import curve, records
 from tests.lib.layouts import PP, REPLICATE, Layout
-from tests.metrics.test_ledger import sequences
-from tests.reliability.forked import codes, curve, log, nothing, run, started
-from tests.test_train import records
+from tests.lib.ledgers import sequences
 from tools import check_ledger
 
 RAMP = "[{steps = 3, global_batch_size = 2}, {steps = 2, global_batch_size = 4}]"

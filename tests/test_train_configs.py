@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ from config import JobConfig, load_config
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.constraints import check_constraints
+from tests.lib.repository import ROOT
 
-FOLDER = Path(__file__).parents[1] / "train_configs"
+FOLDER = ROOT / "train_configs"
 WORLD_SIZES = {
     "debug_model": 2,
     "llama3_1b": 8,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_import_rules import ROOT, python_files
+from tests.lib.repository import ROOT, python_files
 
 # Pattern: the word to use instead. In identifiers, comments, docstrings, texts and docs.
 RETIRED = {

@@ -107,7 +107,7 @@ def check_purge(folder: Path, keep: int, keep_every: int, event: int) -> None:
 
 @pytest.mark.row(7, "Retention counts only what verifies, and never deletes the newest that does")
 def test_purge_keeps_newest_that_verify(
-    source: Path, tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    source: Path, tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     rng = random.Random(0)
     count = trials(2000)
@@ -116,7 +116,7 @@ def test_purge_keeps_newest_that_verify(
         copy_some(source, folder, rng)
         check_purge(folder, rng.choice([1, 2, 3]), rng.choice([0, 20, 30]), rng.randrange(8))
         shutil.rmtree(folder)
-    seen(f"{count} folders, each with a kill: 0 violations")
+    record_result(f"{count} folders, each with a kill: 0 violations")
 
 
 def test_delete_hides_checkpoint_before_removing_files(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from config import ConfigError
 from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from runtime.log import logger
-from tests.checkpoint.small_run import ARGS, Run, Values
 from tests.lib.layouts import REPLICATE, TP, Layout
 from tests.lib.ranks import GROUP_TIMEOUT, RankPool
+from tests.lib.small_run import ARGS, Run, Values
 
 LAYOUTS = [Layout(1), Layout(2), Layout(4), Layout(4, {REPLICATE: 2}), Layout(4, {TP: 2})]
 TWO = Layout(2)
@@ -69,12 +69,12 @@ def test_any_mesh_loads_what_any_mesh_saved(
     ranks: RankPool,
     saved: dict[Path, dict[str, str]],
     layout: Layout,
-    seen: Callable[[str], None],
+    record_result: Callable[[str], None],
 ) -> None:
     want = [(2, {"step": 2}, digests) for digests in saved.values()]
     for found in ranks.run(load_runs, layout.world_size, list(saved), layout):
         assert found == want
-    seen(f"{layout} from {len(saved)} meshes")
+    record_result(f"{layout} from {len(saved)} meshes")
 
 
 def digests_of_steps(folder: Path, layout: Layout, optimizer: Optimizer) -> list[dict[str, str]]:

@@ -24,9 +24,9 @@ from checkpoint.tensor_files import (
     write_tensor_file,
 )
 from config import ConfigError
-from tests.checkpoint.small_run import Run
 from tests.lib.layouts import Layout
 from tests.lib.ranks import RankPool
+from tests.lib.small_run import Run
 
 T = TypeVar("T")
 TWO = Layout(2)
@@ -269,7 +269,10 @@ def damaged_copies(
 
 @pytest.mark.row(6, "A damaged checkpoint is quarantined and the one before it is used")
 def test_damaged_checkpoint_falls_back_to_the_one_before(
-    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path, seen: Callable[[str], None]
+    ranks: RankPool,
+    intact: tuple[Path, list[Loaded]],
+    tmp_path: Path,
+    record_result: Callable[[str], None],
 ) -> None:
     source, (_, older, _) = intact
     folders = damaged_copies(source, tmp_path, DAMAGES)
@@ -279,12 +282,15 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(
     for folder in folders:
         [quarantined] = folder.glob(f"corrupt-{NEWER}-*")
         assert {path.name for path in folder.iterdir()} == {OLDER, quarantined.name}
-    seen(f"{len(DAMAGES)} of {len(DAMAGES)} damages")
+    record_result(f"{len(DAMAGES)} of {len(DAMAGES)} damages")
 
 
 @pytest.mark.row(24, "A hostile checkpoint runs no code and reads nothing outside of itself")
 def test_hostile_checkpoint_runs_no_code_and_reads_nothing_else(
-    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path, seen: Callable[[str], None]
+    ranks: RankPool,
+    intact: tuple[Path, list[Loaded]],
+    tmp_path: Path,
+    record_result: Callable[[str], None],
 ) -> None:
     source, (_, older, _) = intact
     folders = damaged_copies(source, tmp_path, ATTACKS)
@@ -298,7 +304,9 @@ def test_hostile_checkpoint_runs_no_code_and_reads_nothing_else(
         assert inside
         assert not [path for path in inside if "elsewhere" in path or ".." in path]
         assert not [path for path in opened - inside if path.startswith(("/etc", str(source)))]
-    seen(f"{len(ATTACKS)} attacks through resume and initial_load_path: 0 executed, 0 outside")
+    record_result(
+        f"{len(ATTACKS)} attacks through resume and initial_load_path: 0 executed, 0 outside"
+    )
 
 
 def test_nothing_is_loaded_or_renamed_if_none_verifies(
@@ -322,7 +330,7 @@ def test_flipped_bits_and_zeroed_pages_are_detected(
     intact: tuple[Path, list[Loaded]],
     tmp_path: Path,
     trials: Callable[[int], int],
-    seen: Callable[[str], None],
+    record_result: Callable[[str], None],
 ) -> None:
     folder = tmp_path / NEWER
     shutil.copytree(intact[0] / NEWER, folder)
@@ -344,7 +352,7 @@ def test_flipped_bits_and_zeroed_pages_are_detected(
         path.write_bytes(content)
     assert not missed
     assert not verify_checkpoint(folder)
-    seen(f"{n_flips} flipped bits and {n_pages} zeroed pages: 0 missed")
+    record_result(f"{n_flips} flipped bits and {n_pages} zeroed pages: 0 missed")
 
 
 def test_unlisted_files_and_foreign_folders_are_ignored(

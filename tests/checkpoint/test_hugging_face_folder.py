@@ -35,9 +35,7 @@ from models.hugging_face import HuggingFace, TensorPair
 from models.meta import build_on_meta
 from models.transformer import Transformer
 from parallelisms.materialize import materialize
-from tests.lib.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, shard_debugmodel
-from tests.lib.ranks import RankPool
-from tests.models.test_hugging_face import (
+from tests.lib.hugging_face import (
     CASES,
     SHARED,
     TOLERANCE,
@@ -46,7 +44,8 @@ from tests.models.test_hugging_face import (
     form_of,
     hugging_face,
 )
-from tests.parallelisms.test_materialize import digest
+from tests.lib.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, digest, shard_debugmodel
+from tests.lib.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
 

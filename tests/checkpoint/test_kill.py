@@ -25,7 +25,7 @@ from checkpoint import checkpointer
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import read_manifest, verify_files
 from config.job_config import Checkpoint
-from tests.checkpoint.small_run import Values
+from tests.lib.small_run import Values
 
 TIMEOUT_SECONDS = 60
 ROWS = 256
@@ -251,22 +251,22 @@ def kill_at_random(folder: Path, mode: Mode, n_trials: int) -> str:
 
 @pytest.mark.row(1, "A kill -9 during a save loses nothing")
 def test_kills_during_sync_saves_lose_nothing(
-    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
-    seen(kill_at_random(tmp_path / "run", "disabled", trials(100)))
+    record_result(kill_at_random(tmp_path / "run", "disabled", trials(100)))
 
 
 @pytest.mark.row(2, "Nor is anything lost by one during an asynchronous save")
 def test_kills_during_async_saves_lose_nothing(
-    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
-    seen(kill_at_random(tmp_path / "run", "async", trials(100)))
+    record_result(kill_at_random(tmp_path / "run", "async", trials(100)))
 
 
 @pytest.mark.row(2, "Nor is anything lost by one during an asynchronous save")
 @pytest.mark.parametrize("phase", ["before write", "after write", "before publish"])
 def test_death_of_one_rank_in_any_phase_loses_nothing(
-    tmp_path: Path, phase: str, seen: Callable[[str], None]
+    tmp_path: Path, phase: str, record_result: Callable[[str], None]
 ) -> None:
     victims = [0] if "publish" in phase else [0, 1]
     for victim in victims:
@@ -279,11 +279,11 @@ def test_death_of_one_rank_in_any_phase_loses_nothing(
                 assert ended, "the other rank hangs"
                 pending -= {int(sentinel) for sentinel in ended}  # type: ignore[arg-type]
         assert visible_steps(folder) == [1]
-    seen(f"{phase}: {len(victims)} of {len(victims)} ranks")
+    record_result(f"{phase}: {len(victims)} of {len(victims)} ranks")
 
 
 @pytest.mark.row(3, "No writer outlives its run")
-def test_no_writer_outlives_a_kill(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_no_writer_outlives_a_kill(tmp_path: Path, record_result: Callable[[str], None]) -> None:
     folder = tmp_path / "run"
     with ranks_started(save_slowly, folder, 2) as started_ranks:
         assert {report.recv() for _, report in started_ranks} == {"written"}
@@ -293,7 +293,7 @@ def test_no_writer_outlives_a_kill(tmp_path: Path, seen: Callable[[str], None]) 
     # All data is written, but no process is left to rename it.
     assert any(folder.glob(".tmp-step-00000002-*/rank-00001.bin"))
     assert visible_steps(folder) == [1]
-    seen("2 ranks killed between write and publication: 0 published, 0 processes left")
+    record_result("2 ranks killed between write and publication: 0 published, 0 processes left")
 
 
 def losses(base: Path, copies: Path, is_in_place: bool) -> tuple[list[int], int]:
@@ -317,7 +317,7 @@ def losses(base: Path, copies: Path, is_in_place: bool) -> tuple[list[int], int]
 
 @pytest.mark.row(1, "A kill -9 during a save loses nothing")
 def test_kills_between_any_two_operations_lose_nothing(
-    tmp_path: Path, seen: Callable[[str], None]
+    tmp_path: Path, record_result: Callable[[str], None]
 ) -> None:
     base = tmp_path / "base"
     with started(save_and_die, base, [1, 2], 0, False) as (process, _):
@@ -330,4 +330,6 @@ def test_kills_between_any_two_operations_lose_nothing(
     # The same kills must detect that writing in place loses checkpoints.
     lost_in_place, _ = losses(base, tmp_path / "saved_in_place", is_in_place=True)
     assert lost_in_place
-    seen(f"before each of {n_moments} file operations: 0 lost; {len(lost_in_place)} if in place")
+    record_result(
+        f"before each of {n_moments} file operations: 0 lost; {len(lost_in_place)} if in place"
+    )

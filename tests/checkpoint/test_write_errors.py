@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.tensor_files import ALIGNMENT, HashedFile, write_tensor_file
 from runtime.log import logger
-from tests.checkpoint.small_run import Run
 from tests.lib.layouts import Layout
 from tests.lib.ranks import RankPool
+from tests.lib.small_run import Run
 
 TWO = Layout(2)
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
@@ -98,7 +98,7 @@ def test_write_error_is_logged_and_training_goes_on(
     tmp_path: Path,
     mode: str,
     trials: Callable[[int], int],
-    seen: Callable[[str], None],
+    record_result: Callable[[str], None],
 ) -> None:
     cases = list(product((0, 1), ERRORS, range(1, 20, 3)))
     n_errors = trials(len(cases) * 5)
@@ -112,7 +112,7 @@ def test_write_error_is_logged_and_training_goes_on(
     for found in ranks.run(save_with_faults, 2, tmp_path, mode, faults):
         assert all("checkpoint save failed" in alarm for _, alarm in found)
     assert {path.name for path in tmp_path.iterdir()} == {f"step-{2 * len(faults) + 1:08d}"}
-    seen(f"{mode}: {len(faults)} of {len(faults)} known at once; the next save succeeded")
+    record_result(f"{mode}: {len(faults)} of {len(faults)} known at once; the next save succeeded")
 
 
 def test_silent_short_write_is_detected(ranks: RankPool, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import DataSource, LrScheduler, Training
+from tests.lib.repository import ROOT
 
-DEBUG_MODEL = Path(__file__).parents[2] / "train_configs" / "debug_model.toml"
+DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from config import ConfigError, JobConfig, resume_compat
 from config.resume_compat import changed_arguments, compare
 from models import MODEL_SPECS, TransformerArgs, find_model
 from models.transformer import RopeScaling
+from tests.lib.configs import all_keys
 
 RUN = {
     "model": {"vocab_size": 320},
@@ -29,14 +30,6 @@ def config(**keys: Any) -> JobConfig:
 def saved(**keys: Any) -> dict[str, Any]:
     """Config as a dict, as a checkpoint stores it."""
     return json.loads(json.dumps(config(**keys).model_dump()))
-
-
-def all_keys() -> list[str]:
-    return [
-        f"{section}.{name}"
-        for section, field in JobConfig.model_fields.items()
-        for name in type(field.default).model_fields
-    ]
 
 
 def misclassified() -> list[str]:

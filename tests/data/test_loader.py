@@ -19,56 +19,19 @@ import torch
 
 from checkpoint.checkpointer import merge
 from config.job_config import Data
-from data.loader import BatchLoader, LoaderConfig, Microbatch
-from data.mixture import Mixture
+from data.loader import BatchLoader, Microbatch
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
+from tests.lib.loaders import ROWS, SEQ_LEN, UNIQUE, CountsPrefetched, CountsTaken, build, documents
+from tests.lib.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
-SEQ_LEN, ROWS = 16, 8
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]  # (dp_degree, microbatch_size)
-
-# A token belongs to one document only, so counts of tokens show what was read how often.
-UNIQUE = Tokenizer(
-    encode=lambda text: np.array([int(word) for word in text.split()], np.int64),
-    decode=lambda ids: " ".join(map(str, ids)),
-    n_vocab=1 << 20,
-    bos_id=0,
-    eos_id=1,
-    fingerprint="unique",
-)
-
-
-def documents(count: int, longest: int, seed: int = 0) -> list[str]:
-    """Texts of 0 to ``longest`` unique tokens."""
-    lengths = np.random.default_rng(seed).integers(0, longest, count, endpoint=True)
-    ends = np.cumsum(lengths) + 2
-    return [" ".join(map(str, range(e - n, e))) for e, n in zip(ends, lengths, strict=True)]
 
 
 def shuffled(texts: list[str], fingerprint: str = "texts") -> ShuffledDocuments:
     return ShuffledDocuments(
         texts, np.arange(len(texts)), seed=5, name="training", fingerprint=fingerprint
     )
-
-
-def build(
-    source: Source,
-    dp_degree: int = 1,
-    dp_rank: int = 0,
-    tokenizer: Tokenizer = UNIQUE,
-    **changes: Any,
-) -> BatchLoader:
-    keywords: dict[str, Any] = {
-        "vocab_size": UNIQUE.n_vocab,
-        "seq_len": SEQ_LEN,
-        "microbatch_size": 1,
-        "global_batch_size": ROWS,
-        "document_mask": False,
-        "prefetch": 2,
-    }
-    config = LoaderConfig(dp_rank=dp_rank, dp_degree=dp_degree, **(keywords | changes))
-    return BatchLoader(Mixture([source]), tokenizer, config)
 
 
 def build_all(source: Source, dp_degree: int, local: int, **changes: Any) -> list[BatchLoader]:
@@ -144,22 +107,6 @@ def test_every_token_is_a_label_once_per_epoch() -> None:
     want = Counter({UNIQUE.eos_id: ends, UNIQUE.bos_id: ends - ROWS})
     want.update(int(word) for text in texts for word in text.split())
     assert counts == want
-
-
-class CountsPrefetched(BatchLoader):
-    """Fault: the state includes prefetched batches."""
-
-    def commit(self, microbatches: list[Microbatch]) -> None:
-        super().commit([*microbatches, *(prepared.result() for prepared in self._prefetched)])
-
-
-class CountsTaken(BatchLoader):
-    """Fault: the state includes batches that are not committed."""
-
-    def __next__(self) -> Microbatch:
-        batch = super().__next__()
-        self.commit([batch])
-        return batch
 
 
 def resume(

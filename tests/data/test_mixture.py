@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from functools import reduce
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -21,30 +21,12 @@ from config import ConfigError
 from config.job_config import Data, DataSource
 from data.loader import BatchLoader, LoaderConfig
 from data.mixture import Mixture, RowState
-from data.sources import ShuffledDocuments, build_sources
+from data.sources import build_sources
 from runtime.labels import IGNORE_INDEX
-from tests.data.test_loader import UNIQUE
+from tests.lib.corpora import corpora, source
+from tests.lib.loaders import UNIQUE
 
 Loaders = list[BatchLoader]
-
-
-def source(texts: list[str], *, repeat: bool = True) -> ShuffledDocuments:
-    return ShuffledDocuments(
-        texts, np.arange(len(texts)), seed=3, name="training", fingerprint=str(texts), repeat=repeat
-    )
-
-
-def corpora(generator: random.Random, n_sources: int, n_documents: int) -> list[list[str]]:
-    """Texts without common tokens; some are empty, some have one token, some are long."""
-    ids, found = count(2), []
-    for _ in range(n_sources):
-        longest = generator.choice([2, 20, 90])
-        lengths = [
-            generator.choice([0, 1, generator.randint(1, longest)]) for _ in range(n_documents)
-        ]
-        lengths[0] = 5
-        found.append([" ".join(str(next(ids)) for _ in range(length)) for length in lengths])
-    return found
 
 
 def build(mixture: Mixture, dp_degree: int, local: int, *, n_rows: int, seq_len: int) -> Loaders:

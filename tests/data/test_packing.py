@@ -17,8 +17,8 @@ from data.mixture import Mixture
 from data.packing import best_fit
 from data.sources import ShuffledDocuments
 from runtime.labels import IGNORE_INDEX
-from tests.data.test_loader import UNIQUE
-from tests.data.test_mixture import corpora, source
+from tests.lib.corpora import corpora, source
+from tests.lib.loaders import UNIQUE
 
 SEQ_LEN = 24
 

@@ -9,7 +9,7 @@ from config.job_config import Data, DataSource
 from data.files import FINGERPRINT_SAMPLES
 from data.sources import ShuffledDocuments, Source, build_sources, with_source_name
 from data.tokenizer import load_tokenizer
-from tests.data.test_token_files import DOCUMENTS, write_prepared
+from tests.lib.corpora import DOCUMENTS, both, write_prepared
 
 
 def shuffled(count: int, seed: int = 0, *, repeat: bool = True) -> ShuffledDocuments:
@@ -22,12 +22,6 @@ def shuffled(count: int, seed: int = 0, *, repeat: bool = True) -> ShuffledDocum
 
 def files(folder: Path, percent: float = 30.0) -> Data:
     return Data(source="files", path=str(folder / "**/*.txt"), validation_percent=percent)
-
-
-def both(config: Data, seed: int) -> list[Source]:
-    """Build the only source, for training and held out."""
-    (train,), held_out = build_sources(config, seed)
-    return [train, *held_out.values()]
 
 
 def epoch(source: Source, count: int) -> list[str]:

@@ -1,8 +1,6 @@
 """All ranks agree on the counts of a step, whether they share rows or not."""
 
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -14,8 +12,8 @@ import torch.distributed as dist
 from config import ConfigError
 from data.loader import BatchLoader, Microbatch
 from data.step_batches import StepBatch, StepBatches, StepSync
-from runtime.control import SIGNALS, RunControl
 from runtime.labels import IGNORE_INDEX
+from tests.lib.control import control_of
 from tests.lib.ranks import RankPool
 
 GLOBAL_BATCH = 4
@@ -34,18 +32,6 @@ class FakeLoader:
         labels = torch.full((1, 8), IGNORE_INDEX)
         labels[:, : next(self._left)] = 1
         return Microbatch(labels, labels)
-
-
-@contextmanager
-def control_of(folder: Path) -> Iterator[RunControl]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        control = RunControl(folder)
-        control.acquire_lock()
-        yield control
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def take(

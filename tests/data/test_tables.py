@@ -16,7 +16,7 @@ import zstandard
 from config.job_config import Data, DataSource
 from data.sources import build_sources, open_documents
 from data.tables import HubStream, Tables, hub_streams
-from tests.data.test_sources import both
+from tests.lib.corpora import both
 
 TEXTS = ["plain", "", "two\nlines", "\N{WAVING HAND SIGN} caf\u00e9", "\0", "<|end_of_text|>"]
 

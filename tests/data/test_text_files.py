@@ -5,7 +5,7 @@ import pytest
 
 from config.job_config import Data
 from data.text_files import PIECE_BYTES, TextFiles, builtin_files, matching_files
-from tests.data.test_sources import both
+from tests.lib.corpora import both
 
 ALPHABETS = {
     "short lines": ["a", "b", "\n"],

@@ -16,43 +16,14 @@ from data.sources import open_documents
 from data.token_files import (
     DTYPES,
     TokenFiles,
-    encode_index,
     open_token_files,
     read_index,
     smallest_dtype,
     verify,
 )
+from tests.lib.corpora import DOCUMENTS, write_index, write_prepared
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
-DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def write_prepared(
-    folder: Path, shards: list[list[list[int]]], dtype: str = "uint16", fingerprint: str = "f"
-) -> Path:
-    folder.mkdir(parents=True)
-    entries = []
-    for number, documents in enumerate(shards):
-        path = folder / f"shard-{number:05d}.bin"
-        ids = [token for document in documents for token in document]
-        path.write_bytes(np.array(ids, np.dtype(dtype).newbyteorder("<")).tobytes())
-        ends = np.cumsum([len(document) for document in documents], dtype="<i8")
-        path.with_suffix(".ends").write_bytes(ends.tobytes())
-        hashes = {"sha256": digest(path), "ends_sha256": digest(path.with_suffix(".ends"))}
-        limits = {"min_id": min(ids, default=None), "max_id": max(ids, default=None)}
-        counts = {"documents": len(documents), "tokens": len(ids), "skipped": 0}
-        entries.append({"file": path.name, **counts, **limits, **hashes})
-    tokenizer = {"name": "bytes", "fingerprint": fingerprint}
-    write_index(folder, {"format": 1, "dtype": dtype, "tokenizer": tokenizer, "shards": entries})
-    return folder
-
-
-def write_index(folder: Path, index: dict[str, Any]) -> None:
-    (folder / "index.json").write_bytes(encode_index(index))
 
 
 def write_megatron(path: Path, documents: list[list[list[int]]], dtype: str = "int32") -> Path:

@@ -4,40 +4,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiktoken
 import tiktoken_ext.openai_public
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from data.tokenizer import PUBLISHED, Tokenizer, load_tokenizer
+from data.tokenizer import PUBLISHED, load_tokenizer
+from tests.lib.tokenization import BYTES, TEXTS, assert_round_trips, load_json
 
-RANDOM = "".join(map(chr, np.random.default_rng(0).integers(0, 0xD800, 5000)))
-TEXTS = [
-    "",
-    "Hello, the other world's 12345 words.\r\n\n  \t end",
-    "\N{WAVING HAND SIGN}\N{EMOJI MODIFIER FITZPATRICK TYPE-3} caf\u00e9 \u6f22\u5b57",
-    "\0\0 a \0",
-    "<|begin_of_text|><|end_of_text|> and <|reserved_special_token_0|>",
-    "x" * 10_000 + " " * 10_000,
-    RANDOM,
-]
 MERGES = [b"th", b"he", b"the", b" the", b"12", b"123", b"1234"]
-
-
-def assert_round_trips(tokenizer: Tokenizer) -> None:
-    for text in TEXTS:
-        ids = tokenizer.encode(text)
-        assert ids.dtype == np.int64
-        assert ids.max(initial=0) < tokenizer.n_vocab
-        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist()), "bos or eos in text"
-        assert tokenizer.decode(ids.tolist()) == text
-        assert tokenizer.byte_lengths is not None
-        assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
-    assert tokenizer.byte_lengths[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
-    assert tokenizer.bos_id != tokenizer.eos_id
-    assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.n_vocab
 
 
 def test_bytes_tokenizer_encodes_bytes() -> None:
@@ -55,9 +31,6 @@ def rank_lines(tokens: list[bytes]) -> list[bytes]:
 def write_ranks(path: Path, tokens: list[bytes]) -> str:
     path.write_bytes(b"\n".join(rank_lines(tokens)) + b"\n")
     return str(path)
-
-
-BYTES = [bytes([value]) for value in range(256)]
 
 
 @pytest.mark.parametrize("suffix", [".model", ".tiktoken"])
@@ -190,12 +163,6 @@ def trained() -> dict[str, Any]:
     )
     tokenizer.train_from_iterator(["the other words of the world"] * 10, trainer)
     return json.loads(tokenizer.to_str())
-
-
-def load_json(folder: Path, content: dict[str, Any]) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(content))
-    return load_tokenizer(str(path))
 
 
 def test_tokenizer_json_round_trips(tmp_path: Path, trained: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from data import tokenizer_json
 from data.tokenizer import LLAMA3_PATTERN, Tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime.log import logger
-from tests.data.test_tokenizer import BYTES, TEXTS, load_json
+from tests.lib.tokenization import BYTES, TEXTS, load_json
 
 ALPHABET = sorted(BYTE_OF, key=lambda char: BYTE_OF[char])
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")

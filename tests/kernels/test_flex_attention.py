@@ -5,7 +5,6 @@ CPUs run the kernel's dense reference. PyTorch forbids its backward there, thoug
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -28,10 +27,11 @@ from kernels.kernel_check import MAX_ERROR
 from models.transformer import Attention, InnerAttention, TransformerArgs
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from run_spec import resolve
+from tests.lib.repository import ROOT
 
 # The dense reference on CPUs is intended here.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-CONFIG = Path(__file__).parents[2] / "train_configs" / "debug_model.toml"
+CONFIG = ROOT / "train_configs" / "debug_model.toml"
 HEADS, HEAD_DIM = (4, 2), 16
 SHAPE = {
     "dim": 64, "n_layers": 1, "n_heads": HEADS[0], "n_kv_heads": HEADS[1], "head_dim": HEAD_DIM,

@@ -26,7 +26,7 @@ from launcher.launch import (
 from runtime import exit_codes
 from runtime.control import SIGNALS, lock_run
 from runtime.machine import available_cpus
-from tests.reliability.test_processes import are_gone, seconds_until
+from tests.lib.processes import are_gone, seconds_until
 
 SLURM = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "3", "SLURM_STEP_NODELIST": "node[07-09]"}
 

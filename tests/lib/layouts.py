@@ -1,9 +1,11 @@
-"""Layouts of a model over ranks, and the model sharded by one."""
+"""Small models, their layouts over ranks, and digests of their weights."""
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from build_model import ShardedModel, build_sharded_model
 from config import JobConfig
@@ -49,6 +51,12 @@ def args_of(name: str, n_layers: int = 2) -> TransformerArgs:
     return replace(args, attention_every=2) if isinstance(args, Qwen3NextArgs) else args
 
 
+def small_args(name: str, flavor: str, n_layers: int = 2) -> TransformerArgs:
+    """Small model whose vocabulary size, 61, divides by no degree."""
+    args = find_model(name, flavor)[1]
+    return replace(args, n_layers=n_layers, n_kv_heads=4, vocab_size=61, max_seq_len=8)
+
+
 def shard_debugmodel(
     name: str,
     args: TransformerArgs,
@@ -69,3 +77,10 @@ def shard_debugmodel(
     )
     dims = ParallelDims.build(config.parallelism, layout.world_size, device.type)
     return build_sharded_model(spec, args, config, dims, device)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of the bytes of the whole tensor."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    content = whole.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()

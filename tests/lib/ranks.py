@@ -88,7 +88,7 @@ def _collect(
 def _start_worker() -> tuple[BaseProcess, Connection]:
     context = get_context("forkserver")
     # One fork server serves all tests of a session; the trainer imports all that they need.
-    context.set_forkserver_preload(["tests.reliability.forked"])
+    context.set_forkserver_preload(["tests.lib.forked"])
     parent_end, child_end = context.Pipe()
     process = context.Process(target=_serve, args=(child_end,), daemon=True)
     process.start()

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from metrics.flops import flops_per_token, matmul_parameters, peak_flops
 from models import find_model, gated_delta_net
 from models.meta import build_on_meta
-from tests.kernels.test_delta_rule import token_by_token
+from tests.lib.delta_rule import token_by_token
 
 
 def flops_of(flavor: str, seq_len: int, name: str = "llama3") -> tuple[float, float]:

@@ -11,8 +11,9 @@ import torch
 
 from models import find_model
 from models.meta import build_on_meta
+from tests.lib.launch import curve, start
 from tests.lib.layouts import CP, PP, TP
-from tests.test_train import ROOT, curve, start
+from tests.lib.repository import ROOT
 
 PAGE = ROOT / "docs" / "add_a_model.md"
 NAME = "my_models.relu2_sharding:SPEC"

@@ -11,7 +11,7 @@ from checkpoint.hugging_face import Folder, split, write_folder
 from models import qwen3_moe, qwen3_next_hugging_face
 from models.qwen3_moe import Qwen3Moe
 from models.qwen3_next import Qwen3Next
-from tests.models.test_hugging_face import float64_for_float32
+from tests.lib.hugging_face import float64_for_float32
 
 transformers = pytest.importorskip("transformers")
 

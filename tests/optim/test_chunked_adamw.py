@@ -20,9 +20,18 @@ from optim.chunked_adamw import ChunkedAdamW
 from optim.loss import cross_entropy_sum
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
-from tests.lib.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, shard_debugmodel
+from tests.lib.layouts import (
+    CPU,
+    MODE,
+    PP,
+    REPLICATE,
+    TP,
+    Layout,
+    digest,
+    shard_debugmodel,
+    small_args,
+)
 from tests.lib.ranks import RankPool
-from tests.parallelisms.test_materialize import digest, small_args
 
 N, STEPS = 331, 5
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -17,6 +17,7 @@ from optim import muon
 from optim.muon import COEFFICIENTS, ITERATIONS, Muon, hidden_matrices, orthogonalize
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
+from tests.lib.host_sync import forbid_host_sync
 from tests.lib.layouts import (
     CPU,
     EP,
@@ -25,7 +26,6 @@ from tests.lib.layouts import (
     shard_debugmodel,
 )
 from tests.lib.ranks import RankPool
-from tests.optim.test_nonfinite import forbid_host_sync
 
 MUON = Optimizer(name="muon", lr=1e-2)
 DDP = {MODE: "ddp"}

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from optim.chunked_adamw import ChunkedAdamW
 from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.nonfinite import NonfiniteGuard
 from runtime.log import logger
+from tests.lib.host_sync import forbid_host_sync
 
 ONE_RANK = cast(Any, SimpleNamespace(shape=(1, 1)))
 GOOD, BAD = 1.0, math.nan
@@ -221,18 +222,6 @@ def test_loaded_state_unmasks_updates() -> None:
     run.step(2)
     assert not run.guard.should_stop()
     assert not is_equal(run.state()[:1], before[:1])
-
-
-def raise_on_host_sync(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("the host waits for the device")
-
-
-@contextmanager
-def forbid_host_sync() -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy"):
-            stack.enter_context(patch.object(torch.Tensor, name, raise_on_host_sync))
-        yield
 
 
 def test_mask_update_does_not_sync_with_host() -> None:

@@ -9,7 +9,7 @@ from config import ConfigError, JobConfig, load_config
 from config.job_config import Parallelism
 from models import find_model
 from parallelisms.constraints import check_constraints
-from tests.config.test_bad_configs import BAD, Bad, write
+from tests.lib.configs import BAD, Bad, write
 from tools.constraints_table import PAGE, ROWS, constraints_page
 
 MESSAGES = [f"{row.key}: {row.reason}" for row in ROWS]

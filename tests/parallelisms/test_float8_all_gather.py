@@ -25,7 +25,6 @@ from parallelisms.float8 import E4M3, RECIPES, Float8Linear, Float8Weight, compu
 from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.materialize import materialize
 from runtime.distributed import sum_over
-from tests.checkpoint.small_run import Run
 from tests.lib.layouts import (
     CP,
     CPU,
@@ -37,11 +36,12 @@ from tests.lib.layouts import (
     TP,
     Layout,
     args_of,
+    digest,
     shard_debugmodel,
 )
 from tests.lib.parity import whole
 from tests.lib.ranks import RankPool
-from tests.parallelisms.test_materialize import digest
+from tests.lib.small_run import Run
 
 STEPS, MICROBATCHES, ROWS, SEQ_LEN = 3, 2, 2, 16
 HARDWARE = Float8(recipe="tensorwise", skip_small=False)

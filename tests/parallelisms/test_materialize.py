@@ -1,11 +1,10 @@
 """Initial weights: bitwise equal on any mesh, and with the stated distribution."""
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from config.job_config import ActivationCheckpoint, Compile
-from models import TransformerArgs, find_model
+from models import find_model
 from models.meta import build_on_meta
 from models.transformer import FeedForward, rope_cache
 from parallelisms import materialize as subject
@@ -34,7 +33,9 @@ from tests.lib.layouts import (
     SCHEDULE,
     TP,
     Layout,
+    digest,
     shard_debugmodel,
+    small_args,
 )
 from tests.lib.ranks import RankPool
 
@@ -102,19 +103,6 @@ PIPELINES = [
     slow(Layout(8, {PP: 2, CP: 2, TP: 2})),
     slow(Layout(8, INTERLEAVED | {CP: 2, TP: 2})),
 ]
-
-
-def small_args(name: str, flavor: str, n_layers: int = 2) -> TransformerArgs:
-    """Small model whose vocabulary size, 61, divides by no degree."""
-    args = find_model(name, flavor)[1]
-    return replace(args, n_layers=n_layers, n_kv_heads=4, vocab_size=61, max_seq_len=8)
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of the bytes of the whole tensor."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    content = whole.detach().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(content).hexdigest()
 
 
 def digests(model: nn.Module) -> dict[str, str]:

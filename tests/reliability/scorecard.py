@@ -8,12 +8,13 @@ import platform
 import re
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+from tests.lib.repository import ROOT
+
+PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 
 
@@ -24,10 +25,10 @@ class Row:
     promise: str
     n_tests: int = 0
     failed: list[str] = field(default_factory=list)
-    seen: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        result = "; ".join(self.seen or ["as promised"])
+        result = "; ".join(self.results or ["as promised"])
         if self.failed:
             result = f"FAILED: {', '.join(self.failed)}"
         return f"{self.promise} | {self.n_tests} | {result}"
@@ -52,7 +53,7 @@ class Collector:
             row.failed.append(report.nodeid.rpartition("::")[2])
         if report.when == "call":
             row.n_tests += 1
-            row.seen += [str(text) for name, text in report.user_properties if name == "seen"]
+            row.results += [str(text) for name, text in report.user_properties if name == "result"]
 
 
 def table(rows: dict[int, Row], *, is_full: bool) -> str:

@@ -14,16 +14,8 @@ import pytest
 from checkpoint.checkpoint_dir import step_of, verify_checkpoint
 from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from checkpoint.tensor_files import describe_file
-from tests.reliability.forked import (
-    PATIENCE_SECONDS,
-    checkpoints,
-    codes,
-    curve,
-    differences,
-    log,
-    run,
-    started,
-)
+from tests.lib.forked import PATIENCE_SECONDS, checkpoints, codes, differences, log, run, started
+from tests.lib.launch import curve
 from tools.check_ledger import compare, replay
 
 # Four microbatches per step, on 1, 2 or 4 ranks.
@@ -94,7 +86,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, trials: Callable[[in
 
 @pytest.mark.row(17, "Kills, restarts and other numbers of ranks: every token exactly once")
 def test_killed_run_equals_uninterrupted_run(
-    uninterrupted: Path, tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    uninterrupted: Path,
+    tmp_path: Path,
+    trials: Callable[[int], int],
+    record_result: Callable[[str], None],
 ) -> None:
     kills, worlds = chaos(tmp_path, trials(30), seed=1)
     ledgers = [replay(folder / "debug_model") for folder in (tmp_path, uninterrupted)]
@@ -105,7 +100,7 @@ def test_killed_run_equals_uninterrupted_run(
     assert not differences(checkpoints(tmp_path)[0], checkpoints(uninterrupted)[0])
     leftovers = [p.name for p in (tmp_path / "debug_model" / "checkpoints").glob(".*")]
     assert not leftovers
-    seen(f"{kills} kills, {len(worlds)} starts on {worlds} ranks; {text}")
+    record_result(f"{kills} kills, {len(worlds)} starts on {worlds} ranks; {text}")
 
 
 # test_data_runs.py compares the same mixture with concat packing.

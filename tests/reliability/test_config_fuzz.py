@@ -19,7 +19,7 @@ import tomli_w
 from config import ConfigError, JobConfig, dump_toml, load_config
 from models import MODEL_SPECS, find_model
 from parallelisms import constraints
-from tests.config.test_resume_compat import all_keys
+from tests.lib.configs import all_keys
 
 KEYS = all_keys()
 FILE = "run.toml"
@@ -160,7 +160,7 @@ def without_collections() -> Iterator[None]:
 @pytest.mark.row(22, "A bad configuration is rejected before the start")
 @pytest.mark.usefixtures("without_collections")
 def test_random_configuration_is_accepted_or_rejected_by_key(
-    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     count, ends = trials(10_000), Counter[str]()
     for seed in range(count):
@@ -168,7 +168,9 @@ def test_random_configuration_is_accepted_or_rejected_by_key(
         ends[outcome] += 1
         assert not wrong, f"seed {seed}: {wrong}"
     assert min(ends["accepted"], ends["rejected"]) > count / 20, ends
-    seen(f"{count:,} random configurations: {ends['rejected']:,} rejected by name, 0 tracebacks")
+    record_result(
+        f"{count:,} random configurations: {ends['rejected']:,} rejected by name, 0 tracebacks"
+    )
 
 
 def names_no_key(*_: Any, **__: Any) -> None:

@@ -27,11 +27,10 @@ from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from runtime.control import RunControl
-from tests.checkpoint.small_run import Run
-from tests.lib.layouts import CPU, Layout, shard_debugmodel
+from tests.lib.launch import records, start, wait_for_steps
+from tests.lib.layouts import CPU, Layout, shard_debugmodel, small_args
 from tests.lib.ranks import RankPool
-from tests.parallelisms.test_materialize import small_args
-from tests.test_train import records, start, wait_for_steps
+from tests.lib.small_run import Run
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +45,7 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def test_hashing_is_faster_than_disks(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_hashing_is_faster_than_disks(tmp_path: Path, record_result: Callable[[str], None]) -> None:
     data = os.urandom(1 << 28)
     file = HashedFile(tmp_path / "data")
     file.write(data)
@@ -56,7 +55,7 @@ def test_hashing_is_faster_than_disks(tmp_path: Path, seen: Callable[[str], None
     per_gigabyte = [hashed * 4, verified * 4]
     assert sum(per_gigabyte) < 1.0
     texts = [f"{value:.2f}" for value in per_gigabyte]
-    seen(f"s per GiB: {texts[0]} to hash while writing, {texts[1]} to read and verify")
+    record_result(f"s per GiB: {texts[0]} to hash while writing, {texts[1]} to read and verify")
 
 
 def batches() -> Iterable[Microbatch]:
@@ -119,13 +118,17 @@ def time_steps(folder: Path) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def test_overhead_per_step(ranks: RankPool, tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_overhead_per_step(
+    ranks: RankPool, tmp_path: Path, record_result: Callable[[str], None]
+) -> None:
     times = ranks.run(time_steps, 2, tmp_path)[0]
     step = times.pop("step")
     times["consensus"] = max(0.0, times["consensus"] - times.pop("count of tokens"))
     share = sum(times.values()) / step
     texts = [f"{name} {1000 * value:.2f}" for name, value in times.items()]
-    seen(f"ms of a step of {1000 * step:.0f}: {', '.join(texts)}; together {100 * share:.2f} %")
+    record_result(
+        f"ms of a step of {1000 * step:.0f}: {', '.join(texts)}; together {100 * share:.2f} %"
+    )
     # The costs do not grow with the model: at most 0.5 % of a step of one second.
     assert sum(times.values()) < 0.005
 
@@ -147,17 +150,17 @@ def time_saves(folder: Path) -> tuple[float, float]:
 
 
 def test_async_save_blocks_only_for_a_copy(
-    ranks: RankPool, tmp_path: Path, seen: Callable[[str], None]
+    ranks: RankPool, tmp_path: Path, record_result: Callable[[str], None]
 ) -> None:
     asynchronous, synchronous = ranks.run(time_saves, 2, tmp_path)[0]
     [checkpoint] = (tmp_path / "async").glob("step-00000003")
     size = sum(path.stat().st_size for path in checkpoint.iterdir()) / 2**20
     blocked = f"{1000 * asynchronous:.0f} asynchronous, {1000 * synchronous:.0f} synchronous"
-    seen(f"ms for which a save of {size:.0f} MiB blocks: {blocked}")
+    record_result(f"ms for which a save of {size:.0f} MiB blocks: {blocked}")
     assert asynchronous < synchronous
 
 
-def test_killed_run_restarts_quickly(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_killed_run_restarts_quickly(tmp_path: Path, record_result: Callable[[str], None]) -> None:
     keys = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
     first = start(tmp_path, 2, **keys, **{"checkpoint.interval": "3"})
     wait_for_steps(tmp_path, first)
@@ -168,6 +171,8 @@ def test_killed_run_restarts_quickly(tmp_path: Path, seen: Callable[[str], None]
     while len(records(tmp_path)) <= n_records or second.poll() is not None:
         assert second.poll() is None, second.communicate()
         time.sleep(0.01)
-    seen(f"{time.perf_counter() - begin:.1f} s from a kill to the first new step, files warm")
+    record_result(
+        f"{time.perf_counter() - begin:.1f} s from a kill to the first new step, files warm"
+    )
     second.terminate()
     assert second.wait() == 75

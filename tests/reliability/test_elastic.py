@@ -138,10 +138,14 @@ def differences(
 
 
 @pytest.mark.row(15, "Elastic: another data-parallel degree, bitwise")
-def test_degree_does_not_change_a_bit(ranks: RankPool, seen: Callable[[str], None]) -> None:
+def test_degree_does_not_change_a_bit(
+    ranks: RankPool, record_result: Callable[[str], None]
+) -> None:
     for name in ("llama3", "qwen3"):
         assert not differences(ranks, DEGREES, name=name, training=FLOAT32)
-    seen(f"2 models, {STEPS} steps of {SLOTS} microbatches on {DEGREES} ranks: all bits equal")
+    record_result(
+        f"2 models, {STEPS} steps of {SLOTS} microbatches on {DEGREES} ranks: all bits equal"
+    )
 
 
 def slow(name: str, *values: Any) -> Any:

@@ -26,10 +26,9 @@ from launcher import launch
 from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from runtime import exit_codes
-from tests.lib.layouts import CPU, TP, Layout, shard_debugmodel
+from tests.lib.launch import start
+from tests.lib.layouts import CPU, TP, Layout, shard_debugmodel, small_args
 from tests.lib.ranks import RankPool
-from tests.parallelisms.test_materialize import small_args
-from tests.test_train import start
 
 # Row 19: ids
 
@@ -100,7 +99,7 @@ def gather_errors(error: str) -> list[str]:
 @pytest.mark.row(19, "No id outside the vocabulary reaches the model")
 @pytest.mark.parametrize("bad_id", [VOCAB, VOCAB + 100, -1])
 def test_invalid_id_is_the_same_error_on_all_ranks(
-    ranks: RankPool, bad_id: int, seen: Callable[[str], None]
+    ranks: RankPool, bad_id: int, record_result: Callable[[str], None]
 ) -> None:
     errors = {
         text
@@ -118,7 +117,7 @@ def test_invalid_id_is_the_same_error_on_all_ranks(
         f"data: 24 documents for training: document {document} of row {row} has the id {bad_id};"
         f" model.vocab_size is {VOCAB}"
     }
-    seen(f"id {bad_id}: one error text on {len(LAYOUTS)} layouts")
+    record_result(f"id {bad_id}: one error text on {len(LAYOUTS)} layouts")
 
 
 def test_unchecked_invalid_id_is_silent_with_tensor_parallel(
@@ -233,7 +232,7 @@ prefetch=1,
 
 @pytest.mark.row(18, "Bad data is rejected with its place")
 def test_bad_data_is_rejected_with_its_position(
-    tmp_path: Path, seen: Callable[[str], None]
+    tmp_path: Path, record_result: Callable[[str], None]
 ) -> None:
     for name, bad in CORRUPTIONS.items():
         folder = tmp_path / name
@@ -241,7 +240,7 @@ def test_bad_data_is_rejected_with_its_position(
         error = error_of(folder, bad.file, bad.content)
         assert str(folder / bad.file) in error, name
         assert bad.error in error, name
-    seen(f"{len(CORRUPTIONS)} of {len(CORRUPTIONS)} corruptions named by file and place")
+    record_result(f"{len(CORRUPTIONS)} of {len(CORRUPTIONS)} corruptions named by file and place")
 
 
 @pytest.mark.parametrize("suffix", GOOD)
@@ -290,7 +289,7 @@ def test_hostile_job_names_are_rejected(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    seen: Callable[[str], None],
+    record_result: Callable[[str], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("the ranks were started"))
@@ -301,7 +300,7 @@ def test_hostile_job_names_are_rejected(
         )
         assert "job.name" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
-    seen(f"{len(HOSTILE)} of {len(HOSTILE)} hostile names rejected")
+    record_result(f"{len(HOSTILE)} of {len(HOSTILE)} hostile names rejected")
 
 
 @pytest.mark.row(26, "No shell, no pickle, no eval")

@@ -146,7 +146,7 @@ def check_faults(layout: Layout) -> list[str]:
 @pytest.mark.row(20, "What is not finite never enters weights or a checkpoint")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_bad_step_changes_no_state_on_any_rank(
-    ranks: RankPool, layout: Layout, seen: Callable[[str], None]
+    ranks: RankPool, layout: Layout, record_result: Callable[[str], None]
 ) -> None:
     found = ranks.run(check_faults, layout.world_size, layout)
     assert all(reports == found[0] for reports in found), "ranks disagree"
@@ -154,7 +154,9 @@ def test_bad_step_changes_no_state_on_any_rank(
     for fault, report in zip(FAULTS, found[0], strict=True):
         # A bad backward makes all gradients bad, and the first one is reported.
         assert report == expected.get(fault.place, "the gradient of tok_embeddings.weight")
-    seen(f"{layout}: {len(FAULTS)} of {len(FAULTS)} bad steps changed no bit and were named")
+    record_result(
+        f"{layout}: {len(FAULTS)} of {len(FAULTS)} bad steps changed no bit and were named"
+    )
 
 
 def check_unguarded(layout: Layout, fault: Fault) -> bool:
@@ -238,7 +240,7 @@ def test_flipped_bit_is_reported(
     layout: Layout,
     culprit: str,
     trials: Callable[[int], int],
-    seen: Callable[[str], None],
+    record_result: Callable[[str], None],
 ) -> None:
     count = trials(50)
     found = ranks.run(check_flips, layout.world_size, layout, count)
@@ -248,7 +250,7 @@ def test_flipped_bit_is_reported(
         first, second = rank % 2, rank % 2 + 2
         assert f"along dp_replicate differ, first in {name}" in text, text
         assert culprit.format(rank=rank, first=first, second=second) in text, text
-    seen(f"{layout}: {count} of {count} flipped bits named, with tensor and ranks")
+    record_result(f"{layout}: {count} of {count} flipped bits named, with tensor and ranks")
 
 
 def check_false_alarms(layout: Layout, count: int) -> None:
@@ -261,11 +263,14 @@ def check_false_alarms(layout: Layout, count: int) -> None:
 @pytest.mark.row(21, "Replicas that differ are caught")
 @pytest.mark.parametrize("layout", [Layout(4, {REPLICATE: 2}), Layout(2, {MODE: "ddp"})], ids=str)
 def test_equal_replicas_raise_no_error(
-    ranks: RankPool, layout: Layout, trials: Callable[[int], int], seen: Callable[[str], None]
+    ranks: RankPool,
+    layout: Layout,
+    trials: Callable[[int], int],
+    record_result: Callable[[str], None],
 ) -> None:
     count = trials(500)
     ranks.run(check_false_alarms, layout.world_size, layout, count)
-    seen(f"{layout}: 0 false alarms in {count} steps")
+    record_result(f"{layout}: 0 false alarms in {count} steps")
 
 
 # Row 12.
@@ -298,21 +303,23 @@ def watch(layout: Layout, slow_rank: int | None) -> list[str]:
 
 @pytest.mark.row(12, "A slow rank is named")
 def test_slow_rank_is_reported(
-    ranks: RankPool, trials: Callable[[int], int], seen: Callable[[str], None]
+    ranks: RankPool, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     count = trials(20)
     for _ in range(count):
         for lines in ranks.run(watch, 4, Layout(4), SLOW):
             assert len(lines) == 1
             assert lines[0].startswith(f"rank {SLOW} on ")
-    seen(f"{count} of {count} times within {WINDOWS} windows of {WINDOW} steps, 30 ms late")
+    record_result(
+        f"{count} of {count} times within {WINDOWS} windows of {WINDOW} steps, 30 ms late"
+    )
 
 
 @pytest.mark.row(12, "A slow rank is named")
 def test_equal_ranks_log_no_warning(
-    ranks: RankPool, trials: Callable[[int], int], seen: Callable[[str], None]
+    ranks: RankPool, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     count = trials(20)
     for _ in range(count):
         assert ranks.run(watch, 4, Layout(4), None) == [[], [], [], []]
-    seen(f"0 alarms in {count} clean runs of {WINDOWS} windows of {WINDOW} steps")
+    record_result(f"0 alarms in {count} clean runs of {WINDOWS} windows of {WINDOW} steps")

@@ -17,8 +17,8 @@ from data.tokenizer import Tokenizer
 from optim.spikes import LossSpikeDetector
 from runtime import exit_codes
 from runtime.dtensor import to_local
-from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
-from tests.test_train import records
+from tests.lib.forked import checkpoints, codes, log, run, spike_at_step_5, started, tensors
+from tests.lib.launch import curve, records
 from tools.check_ledger import replay
 
 STEPS = {
@@ -43,18 +43,6 @@ def nonfinite_loss_in_step_5() -> None:
         return original(*args) * (float("nan") if calls == 9 else 1.0)
 
     forward_backward.cross_entropy_sum = cross_entropy_sum
-
-
-def spike_at_step_5() -> None:
-    """Report a loss spike once, on all ranks."""
-    original = LossSpikeDetector.is_spike
-
-    def is_spike(self: LossSpikeDetector, step: int, **values: float) -> bool:
-        if step == 5 and self.rollbacks == 0:
-            return True
-        return original(self, step, **values)
-
-    LossSpikeDetector.is_spike = is_spike  # type: ignore[method-assign]
 
 
 def spike_at_step_11() -> None:
@@ -128,7 +116,7 @@ def expect_exit(plant: Callable[[], None], folder: Path, want: set[int], **keys:
 
 @pytest.mark.row(20, "What is not finite never enters weights or a checkpoint")
 def test_nonfinite_loss_stops_the_run_or_is_skipped(
-    tmp_path: Path, seen: Callable[[str], None]
+    tmp_path: Path, record_result: Callable[[str], None]
 ) -> None:
     keys = STEPS | {"metrics.log_freq": "3"}
     stopped, skipped = tmp_path / "stopped", tmp_path / "skipped"
@@ -143,7 +131,9 @@ def test_nonfinite_loss_stops_the_run_or_is_skipped(
     # Adam has made one update less than there are steps.
     last = tensors(checkpoints(skipped)[0])
     assert {t.item() for fqn, t in last.items() if fqn.endswith(".step")} == {7.0}
-    seen("the whole program: stop ends with 93 and keeps step 4; skip goes on, 1 step skipped")
+    record_result(
+        "the whole program: stop ends with 93 and keeps step 4; skip goes on, 1 step skipped"
+    )
 
 
 def test_spike_is_rolled_back_and_its_data_skipped(tmp_path: Path) -> None:
@@ -179,14 +169,16 @@ def test_spike_without_a_checkpoint_is_not_rolled_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.row(19, "No id outside the vocabulary reaches the model")
-def test_invalid_id_is_one_error_on_every_rank(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_invalid_id_is_one_error_on_every_rank(
+    tmp_path: Path, record_result: Callable[[str], None]
+) -> None:
     for name, keys in (("fsdp", {}), ("tp", {"parallelism.tensor_parallel_degree": "2"})):
         expect_exit(invalid_ids, tmp_path / name, {exit_codes.BAD_CONFIG}, **STEPS, **keys)
         lines = [path.read_text().splitlines()[-1] for path in (tmp_path / name).glob("rank-*")]
         assert "rank 1: ValueError: data: " in lines[0]
         assert "model.vocab_size is 320" in lines[0]
         assert lines[0] == lines[1]
-    seen("the whole program, with tensor parallel and without: one message, exit code 2")
+    record_result("the whole program, with tensor parallel and without: one message, exit code 2")
 
 
 def test_unreadable_file_is_retried_by_a_restart(tmp_path: Path) -> None:
@@ -196,12 +188,14 @@ def test_unreadable_file_is_retried_by_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.row(21, "Replicas that differ are caught")
-def test_diverged_replica_ends_the_run(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_diverged_replica_ends_the_run(
+    tmp_path: Path, record_result: Callable[[str], None]
+) -> None:
     keys = {"parallelism.data_parallel": "ddp", "numerics.replica_check_freq": "2"}
     expect_exit(flipped_weight, tmp_path, {exit_codes.FAILED}, **STEPS, **keys)
     assert "replicas along dp_replicate differ, first in " in log(tmp_path)
     assert checkpoints(tmp_path)[0].name == "step-00000002"
-    seen("the whole program: a weight changed in step 3, found in step 4")
+    record_result("the whole program: a weight changed in step 3, found in step 4")
 
 
 def test_max_unsaved_steps_ends_the_run(tmp_path: Path) -> None:

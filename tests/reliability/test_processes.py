@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -20,8 +19,9 @@ import pytest
 from checkpoint.checkpoint_dir import list_checkpoints, step_of
 from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
-from runtime.machine import available_cpus
-from tests.test_train import ROOT, start, wait_for_steps
+from tests.lib.launch import start, wait_for_steps
+from tests.lib.processes import are_gone, is_running, seconds_until
+from tests.lib.repository import ROOT
 
 TIMEOUT_SECONDS = 5
 LONG = {
@@ -57,31 +57,6 @@ def ranks_of(launcher: int) -> dict[int, int]:
         environment = dict(line.split("=", 1) for line in lines if "=" in line)
         found[int(environment["RANK"])] = int(child)
     return found
-
-
-def is_running(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def are_gone(processes: Iterable[int]) -> bool:
-    return not any(is_running(process) for process in processes)
-
-
-def seconds_until(condition: Callable[[], bool], *, limit: float, after: float = 0.0) -> float:
-    """Wait for ``condition``; return the seconds beyond ``after``. Fails after ``limit`` seconds.
-
-    The limit is scaled by the load of the machine.
-    """
-    scaled_limit = after + limit * max(1.0, os.getloadavg()[0] / available_cpus())
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < scaled_limit, f"not within {scaled_limit:.1f} s"
-        time.sleep(0.01)
-    return time.monotonic() - begin - after
 
 
 def has_failures(folder: Path, count: int) -> bool:
@@ -127,7 +102,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dic
 
 @pytest.mark.row(27, "One node opens no port to the outside")
 def test_one_node_listens_only_on_loopback(
-    running: tuple[int, dict[int, int]], seen: Callable[[str], None]
+    running: tuple[int, dict[int, int]], record_result: Callable[[str], None]
 ) -> None:
     launcher, ranks = running
     addresses = [
@@ -136,7 +111,7 @@ def test_one_node_listens_only_on_loopback(
     # The store listens, and gloo has a few sockets per rank.
     assert len(addresses) > len(ranks)
     assert all(ip_address(address).is_loopback for address in addresses), addresses
-    seen(f"{len(addresses)} sockets that listen, all of them on loopback")
+    record_result(f"{len(addresses)} sockets that listen, all of them on loopback")
 
 
 def test_open_port_is_detected() -> None:
@@ -149,12 +124,14 @@ def test_open_port_is_detected() -> None:
 # Must run after the test above, because it kills the shared run.
 @pytest.mark.row(29, "No worker outlives its launcher")
 def test_ranks_die_with_their_launcher(
-    running: tuple[int, dict[int, int]], seen: Callable[[str], None]
+    running: tuple[int, dict[int, int]], record_result: Callable[[str], None]
 ) -> None:
     launcher, ranks = running
     os.kill(launcher, signal.SIGKILL)
     seconds = seconds_until(lambda: are_gone(ranks.values()), limit=5)
-    seen(f"kill -9 of the launcher: {len(ranks)} of {len(ranks)} ranks gone after {seconds:.1f} s")
+    record_result(
+        f"kill -9 of the launcher: {len(ranks)} of {len(ranks)} ranks gone after {seconds:.1f} s"
+    )
 
 
 ORPHANS = """
@@ -192,7 +169,7 @@ def test_die_with_parent_that_is_already_dead() -> None:
 
 @pytest.mark.row(10, "A dead peer is noticed")
 def test_killed_rank_ends_all_and_run_resumes(
-    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     seconds, saved = [], 0
     for trial in range(trials(20)):
@@ -209,12 +186,12 @@ def test_killed_rank_ends_all_and_run_resumes(
         # Not control/progress, which is written after the checkpoint is committed.
         saved = step_of(list_checkpoints(tmp_path / "debug_model" / "checkpoints")[0])
     noticed = f"{len(seconds)} of {len(seconds)} noticed"
-    seen(f"{noticed}; the slowest survivor left after {max(seconds):.1f} s")
+    record_result(f"{noticed}; the slowest survivor left after {max(seconds):.1f} s")
 
 
 @pytest.mark.row(11, "A hung rank is noticed and named")
 def test_hung_rank_is_reported(
-    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     seconds = []
     for trial in range(trials(12)):
@@ -230,7 +207,7 @@ def test_hung_rank_is_reported(
         assert output.count("did not answer") == 1
         assert not is_running(ranks[victim])
     named = f"{len(seconds)} of {len(seconds)} named"
-    seen(f"{named}, the slowest {max(seconds):.1f} s after the timeout")
+    record_result(f"{named}, the slowest {max(seconds):.1f} s after the timeout")
 
 
 def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +236,7 @@ def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.row(13, "A crash loop is bounded")
-def test_crash_loop_is_bounded(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_crash_loop_is_bounded(tmp_path: Path, record_result: Callable[[str], None]) -> None:
     # A folder in place of a file crashes the run, although its configuration is valid.
     (tmp_path / "debug_model" / "config.toml").mkdir(parents=True)
     codes: list[int] = []
@@ -272,4 +249,4 @@ def test_crash_loop_is_bounded(tmp_path: Path, seen: Callable[[str], None]) -> N
     assert [record["attempt"] for record in failures(tmp_path)] == [1, 2, 3]
     assert "IsADirectoryError" in failures(tmp_path)[-1]["reason"]
     assert output.count("Traceback") == 1
-    seen(f"{len(codes)} attempts, then 93")
+    record_result(f"{len(codes)} attempts, then 93")

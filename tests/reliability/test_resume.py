@@ -19,18 +19,18 @@ from config import ConfigError, load_config
 from resume import validate_resume
 from run_spec import resolve
 from runtime import exit_codes
-from tests.reliability.forked import (
+from tests.lib.forked import (
     CONFIG,
     PATIENCE_SECONDS,
     checkpoints,
     codes,
-    curve,
     differences,
     log,
     options,
     run,
     started,
 )
+from tests.lib.launch import curve
 from tools import rollback
 from tools.rollback import roll_back
 
@@ -90,7 +90,7 @@ def wait_for(condition: Callable[[], Any], processes: list[BaseProcess], folder:
     [pytest.param(n, marks=() if n in FAST_LAYOUTS else pytest.mark.slow) for n in LAYOUTS],
 )
 def test_resumed_run_equals_uninterrupted_run(
-    tmp_path: Path, name: str, seen: Callable[[str], None]
+    tmp_path: Path, name: str, record_result: Callable[[str], None]
 ) -> None:
     world_size, layout = LAYOUTS[name]
     keys = STEPS | layout | {"training.steps": "8", "checkpoint.interval": "3"}
@@ -106,12 +106,12 @@ def test_resumed_run_equals_uninterrupted_run(
     assert curve(parts) == curve(whole)
     assert len(curve(whole)) == 8
     assert not differences(checkpoints(parts)[0], checkpoints(whole)[0])
-    seen(name)
+    record_result(name)
 
 
 @pytest.mark.row(9, "Preemption saves, on all ranks at the same step")
 def test_signals_save_and_run_resumes(
-    tmp_path: Path, trials: Callable[[int], int], seen: Callable[[str], None]
+    tmp_path: Path, trials: Callable[[int], int], record_result: Callable[[str], None]
 ) -> None:
     rng = random.Random(0)
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
@@ -135,7 +135,9 @@ def test_signals_save_and_run_resumes(
         assert step_of(newest) == int((control / "progress").read_text()) > saved
         saved = step_of(newest)
     assert sorted(curve(tmp_path)) == list(range(1, max(curve(tmp_path)) + 1))
-    seen(f"{count} of {count} signals (TERM, USR1, USR2, INT; up to 4 ms apart; 1, 2, 4 ranks)")
+    record_result(
+        f"{count} of {count} signals (TERM, USR1, USR2, INT; up to 4 ms apart; 1, 2, 4 ranks)"
+    )
 
 
 def has_step_after(folder: Path, step: int) -> bool:
@@ -144,7 +146,7 @@ def has_step_after(folder: Path, step: int) -> bool:
 
 
 @pytest.mark.row(8, "A rollback starts a new lineage, which restarts follow")
-def test_restarts_follow_a_rollback(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_restarts_follow_a_rollback(tmp_path: Path, record_result: Callable[[str], None]) -> None:
     keys = STEPS | {"checkpoint.interval": "2", "checkpoint.keep_latest_k": "0"}
     run(tmp_path, 1, **keys, **{"training.steps": "8"})
     roll_back(tmp_path / "debug_model", 4)
@@ -162,7 +164,7 @@ def test_restarts_follow_a_rollback(tmp_path: Path, seen: Callable[[str], None])
     # Checkpoints without a control folder are not a run.
     shutil.rmtree(tmp_path / "debug_model" / "control")
     assert rollback.main([str(tmp_path / "debug_model"), "4"]) == exit_codes.BAD_CONFIG
-    seen("back to 4 of 8, on to 5, restarted: on to 9; the old 6 and 8 are abandoned")
+    record_result("back to 4 of 8, on to 5, restarted: on to 9; the old 6 and 8 are abandoned")
 
 
 def write_texts(folder: Path, text: str) -> None:
@@ -172,7 +174,9 @@ def write_texts(folder: Path, text: str) -> None:
 
 
 @pytest.mark.row(23, "Another model, tokenizer or data is rejected on resume")
-def test_resume_rejects_another_run_by_key(tmp_path: Path, seen: Callable[[str], None]) -> None:
+def test_resume_rejects_another_run_by_key(
+    tmp_path: Path, record_result: Callable[[str], None]
+) -> None:
     texts = tmp_path / "texts"
     write_texts(texts, "one")
     source = {"data.source": "files", "data.path": f"{texts}/*.txt", "data.validation_percent": "0"}
@@ -202,4 +206,4 @@ def test_resume_rejects_another_run_by_key(tmp_path: Path, seen: Callable[[str],
     for name, value in (("n_heads", 1), ("rope_theta", 1.0), ("norm_eps", 1.0)):
         with pytest.raises(ConfigError, match=name):
             validate_resume(job, manifest | {"model_args": arguments | {name: value}})
-    seen(f"{len(changes) + 3} of {len(changes) + 3}, each by name")
+    record_result(f"{len(changes) + 3} of {len(changes) + 3}, each by name")

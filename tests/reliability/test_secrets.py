@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime import exit_codes
-from tests.test_train import start
+from tests.lib.launch import start
 
 NAMES = [
     "HF_TOKEN",
@@ -72,7 +72,7 @@ def test_no_secret_is_written(
     canaries: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     end: str,
-    seen: Callable[[str], None],
+    record_result: Callable[[str], None],
 ) -> None:
     # Temporary files of PyTorch count too.
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -87,7 +87,7 @@ def test_no_secret_is_written(
         kinds = ("metrics.jsonl", "config.toml", "events.out.tfevents", "traces/", "manifest.json")
         assert all(any(kind in name for name in files) for kind in kinds)
     assert not leaks(tmp_path, output, canaries)
-    seen(f"{end}: {len(canaries)} secrets, {len(files)} files and the output, 0 found")
+    record_result(f"{end}: {len(canaries)} secrets, {len(files)} files and the output, 0 found")
 
 
 def test_leak_is_detected(tmp_path: Path, canaries: dict[str, str]) -> None:

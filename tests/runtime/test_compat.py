@@ -14,8 +14,9 @@ import torch.distributed as dist
 from config import ConfigError
 from runtime import compat
 from runtime.private_names import PRIVATE
+from tests.lib import forked
+from tests.lib.launch import curve
 from tests.lib.ranks import RankPool
-from tests.reliability import forked
 
 Fault = Callable[[str], None]
 
@@ -146,7 +147,7 @@ def train(folder: Path, uses: dict[str, str], plant: Callable[[], None] = forked
     """Train three steps on two ranks; return the log, and loss and gradient norm by step."""
     with forked.started(folder, 2, plant=plant, **SHORT, **uses) as processes:
         assert forked.codes(processes) == {0}, forked.log(folder)
-    return forked.log(folder), forked.curve(folder)
+    return forked.log(folder), curve(folder)
 
 
 @pytest.mark.parametrize(("fault", "path"), CASES)

@@ -15,7 +15,7 @@ from config import ConfigError
 from runtime import control
 from runtime.control import SIGNALS, RunControl, lock_run
 from runtime.exit_codes import STOP_FILE
-from tests.data.test_step_batches import control_of
+from tests.lib.control import control_of
 from tests.lib.ranks import RankPool
 
 

@@ -6,7 +6,7 @@ from importlib.metadata import version
 import pytest
 
 from runtime import release
-from tests.test_import_rules import ROOT
+from tests.lib.repository import ROOT
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.forked import QUICK, checkpoints, log, run
-from tests.slurm.cluster import wait_until
-from tests.test_train import ROOT, SMALL, curve
+from tests.lib.forked import QUICK, checkpoints, log, run
+from tests.lib.launch import SMALL, curve
+from tests.lib.repository import ROOT
+from tests.lib.slurm import wait_until
 
 HOSTS = ("a", "b")
 TIMEOUT_SECONDS = 8

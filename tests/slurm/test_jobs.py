@@ -13,9 +13,10 @@ import pytest
 from checkpoint.checkpoint_dir import list_checkpoints, step_of
 from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE
-from tests.reliability import forked
-from tests.slurm.cluster import Cluster, cluster, wait_until
-from tests.test_train import ROOT, curve
+from tests.lib import forked
+from tests.lib.launch import curve
+from tests.lib.repository import ROOT
+from tests.lib.slurm import Cluster, cluster, wait_until
 
 LONG = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
 # Time within which a requeued job would have started again.

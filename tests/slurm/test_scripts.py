@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_train import ROOT
+from tests.lib.repository import ROOT
 
 SCRIPTS = sorted(
     path.relative_to(ROOT)

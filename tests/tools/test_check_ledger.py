@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from runtime import exit_codes
-from tests.data.test_loader import build
-from tests.metrics import test_ledger
-from tests.metrics.test_ledger import Program, Start, source
+from tests.lib import ledgers
+from tests.lib.ledgers import Program, Start, source
+from tests.lib.loaders import build
 from tools import check_ledger
 from tools.check_ledger import LedgerEntry, Lineage, replay
 
@@ -114,7 +114,7 @@ def test_row_missing_in_one_run_is_a_difference() -> None:
 
 def test_nonfinite_losses_are_logged_and_compared(tmp_path: Path) -> None:
     values = iter([1.0, float("nan"), 2.0, 1.0, float("nan"), float("nan")])
-    with patch.object(test_ledger, "value", lambda taken: next(values)):
+    with patch.object(ledgers, "value", lambda taken: next(values)):
         lineages = [replay(Program(tmp_path / name).run(Start(1, last=3)).folder) for name in "ab"]
     assert [lineage.violations for lineage in lineages] == [[], []]
     summary = check_ledger.compare(*lineages)[1]

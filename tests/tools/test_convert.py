@@ -22,9 +22,10 @@ from checkpoint.manifest import read_manifest, write_manifest
 from data.tokenizer import load_tokenizer
 from models import MODEL_SPECS
 from runtime import exit_codes
+from tests.lib.forked import checkpoints, codes, log, run, started, tensors
+from tests.lib.hugging_face import TOLERANCE, float64_for_float32, form_of
+from tests.lib.launch import curve
 from tests.lib.layouts import CP, EP, TP
-from tests.models.test_hugging_face import TOLERANCE, float64_for_float32, form_of
-from tests.reliability.forked import checkpoints, codes, curve, log, run, started, tensors
 from tools import convert
 
 transformers = pytest.importorskip("transformers")

@@ -33,10 +33,10 @@ from generation import sample, sample_token
 from models import find_model
 from parallelisms import materialize
 from runtime.distributed import compute_dtype
-from tests.data.test_tokenizer import RANDOM, TEXTS, load_json
+from tests.lib.forked import checkpoints, codes, log, started, tensors
 from tests.lib.layouts import CP, EP, PP, TP
-from tests.reliability.forked import checkpoints, codes, log, started, tensors
-from tests.test_train import ROOT
+from tests.lib.repository import ROOT
+from tests.lib.tokenization import RANDOM, TEXTS, load_json
 from tools import generate
 
 SEQ_LEN, PROMPT = 64, "def é("

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from tests.lib.repository import ROOT
 from tools import make_environment
 
-ROOT = Path(__file__).parents[2]
 IMAGE_TORCH = "2.12.0a0+5ff8b4a.nv26.05"
 PROJECT = """
 [project]

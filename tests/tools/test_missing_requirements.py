@@ -3,13 +3,12 @@
 import re
 import tomllib
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
+from tests.lib.repository import ROOT
 from tools.missing_requirements import missing
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
 PINNED = {

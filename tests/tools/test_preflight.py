@@ -20,9 +20,9 @@ from config.job_config import Parallelism
 from launcher.agent import Nodes
 from parallelisms.parallel_dims import ParallelDims
 from runtime.exit_codes import BAD_CONFIG, DONE, FAILED
+from tests.lib.forked import CONFIG
 from tests.lib.ranks import RankPool
-from tests.reliability.forked import CONFIG
-from tests.test_train import ROOT
+from tests.lib.repository import ROOT
 from tools import preflight, preflight_rank, preflight_speed
 from tools.preflight import rendezvous
 from tools.preflight_rank import below, unequal

@@ -28,7 +28,7 @@ from data.sources import open_documents
 from data.token_files import open_token_files, read_index
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
-from tests.test_train import ROOT
+from tests.lib.repository import ROOT
 from tools import prepare
 
 WORKER_TIMEOUT_SECONDS = 60
@@ -154,7 +154,7 @@ def test_resume_after_sigkill_writes_the_same_files(
     texts: list[object],
     whole: dict[str, bytes],
     trials: Callable[[int], int],
-    seen: Callable[[str], None],
+    record_result: Callable[[str], None],
 ) -> None:
     rng = np.random.default_rng()
     folder, finished_at, n_kills = tmp_path / "p", dict[Path, int](), 0
@@ -181,7 +181,7 @@ def test_resume_after_sigkill_writes_the_same_files(
     assert run(folder, *texts, *SHARDS) == exit_codes.DONE
     assert n_kills > 0
     assert bytes_of(folder) == whole
-    seen(f"{n_kills} kills, every file equal to that of a run that nothing stopped")
+    record_result(f"{n_kills} kills, every file equal to that of a run that nothing stopped")
 
 
 def writes_or_ended(process: BaseProcess, folder: Path, before: set[Path]) -> bool:

@@ -8,7 +8,7 @@ import tomli
 from config import ConfigError, load_config
 from runtime import exit_codes
 from runtime.control import lock_run
-from tests.test_train import ROOT
+from tests.lib.repository import ROOT
 from tools import slurm_begin
 from tools.slurm_begin import main, overrides_of, toml_text
 

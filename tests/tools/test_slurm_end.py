@@ -9,7 +9,7 @@ import pytest
 from launcher.failures import MOST_ATTEMPTS, record_failure
 from runtime import exit_codes
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
-from tests.test_train import ROOT
+from tests.lib.repository import ROOT
 from tools.slurm_end import MOST_REQUEUES, decide, main
 
 SOME_SIGNAL = -9

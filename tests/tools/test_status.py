@@ -15,8 +15,8 @@ import pytest
 from launcher.failures import record_failure
 from runtime import exit_codes
 from runtime.control import lock_run
-from tests.reliability.forked import checkpoints, curve, run, started
-from tests.test_train import records
+from tests.lib.forked import checkpoints, run, started
+from tests.lib.launch import curve, records
 from tools import status
 from tools.status import QUIET_SECONDS, Status, is_locked, read_status
 

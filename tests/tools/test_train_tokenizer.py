@@ -15,8 +15,8 @@ from config.job_config import Data
 from data import tokenizer_json
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
-from tests.data.test_tokenizer import assert_round_trips
-from tests.test_import_rules import ROOT
+from tests.lib.repository import ROOT
+from tests.lib.tokenization import assert_round_trips
 from tools import train_tokenizer
 from tools.train_tokenizer import FILES
 

@@ -11,8 +11,7 @@ from models import TransformerArgs
 from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
-from tests.lib.layouts import CPU, Layout, shard_debugmodel
-from tests.parallelisms.test_materialize import digest, small_args
+from tests.lib.layouts import CPU, Layout, digest, shard_debugmodel, small_args
 
 ARGS = replace(small_args("qwen3", "debugmodel"), n_layers=1, dim=32, hidden_dim=48, head_dim=8)
 

@@ -19,7 +19,9 @@ import train
 from checkpoint.checkpoint_dir import list_checkpoints, sizes_of
 from checkpoint.manifest import read_manifest
 from checkpoint.tensor_files import DTYPES, read_index
-from tests.test_train import ROOT, SMALL, records
+from optim.spikes import LossSpikeDetector
+from tests.lib.launch import SMALL
+from tests.lib.repository import ROOT
 
 PATIENCE_SECONDS = 120
 CONFIG = ROOT / "train_configs" / "debug_model.toml"
@@ -28,6 +30,18 @@ QUICK = {"activation_checkpoint.mode": "none", "validation.enable": "false"}
 
 def nothing() -> None:
     pass
+
+
+def spike_at_step_5() -> None:
+    """Report a loss spike once, on all ranks."""
+    original = LossSpikeDetector.is_spike
+
+    def is_spike(self: LossSpikeDetector, step: int, **values: float) -> bool:
+        if step == 5 and self.rollbacks == 0:
+            return True
+        return original(self, step, **values)
+
+    LossSpikeDetector.is_spike = is_spike  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -77,12 +91,6 @@ def codes(processes: list[BaseProcess]) -> set[int | None]:
 
 def log(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("rank-*.log")))
-
-
-def curve(folder: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm of each step, from its last training."""
-    found = {r["step"]: (r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r}
-    return dict(sorted(found.items()))
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -1,0 +1,66 @@
+"""Small runs as users start them, by run_train.sh, and their metrics."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.lib.repository import ROOT
+
+SMALL = {
+    "training.seq_len": "32",
+    "training.local_batch_size": "2",
+    "training.global_batch_size": "8",
+    "training.dtype": "float64",
+    "metrics.log_freq": "1",
+    "metrics.enable_tensorboard": "false",
+    "validation.freq": "1000",
+    "validation.steps": "1",
+    "validation.sample_tokens": "0",
+    "lr_scheduler.warmup_steps": "2",
+    "lr_scheduler.total_steps": "12",
+}
+
+
+def start(folder: Path, n_ranks: int, **overrides: str) -> subprocess.Popen[str]:
+    keys = SMALL | {"job.output_dir": str(folder)} | overrides
+    arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
+    environment = os.environ | {"PYTHON": sys.executable, "NGPU": str(n_ranks)}
+    return subprocess.Popen(
+        [ROOT / "run_train.sh", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(folder: Path, n_ranks: int, **overrides: str) -> str:
+    process = start(folder, n_ranks, **overrides)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "debug_model" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of each step, from its last training."""
+    found = {r["step"]: (r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r}
+    return dict(sorted(found.items()))
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:
+    metrics = folder / "debug_model" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no steps in two minutes"
+        time.sleep(0.1)
