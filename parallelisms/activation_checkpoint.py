@@ -105,8 +105,8 @@ def _checkpointed(options: dict[str, Any], method: Callable[..., Any]) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(method, *args, use_reentrant=False, **options, **kwargs)
 
-    # torch.compile caches by code object. PyTorch 2.11 does not check which method a cached graph is
-    # of, and would run the graph of one region for another.
+    # torch.compile caches by code object. PyTorch 2.11 does not check of which method a graph is,
+    # and would run the graph of one region for another.
     run.__code__ = _named_code(run.__code__, getattr(method, "__qualname__", ""))
     return run
 
