@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from tests.lib.cells import DIMENSIONS
+from tests.lib.repository import ROOT
 from tests.mutations.mutations import MUTATIONS, CellWith, Mutation
-from tests.test_import_rules import ROOT
 
 FEWEST = 60
 
