@@ -47,7 +47,7 @@ fi
 # Tests start run_train.sh, which tries PYTHON first.
 export PYTHON
 code=0
-OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n 2 --dist loadfile "$@" || code=$?
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n 2 --dist loadfile --no-loadscope-reorder "$@" || code=$?
 if [[ -n $types ]]; then
   wait "$types" || code=1
   cat "$type_errors"

@@ -11,6 +11,25 @@ from tests.lib.ranks import RankPool
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that run first: those that wait, beside the longest of those that compute.
+FIRST = (
+    "tests/slurm/test_jobs.py",
+    "tests/parallelisms/test_parity.py",
+    "tests/test_train.py",
+    "tests/reliability/test_processes.py",
+    "tests/tools/test_generate.py",
+    "tests/slurm/test_cut_link.py",
+    "tests/test_meshes.py",
+    "tests/tools/test_preflight.py",
+    "tests/reliability/test_resume.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {file: number for number, file in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.location[0], len(order)))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="full counts of trials, not a tenth")
 
