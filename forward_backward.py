@@ -27,15 +27,16 @@ class ModelRunner(Protocol):
     """Tied parameters of this rank that an earlier stage has too, and whose norm it counts."""
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
-        """Accumulate gradients; return this rank's share of the loss of each microbatch (n,).
+        """Accumulate gradients; return the loss of each microbatch on this rank (n,).
 
-        ``n_tokens``: target tokens of the whole step, by which the summed loss is divided.
+        Summed over microbatches and over pp, cp and batch ranks it is the step's loss; tp ranks
+        have equal values. ``n_tokens``: target tokens of the whole step, by which it is divided.
         """
 
-    def evaluate(self, batches: list[Microbatch]) -> torch.Tensor:
-        """Return this rank's share of the summed cross entropy of each batch (n,)."""
+    def evaluate(self, microbatches: list[Microbatch]) -> torch.Tensor:
+        """Return the summed cross entropy of each microbatch on this rank (n,), ranks as above."""
 
-    def logits(self, batch: Microbatch) -> torch.Tensor:
+    def logits(self, microbatch: Microbatch) -> torch.Tensor:
         """Return the logits (b, s, vocab_size), unsharded on every rank."""
 
 
@@ -72,8 +73,8 @@ class SPMDRunner:
         return torch.stack(losses)
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Microbatch]) -> torch.Tensor:
-        return torch.stack([self._loss(batch, 1) for batch in batches])
+    def evaluate(self, microbatches: list[Microbatch]) -> torch.Tensor:
+        return torch.stack([self._loss(microbatch, 1) for microbatch in microbatches])
 
     @torch.no_grad()
     def logits(self, batch: Microbatch) -> torch.Tensor:

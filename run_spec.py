@@ -110,8 +110,8 @@ class RunSpec:
         parallelism = self.config.parallelism
         has_context = parallelism.context_parallel_degree > 1
         gathers = has_context and parallelism.context_parallel_method == "allgather"
-        is_masked = self.config.data.document_mask or gathers
-        return is_masked and parallelism.pipeline_parallel_schedule != "InterleavedZeroBubble"
+        is_skipped = self.config.data.document_mask or gathers
+        return is_skipped and parallelism.pipeline_parallel_schedule != "InterleavedZeroBubble"
 
 
 def resolve(config: JobConfig, world_size: int) -> RunSpec:
@@ -152,13 +152,14 @@ def resolve(config: JobConfig, world_size: int) -> RunSpec:
         "training": config.training.model_copy(update={"global_batch_size": batch_size}),
         "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),
     }
-    sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": config.training.seq_len}
+    overrides: dict[str, Any] = {"vocab_size": vocab_size, "max_seq_len": config.training.seq_len}
     if hasattr(published_args, "balance_weight"):
-        sizes["balance_weight"] = config.experts.balance_loss / batch_size
+        # The loss is per sequence and summed over the step; a ramp's smaller steps rescale it.
+        overrides["balance_weight"] = config.experts.balance_loss / batch_size
     return RunSpec(
         config=config.model_copy(update=resolved),
         model_spec=spec,
-        model_args=replace(published_args, **sizes),
+        model_args=replace(published_args, **overrides),
         tokenizer=tokenizer,
         training_data=Mixture(train, weights),
         held_out={label: Mixture([source]) for label, source in held_out.items()},

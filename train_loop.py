@@ -73,10 +73,11 @@ class TrainLoop:
             self.loader.commit(batch.microbatches)
             state.tokens += batch.n_tokens
 
-            # The host waits for the device on steps that are logged or saved, and on no others.
+            # The host waits for the device on steps that are logged or saved; with a ledger or
+            # spike detection, on all.
             save_is_due = checkpointer.is_due(state.step)
-            is_read = save_is_due or self.log.is_due(state.step)
-            must_stop = is_read and self.train_step.nonfinite.should_stop()
+            is_synced = save_is_due or self.log.is_due(state.step)
+            must_stop = is_synced and self.train_step.nonfinite.should_stop()
             metrics = partial(self.metrics, sync, result)
             values = self.log.step(state.step, batch, result, metrics=metrics)
             # Before must_stop, because a rollback undoes nonfinite steps too.
@@ -171,7 +172,7 @@ class TrainLoop:
         config, step, checkpointer = self.run.config, self.state.step, self.checkpointer
         if self.train_step.nonfinite.should_stop():
             stop = exit_codes.NOT_FINITE
-        # A save that was begun is good, whatever the reason to stop.
+        # The weights of a pending save were finite before it began, whatever the reason to stop.
         checkpointer.finish()
         if config.checkpoint.enable and stop.is_worth_saving:
             if checkpointer.newest_step != step:

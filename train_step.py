@@ -1,4 +1,4 @@
-"""The optimizer step: forward, backward, clipping, the masked update, and the router bias."""
+"""The optimizer step: forward, backward, clipping, the update, and the router bias."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class StepResult(NamedTuple):
     """Values of one optimizer step."""
 
     losses: torch.Tensor
-    """This rank's share of the loss of each microbatch (n,)."""
+    """Loss of each microbatch on this rank (n,); see ``ModelRunner.forward_backward``."""
     grad_norm: torch.Tensor
     """Global gradient norm before clipping, 0-d; on the device, like the losses."""
     lr: float
@@ -72,7 +72,7 @@ class TrainStep:
         lr = config.optimizer.lr * lr_factor(step, config.lr_scheduler, run.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.nonfinite.mask_update(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
+        self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._router_bias.update(self.nonfinite.found_inf)

@@ -30,7 +30,7 @@ class Validator:
         for label, mixture in run.held_out.items():
             loader = run.build_loader(mixture, dims, device)
             self._batches[label], *_ = next_microbatches(
-                loader, steps * loader.microbatches, control
+                loader, steps * loader.n_microbatches, control
             )
         self._n_tokens = {
             label: int(sum_over(torch.tensor(num_target_tokens(batches)), dims.batch_mesh))

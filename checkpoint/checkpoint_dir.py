@@ -1,4 +1,4 @@
-"""Checkpoint directory of a run: list, verify, commit, quarantine and purge, without ranks.
+"""Checkpoint directory of a run: list, verify, write metadata, quarantine and purge, without ranks.
 
 Nothing is overwritten: a folder that no longer counts as a checkpoint is renamed with the reason.
 """
@@ -46,6 +46,7 @@ def verify_checkpoint(folder: Path, first: int = 0, stride: int = 1) -> list[str
         manifest = read_manifest(folder)
     except ValueError as error:
         return [str(error)]
+    # Required: if the manifest does not list them, None matches no file.
     files = {TENSOR_INDEX_FILE: None, STATE_FILE: None} | manifest["files"]
     names = sorted(files)[first::stride]
     problems = verify_files(folder, files, names)

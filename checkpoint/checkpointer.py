@@ -52,7 +52,7 @@ class PendingSave:
 
     step: int
     scratch: Path
-    values: dict[str, Any]
+    json_state: dict[str, Any]
     written: Future[tuple[dict[str, Any], dict[str, TensorRecord]]]
 
 
@@ -89,6 +89,8 @@ class Checkpointer:
         self.parent: str | None = None
         """ID of the attempt that this one resumed from."""
         self._lineage: dict[str, Any] = {"run": self.attempt, "parent": None}
+        """Of the manifest. run: ID of the run's first attempt. parent: run, attempt and step of the
+        checkpoint that this attempt loaded; None without one."""
         self._verified: set[str] = set()
         self._pending: PendingSave | None = None
         self._items: list[WriteItem] | None = None
@@ -104,7 +106,7 @@ class Checkpointer:
         return self._pending is not None and not self._pending.written.done()
 
     def is_due(self, step: int) -> bool:
-        """True if a checkpoint is due at ``step``."""
+        """True if a periodic checkpoint is due at ``step``; the last step is saved by the loop."""
         return self._config.enable and step % self._config.interval == 0
 
     def is_overdue(self, step: int) -> bool:
@@ -131,12 +133,12 @@ class Checkpointer:
         assert self._pending is None, "finish() the pending save first"
         try:
             scratch = run_on_rank0(partial(self._open_scratch, step))
-            state = {name: stateful.state_dict() for name, stateful in self._tensor_states.items()}
+            tensors = {name: state.state_dict() for name, state in self._tensor_states.items()}
             planner = dcp.DefaultSavePlanner()
-            planner.set_up_planner(state, is_coordinator=self._rank == 0)
-            # Planned once: a rank writes the same items at every save. It may have none.
+            planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
+            # Planned once: a rank writes the same items at every save, perhaps none.
             self._items = _plan_writes(planner) if self._items is None else self._items
-            values = {name: deepcopy(s.state_dict()) for name, s in self._json_states.items()}
+            json_state = {name: deepcopy(s.state_dict()) for name, s in self._json_states.items()}
         except RankFailure as error:
             self._log_failure(step, error)
             return
@@ -149,7 +151,7 @@ class Checkpointer:
             written = self._writer.submit(write_tensor_file, path, self._items, resolve)
         except Exception as error:  # On this rank only: ``finish`` raises it on all ranks.
             written.set_exception(error)
-        self._pending = PendingSave(step, scratch, values, written)
+        self._pending = PendingSave(step, scratch, json_state, written)
         if self._config.async_mode == "disabled":
             written.exception()
 
@@ -163,8 +165,8 @@ class Checkpointer:
         if save is None:
             return None
         try:
-            parts = gather_to_rank0(lambda: (save.values, save.written.result()))
-            folder = run_on_rank0(partial(self._commit, save, parts))
+            by_rank = gather_to_rank0(lambda: (save.json_state, save.written.result()))
+            folder = run_on_rank0(partial(self._commit, save, by_rank))
         except RankFailure as error:
             self._log_failure(save.step, error)
             if self._rank == 0:
@@ -193,9 +195,9 @@ class Checkpointer:
     def load_latest(self, *, skip: Collection[str] = ()) -> int | None:
         """Load the newest checkpoint that verifies; return its step, None if there is none.
 
-        Collective. ``skip``: names of ``values`` not to load. Quarantines damaged checkpoints that
-        are newer. Raises ``ConfigError`` if the checkpoint belongs to another run, or if none of
-        those found verifies.
+        Collective. ``skip``: names of ``json_states`` not to load. Quarantines damaged checkpoints
+        that are newer. Raises ``ConfigError`` if the checkpoint belongs to another run, or if none
+        of those found verifies.
         """
         if not self._config.enable:
             return None
@@ -211,7 +213,7 @@ class Checkpointer:
             manifest = run_on_rank0(partial(read_manifest, folder))
             self._validate(manifest)
             self._load(folder, manifest, self._tensor_states)
-            self._load_values(folder, skip)
+            self._load_json_states(folder, skip)
             # Only now: if no checkpoint verifies, none is renamed.
             for bad, found in damaged.items():
                 renamed = run_on_rank0(partial(quarantine, bad, "corrupt"))
@@ -270,21 +272,21 @@ class Checkpointer:
             torch.cuda.synchronize()
         return lambda item: self._host_buffers[item.index]
 
-    def _commit(self, save: PendingSave, parts: list[Any]) -> Path:
+    def _commit(self, save: PendingSave, by_rank: list[Any]) -> Path:
         """Write the manifest and rename the scratch folder: from then on the checkpoint exists."""
-        state: dict[str, Any] = reduce(merge, (values for values, _ in parts), {})
-        written = {f"rank-{rank:05d}.bin": part for rank, (_, part) in enumerate(parts)}
+        json_state: dict[str, Any] = reduce(merge, (state for state, _ in by_rank), {})
+        written = {f"rank-{rank:05d}.bin": file for rank, (_, file) in enumerate(by_rank)}
         origin = {"step": save.step, "world_size": self._world_size, "attempt": self.attempt}
         write_metadata(
             save.scratch,
             written,
-            state=state,
+            state=json_state,
             metadata={**origin, **self._lineage, **self._metadata},
         )
         fsync_folder(save.scratch)
         folder = self._folder / f"step-{save.step:08d}"
         if folder.exists():
-            # The step was saved before, as after a failed verification. Never overwrite.
+            # An earlier save of this step failed after its rename. Never overwrite.
             quarantine(folder, "replaced")
         save.scratch.rename(folder)
         fsync_folder(self._folder)
@@ -317,7 +319,7 @@ class Checkpointer:
         for name, stateful in tensor_states.items():
             stateful.load_state_dict(state[name])
 
-    def _load_values(self, folder: Path, skip: Collection[str]) -> None:
+    def _load_json_states(self, folder: Path, skip: Collection[str]) -> None:
         state = run_on_rank0(partial(read_state, folder))
         for name in self._json_states.keys() - skip:
             self._json_states[name].load_state_dict(state[name])

@@ -34,6 +34,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_file(path))
         checksum = content.pop("checksum")
+        # + 0 raises TypeError unless it is a number.
         files = {name: (d["size"] + 0, d["xxh3_128"]) for name, d in content["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None

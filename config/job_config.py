@@ -229,10 +229,10 @@ class Parallelism(Section):
     """Ranks that shard the experts of MoE layers. Must divide data_parallel_shard_degree times
     context_parallel_degree times tensor_parallel_degree."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Count = "default"
-    """When to free gathered weights. always: after each forward. never: keep them for the whole
-    step (simple_fsdp: until backward). An integer: reshard to groups of that many ranks. default:
-    as always, but as never for the last unit, on one rank, and in an fsdp2 pipeline, which would
-    gather them for every microbatch."""
+    """When to free gathered weights. always: after each forward (in a pipeline, not those of
+    experts). never: at the end of the step (simple_fsdp: of backward). An integer: after forward,
+    keep them sharded over groups of that many ranks. default: always, except for the last unit; but
+    never on one rank and in an fsdp2 pipeline, where each microbatch would gather again."""
     fsdp_reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     """When to reduce-scatter gradients. last_microbatch: less communication, but every rank holds
     unsharded gradients until then. An fsdp2 pipeline always does so."""
@@ -332,7 +332,7 @@ class Validation(Section):
     freq: Count = 100
     """Steps between validations. One also runs before the first step and after the last."""
     steps: Count = 10
-    """Batches per validation, the same ones each time."""
+    """Global batches per validation, the same ones each time."""
     sample_tokens: NonNegative = 0
     """Tokens to sample from the model at the end of the run. 0: none."""
     sample_prompt: str = ""

@@ -1,6 +1,6 @@
 """Configuration keys that a resumed run may change. Each key is in one of three classes.
 
-frozen: a change raises ``ConfigError``. recorded: a change is logged, because it may affect
+frozen: a change raises ``ConfigError``. Changes of the others are logged. recorded: may affect
 training from then on. free: affects neither training nor validation.
 """
 

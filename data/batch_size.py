@@ -1,4 +1,4 @@
-"""Microbatch size ramp: the global batch size is a function of the step alone, so it has no state.
+"""Batch size ramp: the global batch size is a function of the step alone, so it has no state.
 
 Source: arXiv 2005.14165, section 2.3. Megatron-LM calls it rampup, arXiv 2505.23971 batch size
 warmup. Small batches are enough early in training, because gradients are then large compared to

@@ -66,18 +66,19 @@ class BatchLoader:
 
     After the end of the mixture, all labels are IGNORE_INDEX.
 
-    Microbatch ``a`` reads ``microbatch_size`` rows from (a * dp_degree + dp_rank) *
-    microbatch_size on, modulo the global batch. Each step therefore continues with the row after
-    the previous step's last one, whatever the batch size of a step and the dp degree.
+    Counted from the start or the last resume, this rank's microbatch ``a`` has the
+    ``microbatch_size`` rows from next_row + (a * dp_degree + dp_rank) * microbatch_size on, modulo
+    ``global_batch_size``. Each step therefore continues with the row after the previous step's last
+    one, whatever the batch size of a step and the dp degree.
     """
 
     def __init__(self, mixture: Mixture, tokenizer: Tokenizer, config: LoaderConfig) -> None:
         self._mixture, self._tokenizer, self._config = mixture, tokenizer, config
         size, dp_degree = config.microbatch_size, config.dp_degree
         assert config.global_batch_size % (size * dp_degree) == 0, "rows left over"
-        self.microbatches = config.global_batch_size // (size * dp_degree)
+        self.n_microbatches = config.global_batch_size // (size * dp_degree)
         """Number of this rank's microbatches in a global batch."""
-        firsts = [(a * dp_degree + config.dp_rank) * size for a in range(self.microbatches)]
+        firsts = [(a * dp_degree + config.dp_rank) * size for a in range(self.n_microbatches)]
         self._row_offsets = [range(first, first + size) for first in firsts]
         self._next_row, self._rows_per_microbatch = 0, size * dp_degree
         zeros = (0,) * len(mixture.sources)
@@ -195,12 +196,12 @@ class BatchLoader:
 
 def _read_microbatches(
     readers: dict[int, RowReader],
-    microbatches: list[list[int]],
+    rows_of_microbatches: list[list[int]],
     read: Callable[[list[RowReader]], Microbatch],
 ) -> Iterator[Microbatch]:
     """Read the microbatches of each global batch in order, without end."""
     while True:
-        for rows in microbatches:
+        for rows in rows_of_microbatches:
             yield read([readers[row] for row in rows])
 
 

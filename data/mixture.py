@@ -72,7 +72,8 @@ class RowState(NamedTuple):
     source: int
     """Source of the next document."""
     token: int
-    """First token to read of that document; with best_fit, the next sequence of the window."""
+    """Offset of the next sequence: in tokens of that document; with best_fit, in sequences of the
+    window."""
 
     @property
     def document(self) -> int:

@@ -24,7 +24,7 @@ class StepBatch:
     n_tokens: int
     """Target tokens of the step on all ranks together, by which the loss is divided."""
     is_end_of_data: bool
-    """Neither this step nor those before it, back to a whole global batch, had data."""
+    """At least the last ``global_batch_size`` rows had no target tokens: the data have ended."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StepBatches:
         self._loader, self._control = loader, control
         self._batch_size, self._global_batch_size = batch_size, global_batch_size
         self._n_readers, self._max_bad_records = n_readers, max_bad_records
-        self._n_empty = 0
+        self._n_empty_rows = 0
 
     def next(self, step: int, *, is_writing: bool) -> tuple[StepBatch, StepSync]:
         """Return the batch of ``step`` and what ranks agreed on. Collective.
@@ -68,7 +68,7 @@ class StepBatches:
         does, and ``ConfigError`` after more than ``max_bad_records``.
         """
         n_rows = self._batch_size(step)
-        count = self._loader.microbatches * n_rows // self._global_batch_size
+        count = self._loader.n_microbatches * n_rows // self._global_batch_size
         microbatches, data_wait, sums = next_microbatches(
             self._loader, count, self._control, is_writing=is_writing
         )
@@ -77,8 +77,8 @@ class StepBatches:
             raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
         n_tokens = sums["tokens"] // self._n_readers
         # A small batch takes only some of the rows, and the others may still have data.
-        self._n_empty = self._n_empty + n_rows if n_tokens == 0 else 0
-        is_end = self._n_empty >= self._global_batch_size
+        self._n_empty_rows = self._n_empty_rows + n_rows if n_tokens == 0 else 0
+        is_end = self._n_empty_rows >= self._global_batch_size
         return (
             StepBatch(microbatches, data_wait, n_rows, n_tokens, is_end_of_data=is_end),
             StepSync(n_bad_records=n_bad, n_writing=sums["writing"], stop=self._control.stop),
@@ -90,9 +90,10 @@ def next_microbatches(
 ) -> tuple[list[Microbatch], float, dict[str, int]]:
     """Return the next microbatches, the seconds this rank waited, and sums over all ranks.
 
-    The sums: ``tokens``, target tokens; ``bad``, records so far that could not be read;
-    ``writing``, ranks that are writing a checkpoint. Collective. An error of one rank is raised on
-    all: ``ConfigError`` for bad data, ``RankFailure`` for a failed read.
+    The sums: ``tokens``, target tokens, and ``bad``, unreadable records so far, each counted by
+    every rank that reads its row; ``writing``, ranks that are writing a checkpoint. Collective. An
+    error of one rank is raised on all: ``ConfigError`` for bad data, ``RankFailure`` for a failed
+    read.
     """
     begin, microbatches, problem = time.perf_counter(), [], None
     try:

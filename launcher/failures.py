@@ -20,7 +20,7 @@ def record_failure(control: Path, *, lines: list[str], codes: dict[int, int]) ->
     ``lines`` give the reason, the cause first. ``codes`` are the exit codes by rank.
     """
     make_folder(control)
-    progress, last = published_step(control), _last(control)
+    progress, last = newest_saved_step(control), _last(control)
     is_repeat = last.get("attempt", MOST_ATTEMPTS) < MOST_ATTEMPTS and progress <= last["progress"]
     attempt = last["attempt"] + 1 if is_repeat else 1
     record = {"attempt": attempt, "progress": progress, "reason": lines[0], "ranks": lines}
@@ -34,7 +34,7 @@ def record_end(control: Path, outcome: str) -> None:
         _append(control, {"outcome": outcome})
 
 
-def published_step(control: Path) -> int:
+def newest_saved_step(control: Path) -> int:
     """Step of the newest checkpoint in ``control/progress``, 0 before the first."""
     path = control / "progress"
     return int(path.read_text()) if path.exists() else 0

@@ -21,7 +21,7 @@ import torch
 
 from config import ConfigError, JobConfig, load_config
 from launcher.agent import End, Nodes, run_ranks
-from launcher.failures import MOST_ATTEMPTS, published_step, record_end, record_failure
+from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, record_failure
 from models import find_model
 from parallelisms.constraints import check_constraints
 from runtime import exit_codes
@@ -129,8 +129,8 @@ def report_failure(end: End, control: Path) -> int:
     if attempt < MOST_ATTEMPTS:
         return exit_codes.FAILED
     print(
-        f"{attempt} attempts failed without a checkpoint newer than step {published_step(control)}:"
-        f" not retrying. See {control / 'failures'}",
+        f"{attempt} attempts failed without a checkpoint newer than step"
+        f" {newest_saved_step(control)}: not retrying. See {control / 'failures'}",
         file=sys.stderr,
     )
     return exit_codes.DO_NOT_REQUEUE

@@ -31,15 +31,17 @@ class ModelSpec:
     attentions: Callable[[Any], list[nn.Module]]
     """Attention modules; context parallelism and kernels wrap ``inner(q, k, v, document_ids)``."""
     delta_nets: Callable[[Any], list[nn.Module]]
-    """Gated DeltaNets; wrapped is ``inner(qkv, gates, conv, a_log, dt_bias, document_ids)``."""
+    """Gated DeltaNets; context parallelism and kernels wrap
+    ``inner(qkv, gates, conv, a_log, dt_bias, document_ids)``."""
     moes: Callable[[Any], list[nn.Module]]
     """MoE layers, with ``experts``, ``dispatcher``, ``all_reduce_counts``, ``balance_weight`` and
     the buffers ``bias`` and ``tokens_per_expert``."""
     split_stage: Callable[[Any, range], None]
     """Prune a model in place to one pipeline stage: the given layers."""
     merge_stages: Callable[[Any, list[Any]], None]
-    """Restore pipeline stages into one model in place, under its own FQNs."""
+    """Move the modules of this rank's pipeline stages into one model, under its own FQNs."""
     compile_regions: Mapping[str, bool] = field(default_factory=dict)
-    """Methods to compile separately when a block has a graph break; True: fullgraph."""
+    """Methods of a block with a graph break, by dotted path: each is checkpointed on its own.
+    True: compiled as one graph; False: not compiled."""
     hugging_face: HuggingFace | None = None
     """Conversion to Hugging Face's format; None: unsupported."""

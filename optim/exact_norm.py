@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from runtime.compat import foreach
 
-# This rank's gradient shards, by the process groups over which they are sharded.
-Shards = Mapping[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]
+# This rank's tensors, by the process groups over which their gradients are sharded.
+TensorsByGroups = Mapping[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]
 LEVELS = 3
 # Bounds the elements held in float64 and int64 at once.
 CHUNK = 2**18
 
 
-def exact_norm(shards: Shards, n_elements: int) -> torch.Tensor:
+def exact_norm(shards: TensorsByGroups, n_elements: int) -> torch.Tensor:
     """Return the 2-norm of all gradients, 0-d float64, equal on all ranks. Collective.
 
     ``n_elements``: number of elements of the unsharded gradients, which keeps every sum from
@@ -46,7 +46,7 @@ def exact_norm(shards: Shards, n_elements: int) -> torch.Tensor:
     return torch.where(largest.isfinite(), scale * square.sqrt(), largest)
 
 
-def _largest(shards: Shards) -> torch.Tensor:
+def _largest(shards: TensorsByGroups) -> torch.Tensor:
     """Largest absolute value on any rank, 0-d float64; infinite if a value is not finite."""
     found = []
     for groups, local in shards.items():
@@ -81,7 +81,7 @@ def _level_sums(values: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.T
     remainder = (values.double() / scale).square_()
     sums = []
     for _ in range(LEVELS):
-        # Exact: multiplication by a power of two, then the whole and fractional nonempty.
+        # Exact: multiplication by a power of two, then the whole and fractional parts.
         remainder *= 2.0**bits
         whole = remainder.floor()
         remainder -= whole

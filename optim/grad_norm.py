@@ -9,7 +9,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from optim.exact_norm import Shards, exact_norm
+from optim.exact_norm import TensorsByGroups, exact_norm
 from runtime.compat import foreach
 from runtime.dtensor import is_sharded, to_local
 
@@ -58,7 +58,7 @@ def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     return list(foreach("norm", grads, 2.0, dtype=dtype))
 
 
-def _norm(norms_by_group: Shards, pp_mesh: DeviceMesh | None) -> torch.Tensor:
+def _norm(norms_by_group: TensorsByGroups, pp_mesh: DeviceMesh | None) -> torch.Tensor:
     squares = []
     for groups, norms in norms_by_group.items():
         square = torch.stack(norms).square().sum()

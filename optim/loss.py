@@ -66,7 +66,7 @@ class _CrossEntropySum(torch.autograd.Function):
             dist.all_reduce(both, group=group)
             sum_exp, target = both
         is_valid = labels != IGNORE_INDEX
-        # rows is no saved tensor: autograd would count a DTensor's local tensor as modified since.
+        # On ctx, not by save_for_backward, which would take a DTensor's local tensor for modified.
         ctx.rows, ctx.shape, ctx.is_fused = rows, logits.shape, is_fused
         scale = is_valid / (sum_exp * divisor)
         target_grad = target.exp() * scale - is_local.to(sum_exp.dtype) / divisor

@@ -145,10 +145,10 @@ class Muon(ChunkedAdamW):
         Mutates parameters and state; obeys ``found_inf``, if set. Never waits for the device.
         """
         super().step()
-        is_masked = getattr(self, "found_inf", torch.zeros((), device=self._device)) != 0
+        is_skipped = getattr(self, "found_inf", torch.zeros((), device=self._device)) != 0
         groups = self._groups()
         for tasks in self._rounds:
-            self._step_round(tasks, groups, is_masked)
+            self._step_round(tasks, groups, is_skipped)
 
     def _groups(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Group of each matrix. Not cached, because loading a state replaces the groups."""
@@ -162,14 +162,14 @@ class Muon(ChunkedAdamW):
         self,
         tasks: list[Task],
         groups: Mapping[nn.Parameter, dict[str, Any]],
-        is_masked: torch.Tensor,
+        is_skipped: torch.Tensor,
     ) -> None:
         """Gather matrices on their owners, orthogonalize, scatter the updates, and apply them."""
         rank, n_ranks = self._rank, len(tasks[0].stack.shards)
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(n_ranks)]
         sizes: list[list[int]] = [[] for _ in range(n_ranks)]
         for task in tasks:
-            update = self._update_momentum(task.stack, groups[task.stack.parameter], is_masked)
+            update = self._update_momentum(task.stack, groups[task.stack.parameter], is_skipped)
             if rank in task.senders:
                 outgoing[task.owner].append(update)
             for sender in task.senders if task.owner == rank else ():
@@ -188,10 +188,10 @@ class Muon(ChunkedAdamW):
         for task in tasks:
             if rank in task.stack.shard_ranks:
                 update = next(received[task.owner]).view(task.stack.shard_shape(rank))
-                self._apply(task.stack, groups[task.stack.parameter], update, is_masked)
+                self._apply(task.stack, groups[task.stack.parameter], update, is_skipped)
 
     def _update_momentum(
-        self, stack: Stack, group: dict[str, Any], is_masked: torch.Tensor
+        self, stack: Stack, group: dict[str, Any], is_skipped: torch.Tensor
     ) -> torch.Tensor:
         """Update this rank's shard of the momentum; return the Nesterov update (e, rows, columns).
 
@@ -207,8 +207,8 @@ class Muon(ChunkedAdamW):
         momentum = stack.view(to_local(state["momentum_buffer"]), self._rank)
         mu = group["muon_momentum"]
         updated = momentum.to(gradient.dtype).lerp(gradient, 1 - mu)
-        update = torch.where(is_masked, 0.0, gradient.lerp(updated, mu))
-        momentum.copy_(torch.where(is_masked, momentum, updated))
+        update = torch.where(is_skipped, 0.0, gradient.lerp(updated, mu))
+        momentum.copy_(torch.where(is_skipped, momentum, updated))
         return update.to(self._dtype)
 
     def _apply(
@@ -216,13 +216,13 @@ class Muon(ChunkedAdamW):
         stack: Stack,
         group: dict[str, Any],
         update: torch.Tensor,
-        is_masked: torch.Tensor,
+        is_skipped: torch.Tensor,
     ) -> None:
         weight = stack.view(to_local(stack.parameter), self._rank)
         scale = RMS * math.sqrt(max(stack.shape[1:]))
         decayed = weight * (1 - group["lr"] * group["weight_decay"])
         updated = decayed.add_(update, alpha=-group["lr"] * scale)
-        weight.copy_(torch.where(is_masked, weight, updated))
+        weight.copy_(torch.where(is_skipped, weight, updated))
 
     def _all_to_all(
         self,

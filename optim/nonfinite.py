@@ -13,11 +13,10 @@ from runtime.log import logger
 
 
 class NonfiniteGuard:
-    """Masks updates of a fused optimizer: weights, moments and step counts stay unchanged.
+    """Skips updates of a fused optimizer: weights, moments and step counts stay unchanged.
 
-    All ranks mask the same updates. After too many consecutive nonfinite steps all further updates
-    are masked, until the host polls ``should_stop``. Only that and ``state_dict`` wait for the
-    device.
+    All ranks skip the same updates. After too many consecutive nonfinite steps it skips all further
+    ones, and ``should_stop`` returns True. Only that and ``state_dict`` wait for the device.
     """
 
     def __init__(
@@ -48,20 +47,20 @@ class NonfiniteGuard:
         names = ("skipped", "in_a_row", "longest", "first_step", "first_index")
         self._counts = {name: torch.zeros_like(self._no_index) for name in names}
         self.found_inf = torch.zeros((), device=device)
-        """0-d, not 0 if the last update was masked."""
+        """0-d, not 0 if the last update was skipped."""
         optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
         sizes = enumerate(weight_mesh.shape)
         self._groups = [weight_mesh.get_group(dim) for dim, size in sizes if size > 1]
         self.skipped = 0
-        """Updates masked so far, as of the last ``should_stop``."""
+        """Updates skipped so far, as of the last ``should_stop``."""
 
     @torch.no_grad()
-    def mask_update(
+    def update_found_inf(
         self, step: int, *, loss: torch.Tensor, norms: list[torch.Tensor], grad_norm: torch.Tensor
     ) -> None:
-        """Mask the next update if any value is not finite on any rank. Collective.
+        """Skip the next update if any value is not finite on any rank. Collective.
 
-        ``loss``: this rank's share, 0-d. ``norms``: ``local_norms`` of all parameters.
+        ``loss``: this rank's, 0-d. ``norms``: ``local_norms`` of all parameters.
         ``grad_norm``: result of ``clip_grad_norm_``, 0-d.
         """
         values = (loss.to(self._no_index.device), torch.stack(norms), grad_norm)
@@ -69,9 +68,9 @@ class NonfiniteGuard:
         index = torch.where(is_finite, self._no_index, self._indices).min()
         for group in self._groups:
             dist.all_reduce(index, op=dist.ReduceOp.MIN, group=group)
-        self._mask(step, index)
+        self._decide(step, index)
 
-    def _mask(self, step: int, index: torch.Tensor) -> None:
+    def _decide(self, step: int, index: torch.Tensor) -> None:
         counts = self._counts
         is_bad = index < self._no_index
         is_first = is_bad & (counts["first_step"] == 0)
@@ -79,9 +78,9 @@ class NonfiniteGuard:
         counts["first_index"].copy_(torch.where(is_first, index, counts["first_index"]))
         counts["in_a_row"].add_(1).mul_(is_bad)
         torch.maximum(counts["longest"], counts["in_a_row"], out=counts["longest"])
-        is_masked = is_bad | (counts["longest"] >= self._limit)
-        counts["skipped"].add_(is_masked)
-        self.found_inf.copy_(is_masked)
+        is_skipped = is_bad | (counts["longest"] >= self._limit)
+        counts["skipped"].add_(is_skipped)
+        self.found_inf.copy_(is_skipped)
 
     def should_stop(self) -> bool:
         """True if the run must stop without saving. Waits for the device.

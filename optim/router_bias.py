@@ -33,7 +33,7 @@ class RouterBiasUpdater:
     def update(self, found_inf: torch.Tensor) -> None:
         """Update the biases and reset ``tokens_per_expert``. Collective.
 
-        ``found_inf``: 0-d; not 0 if the step was masked, which then moves no bias. Mutates the MoE
+        ``found_inf``: 0-d; not 0 if the step was skipped, which then moves no bias. Mutates the MoE
         layers; never waits for the device.
         """
         if not self._moes:

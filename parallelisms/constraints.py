@@ -210,7 +210,9 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
     Constraint("parallelism.fsdp_reshard_after_forward",
             "an integer must divide data_parallel_shard_degree * context_parallel_degree, and be"
             " neither 1 nor equal to it",
-            _is_reshard_group_invalid),
+            _is_reshard_group_invalid,
+            lambda run: f"{run.config.parallelism.fsdp_reshard_after_forward}; the product is"
+            f" {run.degrees.dp_shard * run.degrees.cp}"),
     # Only some ranks would create its process groups, and would wait for the others.
     Constraint("parallelism.fsdp_reshard_after_forward",
             "an integer is not supported with tensor or pipeline parallelism",

@@ -44,7 +44,7 @@ def apply_context_parallel(
 
 
 class SequenceSharder:
-    """Takes this rank's shard of each sequence, and gathers the shards of all ranks."""
+    """Copies sequences to the device and takes this rank's shard of each; gathers all shards."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SequenceSharder:
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the model's inputs (b, s/cp); document_ids stay (b, s) for attention."""
+        """Copy to the device and shard: tokens, positions (b, s/cp); document_ids stay (b, s)."""
         options = {}
         if positions is None and self._needs_positions:
             positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)

@@ -1,8 +1,9 @@
 """Elastic determinism: add gradients in the same order on any number of data-parallel ranks.
 
 Microbatch ``a`` of rank ``r`` is slot a * degree + r of the step, and slots are added pairwise:
-((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). Ranks of one microbatch hold neighboring slots, so the
-lower levels of that tree are between ranks and the upper ones between microbatches. Degrees and
+((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). The microbatches that ranks run at the same
+time are neighboring slots, so the lower levels of that tree are between ranks and the upper ones
+between microbatches. Degrees and
 numbers of microbatches are powers of two.
 """
 
@@ -83,10 +84,11 @@ class PairwiseGradientAccumulator:
         """Move a backward's gradients into the tree; after the last, set ``grad`` to the total."""
         self._count += 1
         total = [_take_grad(parameter) for parameter in self._parameters]
-        uncounted = self._count
-        while uncounted % 2 == 0:
+        # As in binary addition: each trailing zero of the count is a pair of equal subtrees.
+        carry = self._count
+        while carry % 2 == 0:
             total = [self._add(*pair) for pair in zip(self._sums.pop(), total, strict=True)]
-            uncounted //= 2
+            carry //= 2
         self._sums.append(total)
         if not is_last:
             return

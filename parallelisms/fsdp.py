@@ -36,9 +36,11 @@ class FSDPPolicy:
     reshard_group_size: int | None
     """Ranks that keep the weights sharded among them after forward; None: no smaller group."""
     reshard_last_unit: bool | int
+    """``reshard_after_forward`` of the last unit."""
     reshard_experts: bool | int
+    """``reshard_after_forward`` of experts, which are units of their own."""
     reshard_always: bool
-    """Free weights after every forward, also where that saves nothing but a cast's memory."""
+    """"always" was set: FSDP2 even on one rank, to free the cast weights after forward."""
     reshard_after_backward: bool
     """False keeps gathered weights for all microbatches of a step."""
     reduce_every_microbatch: bool
@@ -46,10 +48,10 @@ class FSDPPolicy:
     @classmethod
     def of(cls, parallelism: Parallelism) -> Self:
         """Resolve the keys ``fsdp_reshard_after_forward`` and ``fsdp_reduce_gradients``."""
-        key, mode = parallelism.fsdp_reshard_after_forward, parallelism.data_parallel
+        setting, mode = parallelism.fsdp_reshard_after_forward, parallelism.data_parallel
         has_pp = parallelism.pipeline_parallel_degree > 1
         # With a pipeline, every microbatch would gather the weights again.
-        reshard = "never" if key == "default" and has_pp and mode == "fsdp2" else key
+        reshard = "never" if setting == "default" and has_pp and mode == "fsdp2" else setting
         size = reshard if isinstance(reshard, int) else None
         return cls(
             reshard_units=size or reshard != "never",
@@ -60,7 +62,8 @@ class FSDPPolicy:
             # the next one needs.
             reshard_experts=size or (reshard != "never" and not has_pp),
             reshard_always=reshard == "always",
-            reshard_after_backward=key != "never",
+            # Read by ``SPMDRunner`` only: in a pipeline, PyTorch's schedule decides.
+            reshard_after_backward=setting != "never",
             # Replicas of DDP hold whole gradients anyway: to reduce them once costs no memory.
             reduce_every_microbatch=mode != "ddp"
             and parallelism.fsdp_reduce_gradients == "every_microbatch",
@@ -80,8 +83,8 @@ def apply_fsdp(
     """``fully_shard`` each unit, then the root. Mutates ``model``: its parameters become DTensors.
 
     ``experts`` are units of their own, on ``expert_mesh``. Gradients are summed over ranks, never
-    averaged. On one rank FSDP2 would copy weights and gradients all the same: there they stay plain
-    tensors, and modules read them cast.
+    averaged. On one rank nothing is sharded: ``cast_weights`` makes modules compute in
+    ``param_dtype``, because FSDP2 would copy weights and gradients even there.
     """
     policy = FSDPPolicy.of(parallelism)
     if fsdp_mesh.size() == 1 and _is_only_cast(model, policy, parallelism, mp_policy):
@@ -95,7 +98,7 @@ def apply_fsdp(
 
     def shard(unit: nn.Module | list[nn.Module], mesh: DeviceMesh, *, reshard: bool | int) -> None:
         def placement(parameter: nn.Parameter) -> Shard:
-            # FSDP2 reshards to a group's shards by rows only.
+            # FSDP2 reshards to a smaller group on dim 0 only.
             has_group = policy.reshard_group_size is not None
             return Shard(0) if has_group else shard_placement(parameter, mesh.size(-1))
 
@@ -150,7 +153,7 @@ def _is_only_cast(
 
 
 def shard_placement(parameter: nn.Parameter, n_shards: int) -> Shard:
-    """Rows or, if ranks are more, the longest other dim that splits evenly, if there is one."""
+    """Shard dim 0 or, if it is shorter than ``n_shards``, the longest other that splits evenly."""
     shape = to_local(parameter).shape
     even = [dim for dim in range(1, len(shape)) if shape[dim] % n_shards == 0]
     if shape[0] >= n_shards or not even:

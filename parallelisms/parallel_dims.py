@@ -58,15 +58,16 @@ def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
 class ParallelDims:
     """Two device meshes over the same ranks in the same order. Dims of size 1 exist too.
 
-    Context parallel ranks read one batch. They shard the weights (with ddp: replicate them) like
-    data parallel ranks.
+    Context-parallel ranks read the same sequences. For weights they count as data-parallel ranks:
+    dp_shard_cp includes them or, with ddp, the mesh dim dp_replicate, which is then larger than
+    ``degrees.dp_replicate``.
     """
 
     degrees: Degrees
     weight_mesh: DeviceMesh
     """Mesh over which weights are sharded: pp, dp_replicate, dp_shard_cp, tp."""
     data_mesh: DeviceMesh
-    """Mesh over which a batch is sharded: pp, batch, cp, tp."""
+    """Mesh over which data are sharded: pp, batch (of sequences), cp (of positions), tp."""
 
     @classmethod
     def build(cls, config: Parallelism, world_size: int, device_type: str) -> "ParallelDims":
@@ -87,7 +88,8 @@ class ParallelDims:
         """Create the experts' mesh: pp, dp_replicate, dp_shard_ep, ep. Collective.
 
         Tensor and context parallel ranks hold different tokens, so experts treat them like data
-        parallel ranks: ``ep`` neighbors split the experts, and dp_shard_ep shards each of them.
+        parallel ranks: ``ep`` neighbors split the experts, and dp_shard_ep, the remaining
+        dp_shard * cp * tp / ep ranks, shard each of them.
         """
         names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
         pp, replicate, shard, tp = (self.weight_mesh[name].size() for name in names)
@@ -116,10 +118,10 @@ class ParallelDims:
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """Mesh for the weights: 1-D for FSDP, 2-D for HSDP."""
-        return fsdp_dims(self.weight_mesh, "dp_shard_cp")
+        return fsdp_submesh(self.weight_mesh, "dp_shard_cp")
 
 
-def fsdp_dims(mesh: DeviceMesh, shard_dim: str) -> DeviceMesh:
+def fsdp_submesh(mesh: DeviceMesh, shard_dim: str) -> DeviceMesh:
     """Submesh (shard_dim,), or with replicas (dp_replicate, shard_dim)."""
     if mesh["dp_replicate"].size() == 1:
         return mesh[shard_dim]

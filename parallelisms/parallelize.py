@@ -16,7 +16,7 @@ from parallelisms.expert_parallel import apply_expert_parallel
 from parallelisms.float8 import apply_float8
 from parallelisms.float8_all_gather import apply_float8_all_gather
 from parallelisms.fsdp import FSDPPolicy, apply_fsdp
-from parallelisms.parallel_dims import ParallelDims, fsdp_dims
+from parallelisms.parallel_dims import ParallelDims, fsdp_submesh
 from parallelisms.pipeline_parallel import PipelineSplit, apply_pipeline_parallel
 from parallelisms.simple_fsdp import apply_simple_fsdp
 from parallelisms.tensor_parallel import Style, apply_tensor_parallel
@@ -180,7 +180,7 @@ def _apply_data_parallel(
             parallelism=parallelism,
             mp_policy=mp_policy,
             experts=experts,
-            expert_mesh=expert_mesh and fsdp_dims(expert_mesh, "dp_shard_ep"),
+            expert_mesh=expert_mesh and fsdp_submesh(expert_mesh, "dp_shard_ep"),
         )
         apply_float8_all_gather(stage, mesh, parallelism=parallelism, mp_policy=mp_policy)
     elif parallelism.data_parallel == "simple_fsdp":

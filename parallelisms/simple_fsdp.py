@@ -46,7 +46,7 @@ def apply_simple_fsdp(
             shard = shard_placement(parameter, fsdp_mesh.size(-1))
             sharded[parameter] = _shard_parameter(parameter, shard, fsdp_mesh, weight_mesh)
             transforms[sharded[parameter]] = _ReplicateParametrization(
-                _dims(fsdp_mesh), shard, parameter, mp_policy
+                _one_dim_meshes(fsdp_mesh), shard, parameter, mp_policy
             )
         path, _, name = fqn.rpartition(".")
         model.get_submodule(path).register_parameter(name, sharded[parameter])
@@ -110,7 +110,7 @@ def _shard_parameter(
     """Return this rank's shard of a parameter that every data-parallel rank has unsharded."""
     unsharded = parameter.detach()
     tp_local = to_local(unsharded)
-    *replicate_meshes, shard_mesh = _dims(fsdp_mesh)
+    *replicate_meshes, shard_mesh = _one_dim_meshes(fsdp_mesh)
     local = distribute_tensor(tp_local, shard_mesh, [shard], src_data_rank=None).to_local()
     mesh, placement, tp_placements = fsdp_mesh, cast(Placement, shard), list[Placement]()
     if isinstance(unsharded, DTensor):
@@ -132,5 +132,5 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names
 
 
-def _dims(mesh: DeviceMesh) -> list[DeviceMesh]:
+def _one_dim_meshes(mesh: DeviceMesh) -> list[DeviceMesh]:
     return [mesh[name] for name in _names(mesh)]

@@ -77,7 +77,8 @@ def sum_in_order(values: torch.Tensor, data_mesh: DeviceMesh) -> torch.Tensor:
     """Sum all ranks' ``values`` (microbatches,) to a scalar in a fixed order. Collective.
 
     Sums over pp and cp first, then over the global batch's rows: microbatch by microbatch, and by
-    rank within each. The result is therefore bitwise equal on any number of dp ranks.
+    rank within each. The result is therefore bitwise equal on any number of dp ranks. tp ranks hold
+    equal values, so they are not summed.
     """
     values = values.detach()
     for dim in ("pp", "cp"):

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from launcher.failures import MOST_ATTEMPTS, published_step, record_failure
+from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_failure
 from runtime import exit_codes
 from runtime.filesystem import atomic_write_text
 
@@ -63,7 +63,7 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
 
 def count_requeue(control: Path) -> int:
     """Count one more requeue; return the number of requeues since the newest checkpoint."""
-    path, step = control / "requeues", published_step(control)
+    path, step = control / "requeues", newest_saved_step(control)
     last = json.loads(path.read_text()) if path.exists() else {"count": 0, "progress": -1}
     count = last["count"] + 1 if step <= last["progress"] else 1
     atomic_write_text(path, json.dumps({"count": count, "progress": step}) + "\n")

@@ -1,4 +1,4 @@
-"""Microbatch size ramps against a list of all sizes."""
+"""Batch size ramps against a list of all sizes."""
 
 import pytest
 

@@ -43,7 +43,7 @@ def build_all(source: Source, dp_degree: int, local: int, **changes: Any) -> lis
 
 def take_step(loaders: list[BatchLoader], n_rows: int = ROWS) -> Microbatch:
     """Take and commit one step; return the global batch, in the order of its rows."""
-    count = loaders[0].microbatches * n_rows // ROWS
+    count = loaders[0].n_microbatches * n_rows // ROWS
     of_ranks = [list(islice(loader, count)) for loader in loaders]
     for loader, batches in zip(loaders, of_ranks, strict=True):
         loader.commit(batches)

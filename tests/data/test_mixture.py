@@ -51,7 +51,7 @@ def build(mixture: Mixture, dp_degree: int, local: int, *, n_rows: int, seq_len:
 
 def take(loaders: Loaders) -> tuple[torch.Tensor, torch.Tensor]:
     """Take and commit one step; return tokens and labels of the global batch."""
-    of_ranks = [list(islice(loader, loader.microbatches)) for loader in loaders]
+    of_ranks = [list(islice(loader, loader.n_microbatches)) for loader in loaders]
     for loader, batches in zip(loaders, of_ranks, strict=True):
         loader.commit(batches)
     in_order = [batch for step in zip(*of_ranks, strict=True) for batch in step]

@@ -48,7 +48,7 @@ def build(
 
 def take(loaders: list[BatchLoader]) -> list[torch.Tensor]:
     """Return tokens, labels, positions and document ids of the next global batch."""
-    of_ranks = [list(islice(loader, loader.microbatches)) for loader in loaders]
+    of_ranks = [list(islice(loader, loader.n_microbatches)) for loader in loaders]
     for loader, batches in zip(loaders, of_ranks, strict=True):
         loader.commit(batches)
     in_order = [batch for step in zip(*of_ranks, strict=True) for batch in step]

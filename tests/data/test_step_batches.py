@@ -23,7 +23,7 @@ class FakeLoader:
     """Fake loader: microbatches with the given numbers of target tokens."""
 
     def __init__(self, n_valid: list[int], *, microbatches: int, n_bad: int) -> None:
-        self.microbatches, self.n_bad, self._left = microbatches, n_bad, iter(n_valid)
+        self.n_microbatches, self.n_bad, self._left = microbatches, n_bad, iter(n_valid)
 
     def __iter__(self) -> Iterator[Microbatch]:
         return self

@@ -107,7 +107,7 @@ class Program:
         self, step: int, readers: list[BatchLoader], ledgers: list[Ledger], tp: int
     ) -> list[list[Microbatch]]:
         n_rows = batch_size_of(step, self._ramp, ROWS)
-        count = readers[0].microbatches * n_rows // ROWS
+        count = readers[0].n_microbatches * n_rows // ROWS
         microbatches = [list(islice(reader, count)) for reader in readers]
         loss = value(microbatches)
         for rank, ledger in enumerate(ledgers):

@@ -363,7 +363,7 @@ OPTIM = [
     Mutation(
         "masked-step-changes-the-momentum",
         "optim/muon.py",
-        before="momentum.copy_(torch.where(is_masked, momentum, updated))",
+        before="momentum.copy_(torch.where(is_skipped, momentum, updated))",
         after="momentum.copy_(updated)",
         tests=("tests/optim/test_muon.py",),
     ),
@@ -410,7 +410,7 @@ DATA = [
         "rank-reads-consecutive-microbatches",
         "data/loader.py",
         before="firsts = [(a * dp_degree + config.dp_rank) * size for a",
-        after="firsts = [(config.dp_rank * self.microbatches + a) * size for a",
+        after="firsts = [(config.dp_rank * self.n_microbatches + a) * size for a",
         tests=("tests/data/test_loader.py",),
     ),
     Mutation(
@@ -463,8 +463,8 @@ DATA = [
     Mutation(
         "data-end-after-one-empty-step",
         "data/step_batches.py",
-        before="is_end = self._n_empty >= self._global_batch_size",
-        after="is_end = self._n_empty > 0",
+        before="is_end = self._n_empty_rows >= self._global_batch_size",
+        after="is_end = self._n_empty_rows > 0",
         tests=("tests/data/test_step_batches.py",),
     ),
     Mutation(
@@ -550,10 +550,10 @@ CHECKPOINT = [
         tests=("tests/checkpoint/test_checkpointer.py", "tests/checkpoint/test_kill.py"),
     ),
     Mutation(
-        "values-not-copied-before-they-change",
+        "json-state-not-copied-before-they-change",
         "checkpoint/checkpointer.py",
-        before="values = {name: deepcopy(s.state_dict()) for",
-        after="values = {name: s.state_dict() for",
+        before="json_state = {name: deepcopy(s.state_dict()) for",
+        after="json_state = {name: s.state_dict() for",
         tests=("tests/checkpoint/test_checkpointer.py",),
     ),
     Mutation(
@@ -855,12 +855,12 @@ ROOT_FILES = [
         "update-before-its-mask",
         "train_step.py",
         before="""\
-        self.nonfinite.mask_update(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
+        self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
         self.optimizer.step()
 """,
         after="""\
         self.optimizer.step()
-        self.nonfinite.mask_update(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
+        self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
 """,
         tests=("tests/reliability/test_planted.py",),
     ),
@@ -878,8 +878,8 @@ ROOT_FILES = [
         # A checkpoint between two logged steps may be of a run that must stop.
         "saved-steps-not-checked",
         "train_loop.py",
-        before="is_read = save_is_due or self.log.is_due(state.step)",
-        after="is_read = self.log.is_due(state.step)",
+        before="is_synced = save_is_due or self.log.is_due(state.step)",
+        after="is_synced = self.log.is_due(state.step)",
         tests=("tests/reliability/test_planted.py", "tests/test_train.py"),
     ),
     Mutation(

@@ -52,7 +52,7 @@ class SmallRun:
         parameters = list(self.parameters.values())
         norms = local_norms(parameters)
         norm = clip_grad_norm_(parameters, 1.0, norms=norms)
-        self.guard.mask_update(step, loss=torch.tensor(loss), norms=norms, grad_norm=norm)
+        self.guard.update_found_inf(step, loss=torch.tensor(loss), norms=norms, grad_norm=norm)
         self.optimizer.step()
 
     def state(self) -> list[torch.Tensor]:
@@ -123,7 +123,7 @@ def test_first_step_may_be_nonfinite() -> None:
 def test_unmasked_nonfinite_step_ruins_all_weights() -> None:
     run = SmallRun()
     run.step(1)
-    with patch.object(run.guard, "_mask", lambda step, index: None):
+    with patch.object(run.guard, "_decide", lambda step, index: None):
         run.step(2, wk=BAD)
     assert all(weight.isnan().any() for weight in run.parameters.values())
 
@@ -224,7 +224,7 @@ def test_loaded_state_unmasks_updates() -> None:
     assert not is_equal(run.state()[:1], before[:1])
 
 
-def test_mask_update_does_not_sync_with_host() -> None:
+def test_update_found_inf_does_not_sync_with_host() -> None:
     run = SmallRun()
     with forbid_host_sync():
         run.step(1)
@@ -243,7 +243,7 @@ def test_weight_without_gradient_is_finite() -> None:
     assert norms[1] == 0
     before = run.state()
     norm = clip_grad_norm_(parameters, 1.0, norms=norms)
-    run.guard.mask_update(2, loss=torch.tensor(1.0), norms=norms, grad_norm=norm)
+    run.guard.update_found_inf(2, loss=torch.tensor(1.0), norms=norms, grad_norm=norm)
     run.optimizer.step()
     assert not run.guard.should_stop()
     changed = [not torch.equal(a, b) for a, b in zip(before, run.state(), strict=True)]

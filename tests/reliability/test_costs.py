@@ -106,7 +106,7 @@ def time_steps(folder: Path) -> dict[str, float]:
         norm = clip_grad_norm_(parameters, 1.0, norms=norms)
         loss = losses.sum()
         times["finite check"].append(
-            seconds(lambda: guard.mask_update(step, loss=loss, norms=norms, grad_norm=norm))  # noqa: B023
+            seconds(lambda: guard.update_found_inf(step, loss=loss, norms=norms, grad_norm=norm))  # noqa: B023
         )
         optimizer.step()
         optimizer.zero_grad()

@@ -69,7 +69,7 @@ def run_first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
     )
     unchecked = patch.object(RowStream, "_check_ids", lambda *_: None)
     with nullcontext() if is_checked else unchecked, torch.no_grad():
-        for _ in range(6 * loader.microbatches):
+        for _ in range(6 * loader.n_microbatches):
             batch, error = take(loader)
             if any(gather_errors(error)):
                 return [error] if error else []

@@ -58,7 +58,7 @@ class Training:
         parameters = list(self.named.values())
         norms = local_norms(parameters)
         grad_norm = clip_grad_norm_(parameters, 1.0, norms=norms)
-        self.guard.mask_update(step, loss=loss, norms=norms, grad_norm=grad_norm)
+        self.guard.update_found_inf(step, loss=loss, norms=norms, grad_norm=grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
