@@ -15,7 +15,8 @@ import torch
 
 from tools import preflight, preflight_rank, preflight_speed
 
-SLEEP_SECONDS = 0.6
+# Times as slow as without the fault, on a busy machine too.
+SLOWDOWN = 50
 
 
 def other_versions() -> None:
@@ -31,6 +32,12 @@ def other_folder() -> None:
     preflight_rank.nearest = lambda folder: Path(os.environ["OTHER_FOLDER"])
 
 
+def slowly(act: Callable[[], object]) -> None:
+    begin = time.perf_counter()
+    act()
+    time.sleep((SLOWDOWN - 1) * (time.perf_counter() - begin))
+
+
 def slow_matmul() -> None:
     original = preflight_rank.matmul_speed
 
@@ -44,7 +51,7 @@ def slow_matmul() -> None:
     best_seconds = preflight_speed.best_seconds
 
     def slowed(act: Callable[[], object], device: torch.device) -> float:
-        return best_seconds(lambda: (time.sleep(SLEEP_SECONDS), act()), device)
+        return best_seconds(lambda: slowly(act), device)
 
     preflight_rank.matmul_speed = matmul_speed
 
@@ -53,8 +60,7 @@ def slow_link() -> None:
     original = preflight_speed.exchange
 
     def exchange(*args: object) -> None:
-        time.sleep(SLEEP_SECONDS)
-        original(*args)
+        slowly(lambda: original(*args))
 
     preflight_speed.exchange = exchange
 
