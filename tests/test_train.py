@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,13 @@ def test_stopped_run_saves_and_resumes(
 
 
 def test_second_run_of_the_same_job_is_refused(tmp_path: Path) -> None:
+    begin = time.monotonic()
     first = start(tmp_path, 1, **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"})
     wait_for_steps(tmp_path, first)
+    startup = time.monotonic() - begin
     second = start(tmp_path, 2, **{"training.steps": "6"})
     # Less than the launcher grants ranks to save: the one that was not refused ends by itself.
-    output, _ = second.communicate(timeout=25)
+    output, _ = second.communicate(timeout=2 * startup + 15)
     assert second.returncode == 2, output
     assert "job.name" in output
     os.kill(first.pid, signal.SIGTERM)
