@@ -97,16 +97,13 @@ def apply_fsdp(
         offload = CPUOffloadPolicy(pin_memory=fsdp_mesh.device_type != "cpu")
 
     def shard(unit: nn.Module | list[nn.Module], mesh: DeviceMesh, *, reshard: bool | int) -> None:
-        def placement(parameter: nn.Parameter) -> Shard:
-            # FSDP2 reshards to a smaller group on dim 0 only.
-            has_group = policy.reshard_group_size is not None
-            return Shard(0) if has_group else shard_placement(parameter, mesh.size(-1))
-
+        # None is dim 0, the only one on which FSDP2 reshards to a smaller group.
+        has_group = policy.reshard_group_size is not None
         fully_shard(
             unit,
             mesh=mesh,
             reshard_after_forward=reshard,
-            shard_placement_fn=placement,
+            shard_placement_fn=None if has_group else lambda p: shard_placement(p, mesh.size(-1)),
             mp_policy=mp_policy,
             offload_policy=offload,
         )

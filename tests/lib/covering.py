@@ -45,16 +45,11 @@ def covering_array(
             dimensions, is_valid, strength=strength - 1, supports=supports, cost=cost
         )
         impossible = lower.impossible
-    targets = [
-        target
-        for target in _targets(dimensions, strength)
-        if not any(map(impossible.__contains__, map(frozenset, combinations(target, strength - 1))))
-    ]
+    targets = [t for t in _targets(dimensions, strength) if not _subsets(t) & impossible]
     missing = set(targets)
 
-    def start(target: Combination) -> Row | None:
-        """Return the values that a row of ``target`` must have; None if there is no such row."""
-        fixed = dict(target)
+    def start(fixed: Row) -> Row | None:
+        """Return the values that a row with ``fixed`` must have; None if there is no such row."""
         for support in [{}, *supports]:
             if all(fixed.get(name, value) == value for name, value in support.items()):
                 row = support | fixed
@@ -80,7 +75,7 @@ def covering_array(
     for target in targets:
         if target not in missing:
             continue
-        begun = start(target)
+        begun = start(dict(target))
         if begun is None:
             impossible.add(target)
             missing.discard(target)
@@ -101,6 +96,11 @@ def _targets(dimensions: Mapping[str, tuple[Any, ...]], strength: int) -> Iterat
     for names in combinations(dimensions, strength):
         for values in product(*(dimensions[name] for name in names)):
             yield frozenset(zip(names, values, strict=True))
+
+
+def _subsets(target: Combination) -> set[Combination]:
+    """Return the combinations of all values of ``target`` but one."""
+    return {target - {value} for value in target}
 
 
 def _with(row: Row, name: str, value: Any, strength: int) -> Iterator[Iterable[tuple[str, Any]]]:

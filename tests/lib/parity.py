@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from build_model import build_sharded_model
+from build_model import ShardedModel, build_sharded_model
 from config.job_config import Debug, Optimizer, Parallelism
 from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
@@ -114,19 +114,25 @@ def assert_cell_matches_one_device(
     return ranks.run(check_cell, cell.world_size, cell, reference_of(cell), device_type)[0]
 
 
-def check_cell(cell: Cell, reference: Reference, device_type: str = "cpu") -> list[str]:
-    """Compare this rank with ``reference``. Collective."""
-    args, config, tolerance = cell.args, cell.job_config, TOLERANCES[cell.compute_dtype]
-    batch = global_batch(args.vocab_size, cell.documents)
+def build_cell(cell: Cell, device_type: str) -> ShardedModel:
+    """Build and initialize the model as ``train.py`` does. Collective."""
     is_gpu = device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else CPU
     # Compilations of other tests in this process count toward the recompile limit.
     torch.compiler.reset()
     spec, _ = find_model(cell.model, "debugmodel")
-    dims = ParallelDims.build(config.parallelism, cell.world_size, device.type)
-    sharded = build_sharded_model(spec, args, config, dims, device)
+    dims = ParallelDims.build(cell.job_config.parallelism, cell.world_size, device.type)
+    sharded = build_sharded_model(spec, cell.args, cell.job_config, dims, device)
     sharded.materialize()
-    model = sharded.module
+    return sharded
+
+
+def check_cell(cell: Cell, reference: Reference, device_type: str = "cpu") -> list[str]:
+    """Compare this rank with ``reference``. Collective."""
+    args, config, tolerance = cell.args, cell.job_config, TOLERANCES[cell.compute_dtype]
+    batch = global_batch(args.vocab_size, cell.documents)
+    sharded = build_cell(cell, device_type)
+    spec, dims, model = sharded.spec, sharded.dims, sharded.module
     # Collected now, because forward temporarily replaces them by whole weights.
     parameters = dict(model.named_parameters())
     matrices = hidden_matrices(spec.blocks(model), spec.moes(model))

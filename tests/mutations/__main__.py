@@ -24,9 +24,9 @@ from pathlib import Path
 from types import FrameType
 
 from runtime.log import duration
+from tests.lib.repository import ROOT
 from tests.mutations.mutations import MUTATIONS, Mutation
 
-ROOT = Path(__file__).parents[2]
 # Time limits of a test run. Broken collectives may wait for each other.
 NAMED_SECONDS, SUITE_SECONDS = 15 * 60, 90 * 60
 POLL_SECONDS = 0.1
