@@ -17,9 +17,9 @@ from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError
 from config.resume_compat import changed_arguments, compare
-from data.loader import BatchLoader
+from data.loader import MicrobatchLoader
 from data.tokenizer import load_tokenizer
-from metrics.ledger import Attempt
+from metrics.ledger import AttemptHeader
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
 from run_spec import RunSpec
@@ -53,7 +53,7 @@ def build_checkpointer(
     train_step: TrainStep,
     control: RunControl,
     *,
-    loader: BatchLoader,
+    loader: MicrobatchLoader,
     spikes: LossSpikeDetector,
     state: TrainState,
 ) -> Checkpointer:
@@ -83,10 +83,10 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
     Without one, load ``checkpoint.initial_load_path``, if any, and return None.
     """
     config = run.config
-    resumed = checkpointer.load_latest()
-    if resumed is not None:
-        logger.info("resumed from step %d of %s", resumed, config.job.folder)
-        if resumed >= config.training.steps:
+    resumed_step = checkpointer.load_latest()
+    if resumed_step is not None:
+        logger.info("resumed from step %d of %s", resumed_step, config.job.folder)
+        if resumed_step >= config.training.steps:
             logger.info("nothing to do: training.steps is %d", config.training.steps)
     elif config.checkpoint.initial_load_path:
         initial, weights = Path(config.checkpoint.initial_load_path), ModelState(model.module)
@@ -96,21 +96,21 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
             checkpointer.load_initial(weights)
         logger.info("weights from %s", initial)
         run_on_rank0(partial(warn_if_tokenizer_differs, run))
-    return resumed
+    return resumed_step
 
 
 def attempt_of(
     checkpointer: Checkpointer, run: RunSpec, dims: ParallelDims, data_after: int | None = None
-) -> Attempt:
+) -> AttemptHeader:
     """Describe this start for the ledger, or a rollback that skips data up to ``data_after``."""
-    return Attempt(
+    return AttemptHeader(
         attempt=checkpointer.attempt,
-        parent=checkpointer.parent,
+        parent=checkpointer.parent_attempt,
         resumed_from=checkpointer.newest_step,
         data_after=checkpointer.newest_step if data_after is None else data_after,
         world_size=dist.get_world_size(),
         rank=dist.get_rank(),
-        place=dims.batch_mesh.get_local_rank(),
+        dp_rank=dims.batch_mesh.get_local_rank(),
         n_rows=run.global_batch_size,
         ramp=run.ramp,
     )

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from build_model import ShardedModel
 from data.step_batches import StepBatch
-from metrics.ledger import Attempt, Ledger
+from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
 from metrics.stragglers import Stragglers
 from run_spec import RunSpec
@@ -22,11 +22,11 @@ class RunLog:
         run: RunSpec,
         model: ShardedModel,
         *,
-        attempt: Attempt,
-        resumed: int | None,
+        attempt: AttemptHeader,
+        resumed_step: int | None,
         detects_spikes: bool,
     ) -> None:
-        """``resumed``: the checkpoint's step, if any. Collective.
+        """``resumed_step``: of the checkpoint loaded, if any. Collective.
 
         ``detects_spikes``: the loop needs loss and gradient norm of every step.
         """
@@ -41,7 +41,7 @@ class RunLog:
             n_devices=dist.get_world_size(),
             flops_per_token=model.flops_per_token,
             peak_flops=model.peak_flops,
-            resumed=resumed,
+            resumed_step=resumed_step,
         )
         self._ledger = Ledger(run.folder / "ledger", attempt) if config.enable_ledger else None
         self._stragglers = None
@@ -80,7 +80,7 @@ class RunLog:
             self.metrics.log(step, self._run.steps_left(step), values | slowest | metrics())
         return values
 
-    def new_attempt(self, attempt: Attempt) -> None:
+    def new_attempt(self, attempt: AttemptHeader) -> None:
         """Continue the ledger as another attempt, after a rollback."""
         if self._ledger is not None:
             self._ledger.begin(attempt)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from config import JobConfig
 from data.batch_size import Ramp, batch_size_of, sequences_in
-from data.loader import BatchLoader, LoaderConfig
+from data.loader import LoaderConfig, MicrobatchLoader
 from data.mixture import Mixture
 from data.sources import build_sources
 from data.step_batches import StepBatches
@@ -47,9 +47,9 @@ class RunSpec:
 
     def build_loader(
         self, mixture: Mixture, dims: ParallelDims, device: torch.device
-    ) -> BatchLoader:
+    ) -> MicrobatchLoader:
         """Build the loader of this data-parallel rank's rows of every global batch."""
-        return BatchLoader(
+        return MicrobatchLoader(
             mixture,
             self.tokenizer,
             LoaderConfig(
@@ -67,7 +67,7 @@ class RunSpec:
         )
 
     def build_batches(
-        self, loader: BatchLoader, control: RunControl, dims: ParallelDims
+        self, loader: MicrobatchLoader, control: RunControl, dims: ParallelDims
     ) -> StepBatches:
         """Build the iterator over the batches of steps, which ``loader`` reads."""
         return StepBatches(

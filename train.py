@@ -72,7 +72,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     checkpointer = build_checkpointer(
         run, model, train_step, control, loader=loader, spikes=spikes, state=state
     )
-    resumed = restore(run, checkpointer, model)
+    resumed_step = restore(run, checkpointer, model)
     control.clear_previous_outcome()
     if dist.get_rank() == 0:
         # Only now: a start that is rejected changes nothing of the run.
@@ -85,7 +85,9 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     loader.start()
     validator = Validator(run, dims, device, control) if run.held_out else None
     attempt = attempt_of(checkpointer, run, dims)
-    log = RunLog(run, model, attempt=attempt, resumed=resumed, detects_spikes=spikes.enabled)
+    log = RunLog(
+        run, model, attempt=attempt, resumed_step=resumed_step, detects_spikes=spikes.enabled
+    )
 
     # --- Loop
     gc.disable()  # Ranks that collect at different times wait for each other.
@@ -96,7 +98,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     ):
         loop = TrainLoop(
             run, control, loader, batches, model, train_step, spikes, state,
-            checkpointer, log, validator, heartbeat, profile_step, resumed or 0,
+            checkpointer, log, validator, heartbeat, profile_step, resumed_step or 0,
         )  # fmt: skip
         stop = loop.run_steps()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from build_model import ShardedModel
 from checkpoint.checkpointer import Checkpointer
 from config import ConfigError
-from data.loader import BatchLoader
+from data.loader import MicrobatchLoader
 from data.step_batches import StepBatches, StepSync
 from launcher.post_mortem import RankHeartbeat
 from metrics.source_fractions import source_fractions
@@ -36,7 +36,7 @@ class TrainLoop:
 
     run: RunSpec
     control: RunControl
-    loader: BatchLoader
+    loader: MicrobatchLoader
     batches: StepBatches
     model: ShardedModel
     train_step: TrainStep

@@ -10,7 +10,7 @@ from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.muon import hidden_matrices
 from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
-from optim.router_bias import RouterBiasUpdater
+from optim.router_bias import ExpertBalancer
 from optim.schedule import lr_factor
 from run_spec import RunSpec
 
@@ -49,7 +49,7 @@ class TrainStep:
             weight_mesh=dims.weight_mesh,
             config=config.numerics,
         )
-        self._router_bias = RouterBiasUpdater(
+        self._expert_balancer = ExpertBalancer(
             moes, dims.data_mesh, rate=config.experts.balance_bias_rate, device=model.device
         )
         # Also where this pipeline stage has none: their metrics are collective.
@@ -58,7 +58,7 @@ class TrainStep:
     def __call__(self, step: int, batch: StepBatch) -> StepResult:
         """Make optimizer step ``step``, 1-based. Never waits for the device. Collective."""
         run, config = self._run, self._run.config
-        self._router_bias.set_aux_loss_scale(batch.n_rows / run.global_batch_size)
+        self._expert_balancer.set_batch_fraction(batch.n_sequences / run.global_batch_size)
         losses = self.runner.forward_backward(batch.microbatches, batch.n_tokens)
         norms = local_norms(self._parameters)
         grad_norm = clip_grad_norm_(
@@ -75,10 +75,10 @@ class TrainStep:
         self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._router_bias.update(self.nonfinite.found_inf)
+        self._expert_balancer.update(self.nonfinite.found_inf)
         return StepResult(losses, grad_norm, lr)
 
     def metrics(self) -> dict[str, float]:
         """Return the expert load of the last step and the updates skipped so far. Collective."""
-        load = self._router_bias.max_load_ratio() if self._has_moes else {}
+        load = self._expert_balancer.max_load_ratio() if self._has_moes else {}
         return {**load, "skipped_steps": self.nonfinite.skipped}

@@ -20,7 +20,7 @@ import torch
 from benchmarks.rows import Row
 from benchmarks.turns import Loop, Turns
 from config.job_config import Count, Data, DataSource, Packing, Section
-from data.loader import BatchLoader, LoaderConfig
+from data.loader import LoaderConfig, MicrobatchLoader
 from data.mixture import Mixture
 from data.sources import build_sources, open_documents
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -150,7 +150,7 @@ def batches(
 ) -> Counts:
     """Yield tokens per batch; ``thread``: through the loader's prefetch thread."""
     sources, _ = build_sources(config, 0, with_held_out=False)
-    loader = BatchLoader(Mixture(sources), trained_tokenizer(folder), LoaderConfig(
+    loader = MicrobatchLoader(Mixture(sources), trained_tokenizer(folder), LoaderConfig(
 vocab_size=1 << 16,
 seq_len=SEQ_LEN,
 microbatch_size=ROWS,

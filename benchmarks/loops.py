@@ -70,7 +70,7 @@ class Ready(NamedTuple):
 def train_loop(turns: Turns, case: Case) -> None:
     """``train.py`` as it is; a step begins where it asks for the batch."""
     import train  # It imports much that other loops do not need.
-    from data.loader import BatchLoader
+    from data.loader import MicrobatchLoader
     from data.step_batches import StepBatches
     from launcher.post_mortem import RankHeartbeat
     from parallelisms.parallel_dims import ParallelDims
@@ -79,7 +79,7 @@ def train_loop(turns: Turns, case: Case) -> None:
 
     class PacedRun(RunSpec):
         def build_batches(
-            self, loader: BatchLoader, control: RunControl, dims: ParallelDims
+            self, loader: MicrobatchLoader, control: RunControl, dims: ParallelDims
         ) -> StepBatches:
             batches = super().build_batches(loader, control, dims)
             next_batch = batches.next

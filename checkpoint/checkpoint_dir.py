@@ -73,22 +73,22 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def write_metadata(
     folder: Path,
-    parts: Mapping[str, tuple[dict[str, Any], dict[str, TensorRecord]]],
+    written: Mapping[str, tuple[dict[str, Any], dict[str, TensorRecord]]],
     *,
     state: dict[str, Any],
     metadata: dict[str, Any],
 ) -> None:
-    """Write index, state and manifest; ``parts`` maps file names to ``write_tensor_file`` results.
+    """Write index, state and manifest; ``written``: ``write_tensor_file`` results by file name.
 
     Raises ``ValueError`` or ``OSError`` if the result could not be loaded: missing shards, short
     writes.
     """
-    files = {name: description for name, (description, _) in parts.items()}
+    files = {name: description for name, (description, _) in written.items()}
     state_file = HashedFile(folder / STATE_FILE)
     state_file.write(json.dumps(state).encode())
     files[STATE_FILE] = state_file.close()
     files[TENSOR_INDEX_FILE] = write_index(
-        folder / TENSOR_INDEX_FILE, [entries for _, entries in parts.values()]
+        folder / TENSOR_INDEX_FILE, [records for _, records in written.values()]
     )
     sizes = sizes_of({"files": files})
     read_index(folder, sizes)

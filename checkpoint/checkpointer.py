@@ -86,7 +86,7 @@ class Checkpointer:
         """ID of this attempt; ``load_latest`` begins another one."""
         self.newest_step = 0
         """Step of the newest checkpoint that this attempt loaded or saved; 0: none."""
-        self.parent: str | None = None
+        self.parent_attempt: str | None = None
         """ID of the attempt that this one resumed from."""
         self._lineage: dict[str, Any] = {"run": self.attempt, "parent": None}
         """Of the manifest. run: ID of the run's first attempt. parent: run, attempt and step of the
@@ -220,7 +220,8 @@ class Checkpointer:
                 logger.warning("checkpoint: quarantined as %s: %s", renamed, "; ".join(found))
             self._verified.add(folder.name)
             self._begin_lineage(manifest, run=manifest["run"])
-            self.parent, self.attempt = manifest["attempt"], run_on_rank0(lambda: uuid.uuid4().hex)
+            self.parent_attempt = manifest["attempt"]
+            self.attempt = run_on_rank0(lambda: uuid.uuid4().hex)
             self.newest_step = manifest["step"]
             return self.newest_step
         if damaged:

@@ -43,19 +43,19 @@ class TensorShard:
     """A contiguous, row-major box of a tensor, and its place in a file."""
 
     file: str
-    start: int
-    """Offset in the file, in bytes."""
+    file_offset: int
+    """In bytes."""
     offsets: list[int]
     sizes: list[int]
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor of the checkpoint: ``parts`` are the shards that tile it."""
+    """A tensor of the checkpoint: its shards tile it."""
 
     dtype: str
     shape: list[int]
-    parts: list[TensorShard]
+    shards: list[TensorShard]
 
 
 class HashedFile:
@@ -90,17 +90,17 @@ def write_tensor_file(
     ``resolve`` returns the tensor of an item. Raises ``OSError`` if a write fails.
     """
     file = HashedFile(path)
-    entries: dict[str, TensorRecord] = {}
+    records: dict[str, TensorRecord] = {}
     for item in items:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
         file.write(bytes(-file.size % ALIGNMENT))
         shard = TensorShard(path.name, file.size, list(chunk.offsets), list(chunk.sizes))
         dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
-        entry = TensorRecord(dtype, list(item.tensor_data.size), [])
-        entries.setdefault(item.index.fqn, entry).parts.append(shard)
+        record = TensorRecord(dtype, list(item.tensor_data.size), [])
+        records.setdefault(item.index.fqn, record).shards.append(shard)
         file.write(_bytes_of(resolve(item)))
-    return file.close(), entries
+    return file.close(), records
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -111,10 +111,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def write_index(path: Path, written: Iterable[Mapping[str, TensorRecord]]) -> dict[str, Any]:
     """Merge the ranks' indices into one file; return its size and hash."""
     index: dict[str, dict[str, Any]] = {}
-    for entries in written:
-        for fqn, entry in entries.items():
-            record = asdict(entry)
-            index.setdefault(fqn, record | {"parts": []})["parts"] += record["parts"]
+    for records in written:
+        for fqn, record in records.items():
+            merged = {"dtype": record.dtype, "shape": record.shape, "parts": []}
+            index.setdefault(fqn, merged)["parts"] += [_to_json(shard) for shard in record.shards]
     file = HashedFile(path)
     file.write(json.dumps(index).encode())
     return file.close()
@@ -129,32 +129,36 @@ def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord
     path = folder / TENSOR_INDEX_FILE
     try:
         index = json.loads(read_file(path))
-        return {fqn: _entry(fqn, record, sizes) for fqn, record in index.items()}
+        return {fqn: _parse(fqn, fields, sizes) for fqn, fields in index.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _entry(fqn: str, record: dict[str, Any], sizes: Mapping[str, int]) -> TensorRecord:
-    entry = TensorRecord(
-        record["dtype"], record["shape"], [TensorShard(**shard) for shard in record["parts"]]
-    )
-    itemsize = DTYPES[entry.dtype].itemsize
+def _to_json(shard: TensorShard) -> dict[str, Any]:
+    fields = asdict(shard)
+    return {"start": fields.pop("file_offset"), **fields}
+
+
+def _parse(fqn: str, fields: dict[str, Any], sizes: Mapping[str, int]) -> TensorRecord:
+    shards = [TensorShard(file_offset=part.pop("start"), **part) for part in fields["parts"]]
+    record = TensorRecord(fields["dtype"], fields["shape"], shards)
+    itemsize = DTYPES[record.dtype].itemsize
     total = 0
-    numbers = [*entry.shape, *(n for p in entry.parts for n in (p.start, *p.offsets, *p.sizes))]
+    numbers = [*record.shape, *(n for s in shards for n in (s.file_offset, *s.offsets, *s.sizes))]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{fqn}: shape, start, offsets and sizes must be integers >= 0")
-    for shard in entry.parts:
-        boxes = zip(entry.shape, shard.offsets, shard.sizes, strict=True)
+    for shard in shards:
+        boxes = zip(record.shape, shard.offsets, shard.sizes, strict=True)
         if not all(offset + size <= n for n, offset, size in boxes):
             raise ValueError(f"{fqn}: a shard lies outside the tensor")
         count = math.prod(shard.sizes)
-        end = shard.start + count * itemsize
-        if shard.start % itemsize or end > sizes[shard.file]:
+        end = shard.file_offset + count * itemsize
+        if shard.file_offset % itemsize or end > sizes[shard.file]:
             raise ValueError(f"{fqn}: a shard is misaligned or lies outside {shard.file}")
         total += count
-    if total != math.prod(entry.shape):
+    if total != math.prod(record.shape):
         raise ValueError(f"{fqn}: the shards do not add up to the tensor")
-    return entry
+    return record
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -191,13 +195,13 @@ class Reader(dcp.StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Names, shapes, dtypes and shards of all tensors, without their places in files."""
-        return Metadata({fqn: _metadata(entry) for fqn, entry in self._index.items()})
+        return Metadata({fqn: _metadata(record) for fqn, record in self._index.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         self._shards = {
-            MetadataIndex(fqn, torch.Size(shard.offsets)): (DTYPES[entry.dtype], shard)
-            for fqn, entry in self._index.items()
-            for shard in entry.parts
+            MetadataIndex(fqn, torch.Size(shard.offsets)): (DTYPES[record.dtype], shard)
+            for fqn, record in self._index.items()
+            for shard in record.shards
         }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -225,7 +229,7 @@ class Reader(dcp.StorageReader):
             return torch.empty(item.lengths, dtype=dtype)
         row = math.prod(sizes[1:]) * dtype.itemsize
         data = bytearray(row * lengths[0])
-        file.seek(shard.start + row * offsets[0])
+        file.seek(shard.file_offset + row * offsets[0])
         if file.readinto(data) != len(data):  # type: ignore[attr-defined]
             raise OSError(f"{self._folder / shard.file}: truncated since it was verified")
         box = torch.frombuffer(data, dtype=dtype).view(lengths[:1] + sizes[1:])
@@ -259,7 +263,9 @@ def load_single_process(
         dcp.load(state, storage_reader=Reader(folder, index), no_dist=True)
 
 
-def _metadata(entry: TensorRecord) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in entry.parts]
-    properties = TensorProperties(dtype=DTYPES[entry.dtype])
-    return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+def _metadata(record: TensorRecord) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(s.offsets), torch.Size(s.sizes)) for s in record.shards
+    ]
+    properties = TensorProperties(dtype=DTYPES[record.dtype])
+    return TensorStorageMetadata(properties, torch.Size(record.shape), chunks)

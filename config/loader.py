@@ -5,6 +5,9 @@ Precedence: command line, then file, then defaults. All errors are reported toge
 
 import difflib
 import re
+from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -101,17 +104,22 @@ def _fields(section: str) -> dict[str, Any]:
 
 def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -> list[str]:
     """One message per key, because pydantic reports each branch of a union separately."""
-    reasons: dict[str, list[str]] = {}
+    # Pairs of value and reason. A dict, because it keeps the order and no pair twice.
+    reasons: dict[str, dict[tuple[str, str], None]] = {}
     for item in error.errors():
         key = _key(item["loc"])
-        value = "" if item["type"] == "extra_forbidden" else f", got {item['input']!r}"
-        reason = _unknown(key) if item["type"] == "extra_forbidden" else item["msg"]
-        reasons.setdefault(key, [])
-        if reason + value not in reasons[key]:
-            reasons[key].append(reason + value)
+        is_unknown = item["type"] == "extra_forbidden"
+        value = "" if is_unknown else f", got {item['input']!r}"
+        reasons.setdefault(key, {})[value, _unknown(key) if is_unknown else item["msg"]] = None
     overridden = from_command_line | {key.partition(".")[0] for key in from_command_line}
     origin = {key: "command line" if key in overridden else str(path) for key in reasons}
-    return [f"{origin[key]}: {key}: {' or '.join(texts)}" for key, texts in reasons.items()]
+    return [f"{origin[key]}: {key}: {_join(pairs)}" for key, pairs in reasons.items()]
+
+
+def _join(pairs: Iterable[tuple[str, str]]) -> str:
+    """Join reasons by "or", with their value once."""
+    by_value = groupby(pairs, key=itemgetter(0))
+    return " or ".join(" or ".join(r for _, r in group) + value for value, group in by_value)
 
 
 def _key(location: tuple[int | str, ...]) -> str:

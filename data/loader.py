@@ -61,7 +61,7 @@ class LoaderConfig:
     """Pin the batches, so that copies to a GPU are asynchronous."""
 
 
-class BatchLoader:
+class MicrobatchLoader:
     """Endless iterator over this rank's microbatches; ``next`` raises errors of its thread.
 
     After the end of the mixture, all labels are IGNORE_INDEX.

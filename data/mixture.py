@@ -81,7 +81,7 @@ class RowState(NamedTuple):
         return sum(self.taken)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def position(self) -> tuple[int, int]:
         """(document, token), as the ledger writes it."""
         return self.document, self.token
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from config import ConfigError
-from data.loader import BatchLoader, Microbatch, num_target_tokens
+from data.loader import Microbatch, MicrobatchLoader, num_target_tokens
 from runtime.control import RunControl
 from runtime.object_collectives import raise_on_all_ranks
 
@@ -19,7 +19,7 @@ class StepBatch:
     """This rank's."""
     data_wait: float
     """Seconds that this rank waited for them."""
-    n_rows: int
+    n_sequences: int
     """Sequences of the step on all ranks together."""
     n_tokens: int
     """Target tokens of the step on all ranks together, by which the loss is divided."""
@@ -48,7 +48,7 @@ class StepBatches:
 
     def __init__(
         self,
-        loader: BatchLoader,
+        loader: MicrobatchLoader,
         control: RunControl,
         *,
         batch_size: Callable[[int], int],
@@ -67,8 +67,8 @@ class StepBatches:
         ``is_writing``: this rank is still writing a checkpoint. Raises as ``next_microbatches``
         does, and ``ConfigError`` after more than ``max_bad_records``.
         """
-        n_rows = self._batch_size(step)
-        count = self._loader.n_microbatches * n_rows // self._global_batch_size
+        n_sequences = self._batch_size(step)
+        count = self._loader.n_microbatches * n_sequences // self._global_batch_size
         microbatches, data_wait, sums = next_microbatches(
             self._loader, count, self._control, is_writing=is_writing
         )
@@ -77,16 +77,16 @@ class StepBatches:
             raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
         n_tokens = sums["tokens"] // self._n_readers
         # A small batch takes only some of the rows, and the others may still have data.
-        self._n_empty_rows = self._n_empty_rows + n_rows if n_tokens == 0 else 0
+        self._n_empty_rows = self._n_empty_rows + n_sequences if n_tokens == 0 else 0
         is_end = self._n_empty_rows >= self._global_batch_size
         return (
-            StepBatch(microbatches, data_wait, n_rows, n_tokens, is_end_of_data=is_end),
+            StepBatch(microbatches, data_wait, n_sequences, n_tokens, is_end_of_data=is_end),
             StepSync(n_bad_records=n_bad, n_writing=sums["writing"], stop=self._control.stop),
         )
 
 
 def next_microbatches(
-    loader: BatchLoader, count: int, control: RunControl, *, is_writing: bool = False
+    loader: MicrobatchLoader, count: int, control: RunControl, *, is_writing: bool = False
 ) -> tuple[list[Microbatch], float, dict[str, int]]:
     """Return the next microbatches, the seconds this rank waited, and sums over all ranks.
 

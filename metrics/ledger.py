@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 
-class State(Protocol):
+class RowState(Protocol):
     """Position of a row in its documents."""
 
     @property
-    def place(self) -> tuple[int, int]: ...  # document of the row, token in that document
+    def position(self) -> tuple[int, int]: ...  # document of the row, token in that document
 
 
 class Microbatch(Protocol):
@@ -33,12 +33,12 @@ class Microbatch(Protocol):
     @property
     def labels(self) -> torch.Tensor: ...
     @property
-    def spans(self) -> Iterable[tuple[int, State, State]]: ...
+    def spans(self) -> Iterable[tuple[int, RowState, RowState]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """First line of an attempt. All fields but ``rank`` and ``place`` are equal on all ranks."""
+class AttemptHeader:
+    """First line of an attempt. All fields but ``rank`` and ``dp_rank`` are equal on all ranks."""
 
     attempt: str
     """Name of the attempt, unique in the run."""
@@ -50,8 +50,8 @@ class Attempt:
     """Data after this step are read next: ``resumed_from``, or later to skip data on purpose."""
     world_size: int
     rank: int
-    place: int
-    """Data-parallel rank. Ranks of equal place read the same rows."""
+    dp_rank: int
+    """Data-parallel rank. Ranks of equal ``dp_rank`` read the same rows."""
     n_rows: int
     """Rows of the global batch."""
     ramp: Sequence[Sequence[int]] = field(default_factory=list)
@@ -61,12 +61,12 @@ class Attempt:
 class Ledger:
     """Ledger file of this rank. A step counts only if every rank has a line for it."""
 
-    def __init__(self, folder: Path, attempt: Attempt) -> None:
+    def __init__(self, folder: Path, attempt: AttemptHeader) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = _open_after_torn_line(folder / f"rank-{attempt.rank:05d}.jsonl")
         self.begin(attempt)
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin(self, attempt: AttemptHeader) -> None:
         """Start another attempt; a rollback is one."""
         self._write(asdict(attempt))
 
@@ -75,7 +75,7 @@ class Ledger:
     ) -> None:
         """Record a finished step: this rank's microbatches, the global loss and gradient norm."""
         rows = [
-            [row, *start.place, *end.place, _crc32(tokens, labels)]
+            [row, *start.position, *end.position, _crc32(tokens, labels)]
             for batch in microbatches
             for (row, start, end), tokens, labels in zip(
                 batch.spans, batch.tokens.numpy(), batch.labels.numpy(), strict=True

@@ -30,7 +30,7 @@ class MetricsLogger:
         n_devices: int,
         flops_per_token: tuple[float, float],
         peak_flops: float | None,
-        resumed: int | None = None,
+        resumed_step: int | None = None,
     ) -> None:
         self._config, self._device, self._n_devices = config, device, n_devices
         self._flops, self._peak = flops_per_token, peak_flops
@@ -38,8 +38,8 @@ class MetricsLogger:
         path = folder / "metrics.jsonl"
         # Counted before _open_log drops the lines of steps that will be repeated.
         self._restarts = _count_starts(path) if is_writer else 0
-        self._file = _open_log(path, resumed) if is_writer else None
-        self._tensorboard = _open_tensorboard(folder, resumed) if has_tensorboard else None
+        self._file = _open_log(path, resumed_step) if is_writer else None
+        self._tensorboard = _open_tensorboard(folder, resumed_step) if has_tensorboard else None
         self._reset()
 
     def is_due(self, step: int) -> bool:
@@ -147,11 +147,11 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 2**30
 
 
-def _open_log(path: Path, resumed: int | None) -> TextIO:
+def _open_log(path: Path, resumed_step: int | None) -> TextIO:
     """Open the log to append; drop torn lines and steps that a resumed run will repeat."""
     if path.exists():
         steps = ((line + "\n", _step_of(line)) for line in path.read_text().splitlines())
-        last = math.inf if resumed is None else resumed
+        last = math.inf if resumed_step is None else resumed_step
         atomic_write_text(path, "".join(line for line, step in steps if step <= last))
     return path.open("a")
 
@@ -173,9 +173,9 @@ def _count_starts(path: Path) -> int:
     return max((record.get("restarts", 0) + 1 for record in records), default=0)
 
 
-def _open_tensorboard(folder: Path, resumed: int | None) -> Any:
+def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:
     # The import is slow, and TensorBoard is optional.
     from torch.utils.tensorboard import SummaryWriter
 
-    purged = None if resumed is None else resumed + 1
+    purged = None if resumed_step is None else resumed_step + 1
     return SummaryWriter(str(folder / "tensorboard"), purge_step=purged)

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from runtime.compat import foreach
 
 
-class RouterBiasUpdater:
+class ExpertBalancer:
     """Updates each MoE layer's router ``bias`` from its ``tokens_per_expert`` after a step.
 
     The bias decreases by ``rate`` for an expert above the layer's mean load, and increases by
@@ -24,7 +24,7 @@ class RouterBiasUpdater:
         # Of the last step: largest tokens_per_expert over the mean of its layer.
         self._max_ratio = torch.ones((), dtype=torch.float64, device=device)
 
-    def set_aux_loss_scale(self, fraction: float) -> None:
+    def set_batch_fraction(self, fraction: float) -> None:
         """Scale the balance loss to a step with ``fraction`` of the global batch's sequences."""
         for moe, weight in zip(self._moes, self._weights, strict=True):
             moe.balance_weight = weight / fraction

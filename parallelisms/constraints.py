@@ -167,7 +167,9 @@ def _is_power_of_two(count: float) -> bool:
 def _is_reshard_group_invalid(run: RunContext) -> bool:
     group = run.config.parallelism.fsdp_reshard_after_forward
     shards = run.degrees.dp_shard * run.degrees.cp
-    return isinstance(group, int) and (group in (1, shards) or shards % group != 0)
+    if not isinstance(group, int) or _is_ddp(run):
+        return False
+    return group in (1, shards) or shards % group != 0
 
 
 def _compiles_whole_recomputation(run: RunContext) -> bool:

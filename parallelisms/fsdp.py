@@ -125,9 +125,10 @@ def apply_fsdp(
     _prefetch([unit[0] for unit in units], experts, parallelism)
     sizes = " x ".join(str(size) for size in fsdp_mesh.shape)
     logger.info(
-        "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s, reshard after forward %s",
-        len(units) + len(experts), sizes,
-        mp_policy.param_dtype, mp_policy.reduce_dtype, parallelism.fsdp_reshard_after_forward,
+        "fsdp2: %d units on a mesh of %s, compute in %s, reduction in %s; reshard after forward: "
+        "units %s, last unit %s, experts %s",
+        len(units) + len(experts), sizes, mp_policy.param_dtype, mp_policy.reduce_dtype,
+        policy.reshard_units, policy.reshard_last_unit, policy.reshard_experts if experts else "-",
     )  # fmt: skip
 
 

@@ -85,10 +85,10 @@ class ParallelDims:
         return cls(degrees=d, weight_mesh=weight_mesh, data_mesh=data_mesh)
 
     def build_expert_mesh(self, ep: int) -> DeviceMesh:
-        """Create the experts' mesh: pp, dp_replicate, dp_shard_ep, ep. Collective.
+        """Create the experts' mesh: pp, dp_replicate, efsdp, ep. Collective.
 
         Tensor and context parallel ranks hold different tokens, so experts treat them like data
-        parallel ranks: ``ep`` neighbors split the experts, and dp_shard_ep, the remaining
+        parallel ranks: ``ep`` neighbors split the experts, and efsdp, the remaining
         dp_shard * cp * tp / ep ranks, shard each of them.
         """
         names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
@@ -96,7 +96,7 @@ class ParallelDims:
         return init_device_mesh(
             self.weight_mesh.device_type,
             (pp, replicate, shard * tp // ep, ep),
-            mesh_dim_names=("pp", "dp_replicate", "dp_shard_ep", "ep"),
+            mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
         )
 
     # Cached because slicing a mesh takes 0.2 ms and each step needs these.

@@ -180,7 +180,7 @@ def _apply_data_parallel(
             parallelism=parallelism,
             mp_policy=mp_policy,
             experts=experts,
-            expert_mesh=expert_mesh and fsdp_submesh(expert_mesh, "dp_shard_ep"),
+            expert_mesh=expert_mesh and fsdp_submesh(expert_mesh, "efsdp"),
         )
         apply_float8_all_gather(stage, mesh, parallelism=parallelism, mp_policy=mp_policy)
     elif parallelism.data_parallel == "simple_fsdp":

@@ -109,7 +109,7 @@ def _is_replicated(tensor: torch.Tensor, dim: str) -> bool:
     if not isinstance(tensor, DTensor):
         return True
     dims = tensor.device_mesh.mesh_dim_names or ()
-    if "dp_shard_ep" in dims and dim != "dp_replicate":
+    if "efsdp" in dims and dim != "dp_replicate":
         # Experts have a mesh of their own, whose other dims all shard.
         return False
     return dim not in dims or tensor.placements[dims.index(dim)].is_replicate()

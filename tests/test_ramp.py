@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optim.router_bias import RouterBiasUpdater
+from optim.router_bias import ExpertBalancer
 from tests.lib.forked import codes, log, nothing, run, started
 from tests.lib.launch import curve, records
 from tests.lib.layouts import PP, REPLICATE, Layout
@@ -116,7 +116,7 @@ def first_step(folder: Path, plant: Plant = nothing, **keys: str) -> tuple[float
 
 
 def weight_aux_loss_by_full_batch() -> None:
-    RouterBiasUpdater.set_aux_loss_scale = lambda self, share: None  # type: ignore[method-assign]
+    ExpertBalancer.set_batch_fraction = lambda self, share: None  # type: ignore[method-assign]
 
 
 def test_balance_loss_weight_does_not_depend_on_batch_size(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from data.batch_size import batch_size_of
-from metrics.ledger import Attempt
+from metrics.ledger import AttemptHeader
 from runtime import exit_codes
 from tools.cli import Parser, reporting_errors
 
 SHOWN_VIOLATIONS = 20
-# Fields of ``Attempt`` that all ranks of an attempt must agree on.
+# Fields of ``AttemptHeader`` that all ranks of an attempt must agree on.
 SHARED = ("parent", "resumed_from", "data_after", "world_size", "n_rows", "ramp")
 # Columns of the rows of a step: (n, 6) int64, sorted by the first.
 ROW, START, END, CRC32 = 0, [0, 1, 2], [0, 3, 4], [0, 5]
@@ -69,7 +69,7 @@ class Lineage:
 class RankLedger:
     """All lines that one rank wrote in one attempt."""
 
-    head: Attempt
+    head: AttemptHeader
     entries: list[LedgerEntry] = field(default_factory=list)
 
 
@@ -138,7 +138,7 @@ def _read_file(path: Path, lineage: Lineage) -> Iterator[RankLedger]:
     torn = 0
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         parsed = _parse(line)
-        if isinstance(parsed, Attempt):
+        if isinstance(parsed, AttemptHeader):
             if ledger is not None:
                 yield ledger
             ledger, torn = RankLedger(parsed), 0
@@ -155,12 +155,14 @@ def _read_file(path: Path, lineage: Lineage) -> Iterator[RankLedger]:
         yield ledger
 
 
-def _parse(line: bytes) -> Attempt | LedgerEntry | None:
+def _parse(line: bytes) -> AttemptHeader | LedgerEntry | None:
     """Parse a ledger line; return None if the line is torn."""
     try:
         values = json.loads(line)
         if "attempt" in values:
-            return Attempt(**values)
+            if "place" in values:  # The name of ``dp_rank`` before.
+                values["dp_rank"] = values.pop("place")
+            return AttemptHeader(**values)
         rows = np.array(values["rows"], np.int64).reshape(-1, 6)
         loss, grad_norm = (float.fromhex(values[name]) for name in ("loss", "grad_norm"))
         return LedgerEntry(values["step"], rows, loss, grad_norm)
@@ -206,7 +208,7 @@ def _check_order(ledger: RankLedger, lineage: Lineage) -> None:
         before = entry.step
 
 
-def _rewind(head: Attempt, lineage: Lineage) -> DataPosition:
+def _rewind(head: AttemptHeader, lineage: Lineage) -> DataPosition:
     """Drop all steps after the one that the attempt resumed from; return the data position there.
 
     The position has no rows if ``data_after`` is a step that was never finished.
@@ -243,7 +245,7 @@ def _merge(
         for name in ("loss", "grad_norm"):
             if getattr(entry, name).hex() != getattr(first, name).hex():
                 lineage.add_violation(f"step {entry.step}: ranks 0 and {rank} differ in {name}")
-        reader = readers.setdefault(ranks[rank].head.place, rank)
+        reader = readers.setdefault(ranks[rank].head.dp_rank, rank)
         if not np.array_equal(entries[reader].rows, entry.rows):
             text = (
                 f"step {entry.step}: ranks {reader} and {rank} share rows, but read different ones"

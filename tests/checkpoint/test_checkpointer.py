@@ -384,7 +384,7 @@ class Small:
 def check_lineages(folder: Path) -> None:
     first, second = Small(folder), Small(folder)
     first.checkpointer.save(1, wait=True)
-    assert (first.saved, first.checkpointer.parent) == ([1], None)
+    assert (first.saved, first.checkpointer.parent_attempt) == ([1], None)
     assert Small(folder, enable=False).checkpointer.load_latest() is None
     assert second.checkpointer.load_latest() == 1
     assert second.validated == [1]
@@ -392,7 +392,7 @@ def check_lineages(folder: Path) -> None:
     begun, resumed = (read_manifest(folder / f"step-0000000{step}") for step in (1, 2))
     names = [first.checkpointer.attempt, second.checkpointer.attempt]
     assert [begun["attempt"], resumed["attempt"]] == names
-    assert second.checkpointer.parent == names[0] != names[1]
+    assert second.checkpointer.parent_attempt == names[0] != names[1]
     assert begun["run"] == resumed["run"] == names[0]
     parent = {"run": names[0], "attempt": names[0], "step": 1}
     assert (begun["parent"], resumed["parent"]) == (None, parent)
@@ -401,7 +401,7 @@ def check_lineages(folder: Path) -> None:
     second.values.state = {"seen": [9]}
     assert second.checkpointer.load_latest(skip={"train"}) == 2
     assert second.values.state == {"seen": [9]}
-    assert second.checkpointer.parent == names[1] != second.checkpointer.attempt
+    assert second.checkpointer.parent_attempt == names[1] != second.checkpointer.attempt
     other = Small(folder / "other", initial_load_path=str(folder / "step-00000002"))
     other.checkpointer.load_initial(other.one)
     other.checkpointer.save(1, wait=True)

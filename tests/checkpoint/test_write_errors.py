@@ -139,5 +139,5 @@ def test_hashed_file_never_overwrites(tmp_path: Path) -> None:
 def test_shards_are_aligned_for_any_dtype(tmp_path: Path) -> None:
     tensors = {"odd": torch.ones(3, dtype=torch.bfloat16), "wide": torch.ones(2)}
     items = [item for name, t in tensors.items() for item in _create_write_items(name, t)]
-    _, entries = write_tensor_file(tmp_path / "file", items, lambda item: tensors[item.index.fqn])
-    assert [part.start % ALIGNMENT for e in entries.values() for part in e.parts] == [0, 0]
+    _, records = write_tensor_file(tmp_path / "file", items, lambda item: tensors[item.index.fqn])
+    assert [s.file_offset % ALIGNMENT for r in records.values() for s in r.shards] == [0, 0]

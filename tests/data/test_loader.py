@@ -19,7 +19,7 @@ import torch
 
 from checkpoint.checkpointer import merge
 from config.job_config import Data
-from data.loader import BatchLoader, Microbatch
+from data.loader import Microbatch, MicrobatchLoader
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
 from tests.lib.loaders import ROWS, SEQ_LEN, UNIQUE, CountsPrefetched, CountsTaken, build, documents
@@ -34,14 +34,14 @@ def shuffled(texts: list[str], fingerprint: str = "texts") -> ShuffledDocuments:
     )
 
 
-def build_all(source: Source, dp_degree: int, local: int, **changes: Any) -> list[BatchLoader]:
+def build_all(source: Source, dp_degree: int, local: int, **changes: Any) -> list[MicrobatchLoader]:
     return [
         build(source, dp_degree, dp_rank, microbatch_size=local, **changes)
         for dp_rank in range(dp_degree)
     ]
 
 
-def take_step(loaders: list[BatchLoader], n_rows: int = ROWS) -> Microbatch:
+def take_step(loaders: list[MicrobatchLoader], n_rows: int = ROWS) -> Microbatch:
     """Take and commit one step; return the global batch, in the order of its rows."""
     count = loaders[0].n_microbatches * n_rows // ROWS
     of_ranks = [list(islice(loader, count)) for loader in loaders]
@@ -74,7 +74,7 @@ def reference_step(source: Source, step: int) -> tuple[torch.Tensor, torch.Tenso
     return sequences[:, :-1], sequences[:, 1:]
 
 
-def assert_steps(source: Source, loaders: list[BatchLoader], steps: range) -> None:
+def assert_steps(source: Source, loaders: list[MicrobatchLoader], steps: range) -> None:
     for step in steps:
         batch = take_step(loaders)
         tokens, labels = reference_step(source, step)
@@ -139,7 +139,7 @@ def test_resume_neither_repeats_nor_skips(
 ) -> None:
     source = shuffled(documents(40, longest))
     for taken in (0, 1, 7):
-        resume(source, taken, before, after, BatchLoader)
+        resume(source, taken, before, after, MicrobatchLoader)
 
 
 @pytest.mark.parametrize("fault", [CountsPrefetched, CountsTaken])
@@ -153,7 +153,7 @@ SIZES = (2, 4, 4, 2, 6, 8, 8, 8)
 """Microbatch sizes of steps; most steps end in the middle of the global batch."""
 
 
-def assert_ramp(source: Source, loaders: list[BatchLoader], steps: range) -> None:
+def assert_ramp(source: Source, loaders: list[MicrobatchLoader], steps: range) -> None:
     """Assert that steps of a ramp take the same sequences as whole global batches."""
     whole = torch.cat([reference_step(source, step)[0] for step in range(len(SIZES))])
     for step in steps:
@@ -168,14 +168,14 @@ def test_ramp_keeps_the_order_of_sequences(dp_degree: int, local: int) -> None:
     assert_ramp(source, build_all(source, dp_degree, local), range(len(SIZES)))
 
 
-class ForgetsNextRow(BatchLoader):
+class ForgetsNextRow(MicrobatchLoader):
     """Fault: a resumed run starts at the first row."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state | {"next_row": 0})
 
 
-class CountsOwnRows(BatchLoader):
+class CountsOwnRows(MicrobatchLoader):
     """Fault: the next row ignores the rows of other ranks."""
 
     def commit(self, microbatches: list[Microbatch]) -> None:
@@ -204,13 +204,13 @@ def resume_ramp(taken: int, before: tuple[int, int], after: tuple[int, int], cls
 )
 def test_ramp_resumes_at_any_row(before: tuple[int, int], after: tuple[int, int]) -> None:
     for taken in range(len(SIZES)):
-        resume_ramp(taken, before, after, BatchLoader)
+        resume_ramp(taken, before, after, MicrobatchLoader)
 
 
 @pytest.mark.parametrize("after", [(1, 8), (4, 2), (8, 1)])
 def test_larger_microbatches_resume_after_a_ramp(after: tuple[int, int]) -> None:
     assert sum(SIZES[:5]) % ROWS != 0
-    resume_ramp(5, (2, 1), after, BatchLoader)
+    resume_ramp(5, (2, 1), after, MicrobatchLoader)
 
 
 @pytest.mark.parametrize("fault", [ForgetsNextRow, CountsOwnRows, CountsPrefetched, CountsTaken])
@@ -348,7 +348,7 @@ def test_deleted_loader_leaves_no_thread_and_no_memory() -> None:
 def test_interpreter_exits_cleanly_while_prefetching() -> None:
     program = """if True:
         from config.job_config import Data
-        from data.loader import BatchLoader, LoaderConfig
+        from data.loader import MicrobatchLoader, LoaderConfig
         from data.mixture import Mixture
         from data.sources import build_sources
         from data.tokenizer import load_tokenizer
@@ -357,7 +357,7 @@ def test_interpreter_exits_cleanly_while_prefetching() -> None:
             vocab_size=320, seq_len=128, microbatch_size=2, global_batch_size=2, dp_rank=0,
             dp_degree=1, document_mask=True, prefetch=50,
         )
-        loader = BatchLoader(mixture, load_tokenizer("bytes"), config)
+        loader = MicrobatchLoader(mixture, load_tokenizer("bytes"), config)
         next(loader)
     """
     done = subprocess.run(

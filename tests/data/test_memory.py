@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from config.job_config import Data
-from data.loader import BatchLoader, LoaderConfig
+from data.loader import LoaderConfig, MicrobatchLoader
 from data.mixture import Mixture
 from data.sources import build_sources
 from data.tokenizer import load_tokenizer
@@ -44,7 +44,7 @@ def memory_to_read(folder: Path, n_files: int) -> float:
     config = Data(source="tokens", path=str(folder / f"{n_files}" / "*.idx"))
     before = private_mib()
     sources, _ = build_sources(config, 0)
-    loader = BatchLoader(Mixture(sources), load_tokenizer("bytes"), LoaderConfig(
+    loader = MicrobatchLoader(Mixture(sources), load_tokenizer("bytes"), LoaderConfig(
 vocab_size=320,
 seq_len=SEQ_LEN,
 microbatch_size=ROWS,

@@ -19,19 +19,19 @@ import zstandard
 from checkpoint.checkpointer import merge
 from config import ConfigError
 from config.job_config import Data, DataSource
-from data.loader import BatchLoader, LoaderConfig
+from data.loader import LoaderConfig, MicrobatchLoader
 from data.mixture import Mixture, RowState
 from data.sources import build_sources
 from runtime.labels import IGNORE_INDEX
 from tests.lib.corpora import corpora, source
 from tests.lib.loaders import UNIQUE
 
-Loaders = list[BatchLoader]
+Loaders = list[MicrobatchLoader]
 
 
 def build(mixture: Mixture, dp_degree: int, local: int, *, n_rows: int, seq_len: int) -> Loaders:
     return [
-        BatchLoader(
+        MicrobatchLoader(
             mixture,
             UNIQUE,
             LoaderConfig(
@@ -204,7 +204,7 @@ def test_resume_with_other_weights_is_rejected(weights: list[float]) -> None:
 def test_row_state_survives_json() -> None:
     state = RowState((1, 2), (30, 40), 6, 1, 5)
     assert RowState.from_json(json.loads(json.dumps(state.as_json()))) == state
-    assert state.place == (3, 5)
+    assert state.position == (3, 5)
 
 
 class Ids:
@@ -225,7 +225,7 @@ class Ids:
 def test_id_outside_the_vocabulary_is_an_error(bad: int, dtype: str) -> None:
     def read_all(last: int) -> list[int]:
         mixture = cast(Any, Mixture([cast(Any, Ids(1, last, 2, dtype=dtype))]))
-        loader = BatchLoader(mixture, UNIQUE, LoaderConfig(
+        loader = MicrobatchLoader(mixture, UNIQUE, LoaderConfig(
 vocab_size=20,
 seq_len=5,
 microbatch_size=1,
@@ -299,7 +299,7 @@ def test_only_bad_records_are_counted(tmp_path: Path, packing: str) -> None:
         (tmp_path / f"{i}.txt").write_bytes(b"caf\xe9")
     once = DataSource(path=str(tmp_path / "*"), repeat=False)
     config = Data(on_bad_record="skip", validation_percent=0.0, sources=[once])
-    loader = BatchLoader(Mixture(build_sources(config, 0)[0]), UNIQUE, LoaderConfig(
+    loader = MicrobatchLoader(Mixture(build_sources(config, 0)[0]), UNIQUE, LoaderConfig(
 vocab_size=UNIQUE.n_vocab,
 seq_len=4,
 microbatch_size=2,

@@ -12,7 +12,7 @@ import torch
 
 from checkpoint.checkpointer import merge
 from config import ConfigError
-from data.loader import BatchLoader, LoaderConfig
+from data.loader import LoaderConfig, MicrobatchLoader
 from data.mixture import Mixture
 from data.packing import best_fit
 from data.sources import ShuffledDocuments
@@ -25,9 +25,9 @@ SEQ_LEN = 24
 
 def build(
     mixture: Mixture, dp_degree: int, n_rows: int, seq_len: int = SEQ_LEN, packing: str = "best_fit"
-) -> list[BatchLoader]:
+) -> list[MicrobatchLoader]:
     return [
-        BatchLoader(
+        MicrobatchLoader(
             mixture,
             UNIQUE,
             LoaderConfig(
@@ -46,7 +46,7 @@ def build(
     ]
 
 
-def take(loaders: list[BatchLoader]) -> list[torch.Tensor]:
+def take(loaders: list[MicrobatchLoader]) -> list[torch.Tensor]:
     """Return tokens, labels, positions and document ids of the next global batch."""
     of_ranks = [list(islice(loader, loader.n_microbatches)) for loader in loaders]
     for loader, batches in zip(loaders, of_ranks, strict=True):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from config import ConfigError
-from data.loader import BatchLoader, Microbatch
+from data.loader import Microbatch, MicrobatchLoader
 from data.step_batches import StepBatch, StepBatches, StepSync
 from runtime.labels import IGNORE_INDEX
 from tests.lib.control import control_of
@@ -51,7 +51,7 @@ def take(
     loader = FakeLoader(n_valid[rank], microbatches=GLOBAL_BATCH // dp_degree, n_bad=n_bad[rank])
     with control_of(folder) as control:
         batches = StepBatches(
-            cast(BatchLoader, loader),
+            cast(MicrobatchLoader, loader),
             control,
             batch_size=lambda step: sizes[step - 1],
             global_batch_size=GLOBAL_BATCH,
@@ -69,7 +69,7 @@ def test_counts_are_summed_over_ranks_with_different_rows(ranks: RankPool, tmp_p
     found = ranks.run(partial(take, sizes=[2, 4], n_readers=1), 2, tmp_path, n_valid, [2, 1])
     for own in found:
         assert [len(batch.microbatches) for batch, _ in own] == [1, 2]
-        assert [batch.n_rows for batch, _ in own] == [2, 4]
+        assert [batch.n_sequences for batch, _ in own] == [2, 4]
         assert [batch.n_tokens for batch, _ in own] == [8 + 1, 3 + 0 + 5 + 2]
         assert [sync.n_bad_records for _, sync in own] == [2 + 1] * 2
         assert [sync.n_writing for _, sync in own] == [1, 1]

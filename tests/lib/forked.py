@@ -101,14 +101,14 @@ def checkpoints(folder: Path) -> list[Path]:
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Assemble all tensors of a checkpoint without the code that loads checkpoints."""
     whole = {}
-    for fqn, entry in read_index(checkpoint, sizes_of(read_manifest(checkpoint))).items():
-        whole[fqn] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        for shard in entry.parts:
+    for fqn, record in read_index(checkpoint, sizes_of(read_manifest(checkpoint))).items():
+        whole[fqn] = torch.empty(record.shape, dtype=DTYPES[record.dtype])
+        for shard in record.shards:
             count = math.prod(shard.sizes)
             if count:
                 data = bytearray((checkpoint / shard.file).read_bytes())
                 values = torch.frombuffer(
-                    data, dtype=DTYPES[entry.dtype], count=count, offset=shard.start
+                    data, dtype=DTYPES[record.dtype], count=count, offset=shard.file_offset
                 )
                 box = tuple(
                     slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes, strict=True)

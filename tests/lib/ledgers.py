@@ -12,9 +12,9 @@ import numpy as np
 
 from checkpoint.checkpointer import merge
 from data.batch_size import Ramp, batch_size_of
-from data.loader import BatchLoader, Microbatch
+from data.loader import Microbatch, MicrobatchLoader
 from data.sources import ShuffledDocuments, Source
-from metrics.ledger import Attempt, Ledger
+from metrics.ledger import AttemptHeader, Ledger
 from tests.lib.loaders import ROWS, SEQ_LEN, build, documents
 from tools.check_ledger import Lineage
 
@@ -28,7 +28,7 @@ def source(seed: int = 5, count: int = 40) -> Source:
     )
 
 
-def loaders(degree: int, cls: type = BatchLoader) -> list[BatchLoader]:
+def loaders(degree: int, cls: type = MicrobatchLoader) -> list[MicrobatchLoader]:
     found = [build(source(), degree, rank) for rank in range(degree)]
     for loader in found:
         loader.__class__ = cls
@@ -52,7 +52,7 @@ class Start:
 class Program:
     """A small ``train.py``: the data state of its checkpoints, and its ledger."""
 
-    def __init__(self, folder: Path, cls: type = BatchLoader, ramp: Ramp = ()) -> None:
+    def __init__(self, folder: Path, cls: type = MicrobatchLoader, ramp: Ramp = ()) -> None:
         self.folder, self._cls, self._ramp = folder, cls, ramp
         self.saved: dict[int, tuple[str, State]] = {}
         """By step: the attempt that saved it, and the loaders' state."""
@@ -62,7 +62,7 @@ class Program:
         self,
         start: Start,
         *,
-        loaders: Callable[[int, type], list[BatchLoader]] = loaders,
+        loaders: Callable[[int, type], list[MicrobatchLoader]] = loaders,
         first_step: int | None = None,
         data_of: int | None = None,
         data_after: int | None = None,
@@ -75,19 +75,19 @@ class Program:
         if (place := data if data_of is None else data_of) > 0:
             for reader in readers:
                 reader.load_state_dict(self.saved[place][1])
-        attempt = Attempt(
+        attempt = AttemptHeader(
             attempt=name,
             parent=self.saved[c][0] if c else None,
             resumed_from=c,
             data_after=data,
             world_size=start.world,
             rank=0,
-            place=0,
+            dp_rank=0,
             n_rows=ROWS,
             ramp=self._ramp,
         )
         ledgers = [
-            Ledger(self.folder / "ledger", replace(attempt, rank=rank, place=rank // start.tp))
+            Ledger(self.folder / "ledger", replace(attempt, rank=rank, dp_rank=rank // start.tp))
             for rank in range(start.world)
         ]
         for step in range(first_step or c + 1, start.last + 1):
@@ -104,7 +104,7 @@ class Program:
         return self
 
     def _step(
-        self, step: int, readers: list[BatchLoader], ledgers: list[Ledger], tp: int
+        self, step: int, readers: list[MicrobatchLoader], ledgers: list[Ledger], tp: int
     ) -> list[list[Microbatch]]:
         n_rows = batch_size_of(step, self._ramp, ROWS)
         count = readers[0].n_microbatches * n_rows // ROWS

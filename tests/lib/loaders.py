@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from data.loader import BatchLoader, LoaderConfig, Microbatch
+from data.loader import LoaderConfig, Microbatch, MicrobatchLoader
 from data.mixture import Mixture
 from data.sources import Source
 from data.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def build(
     dp_rank: int = 0,
     tokenizer: Tokenizer = UNIQUE,
     **changes: Any,
-) -> BatchLoader:
+) -> MicrobatchLoader:
     keywords: dict[str, Any] = {
         "vocab_size": UNIQUE.n_vocab,
         "seq_len": SEQ_LEN,
@@ -45,17 +45,17 @@ def build(
         "prefetch": 2,
     }
     config = LoaderConfig(dp_rank=dp_rank, dp_degree=dp_degree, **(keywords | changes))
-    return BatchLoader(Mixture([source]), tokenizer, config)
+    return MicrobatchLoader(Mixture([source]), tokenizer, config)
 
 
-class CountsPrefetched(BatchLoader):
+class CountsPrefetched(MicrobatchLoader):
     """Fault: the state includes prefetched batches."""
 
     def commit(self, microbatches: list[Microbatch]) -> None:
         super().commit([*microbatches, *(prepared.result() for prepared in self._prefetched)])
 
 
-class CountsTaken(BatchLoader):
+class CountsTaken(MicrobatchLoader):
     """Fault: the state includes batches that are not committed."""
 
     def __next__(self) -> Microbatch:

@@ -14,9 +14,9 @@ import torch
 
 from checkpoint.checkpointer import merge
 from data.batch_size import Ramp
-from data.loader import BatchLoader, Microbatch
+from data.loader import Microbatch, MicrobatchLoader
 from data.mixture import RowState
-from metrics.ledger import Attempt, Ledger
+from metrics.ledger import AttemptHeader, Ledger
 from tests.lib.ledgers import Program, Start, State, sequences, source
 from tests.lib.loaders import ROWS, SEQ_LEN, CountsPrefetched, CountsTaken, build
 from tools import check_ledger
@@ -203,14 +203,14 @@ def test_uncommitted_data_position_is_a_violation(tmp_path: Path, fault: type) -
     assert isinstance(reader, fault)
 
 
-class ForgetsNextRow(BatchLoader):
+class ForgetsNextRow(MicrobatchLoader):
     """Fault: a resumed run starts at the first row."""
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state | {"next_row": 0})
 
 
-class RestartsRowsEachStep(BatchLoader):
+class RestartsRowsEachStep(MicrobatchLoader):
     """Fault: every step starts at the first row."""
 
     def commit(self, microbatches: list[Microbatch]) -> None:
@@ -263,7 +263,7 @@ def test_ledger_without_ramp_key_is_read(tmp_path: Path) -> None:
 
 
 def test_rank_dependent_order_is_a_violation(tmp_path: Path, uninterrupted: Lineage) -> None:
-    def shuffled_by_rank(degree: int, cls: type) -> list[BatchLoader]:
+    def shuffled_by_rank(degree: int, cls: type) -> list[MicrobatchLoader]:
         sources = [source(seed=5 + rank) for rank in range(degree)]
         for each in sources:
             each.fingerprint = sources[0].fingerprint
@@ -277,7 +277,7 @@ def test_rank_dependent_order_is_a_violation(tmp_path: Path, uninterrupted: Line
 
 
 def test_row_read_by_two_ranks_is_a_violation(tmp_path: Path) -> None:
-    def all_first(degree: int, cls: type) -> list[BatchLoader]:
+    def all_first(degree: int, cls: type) -> list[MicrobatchLoader]:
         return [build(source(), degree, 0) for _ in range(degree)]
 
     violations = replay(Program(tmp_path).run(Start(2, 1), loaders=all_first).folder).violations
@@ -314,8 +314,8 @@ def test_resume_from_abandoned_branch_is_a_violation(tmp_path: Path) -> None:
 
 
 def test_line_is_flushed_at_once_and_fsynced_by_sync(tmp_path: Path) -> None:
-    attempt = Attempt(
-        attempt="a", parent=None, resumed_from=0, data_after=0, world_size=1, rank=0, place=0,
+    attempt = AttemptHeader(
+        attempt="a", parent=None, resumed_from=0, data_after=0, world_size=1, rank=0, dp_rank=0,
         n_rows=1,
     )  # fmt: skip
     ledger = Ledger(tmp_path / "ledger", attempt)
@@ -336,9 +336,9 @@ def test_crc_covers_every_token(tmp_path: Path) -> None:
     spans = ((0, start, end), (1, start, other))
 
     def crcs(sequence: torch.Tensor, name: str) -> list[int]:
-        attempt = Attempt(
+        attempt = AttemptHeader(
             attempt=name, parent=None, resumed_from=0, data_after=0, world_size=1, rank=0,
-            place=0, n_rows=2,
+            dp_rank=0, n_rows=2,
         )  # fmt: skip
         ledger = Ledger(tmp_path / name / "ledger", attempt)
         batch = Microbatch(

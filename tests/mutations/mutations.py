@@ -189,11 +189,11 @@ PARALLELISMS = [
         "parallelisms/parallel_dims.py",
         before="""\
             (pp, replicate, shard * tp // ep, ep),
-            mesh_dim_names=("pp", "dp_replicate", "dp_shard_ep", "ep"),
+            mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
 """,
         after="""\
             (pp, replicate, ep, shard * tp // ep),
-            mesh_dim_names=("pp", "dp_replicate", "ep", "dp_shard_ep"),
+            mesh_dim_names=("pp", "dp_replicate", "ep", "efsdp"),
 """,
         tests=("tests/parallelisms/test_experts.py", "tests/optim/test_muon.py"),
     ),
@@ -529,8 +529,8 @@ CHECKPOINT = [
         # Would accept an index whose last shard is cut off by one element.
         "shard-may-end-one-element-late",
         "checkpoint/tensor_files.py",
-        before="end = shard.start + count * itemsize",
-        after="end = shard.start + (count - 1) * itemsize",
+        before="end = shard.file_offset + count * itemsize",
+        after="end = shard.file_offset + (count - 1) * itemsize",
         tests=("tests/checkpoint/test_damage.py",),
     ),
     Mutation(

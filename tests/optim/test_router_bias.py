@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from config.job_config import Parallelism
-from optim.router_bias import RouterBiasUpdater
+from optim.router_bias import ExpertBalancer
 from parallelisms.parallel_dims import ParallelDims
 from tests.lib.ranks import RankPool
 
@@ -24,8 +24,8 @@ def update_and_read_metric() -> tuple[dict[str, float], list[list[float]]]:
     """Two pipeline stages, the first with dense layers only."""
     dims = ParallelDims.build(Parallelism(pipeline_parallel_degree=2), 2, "cpu")
     moes = [moe_layer(1.0, 2.0, 9.0), moe_layer(4.0, 4.0, 4.0)] if dist.get_rank() == 1 else []
-    updater = RouterBiasUpdater(moes, dims.data_mesh, rate=0.5, device=torch.device("cpu"))
-    updater.set_aux_loss_scale(0.5)
+    updater = ExpertBalancer(moes, dims.data_mesh, rate=0.5, device=torch.device("cpu"))
+    updater.set_batch_fraction(0.5)
     loads = [moe.tokens_per_expert.clone() for moe in moes]
     # A masked update moves no bias.
     updater.update(torch.ones(()))

@@ -15,7 +15,7 @@ from models.meta import build_on_meta
 from models.moe import MoE
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
-from optim.router_bias import RouterBiasUpdater
+from optim.router_bias import ExpertBalancer
 from parallelisms.materialize import materialize
 from tests.lib.cells import ROWS
 from tests.lib.layouts import (
@@ -112,7 +112,7 @@ def check_routing(layout: Layout) -> None:
     starts = range(rank * ROWS // degree, (rank + 1) * ROWS // degree, n_rows)
     mine = [rows_of(batch, slice(start, start + n_rows)) for start in starts]
     n_tokens = num_target_tokens([batch])
-    balance = RouterBiasUpdater(spec.moes(model), dims.data_mesh, rate=RATE, device=CPU)
+    balance = ExpertBalancer(spec.moes(model), dims.data_mesh, rate=RATE, device=CPU)
     names = [name for name, module in model.named_modules() if isinstance(module, MoE)]
     for step in range(3):
         SPMDRunner(alone, parallelism=Parallelism(), device=CPU).forward_backward([batch], n_tokens)

@@ -20,7 +20,7 @@ from data.loader import Microbatch
 from data.mixture import RowState
 from data.packing import RowSpan
 from forward_backward import SPMDRunner
-from metrics.ledger import Attempt, Ledger
+from metrics.ledger import AttemptHeader, Ledger
 from models import find_model
 from optim.grad_norm import clip_grad_norm_, local_norms
 from optim.nonfinite import NonfiniteGuard
@@ -84,9 +84,9 @@ def time_steps(folder: Path) -> dict[str, float]:
     rank = dist.get_rank()
     control = RunControl(folder / "control")
     control.acquire_lock()
-    attempt = Attempt(
+    attempt = AttemptHeader(
         attempt="a", parent=None, resumed_from=0, data_after=0, world_size=2, rank=rank,
-        place=rank, n_rows=2 * BATCH,
+        dp_rank=rank, n_rows=2 * BATCH,
     )  # fmt: skip
     ledger = Ledger(folder / "ledger", attempt)
     names = ("step", "count of tokens", "consensus", "finite check", "ledger")

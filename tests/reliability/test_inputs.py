@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from config.job_config import Data, Parallelism
-from data.loader import BatchLoader, LoaderConfig, Microbatch
+from data.loader import LoaderConfig, Microbatch, MicrobatchLoader
 from data.mixture import Mixture, RowStream
 from data.sources import ShuffledDocuments, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -53,7 +53,7 @@ def run_first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
     dims = ParallelDims.build(Parallelism(**layout.parallelism), layout.world_size, "cpu")
     model = shard_debugmodel("llama3", ARGS, layout).module
     materialize(model, CPU, seed=0)
-    loader = BatchLoader(
+    loader = MicrobatchLoader(
         Mixture([words(24)]),
         tokenizer(bad_id),
         LoaderConfig(
@@ -82,7 +82,7 @@ def run_first_epoch(layout: Layout, bad_id: int, is_checked: bool) -> list[str]:
     return []
 
 
-def take(loader: BatchLoader) -> tuple[Microbatch, str]:
+def take(loader: MicrobatchLoader) -> tuple[Microbatch, str]:
     try:
         return next(loader), ""
     except ValueError as error:
@@ -128,7 +128,7 @@ def test_unchecked_invalid_id_is_silent_with_tensor_parallel(
 
 
 def test_every_id_of_the_vocabulary_is_valid() -> None:
-    loader = BatchLoader(Mixture([words(24)]), tokenizer(VOCAB - 1), LoaderConfig(
+    loader = MicrobatchLoader(Mixture([words(24)]), tokenizer(VOCAB - 1), LoaderConfig(
 vocab_size=VOCAB,
 seq_len=8,
 microbatch_size=4,
@@ -213,7 +213,7 @@ def error_of(folder: Path, file: str, content: bytes | None) -> str:
         sources, _ = build_sources(config, 0, with_held_out=False)
         if content is None:
             path.unlink()
-        loader = BatchLoader(Mixture(sources), load_tokenizer("bytes"), LoaderConfig(
+        loader = MicrobatchLoader(Mixture(sources), load_tokenizer("bytes"), LoaderConfig(
 vocab_size=320,
 seq_len=1024,
 microbatch_size=1,

@@ -261,7 +261,7 @@ def test_expert_mesh_dims_are_measured(ranks: RankPool) -> None:
     for rows in ranks.run(expert_dims, 4):
         assert [row[:3] for row in rows[1:]] == [
             ["dp_shard_cp = batch", "4", "1"],
-            ["dp_shard_ep", "2", "2"],
+            ["efsdp", "2", "2"],
             ["ep", "2", "2"],
         ]
 
