@@ -13,6 +13,7 @@ from runtime import exit_codes
 from tests.lib.forked import codes, log, run, started
 from tests.lib.launch import curve, records
 from tests.lib.layouts import CP, PP, Layout
+from tests.lib.marks import slow
 from tools import check_ledger
 
 KEYS = {
@@ -47,7 +48,7 @@ def keys_of(layout: Layout, packing: str) -> dict[str, str]:
     return parallelism | local | {"data.packing": packing, "data.document_mask": "true"}
 
 
-@pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packing", ["concat", slow("best_fit")])
 def test_mixture_gives_the_same_run_on_every_mesh(tmp_path: Path, packing: str) -> None:
     data = mixture(tmp_path)
     expected = tmp_path / "2"

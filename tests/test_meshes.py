@@ -42,6 +42,7 @@ from tests.lib.forked import (
 )
 from tests.lib.launch import curve, records
 from tests.lib.layouts import CP, METHOD, MODE, PP, REPLICATE, SCHEDULE, TP, Layout
+from tests.lib.marks import slow
 from tools import check_ledger
 
 UNTIED, TIED = FLAVORS = ("debugmodel", "debugmodel_tied")
@@ -175,10 +176,6 @@ QUICK = [
     (TIED, Layout(2, INTERLEAVED)),
     (UNTIED, Layout(4, {PP: 2, CP: 2})),
 ]
-
-
-def slow(*values: Any, id: str | None = None) -> Any:
-    return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from tests.lib.forked import run
 from tests.lib.launch import curve, records
 from tests.lib.layouts import CP, EP
+from tests.lib.marks import slow
 
 TEXT = "Each of the experts is asked about some of these letters, and none is asked about all.\n"
 KEYS = {
@@ -26,7 +27,7 @@ EXPERTS = {f"parallelism.{EP}": "2"}
     ("name", "parallelism"),
     [
         ("qwen3_moe", EXPERTS),
-        pytest.param("qwen3_next", EXPERTS | {f"parallelism.{CP}": "2"}, marks=pytest.mark.slow),
+        slow("qwen3_next", EXPERTS | {f"parallelism.{CP}": "2"}),
     ],
 )
 def test_small_dataset_is_overfitted(

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib import forked
 from tests.lib.launch import curve, records, run, start, wait_for_steps
+from tests.lib.marks import slow
 from tests.lib.repository import ROOT
 
 
@@ -31,7 +33,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_extended_run_continues_bitwise(uninterrupted: Path, tmp_path: Path) -> None:
-    run(tmp_path, 2, **{"training.steps": "3"})
+    # As the launcher's ranks.
+    keys = {"activation_checkpoint.mode": "selective", "validation.enable": "true"}
+    forked.run(tmp_path, 2, **keys, **{"training.steps": "3"})
     output = run(tmp_path, 2, **{"training.steps": "6"})
     assert "resumed from step 3" in output
     assert curve(tmp_path) == curve(uninterrupted)
@@ -67,9 +71,9 @@ def test_resolved_config_runs_again(uninterrupted: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("number", "whole_session"),
     [
-        pytest.param(signal.SIGTERM, False, id="SIGTERM-to-launcher"),
         # test_launch.py has all signals to the launcher, test_resume.py to the ranks.
-        pytest.param(signal.SIGUSR1, False, id="SIGUSR1-to-launcher", marks=pytest.mark.slow),
+        slow(signal.SIGTERM, False, id="SIGTERM-to-launcher"),
+        slow(signal.SIGUSR1, False, id="SIGUSR1-to-launcher"),
         pytest.param(signal.SIGINT, True, id="Ctrl-C"),
     ],
 )

@@ -20,6 +20,7 @@ from benchmarks.rows import (
 )
 from benchmarks.run import load_cases, main
 from benchmarks.turns import Loop, LoopError, Turn, Turns
+from tests.lib.marks import slow
 
 TINY = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 96,
@@ -63,11 +64,8 @@ def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFix
         ("checkpoint", [*SHAPE, "--rounds", "1", "--only", "1 rank"]),
         ("loss", ["--tokens", "64", "--vocab_size", "256", "--turns", "1", "--only", "4096"]),
         ("scale", ["--turns", "1", "--shape.dim", "64", "--only", "2 ranks"]),
-        pytest.param("startup", ["--repetitions", "1"], marks=pytest.mark.slow),
-        pytest.param(
-            "data", ["--turns", "2", "--documents", "50", "--waiting_steps", "2"],
-            marks=pytest.mark.slow,
-        ),
+        slow("startup", ["--repetitions", "1"]),
+        slow("data", ["--turns", "2", "--documents", "50", "--waiting_steps", "2"]),
     ],
 )  # fmt: skip
 def test_every_column_is_measured(name: str, overrides: list[str], tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from tests.lib.hugging_face import (
     hugging_face,
 )
 from tests.lib.layouts import CPU, MODE, PP, REPLICATE, TP, Layout, digest, shard_debugmodel
+from tests.lib.marks import slow
 from tests.lib.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
@@ -53,10 +54,6 @@ transformers = pytest.importorskip("transformers")
 SHARD_BYTES = 20_000
 NAMES = {"Llama": "llama3", "Qwen3": "qwen3"}
 TWO = Layout(2)
-
-
-def slow(layout: Layout) -> Any:
-    return pytest.param(layout, marks=pytest.mark.slow)
 
 
 LAYOUTS = [

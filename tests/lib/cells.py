@@ -188,8 +188,9 @@ def _degree(text: str) -> int:
 
 def cost(cell: Cell) -> float:
     """Seconds on two cores, roughly."""
+    # Each rank traces each kind of region; tensor parallel ones have more operations.
     traced = (1.0 + cell.tensor) * (4.0 if cell.model == "qwen3_next" else 1.0)
-    return 1.0 + 0.5 * cell.world_size + 10.0 * cell.compile * traced
+    return 1.0 + 0.5 * cell.world_size + 3.0 * cell.compile * cell.world_size * traced
 
 
 @dataclass(frozen=True)

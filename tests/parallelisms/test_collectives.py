@@ -16,7 +16,7 @@ from parallelisms.materialize import materialize
 from tests.lib.layouts import CP, CPU, METHOD, PP, SCHEDULE, TP, Layout, shard_debugmodel
 from tests.lib.ranks import RankPool
 
-ROWS, SEQ_LEN, MICROBATCHES, BYTES = 1, 32, 4, 4
+ROWS, SEQ_LEN, BYTES = 1, 32, 4
 SHORT_NAMES = {
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
     "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
@@ -36,17 +36,22 @@ def args_of(n_layers: int) -> TransformerArgs:
     return replace(args, n_layers=n_layers, dim=64, head_dim=16, max_seq_len=SEQ_LEN)
 
 
+def microbatches_of(layout: Layout) -> int:
+    # 1F1B needs one per stage.
+    return 4 if PP in layout.parallelism else 2
+
+
 def count(layout: Layout, n_layers: int) -> Calls:
     sharded = shard_debugmodel("llama3", args_of(n_layers), layout, compute_dtype="float32")
     materialize(sharded.module, CPU, seed=1)
     runner = sharded.runner()
     tokens = torch.randint(300, (ROWS, SEQ_LEN))
-    microbatches = [Microbatch(tokens, tokens)] * MICROBATCHES
+    microbatches = [Microbatch(tokens, tokens)] * microbatches_of(layout)
 
     def step() -> None:
         # The loss runs on one row of logits at a time.
         with patch.object(loss, "CPU_CHUNK", 1):
-            runner.forward_backward(microbatches, ROWS * SEQ_LEN * MICROBATCHES)
+            runner.forward_backward(microbatches, ROWS * SEQ_LEN * len(microbatches))
 
     step()
     calls: Calls = Counter()
@@ -131,7 +136,6 @@ def expected(layout: Layout, n_layers: int, rank: int) -> Calls:
     [
         Layout(2, {TP: 2}),
         Layout(4, {TP: 4}),
-        Layout(2, {CP: 2}),
         Layout(2, {CP: 2} | GATHER),
         Layout(4, {CP: 4}),
         Layout(4, {CP: 2, TP: 2}),
@@ -145,12 +149,13 @@ def expected(layout: Layout, n_layers: int, rank: int) -> Calls:
 )
 def test_step_collectives_match_closed_form(ranks: RankPool, layout: Layout) -> None:
     # As many layers as stages, and twice as many.
-    fewest = 4 if PP in layout.parallelism else 2
+    fewest = layout.parallelism.get(PP, 1) * (2 if SCHEDULE in layout.parallelism else 1)
+    n_microbatches = microbatches_of(layout)
     for n_layers in (fewest, 2 * fewest):
         found = ranks.run(count, layout.world_size, layout, n_layers)
         for rank, calls in enumerate(found):
             wanted = expected(layout, n_layers, rank)
-            assert calls == {key: MICROBATCHES * n for key, n in wanted.items()}, f"rank {rank}"
+            assert calls == {key: n_microbatches * n for key, n in wanted.items()}, f"rank {rank}"
 
 
 def test_recompute_repeats_only_kv_all_gathers(ranks: RankPool) -> None:
@@ -161,4 +166,4 @@ def test_recompute_repeats_only_kv_all_gathers(ranks: RankPool) -> None:
         calls = ranks.run(count, 2, layout, 2)[0]
         wanted = expected(layout, 2, 0)
         for (kind, size), n in wanted.items():
-            assert calls[kind, size] == MICROBATCHES * (n + again.get(kind, 0))
+            assert calls[kind, size] == microbatches_of(layout) * (n + again.get(kind, 0))

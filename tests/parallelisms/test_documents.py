@@ -43,6 +43,7 @@ from tests.lib.layouts import (
     Layout,
     shard_debugmodel,
 )
+from tests.lib.marks import slow
 from tests.lib.ranks import RankPool
 
 LLAMA, QWEN = "llama3", "qwen3"
@@ -97,26 +98,27 @@ CASES = [
     Case(Layout(2, {CP: 2} | GATHER)),
     # KV heads that are split, and those that several ranks need.
     Case(Layout(2, {CP: 2}), 6, 3),
-    Case(Layout(2, {PP: 2})),
     Case(Layout(4, {CP: 4})),
     Case(Layout(4, {CP: 4} | GATHER)),
+    # Each runs one of the models.
+    Case(Layout(2, {TP: 2}), 4, 1, (LLAMA,)),
+    Case(Layout(4, {CP: 2, TP: 2}), 12, 3, (QWEN,)),
+    Case(Layout(4, {CP: 2, PP: 2} | GATHER), models=(LLAMA,)),
+]
+INTERLEAVED = {PP: 2, SCHEDULE: "Interleaved1F1B"}
+# Without documents' boundaries at every edge, test_parity.py has their pairs of options.
+SLOW_CASES = [
+    Case(Layout(2, {PP: 2})),
     Case(Layout(4, {CP: 2})),
     Case(Layout(4, {CP: 2} | GATHER)),
     Case(Layout(4, {CP: 2, PP: 2})),
-    Case(Layout(4, {CP: 2, PP: 2} | GATHER)),
-]
-# Each runs one of the models; SLOW_CASES run the other.
-TENSOR_PARALLEL = [
-    Case(Layout(2, {TP: 2}), 6, 3, (QWEN,)),
-    Case(Layout(2, {TP: 2}), 4, 1, (LLAMA,)),
-    Case(Layout(4, {TP: 4}), models=(QWEN,)),
-    Case(Layout(4, {CP: 2, TP: 2}), 12, 3, (QWEN,)),
-    Case(Layout(4, {CP: 2, TP: 2} | GATHER), models=(LLAMA,)),
-    Case(Layout(8, {PP: 2, CP: 2, TP: 2}), models=(QWEN,)),
-]
-INTERLEAVED = {PP: 2, SCHEDULE: "Interleaved1F1B"}
-SLOW_CASES = [
-    *(replace(c, models=(LLAMA if QWEN in c.models else QWEN,)) for c in TENSOR_PARALLEL),
+    Case(Layout(2, {TP: 2}), 6, 3),
+    Case(Layout(2, {TP: 2}), 4, 1, (QWEN,)),
+    Case(Layout(4, {TP: 4})),
+    Case(Layout(4, {CP: 2, TP: 2}), 12, 3, (LLAMA,)),
+    Case(Layout(4, {CP: 2, TP: 2} | GATHER)),
+    Case(Layout(4, {CP: 2, PP: 2} | GATHER), models=(QWEN,)),
+    Case(Layout(8, {PP: 2, CP: 2, TP: 2})),
     Case(Layout(4, {CP: 4}), 4, 1),
     Case(Layout(4, {TP: 4}), 4, 1),
     *(
@@ -485,11 +487,11 @@ def reports(ranks: RankPool) -> Callable[[Case], list[dict[str, Report]]]:
 
 
 def params(cases: list[Case], *others: Case) -> list[Any]:
-    slow = [pytest.param(case, marks=pytest.mark.slow, id=str(case)) for case in others]
-    return [*(pytest.param(case, id=str(case)) for case in cases), *slow]
+    fast = (pytest.param(case, id=str(case)) for case in cases)
+    return [*fast, *(slow(case, id=str(case)) for case in others)]
 
 
-@pytest.mark.parametrize("case", params([*CASES, *TENSOR_PARALLEL], *SLOW_CASES, *VARIANTS))
+@pytest.mark.parametrize("case", params(CASES, *SLOW_CASES, *VARIANTS))
 def test_packed_documents_match_one_device(reports, case: Case):
     for name in case.models:
         found = [report[name] for report in reports(case)]
@@ -502,14 +504,14 @@ def test_packed_documents_match_one_device(reports, case: Case):
         assert len(set(counts.values())) == len(counts)
 
 
-@pytest.mark.parametrize("case", params([*CASES, *TENSOR_PARALLEL], *SLOW_CASES, *VARIANTS))
+@pytest.mark.parametrize("case", params(CASES, *SLOW_CASES, *VARIANTS))
 def test_tokens_change_only_later_tokens_of_their_document(reports, case: Case):
     leaks = [report[name].leaks for report in reports(case) for name in case.models]
     assert all(leaks), "nothing was compared"
     assert [{name: n for name, n in each.items() if n} for each in leaks] == [{}] * len(leaks)
 
 
-@pytest.mark.parametrize("case", params([*CASES, *TENSOR_PARALLEL], *SLOW_CASES))
+@pytest.mark.parametrize("case", params(CASES, *SLOW_CASES))
 def test_ranks_hold_only_their_sequence_shard(reports, case: Case):
     for name in case.models:
         found = [report[name].excess(name, case) for report in reports(case)]

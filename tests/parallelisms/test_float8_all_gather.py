@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +38,7 @@ from tests.lib.layouts import (
     digest,
     shard_debugmodel,
 )
+from tests.lib.marks import slow
 from tests.lib.parity import whole
 from tests.lib.ranks import RankPool
 from tests.lib.small_run import Run
@@ -49,8 +49,6 @@ HARDWARE = Float8(recipe="tensorwise", skip_small=False)
 EMULATED = HARDWARE.model_copy(update={"emulate": True})
 AOT = Compile(enable=True, backend="aot_eager")
 FULL, OP = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selective")
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def all_gather_in_float8(enabled: bool) -> AbstractContextManager[Any]:
@@ -140,15 +138,17 @@ def check_equal(ranks: RankPool, name: str, layout: Layout, *rest: Any) -> None:
         ("qwen3", Layout(2), "bfloat16"),
         ("qwen3", Layout(2), "float32"),
         # Shards of unequal sizes.
-        ("llama3", Layout(3), "bfloat16"),
-        ("llama3", Layout(4, {REPLICATE: 2}), "bfloat16"),
-        ("llama3", Layout(2, {RESHARD: "never"}), "bfloat16"),
-        ("llama3", Layout(2, recompute=FULL), "bfloat16"),
+        ("llama3", Layout(3, recompute=FULL), "bfloat16"),
+        ("llama3", Layout(4, {REPLICATE: 2, RESHARD: "never"}), "bfloat16"),
         ("llama3", Layout(2, compile=AOT), "bfloat16"),
+        slow("llama3", Layout(3), "bfloat16"),
+        slow("llama3", Layout(4, {REPLICATE: 2}), "bfloat16"),
+        slow("llama3", Layout(2, {RESHARD: "never"}), "bfloat16"),
+        slow("llama3", Layout(2, recompute=FULL), "bfloat16"),
         slow("qwen3", Layout(2, recompute=OP, compile=AOT), "bfloat16"),
         slow("llama3", Layout(4, {CP: 2}), "bfloat16"),
-        ("llama3", Layout(4, {PP: 2}), "bfloat16"),
-        ("qwen3", Layout(4, {TP: 2}), "bfloat16"),
+        slow("llama3", Layout(4, {PP: 2}), "bfloat16"),
+        slow("qwen3", Layout(4, {TP: 2}), "bfloat16"),
         ("llama3", Layout(4, {TP: 2, PP: 2}), "bfloat16"),
         slow("qwen3", Layout(4, {TP: 2}, recompute=OP, compile=AOT), "bfloat16"),
         slow("llama3", Layout(4, {TP: 2, CP: 2}), "bfloat16"),

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,6 +36,7 @@ from tests.lib.layouts import (
     shard_debugmodel,
     small_args,
 )
+from tests.lib.marks import slow
 from tests.lib.ranks import RankPool
 
 SEED = 7
@@ -45,10 +45,6 @@ ROWS, COLUMNS, STD = 2048, 1024, 0.02
 TRUNCATED_STD = 0.98658
 MODELS = [("llama3", "debugmodel"), ("llama3", "debugmodel_tied"), ("qwen3", "debugmodel")]
 Fault = Callable[[], AbstractContextManager]
-
-
-def slow(layout: Layout) -> Any:
-    return pytest.param(layout, marks=pytest.mark.slow)
 
 
 # The slow ones are larger layouts of a kind, or combine two kinds.

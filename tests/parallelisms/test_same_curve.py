@@ -15,6 +15,7 @@ from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from runtime.distributed import sum_over
 from tests.lib.layouts import CPU, MODE, REPLICATE, RESHARD, TP, Layout, shard_debugmodel
+from tests.lib.marks import slow
 from tests.lib.ranks import RankPool
 
 STEPS, ROWS, SEQ_LEN = 8, 2, 32
@@ -80,7 +81,7 @@ CASES: list[tuple[Layout, int, str]] = [
     [
         *(("llama3", False, *case) for case in CASES),
         ("qwen3", True, *CASES[1]),
-        *(pytest.param("qwen3", True, *case, marks=pytest.mark.slow) for case in CASES[2:]),
+        *(slow("qwen3", True, *case) for case in CASES[2:]),
     ],
     ids=str,
 )

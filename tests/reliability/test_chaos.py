@@ -16,6 +16,7 @@ from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from checkpoint.tensor_files import describe_file
 from tests.lib.forked import PATIENCE_SECONDS, checkpoints, codes, differences, log, run, started
 from tests.lib.launch import curve
+from tests.lib.marks import slow
 from tools.check_ledger import compare, replay
 
 # Four microbatches per step, on 1, 2 or 4 ranks.
@@ -104,7 +105,7 @@ def test_killed_run_equals_uninterrupted_run(
 
 
 # test_data_runs.py compares the same mixture with concat packing.
-@pytest.mark.parametrize("packing", [pytest.param("concat", marks=pytest.mark.slow), "best_fit"])
+@pytest.mark.parametrize("packing", [slow("concat"), "best_fit"])
 def test_killed_run_on_a_mixture(
     tmp_path: Path, trials: Callable[[int], int], packing: str
 ) -> None:

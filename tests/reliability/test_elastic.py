@@ -34,6 +34,7 @@ from parallelisms.parallel_dims import ParallelDims
 from runtime.distributed import sum_in_order, sum_over
 from runtime.labels import IGNORE_INDEX
 from tests.lib.layouts import CPU, RESHARD, TP, Layout
+from tests.lib.marks import slow
 from tests.lib.ranks import RankPool
 
 STEPS, SLOTS, ROWS, SEQ_LEN = 10, 8, 2, 16
@@ -148,21 +149,17 @@ def test_degree_does_not_change_a_bit(
     )
 
 
-def slow(name: str, *values: Any) -> Any:
-    return pytest.param(*values, id=name, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("training", "layout"),
     [
         pytest.param(ROUNDED, ONE, id="reduced in bfloat16"),
         pytest.param(MIXED, replace(ONE, recompute=ActivationCheckpoint(mode="full")), id="full"),
         pytest.param(MIXED, Layout(2, {TP: 2}), id="tensor parallel"),
-        slow("selective", MIXED, replace(ONE, recompute=ActivationCheckpoint(mode="selective"))),
-        slow("compiled", MIXED, replace(ONE, compile=Compile(enable=True, backend="aot_eager"))),
-        slow("never resharded", FLOAT32, Layout(1, {RESHARD: "never"})),
-        slow("bfloat16", Training(dtype="bfloat16"), ONE),
-        slow("float64", Training(dtype="float64"), ONE),
+        slow(MIXED, replace(ONE, recompute=ActivationCheckpoint(mode="selective")), id="selective"),
+        slow(MIXED, replace(ONE, compile=Compile(enable=True, backend="aot_eager")), id="compiled"),
+        slow(FLOAT32, Layout(1, {RESHARD: "never"}), id="never resharded"),
+        slow(Training(dtype="bfloat16"), ONE, id="bfloat16"),
+        slow(Training(dtype="float64"), ONE, id="float64"),
     ],
 )
 def test_degree_does_not_change_a_bit_in_other_modes(

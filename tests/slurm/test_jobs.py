@@ -84,7 +84,6 @@ def submit(
     slurm: Cluster,
     folder: Path,
     *sbatch: str,
-    n_ranks: int = 1,
     config: Path = forked.CONFIG,
     environment: dict[str, str] | None = None,
     **overrides: str,
@@ -92,7 +91,7 @@ def submit(
     folder.mkdir(exist_ok=True)
     site = folder / "site.sh"
     if not site.exists():
-        site.write_text(f"export NGPU={n_ranks} OMP_NUM_THREADS=1\n")
+        site.write_text("export NGPU=1 OMP_NUM_THREADS=1\n")
     arguments = [str(config), *forked.options(folder, **overrides)]
     script = [str(ROOT / "slurm" / "train.sbatch"), *arguments]
     output = ["--output", str(folder / "%x-%j.log")]
@@ -102,7 +101,7 @@ def submit(
 
 def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -> None:
     steps = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
-    job = submit(slurm, tmp_path / "stopped", "--nodes=2", n_ranks=2, **steps)
+    job = submit(slurm, tmp_path / "stopped", "--nodes=2", **steps)
     job.wait_for_steps(0)
     # The same signal as --signal=B:USR1@300 before the time limit.
     slurm.call("scancel", "--batch", "--signal=USR1", job.id)
@@ -113,9 +112,9 @@ def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -
     assert slurm.show(job.id, "Restarts") == "2"
     assert "requeue: stopped by a signal, checkpoint saved" in log
     assert log.count("resumed from step") == 2
-    assert "ranks: 4 on cpu" in log
-    assert "dp_shard=4" in log
-    forked.run(tmp_path / "whole", 4, **steps)
+    assert "ranks: 2 on cpu" in log
+    assert "dp_shard=2" in log
+    forked.run(tmp_path / "whole", 2, **steps)
     assert curve(job.folder) == curve(tmp_path / "whole")
     assert len(curve(job.folder)) == 40
 
@@ -124,12 +123,12 @@ def test_dead_node_is_replaced_and_stop_file_ends_job(slurm: Cluster, tmp_path: 
     replicate = {"parallelism.data_parallel_replicate_degree": "2"}
     saved = {"checkpoint.interval": "5"}
     nodes = ["--nodes=2", "--exclude=n3"]
-    job = submit(slurm, tmp_path, *nodes, n_ranks=2, **LONG, **replicate, **saved)
+    job = submit(slurm, tmp_path, *nodes, **LONG, **replicate, **saved)
     wait_until(lambda: len(job.checkpoints()) > 1)
     slurm.crash("n1")
     job.wait_for_steps(1)
     assert slurm.show(job.id, "NodeList") == "n[0,2]"
-    assert "dp_replicate=2, dp_shard=2" in job.log()
+    assert "dp_replicate=2, dp_shard=1" in job.log()
     assert "resumed from step" in job.log()
     (job.control / "stop").touch()
     job.wait("COMPLETED")

@@ -26,6 +26,7 @@ from tests.lib.forked import checkpoints, codes, log, run, started, tensors
 from tests.lib.hugging_face import TOLERANCE, float64_for_float32, form_of
 from tests.lib.launch import curve
 from tests.lib.layouts import CP, EP, TP
+from tests.lib.marks import slow
 from tools import convert
 
 transformers = pytest.importorskip("transformers")
@@ -42,10 +43,6 @@ RUNS = {
     "qwen3_moe": ({"model.name": "qwen3_moe", **EXPERT_PARALLEL}, TENSOR_PARALLEL),
     "qwen3_next": ({"model.name": "qwen3_next", **CONTEXT_PARALLEL}, TENSOR_PARALLEL),
 }
-
-
-def slow(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.slow)
 
 
 def of_families(*names: Any) -> pytest.MarkDecorator:
