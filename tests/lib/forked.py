@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,16 +47,21 @@ def spike_at_step_5() -> None:
 
 @contextmanager
 def started(
-    folder: Path, world_size: int, *, plant: Callable[[], None] = nothing, **overrides: str
+    folder: Path,
+    world_size: int,
+    *,
+    config: Path = CONFIG,
+    plant: Callable[[], None] = nothing,
+    **overrides: str,
 ) -> Iterator[list[BaseProcess]]:
-    """Start ranks that train the debug model in ``folder``; kill those still alive on exit.
+    """Start ranks that train ``config`` in ``folder``; kill those still alive on exit.
 
     Rank ``r`` logs to ``folder/rank-r.log`` and calls ``plant`` before it trains.
     """
     folder.mkdir(exist_ok=True)
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    port, arguments = _free_port(), options(folder, **overrides)
+    port, arguments = _free_port(), [str(config), *options(folder, **overrides)]
     processes = [
         context.Process(target=_train, args=(folder, arguments, rank, world_size, port, plant))
         for rank in range(world_size)
@@ -101,14 +107,18 @@ def checkpoints(folder: Path) -> list[Path]:
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Assemble all tensors of a checkpoint without the code that loads checkpoints."""
     whole = {}
+    # A copy, because torch.frombuffer asks for writable memory.
+    contents = cache(lambda file: bytearray((checkpoint / file).read_bytes()))
     for fqn, record in read_index(checkpoint, sizes_of(read_manifest(checkpoint))).items():
         whole[fqn] = torch.empty(record.shape, dtype=DTYPES[record.dtype])
         for shard in record.shards:
             count = math.prod(shard.sizes)
             if count:
-                data = bytearray((checkpoint / shard.file).read_bytes())
                 values = torch.frombuffer(
-                    data, dtype=DTYPES[record.dtype], count=count, offset=shard.file_offset
+                    contents(shard.file),
+                    dtype=DTYPES[record.dtype],
+                    count=count,
+                    offset=shard.file_offset,
                 )
                 box = tuple(
                     slice(o, o + n) for o, n in zip(shard.offsets, shard.sizes, strict=True)
@@ -138,7 +148,7 @@ def _free_port() -> int:
 
 def _train(
     folder: Path,
-    overrides: list[str],
+    arguments: list[str],
     rank: int,
     world_size: int,
     port: int,
@@ -158,4 +168,4 @@ def _train(
     os.dup2(output.fileno(), 2)
     train.init_logging()
     plant()
-    sys.exit(train.start([str(CONFIG), *overrides]))
+    sys.exit(train.start(arguments))

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from subprocess import run as run_command
 
@@ -11,7 +12,8 @@ import torch
 
 from models import find_model
 from models.meta import build_on_meta
-from tests.lib.launch import curve, start
+from tests.lib.forked import codes, log, started
+from tests.lib.launch import curve, run
 from tests.lib.layouts import CP, PP, TP
 from tests.lib.repository import ROOT
 
@@ -45,25 +47,27 @@ def test_new_flavor_has_the_expected_size(folder: Path, monkeypatch: pytest.Monk
     assert sum(p.numel() for p in model.parameters()) == args.vocab_size * 256 + 8 * block + 256
 
 
-MESHES = [{PP: "2"}, {TP: "2"}, {CP: "2"}]
+def add_to_path(folder: Path) -> None:
+    sys.path.append(str(folder))
 
 
 def test_losses_match_on_any_mesh_and_generate_works(folder: Path) -> None:
+    # The folder of a run is that of the debug model in tests/lib.
     keys = {"job.name": "debug_model", "training.steps": "3"}
-    curves = []
-    for mesh in [{}, *MESHES]:
-        degrees = {f"parallelism.{key}": value for key, value in mesh.items()}
-        process = start(folder / str(len(curves)), 1 + len(mesh), **keys, **degrees)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
-        curves.append(curve(folder / str(len(curves))))
-    for got in curves[1:]:
+    run(folder / "one", 1, **keys)
+    want = curve(folder / "one")
+    options = {"config": folder / "relu2_debug.toml", "plant": partial(add_to_path, folder)}
+    for key in (PP, TP, CP):
+        with started(folder / key, 2, **options, **keys, **{f"parallelism.{key}": "2"}) as ranks:
+            assert codes(ranks) == {0}, log(folder / key)
+        got = curve(folder / key)
         assert [*got] == [1, 2, 3]
         for step, values in got.items():
-            assert values == pytest.approx(curves[0][step], rel=1e-9)
+            assert values == pytest.approx(want[step], rel=1e-9)
     path = f"{folder}:{ROOT}"
+    checkpoint = folder / PP / "debug_model"
     written = run_command(
-        [sys.executable, "-m", "tools.generate", folder / "1" / "debug_model", "--tokens", "4"],
+        [sys.executable, "-m", "tools.generate", checkpoint, "--tokens", "4"],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, str]]] = {
     "fsdp, accumulation": (2, {"training.global_batch_size": "12"}),
     "fsdp, last microbatch": (2, {"parallelism.fsdp_reduce_gradients": "last_microbatch"}),
     "hsdp": (4, {"parallelism.data_parallel_replicate_degree": "2"}),
-    "tp": (4, {"parallelism.tensor_parallel_degree": "2"}),
+    "tp": (2, {"parallelism.tensor_parallel_degree": "2", "training.global_batch_size": "4"}),
     "ddp": (2, {"parallelism.data_parallel": "ddp"}),
     "simple_fsdp": (2, {"parallelism.data_parallel": "simple_fsdp"}),
     "qwen3, documents, asynchronous saves": (
@@ -63,6 +63,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, str]]] = {
             "parallelism.context_parallel_degree": "2",
             "parallelism.expert_parallel_degree": "2",
             "data.document_mask": "true",
+            "training.global_batch_size": "4",
         },
     ),
     "bfloat16 compute": (2, {"training.mixed_precision_param": "bfloat16"}),
