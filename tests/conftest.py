@@ -11,16 +11,17 @@ from tests.lib.ranks import RankPool
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that run first: those that wait, beside the longest of those that compute.
+# Files that run first: those that wait most, beside the longest of those that compute.
 FIRST = (
     "tests/slurm/test_jobs.py",
     "tests/parallelisms/test_parity.py",
-    "tests/test_train.py",
-    "tests/reliability/test_processes.py",
-    "tests/tools/test_generate.py",
     "tests/slurm/test_cut_link.py",
     "tests/test_meshes.py",
     "tests/tools/test_preflight.py",
+    "tests/reliability/test_processes.py",
+    "tests/test_train.py",
+    "tests/parallelisms/test_documents.py",
+    "tests/parallelisms/test_float8.py",
     "tests/reliability/test_resume.py",
 )
 

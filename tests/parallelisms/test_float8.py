@@ -322,6 +322,7 @@ def unsharded(ranks: RankPool) -> dict[str, Gradients]:
         *(slow(layout, "tensorwise") for layout in SLOW_LAYOUTS),
         *(slow(layout, "rowwise") for layout in LAYOUTS[1:]),
     ],
+    ids=str,
 )
 def test_sharded_gradients_equal_unsharded(
     ranks: RankPool, unsharded: dict[str, Gradients], layout: Layout, recipe: str
