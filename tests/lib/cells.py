@@ -265,7 +265,7 @@ NAMED = [
     Cell(model="qwen3", shard=2, recompute="memory_budget", compile=True, tied=True),
     # In mixed precision only gross errors show. It is no dimension, for pairs that met only there.
     Cell(model="qwen3", replicate=2, shard=2, tied=True, compute_dtype="bfloat16"),
-    Cell(model="llama3", data_parallel="simple_fsdp", tensor=2, shard=2, compute_dtype="bfloat16"),
+    Cell(model="llama3", data_parallel="simple_fsdp", shard=2, compute_dtype="bfloat16"),
     Cell(model="qwen3", data_parallel="ddp", pipeline="1F1B 2", shard=2, compute_dtype="bfloat16"),
     # What most large runs are.
     Cell(model="qwen3", replicate=2, shard=2, recompute="selective", compile=True),

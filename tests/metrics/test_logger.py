@@ -152,7 +152,7 @@ def test_tensorboard_has_the_values_of_the_lines(tmp_path: Path, clock: Clock) -
 
 def test_resumed_log_has_every_step_once(tmp_path: Path, clock: Clock) -> None:
     for resumed, steps in ((None, (10, 11, 12)), (10, (11, 13))):
-        metrics = build(tmp_path, resumed=resumed, tensorboard=True)
+        metrics = build(tmp_path, resumed_step=resumed, tensorboard=True)
         for step in steps:
             clock.now += 1.0
             metrics.count(tokens=1, data_wait=0.0)
@@ -166,7 +166,7 @@ def test_resumed_log_has_every_step_once(tmp_path: Path, clock: Clock) -> None:
 
 def test_restarts_count_starts_whose_lines_were_replaced(tmp_path: Path, clock: Clock) -> None:
     for step in (10, 20, 20, 20):
-        metrics = build(tmp_path, resumed=10 if step == 20 else None)
+        metrics = build(tmp_path, resumed_step=10 if step == 20 else None)
         clock.now += 1.0
         metrics.count(tokens=1, data_wait=0.0)
         metrics.log(step, 100, VALUES)
@@ -186,7 +186,7 @@ def test_nan_is_logged_as_null(tmp_path: Path, clock: Clock) -> None:
 @pytest.mark.parametrize("torn", ['{"step": 30, "lo', '{"step": 20}'])
 def test_torn_line_loses_no_other_line(tmp_path: Path, resumed: int | None, torn: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n' + torn)
-    build(tmp_path, resumed=resumed).write({"step": 40})
+    build(tmp_path, resumed_step=resumed).write({"step": 40})
     steps = [record["step"] for record in records(tmp_path)]
     assert steps == ([10, 40] if "lo" in torn else [10, 20, 40])
 
