@@ -5,8 +5,7 @@
 #   ./run_tests.sh [--all] [pytest arguments]
 #   ./run_tests.sh --torch VERSION [--lowest|--newest] [pytest arguments]
 #
-# Three files of tests run at a time (pytest-xdist), because one of them often waits; -n 0 runs one,
-# as --pdb needs.
+# Two files of tests run at a time (pytest-xdist); -n 0 runs one, as --pdb needs.
 #
 # --torch runs only the tests, with that PyTorch in a persistent environment. Other packages have the
 # versions of constraints.txt, with --lowest the lowest that pyproject.toml allows, with --newest the
@@ -48,7 +47,7 @@ fi
 # Tests start run_train.sh, which tries PYTHON first.
 export PYTHON
 code=0
-OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n 3 --dist loadfile --no-loadscope-reorder "$@" || code=$?
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n 2 --dist loadfile --no-loadscope-reorder "$@" || code=$?
 if [[ -n $types ]]; then
   wait "$types" || code=1
   cat "$type_errors"

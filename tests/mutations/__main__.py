@@ -32,7 +32,7 @@ NAMED_SECONDS, SUITE_SECONDS = 15 * 60, 90 * 60
 POLL_SECONDS = 0.1
 # It holds that each mutation applies, so it fails wherever one does.
 OWN_TEST = "tests/test_mutations.py"
-SUITE = ("tests", "-n", "3", "--dist", "loadfile", f"--ignore={OWN_TEST}")
+SUITE = ("tests", "-n", "2", "--dist", "loadfile", f"--ignore={OWN_TEST}")
 # All processes of a test run have it in their environment.
 MARK = "MUTATION_FOLDER"
 CAUGHT, HUNG, SURVIVED = "caught", "hung", "survived"

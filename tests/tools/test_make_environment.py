@@ -253,7 +253,7 @@ def test_run_tests_with_another_pytorch(clone: Clone, image: Path) -> None:
     process = clone.start(*command, PYTHON=image)
     stdout, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert stdout == "True 1 -m not slow -n 3 --dist loadfile --no-loadscope-reorder -k two words\n"
+    assert stdout == "True 1 -m not slow -n 2 --dist loadfile --no-loadscope-reorder -k two words\n"
     packages = packages_of(clone.root / ".venv-torch-2.12.0" / "bin" / "python")
     versions = {name: version for name, (version, _) in packages.items() if name != "setuptools"}
     assert versions == {"torch": "2.12.0", "numpy": "2.4", "small-one": "1.2", "pytest": "8.1"}
