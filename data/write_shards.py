@@ -26,6 +26,7 @@ from data.token_files import (
 )
 from data.tokenizer import Tokenizer, load_tokenizer
 from runtime.filesystem import fsync_folder
+from runtime.signals import handle_signals
 
 # Tokens that a worker writes at once, before it reports progress.
 BLOCK_TOKENS = 1 << 17
@@ -157,7 +158,8 @@ def _workers(
 
 def _work(connection: Connection, folder: Path, source: DataSource, plan: dict[str, Any]) -> None:
     """Write the shards whose numbers arrive, until the parent closes the pipe or is killed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The parent decides.
+    handle_signals(signal.SIG_IGN)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             documents, fingerprint = open_documents(source, skips_bad=plan["skips_bad"])

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from config import ConfigError
 from launcher.post_mortem import STORE_SECONDS, FailureReport, diagnose, is_aborted
 from runtime import exit_codes
-from runtime.control import SIGNALS
 from runtime.filesystem import make_folder
+from runtime.signals import handle_signals
 
 POLL_SECONDS = 0.1
 # Seconds that ranks have to save after a signal, before SIGKILL.
@@ -87,8 +87,7 @@ def run_ranks(
         logs = logs / started
         new = _make_logs(logs)
     requests: list[signal.Signals] = []
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: requests.append(signal.Signals(number)))
+    handle_signals(lambda number, frame: requests.append(signal.Signals(number)))
     with tempfile.TemporaryDirectory() as scratch:
         first = sum(counts[: nodes.rank])
         error_files = {

@@ -21,8 +21,8 @@ from config import ConfigError
 from runtime.exit_codes import STOP_FILE
 from runtime.filesystem import atomic_write_text, make_folder
 from runtime.object_collectives import run_on_rank0
+from runtime.signals import SIGNALS, handle_signals
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # Slurm's scancel may reach a rank twice, once through the launcher. A later signal ends at once.
 FORCE_EXIT_AFTER_SECONDS = 3.0
 
@@ -36,8 +36,7 @@ class RunControl:
         self._received = 0.0
         self.stop: str | None = None
         """Reason to stop: a signal's name or the stop file; None to go on."""
-        for number in SIGNALS:
-            signal.signal(number, self._receive)
+        handle_signals(self._receive)
 
     def acquire_lock(self) -> None:
         """Lock the folder for rank 0, which alone writes there. Collective.
@@ -71,8 +70,7 @@ class RunControl:
     def end(self, outcome: str) -> None:
         """Report the outcome. Signals are ignored from here on."""
         self.report("outcome", outcome)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        handle_signals(signal.SIG_IGN)
 
     def all_reduce_counts(self, **counts: int) -> dict[str, int]:
         """Return the sums of ``counts`` over all ranks; update ``stop``. Collective, on the CPU.

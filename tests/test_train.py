@@ -1,7 +1,9 @@
 """The whole program as users start it: real launcher, real ranks, real files, real signals."""
 
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -91,6 +93,28 @@ def test_stopped_run_saves_and_resumes(
     resumed = run(tmp_path, 2, **overrides)
     assert f"resumed from step {step} " in resumed
     assert sorted(curve(tmp_path)) == list(range(1, step + 3))
+
+
+def test_run_whose_terminal_closes_saves(tmp_path: Path) -> None:
+    terminal, other_end = pty.openpty()
+    metrics = tmp_path / "debug_model" / "metrics.jsonl"
+    process = start(
+        tmp_path,
+        1,
+        terminal=other_end,
+        **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"},
+    )
+    os.close(other_end)
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+        assert time.monotonic() < deadline
+        # Otherwise the terminal would be full, and the run would wait.
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 1 << 16)
+    os.close(terminal)
+    assert process.wait(120) == 75
+    assert (tmp_path / "debug_model/control/outcome").read_text() == "stopped SIGHUP\n"
+    assert len(list((tmp_path / "debug_model/checkpoints").iterdir())) == 1
 
 
 def test_second_run_of_the_same_job_is_refused(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from data.write_shards import (
 )
 from runtime import exit_codes
 from runtime.machine import available_cpus
+from runtime.signals import handle_signals
 from tools.cli import Parser, reporting_errors, split_overrides, whole_number
 
 CONFIG_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
@@ -273,6 +274,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # Schedulers send SIGTERM; treat it like Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Like Ctrl-C.
+    handle_signals(signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

@@ -24,8 +24,9 @@ from launcher.launch import (
     shown_ranks,
 )
 from runtime import exit_codes
-from runtime.control import SIGNALS, lock_run
+from runtime.control import lock_run
 from runtime.machine import available_cpus
+from runtime.signals import SIGNALS
 from tests.lib.processes import are_gone, seconds_until
 
 SLURM = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "3", "SLURM_STEP_NODELIST": "node[07-09]"}
@@ -363,7 +364,7 @@ def test_config_error_of_any_rank_is_printed(
 
 SAVES = """
 received = []
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+for number in SIGNALS:
     signal.signal(number, lambda number, frame: received.append(number))
 open(control + '/ready' + rank, 'w').close()
 while not all(os.path.exists(control + '/ready' + other) for other in '01'):
@@ -378,7 +379,7 @@ time.sleep(0.5)
 with open(control + '/outcome', 'w') as file:
     file.write(f'stopped {signal.Signals(received[0]).name}')
 sys.exit(75)
-"""
+""".replace("SIGNALS", str([int(number) for number in SIGNALS]))
 
 
 @pytest.mark.parametrize("number", SIGNALS)

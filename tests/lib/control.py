@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.control import SIGNALS, RunControl
+from runtime.control import RunControl
+from runtime.signals import SIGNALS
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,21 @@ SMALL = {
 }
 
 
-def start(folder: Path, n_ranks: int, **overrides: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, n_ranks: int, *, terminal: int | None = None, **overrides: str
+) -> subprocess.Popen[str]:
+    """Start a run; its output goes to a pipe, or to the file descriptor ``terminal``."""
     keys = SMALL | {"job.output_dir": str(folder)} | overrides
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
     environment = os.environ | {"PYTHON": sys.executable, "NGPU": str(n_ranks)}
     return subprocess.Popen(
         [ROOT / "run_train.sh", *arguments],
         env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE if terminal is None else None,
+        stderr=subprocess.STDOUT if terminal is None else None,
         text=True,
-        start_new_session=True,
+        start_new_session=terminal is None,
+        preexec_fn=None if terminal is None else partial(os.login_tty, terminal),
     )
 
 

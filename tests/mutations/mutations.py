@@ -735,9 +735,9 @@ LAUNCHER_AND_RUNTIME = [
     Mutation(
         # Launcher and ranks share the list, and so do tests.
         "sigusr2-not-handled",
-        "runtime/control.py",
-        before="signal.SIGUSR1, signal.SIGUSR2)",
-        after="signal.SIGUSR1)",
+        "runtime/signals.py",
+        before='"SIGUSR1", "SIGUSR2", ',
+        after='"SIGUSR1", ',
         tests=(
             "tests/runtime/test_control.py",
             "tests/launcher/test_launch.py",

@@ -27,6 +27,7 @@ from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
 from runtime.control import RunControl
+from runtime.signals import handle_signals
 from tests.lib.launch import records, start, wait_for_steps
 from tests.lib.layouts import CPU, Layout, shard_debugmodel, small_args
 from tests.lib.ranks import RankPool
@@ -113,8 +114,7 @@ def time_steps(folder: Path) -> dict[str, float]:
         values = {"loss": loss.item(), "grad_norm": norm.item()}
         times["ledger"].append(seconds(lambda: ledger.log(step, [batch], **values)))  # noqa: B023
         times["step"].append(time.perf_counter() - begin)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+    handle_signals(signal.SIG_DFL)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from config import ConfigError
 from runtime import control
-from runtime.control import SIGNALS, RunControl, lock_run
+from runtime.control import RunControl, lock_run
 from runtime.exit_codes import STOP_FILE
+from runtime.signals import SIGNALS
 from tests.lib.control import control_of
 from tests.lib.ranks import RankPool
 
@@ -41,6 +42,20 @@ def test_first_request_of_any_rank_is_the_reason_on_all_ranks(
 ) -> None:
     expected = [None, "SIGUSR1", "SIGUSR1", "SIGUSR1"]
     assert ranks.run(stop_by_step, 2, tmp_path / "control") == [expected, expected]
+
+
+def stop_after_hangup(folder: Path) -> str | None:
+    """Reason to stop after SIGHUP, which was ignored before, and then SIGXCPU."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with control_of(folder) as run:
+        for number in (signal.SIGHUP, signal.SIGXCPU):
+            os.kill(os.getpid(), number)
+        run.all_reduce_counts()
+        return run.stop
+
+
+def test_hangup_is_ignored_under_nohup(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(stop_after_hangup, 1, tmp_path / "control") == ["SIGXCPU"]
 
 
 def stop_before_and_after_clear(folder: Path) -> list[str | None]:
