@@ -23,6 +23,7 @@ from config import ConfigError
 from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from runtime.log import logger
+from tests.lib.durability import assert_durable, recorded_durability
 from tests.lib.layouts import REPLICATE, TP, Layout
 from tests.lib.ranks import GROUP_TIMEOUT, RankPool
 from tests.lib.small_run import ARGS, Run, Values
@@ -412,6 +413,17 @@ def check_lineages(folder: Path) -> None:
 
 def test_manifest_records_the_lineage(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_lineages, 1, tmp_path)
+
+
+def save_durably(folder: Path) -> None:
+    small = Small(folder)
+    with recorded_durability() as calls:
+        small.checkpointer.save(1, wait=True)
+    assert_durable(calls, folder / "step-00000001")
+
+
+def test_checkpoint_survives_a_power_cut(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_durably, 1, tmp_path)
 
 
 def load_into_float64(folder: Path) -> None:

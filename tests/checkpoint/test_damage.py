@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from checkpoint.checkpoint_dir import STATE_FILE, verify_checkpoint
+from checkpoint.checkpoint_dir import STATE_FILE, sizes_of, verify_checkpoint
 from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from checkpoint.tensor_files import (
     TENSOR_INDEX_FILE,
     describe_file,
     load_single_process,
+    read_index,
     write_tensor_file,
 )
 from config import ConfigError
@@ -307,6 +308,15 @@ def test_hostile_checkpoint_runs_no_code_and_reads_nothing_else(
     record_result(
         f"{len(ATTACKS)} attacks through resume and initial_load_path: 0 executed, 0 outside"
     )
+
+
+def test_shard_beyond_the_end_of_its_file_is_rejected(intact: tuple[Path, list[Loaded]]) -> None:
+    checkpoint = intact[0] / NEWER
+    sizes = sizes_of(read_manifest(checkpoint))
+    for name in sizes.keys() - {STATE_FILE, TENSOR_INDEX_FILE}:
+        with pytest.raises(ValueError, match=f"lies outside {name}"):
+            read_index(checkpoint, sizes | {name: sizes[name] - 1})
+    assert read_index(checkpoint, sizes)
 
 
 def test_nothing_is_loaded_or_renamed_if_none_verifies(

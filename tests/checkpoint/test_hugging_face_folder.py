@@ -35,6 +35,7 @@ from models.hugging_face import HuggingFace, TensorPair
 from models.meta import build_on_meta
 from models.transformer import Transformer
 from parallelisms.materialize import materialize
+from tests.lib.durability import assert_durable, recorded_durability
 from tests.lib.hugging_face import (
     CASES,
     SHARED,
@@ -519,6 +520,13 @@ def test_write_folder_is_all_or_nothing(tmp_path: Path) -> None:
     assert index["metadata"] == {"total_size": 80}
     with pytest.raises(ValueError, match="nothing is overwritten"):
         write_folder(tmp_path / "folder", {}, iter(()), files={})
+
+
+def test_written_folder_survives_a_power_cut(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    with recorded_durability() as calls:
+        write_folder(tmp_path / "folder", {}, iter(tensors.items()), files={}, shard_bytes=20)
+    assert_durable(calls, tmp_path / "folder")
 
 
 def test_tensor_larger_than_shard_bytes_gets_its_own_file(tmp_path: Path) -> None:

@@ -102,14 +102,14 @@ PARALLELISMS = [
         "parallelisms/pipeline_parallel.py",
         before="lightest = min(reversed(range(n_stages)), key=weights.__getitem__)",
         after="lightest = min(range(n_stages), key=weights.__getitem__)",
-        tests=("tests/parallelisms/test_materialize.py", MESHES),
+        tests=("tests/parallelisms/test_pipeline_parallel.py",),
     ),
     Mutation(
         "embedding-and-output-weights-swapped",
         "parallelisms/pipeline_parallel.py",
         before="weights[0] += less_first\n    weights[-1] += less_last",
         after="weights[0] += less_last\n    weights[-1] += less_first",
-        tests=("tests/config/test_bad_configs.py", "tests/parallelisms/test_materialize.py"),
+        tests=("tests/parallelisms/test_pipeline_parallel.py",),
     ),
     Mutation(
         "pipeline-averages-over-microbatches",
