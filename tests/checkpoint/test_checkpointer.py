@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint.checkpoint_dir import STATE_FILE
+from checkpoint.checkpoint_dir import STATE_FILE, list_checkpoints, purge
 from checkpoint.checkpointer import Checkpointer, merge
 from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState
@@ -413,6 +413,25 @@ def check_lineages(folder: Path) -> None:
 
 def test_manifest_records_the_lineage(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_lineages, 1, tmp_path)
+
+
+def load_during_retention(folder: Path) -> list[str]:
+    """Names of the checkpoints after a load that began while one was being deleted."""
+    small = Small(folder, keep_latest_k=1)
+
+    def slow(*args: Any, **keys: Any) -> None:
+        time.sleep(0.3)
+        purge(*args, **keys)
+
+    with patch("checkpoint.checkpointer.purge", slow):
+        for step in (1, 2):
+            small.checkpointer.save(step, wait=True)
+        small.checkpointer.load_latest()
+        return [path.name for path in list_checkpoints(folder)]
+
+
+def test_load_waits_for_retention(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(load_during_retention, 1, tmp_path) == [["step-00000002"]]
 
 
 def save_durably(folder: Path) -> None:

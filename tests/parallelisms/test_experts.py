@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import profile
 
 from config.job_config import Optimizer, Parallelism
@@ -17,6 +18,7 @@ from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
 from optim.router_bias import ExpertBalancer
 from parallelisms.materialize import materialize
+from parallelisms.parallel_dims import ParallelDims
 from tests.lib.cells import ROWS
 from tests.lib.layouts import (
     CP,
@@ -133,6 +135,17 @@ def check_routing(layout: Layout) -> None:
             )
             assert torch.equal(got.bias, want.bias), f"step {step}, {name}"
             want.tokens_per_expert.zero_()
+
+
+def ranks_of_experts() -> list[int]:
+    """Ranks that the experts of this rank are split over."""
+    dims = ParallelDims.build(Parallelism(expert_parallel_degree=2), 4, "cpu")
+    return dist.get_process_group_ranks(dims.build_expert_mesh(2).get_group("ep"))
+
+
+def test_neighbors_split_the_experts(ranks: RankPool) -> None:
+    """Their all-to-alls then stay within a node."""
+    assert ranks.run(ranks_of_experts, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 @pytest.mark.parametrize("layout", ROUTED, ids=str)
