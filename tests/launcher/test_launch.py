@@ -392,6 +392,54 @@ def test_signals_reach_ranks_that_have_time_to_save(
     assert outcome == f"stopped {number.name}"
 
 
+def test_last_exit_code_is_deleted_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    control = tmp_path / "default" / "control"
+    control.mkdir(parents=True)
+    (control / "exit_code").write_text("1\n")
+    source = "assert not os.path.exists(control + '/exit_code')"
+    assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.DONE
+    assert (control / "exit_code").read_text() == "0\n"
+
+
+class Clock:
+    """Clock that sleeping moves forward, for an ``Agent`` whose rank saves until ``ends``."""
+
+    pid = 0
+
+    def __init__(self, signals: dict[float, signal.Signals], ends: float) -> None:
+        self.now, self.requests, self._signals, self._ends = 0.0, [], signals, ends
+        self.sent: list[signal.Signals] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for begin in [begin for begin in self._signals if begin <= self.now]:
+            self.requests.append(self._signals.pop(begin))
+
+    def killpg(self, process: int, number: signal.Signals) -> None:
+        self.sent.append(number)
+
+    def poll(self) -> int | None:
+        return exit_codes.PREEMPTED if self.now >= self._ends else None
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+
+def test_second_signal_restarts_the_time_limit(monkeypatch: pytest.MonkeyPatch):
+    limit = agent.SHUTDOWN_SECONDS
+    clock = Clock({0.0: signal.SIGUSR1, 0.8 * limit: signal.SIGINT}, ends=1.6 * limit)
+    monkeypatch.setattr(agent, "time", clock)
+    monkeypatch.setattr(agent, "os", clock)
+    processes: Any = {0: clock}
+    agent.Agent(processes, None, 1).wait(clock.requests, has_others=False)
+    assert clock.sent == [signal.SIGUSR1, signal.SIGTERM]
+
+
 def test_ranks_too_slow_to_save_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agent, "SHUTDOWN_SECONDS", 0)
     source = SAVES.replace("NUMBER", "signal.SIGTERM")

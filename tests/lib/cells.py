@@ -245,6 +245,8 @@ NAMED = [
     # Only a group that is smaller than the ranks frees weights in part.
     Cell(model="qwen3", shard=4, reshard=2, recompute="full", tied=True),
     Cell(model="qwen3_next", shard=4, reshard=2, documents=True),
+    # Tensor parallel and data parallel shards of different numbers.
+    Cell(model="llama3", data_parallel="simple_fsdp", shard=3, tensor=2),
     # Fewer KV heads than ranks.
     Cell(model="qwen3", tensor=4, tied=True),
     Cell(model="qwen3", context="ulysses 4", documents=True, tied=True),
@@ -262,8 +264,6 @@ NAMED = [
     Cell(model="qwen3_next", tensor=2, context="allgather 2", expert=4, documents=True),
     Cell(model="qwen3_moe", pipeline="1F1B 2", context="allgather 2", tensor=2, expert=4),
     Cell(model="qwen3", pipeline="Interleaved1F1B 2", context="allgather 2", tensor=2, tied=True),
-    # Recomputation of a microbatch needs experts after the backward of another.
-    Cell(model="qwen3_moe", shard=2, pipeline="1F1B 2", reshard="always", recompute="full"),
     Cell(model="qwen3", shard=2, recompute="memory_budget", compile=True, tied=True),
     # In mixed precision only gross errors show. It is no dimension, for pairs that met only there.
     Cell(model="qwen3", replicate=2, shard=2, tied=True, compute_dtype="bfloat16"),

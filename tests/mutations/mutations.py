@@ -123,7 +123,7 @@ PARALLELISMS = [
         "parallelisms/fsdp.py",
         before='reshard_experts=size or (reshard != "never" and not has_pp),',
         after='reshard_experts=size or reshard != "never",',
-        tests=(cell(model="qwen3_moe", pipeline="1F1B 2", reshard="always", recompute="full"),),
+        tests=(cell(model="qwen3_moe", pipeline="1F1B 2"), "tests/parallelisms/test_experts.py"),
     ),
     Mutation(
         # Equal sums, but each microbatch sends what one all-reduce of the step could.
@@ -207,10 +207,7 @@ PARALLELISMS = [
         "parallelisms/simple_fsdp.py",
         before="split_factor=unsharded.device_mesh.size()",
         after="split_factor=fsdp_mesh.size(-1)",
-        tests=(
-            cell(data_parallel="simple_fsdp", tensor=2),
-            "tests/parallelisms/test_materialize.py",
-        ),
+        tests=(cell(data_parallel="simple_fsdp", tensor=2, shard=3),),
     ),
     Mutation(
         "simple-fsdp-reduces-in-the-compute-dtype",
@@ -238,10 +235,8 @@ PARALLELISMS = [
         is_saved = matmuls[False] % every == 0
         matmuls[False] += 1
 """,
-        tests=(
-            cell(model="llama3", recompute="selective", compile=False),
-            "tests/parallelisms/test_collectives.py",
-        ),
+        tests=(cell(model="llama3", recompute="selective", compile=False),),
+        reason="since 2.13 PyTorch asks the policy in forward only",
     ),
     Mutation(
         "float8-scales-of-the-replicas",
@@ -630,7 +625,7 @@ MODELS = [
         "models/transformer.py",
         before="residual_std=0.02 / (2 * self.args.n_layers) ** 0.5",
         after="residual_std=0.02 / self.args.n_layers**0.5",
-        tests=("tests/models/test_transformer.py", "tests/parallelisms/test_materialize.py"),
+        tests=("tests/models/test_initialization.py",),
     ),
     Mutation(
         # Logits of a tied model would begin with a std of sqrt(dim), not 1.
@@ -638,7 +633,7 @@ MODELS = [
         "models/transformer.py",
         before="std=head_std if is_tied else 1.0",
         after="std=1.0",
-        tests=("tests/models/test_transformer.py", "tests/parallelisms/test_materialize.py"),
+        tests=("tests/models/test_initialization.py",),
     ),
     Mutation(
         # bfloat16 has 8 significant bits, so late positions get angles that are far off.
@@ -646,7 +641,7 @@ MODELS = [
         "models/transformer.py",
         before="dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)",
         after="dtype = torch.get_default_dtype()",
-        tests=("tests/models/test_transformer.py", "tests/parallelisms/test_materialize.py"),
+        tests=("tests/models/test_initialization.py",),
     ),
     Mutation(
         "replicated-weight-gets-the-gradient-of-own-tokens",
@@ -668,7 +663,7 @@ MODELS = [
         "models/gated_delta_net.py",
         before="torch.erf(self.a_log / math.sqrt(2))",
         after="torch.erf(self.a_log)",
-        tests=("tests/models/test_kv_cache.py", "tests/kernels/test_fused_delta_rule.py"),
+        tests=("tests/models/test_initialization.py",),
     ),
     Mutation(
         "attention-in-the-first-of-every-four-layers",
@@ -683,7 +678,7 @@ MODELS = [
         "models/llama3.py",
         before="_LLAMA32 = RopeScaling(factor=32.0)",
         after="_LLAMA32 = RopeScaling(factor=8.0)",
-        tests=("tests/models/test_transformer.py", "tests/models/test_hugging_face.py"),
+        tests=("tests/models/test_initialization.py",),
     ),
 ]
 

@@ -15,8 +15,10 @@ from config import ConfigError
 from runtime import control
 from runtime.control import RunControl, lock_run
 from runtime.exit_codes import STOP_FILE
+from runtime.filesystem import atomic_write_text
 from runtime.signals import SIGNALS
 from tests.lib.control import control_of
+from tests.lib.durability import recorded_durability
 from tests.lib.ranks import RankPool
 
 
@@ -114,6 +116,12 @@ def write_outcomes(folder: Path) -> None:
 
 def test_outcome_is_written_atomically_and_signals_keep_it(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(write_outcomes, 1, tmp_path / "control")
+
+
+def test_outcome_survives_a_power_cut(tmp_path: Path) -> None:
+    with recorded_durability() as calls:
+        atomic_write_text(tmp_path / "outcome", "done")
+    assert calls == [("fsync", tmp_path / ".outcome")]
 
 
 def test_locked_folder_names_the_process(tmp_path: Path) -> None:
