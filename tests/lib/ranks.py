@@ -120,7 +120,7 @@ def _serve(connection: Connection) -> None:
             # DTensor caches meshes by equality, so the next call would reuse a stale one.
             _clear_sharding_prop_cache()
             gc.collect()
-            # What is left is cached; later collections need not look at it.
+            # What is left is cached; later collections skip it.
             gc.freeze()
             dist.destroy_process_group()
             connection.send((True, result))
