@@ -21,9 +21,9 @@ class RunLog:
         self,
         run: RunSpec,
         model: ShardedModel,
-        *,
         attempt: AttemptHeader,
         resumed_step: int | None,
+        *,
         detects_spikes: bool,
     ) -> None:
         """``resumed_step``: of the checkpoint loaded, if any. Collective.

@@ -85,9 +85,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     loader.start()
     validator = Validator(run, dims, device, control) if run.held_out else None
     attempt = attempt_of(checkpointer, run, dims)
-    log = RunLog(
-        run, model, attempt=attempt, resumed_step=resumed_step, detects_spikes=spikes.enabled
-    )
+    log = RunLog(run, model, attempt, resumed_step, detects_spikes=spikes.enabled)
 
     # --- Loop
     gc.disable()  # Ranks that collect at different times wait for each other.

@@ -72,9 +72,7 @@ def covering_array(
             row[name] = next(valid, neutral[name])
         return row
 
-    for target in targets:
-        if target not in missing:
-            continue
+    for target in filter(missing.__contains__, targets):
         begun = start(dict(target))
         if begun is None:
             impossible.add(target)

@@ -165,8 +165,7 @@ def check_cell(cell: Cell, reference: Reference, device_type: str = "cpu") -> li
             parts = runner.evaluate(microbatches) / n_tokens
             loss = sum_in_order(parts, dims.data_mesh)
             assert_close(loss, reference.losses[0], "validation loss")
-        losses = runner.forward_backward(microbatches, n_tokens)
-        loss = sum_in_order(losses, dims.data_mesh)
+        loss = sum_in_order(runner.forward_backward(microbatches, n_tokens), dims.data_mesh)
         assert_close(loss, reference.losses[step], "loss")
         norm = clip_grad_norm_(
             list(parameters.values()),
