@@ -1,4 +1,4 @@
-"""Architecture rules: allowed imports between folders, and module names that hide no library."""
+"""Architecture rules: allowed imports between folders, module names, and lengths of functions."""
 
 import ast
 import re
@@ -196,3 +196,15 @@ def test_no_module_hides_a_library() -> None:
     assert {"datasets", "tokenizers", "torch"} <= libraries
     own = {file.stem for file in python_files()} - {"__init__", "__main__"} | set(MAY_IMPORT)
     assert not own & (sys.stdlib_module_names | libraries | HEAVY)
+
+
+def test_functions_have_at_most_60_lines() -> None:
+    def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        return (node.end_lineno or node.lineno) - node.lineno + 1
+
+    assert not [
+        f"{file}:{node.lineno}: {node.name} has {length(node)} lines"
+        for file in python_files()
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and length(node) > 60
+    ]

@@ -356,3 +356,12 @@ def test_crc_covers_every_token(tmp_path: Path) -> None:
         after = crcs(other, f"after{column}")
         assert after[0] == before[0]
         assert after[1] != before[1]
+
+
+def test_ledger_with_the_former_name_of_dp_rank_is_read(tmp_path: Path) -> None:
+    program = Program(tmp_path).run(Start(1, last=4))
+    path = program.folder / "ledger" / "rank-00000.jsonl"
+    assert '"dp_rank":' in path.read_text()
+    path.write_text(path.read_text().replace('"dp_rank":', '"place":'))
+    assert len(replay(tmp_path).steps) == 4
+    assert replay(tmp_path).violations == []
