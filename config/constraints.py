@@ -57,6 +57,13 @@ def _any_source(violated: Callable[[DataSource], bool]) -> Callable[[JobConfig],
     return lambda config: any(violated(source) for source in config.data.mixture)
 
 
+def _shared_documents(config: JobConfig) -> list[str]:
+    """Labels of sources that repeat an earlier one."""
+    first = [(s.type, s.path, s.subset, s.text_key) for s in config.data.mixture]
+    sources = enumerate(config.data.mixture)
+    return [source.label for i, source in sources if first[i] in first[:i]]
+
+
 def _shared_labels(config: JobConfig) -> list[str]:
     counts = Counter(source.label for source in config.data.mixture)
     return [label for label, count in counts.items() if count > 1]
@@ -157,20 +164,23 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     Constraint("data.sources", "two sources have the same name: give each its own",
             lambda config: len(_shared_labels(config)) > 0,
             lambda config: ", ".join(_shared_labels(config))),
-    Constraint("data.path", "must be set for the sources files, tokens and huggingface",
-            _any_source(lambda source: source.type in ("files", "tokens", "huggingface")
+    Constraint("data.sources", "two sources read the same documents: add their weights",
+            lambda config: len(_shared_documents(config)) > 0,
+            lambda config: ", ".join(_shared_documents(config))),
+    Constraint("data.path", "must be set for the sources files, text, tokens and huggingface",
+            _any_source(lambda source: source.type in ("files", "text", "tokens", "huggingface")
                         and not source.path)),
     Constraint("data.path", "has no effect for the sources builtin and c4",
             _any_source(lambda source: source.type in ("builtin", "c4") and source.path != "")),
     Constraint("data.subset", "has no effect unless the source is huggingface",
             _any_source(lambda source: source.type != "huggingface" and source.subset != "")),
-    Constraint("data.text_key", "has no effect for the sources builtin, tokens and c4",
-            _any_source(lambda source: source.type in ("builtin", "tokens", "c4")
+    Constraint("data.text_key", "has no effect for the sources builtin, text, tokens and c4",
+            _any_source(lambda source: source.type in ("builtin", "text", "tokens", "c4")
                         and source.text_key != DataSource().text_key)),
     _only_with("data.max_bad_records", 'data.on_bad_record = "skip"',
                lambda config: config.data.on_bad_record == "skip"),
     Constraint("data.validation_percent", "must be greater than 0 with validation.enable",
             lambda config: config.validation.enable
-            and any(s.type in ("builtin", "files", "tokens") for s in config.data.mixture)
+            and any(s.type in ("builtin", "files", "text", "tokens") for s in config.data.mixture)
             and config.data.validation_percent == 0),
 )  # fmt: skip

@@ -53,17 +53,18 @@ Packing = Literal["concat", "best_fit"]
 
 
 class DataSource(Section):
-    type: Literal["builtin", "files", "tokens", "c4", "huggingface"] = "files"
-    """Kind of source. builtin: source code of Python and PyTorch. files: local text. tokens: output
-    of tools.prepare or Megatron-LM's preprocessing. c4, huggingface: streamed from the Hugging Face
-    Hub."""
+    type: Literal["builtin", "files", "text", "tokens", "c4", "huggingface"] = "files"
+    """Kind of source. builtin: source code of Python and PyTorch. files: local text, JSON, CSV,
+    Parquet or Arrow files, by their content. text: local files as plain text, also JSON and CSV.
+    tokens: output of tools.prepare or Megatron-LM's preprocessing. c4, huggingface: streamed from
+    the Hugging Face Hub."""
     path: str = ""
-    """files: a glob of .txt, .jsonl or .parquet files (** recurses). tokens: a directory, or a glob
-    of .idx files. huggingface: the dataset's name."""
+    """files, text: a glob (** recurses). tokens: a directory, or a glob of .idx files. huggingface:
+    the dataset's name."""
     subset: str = ""
     """huggingface: configuration of the dataset, for example "en"."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
-    """Column that holds the text in .jsonl, .parquet and huggingface sources."""
+    """Column that holds the text in JSON, CSV, Parquet, Arrow and huggingface sources."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Relative sampling weight in tokens. The source's fraction is its weight over the sum of
     weights."""
@@ -82,7 +83,7 @@ class DataSource(Section):
 
 
 class Data(Section):
-    source: Literal["builtin", "files", "tokens", "c4", "huggingface"] = "builtin"
+    source: Literal["builtin", "files", "text", "tokens", "c4", "huggingface"] = "builtin"
     """Type of the only source, as in [[data.sources]]."""
     path: str = ""
     """Path of the only source, as in [[data.sources]]."""
@@ -102,8 +103,8 @@ class Data(Section):
     document_mask: bool = False
     """Attend only within a document, and restart positions at each document."""
     validation_percent: Annotated[float, Field(ge=0.0, le=50.0)] = 2.0
-    """Percent of the documents of builtin, files and tokens sources held out for validation,
-    selected by a hash of path and row; at least one document."""
+    """Percent of the documents held out for validation, selected by a hash of path and row; at
+    least one document. huggingface: by a hash of the text, if there is no split validation."""
     on_bad_record: Literal["error", "skip"] = "error"
     """Policy for a record without text, or one that is not valid UTF-8 or JSON. error: stop and
     report its location. skip: count it and continue with the next record."""

@@ -5,21 +5,26 @@ of an endless shuffled order, so a step's data depend only on the seed and the s
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from config.job_config import Data, DataSource
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced
-from data.text_files import TextFiles, builtin_files, matching_files
+from data.formats import Format, format_of
+from data.matching import FileId, matching_files
+from data.text_files import TextFiles, builtin_files
 from data.token_files import TokenFiles, open_token_files
 from data.tokenizer import Tokenizer
 from runtime.log import logger
 
-TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+# Documents of as many row groups as have these are shuffled together, so that few are decoded.
+SHUFFLED_DOCUMENTS = 8192
 
 Document = str | np.ndarray | None
 """Text, or its token ids (s,) with bos and eos; None if it cannot be read."""
@@ -46,6 +51,11 @@ class Documents(Protocol):
     """Documents by index, in their order on disk; ``ValueError`` if one cannot be read."""
 
     @property
+    def groups(self) -> np.ndarray | None:
+        """Number of the group of each document (n,) that is read at once; None: each is alone."""
+        ...
+
+    @property
     def split_hashes(self) -> np.ndarray:
         """Uniform uint64 per document that decides whether it is held out."""
         ...
@@ -59,6 +69,10 @@ class SkipBadRecords:
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
+
+    @property
+    def groups(self) -> np.ndarray | None:
+        return self._documents.groups
 
     @property
     def split_hashes(self) -> np.ndarray:
@@ -76,7 +90,10 @@ class SkipBadRecords:
 
 
 class ShuffledDocuments:
-    """Source that reads documents in another seeded order each epoch."""
+    """Source that reads documents in another seeded order each epoch.
+
+    Documents in groups are shuffled within ``SHUFFLED_DOCUMENTS`` of groups in a seeded order.
+    """
 
     def __init__(
         self,
@@ -87,7 +104,9 @@ class ShuffledDocuments:
         name: str,
         fingerprint: str,
         repeat: bool = True,
+        groups: np.ndarray | None = None,
     ) -> None:
+        """``groups``: as in ``Documents``."""
         if len(documents) == 0:
             raise ValueError("data.path: no documents")
         if len(indices) == 0:
@@ -96,6 +115,7 @@ class ShuffledDocuments:
                 " see data.validation_percent"
             )
         self._documents, self._indices, self._seed = documents, indices, seed
+        self._groups = groups
         self._repeat, self.n_documents = repeat, len(indices)
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
@@ -112,8 +132,16 @@ class ShuffledDocuments:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         # NumPy guarantees the same raw random numbers in every release, but not permutations.
-        sort_keys = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._indices))
-        return self._indices[np.argsort(sort_keys, kind="stable")]
+        generator = np.random.Philox(key=[self._seed, epoch])
+        sort_keys = generator.random_raw(len(self._indices))
+        if self._groups is None:
+            return self._indices[np.argsort(sort_keys, kind="stable")]
+        groups = self._groups[self._indices]
+        _, group, counts = np.unique(groups, return_inverse=True, return_counts=True)
+        order = np.argsort(generator.random_raw(len(counts)), kind="stable")
+        block = np.empty(len(counts), np.int64)
+        block[order] = np.cumsum(counts[order]) // SHUFFLED_DOCUMENTS
+        return self._indices[np.lexsort((sort_keys, block[group]))]
 
 
 def build_sources(
@@ -126,13 +154,20 @@ def build_sources(
     Raises ``ValueError`` for missing or bad data, ``OSError`` if reading fails.
     """
     train, held_out = [], {}
+    # By text column, because one file may have several.
+    owners: dict[str, dict[FileId, str]] = defaultdict(dict)
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
     for source in config.mixture:
         with with_source_name(source, config):
             if source.type == "tokens" and tokenizer is not None:
                 check_tokenizer(open_token_files(source.path), tokenizer, config.tokenizer)
             train_source, held_out_source = _build_source(
-                source, percent, seed, with_held_out=with_held_out, skips_bad=skips_bad
+                source,
+                percent,
+                seed,
+                owners[source.text_key],
+                with_held_out=with_held_out,
+                skips_bad=skips_bad,
             )
         train.append(train_source)
         if held_out_source is not None:
@@ -164,58 +199,86 @@ def with_source_name(source: DataSource, config: Data) -> Iterator[None]:
 
 
 def _build_source(
-    config: DataSource, percent: float, seed: int, *, with_held_out: bool, skips_bad: bool
+    config: DataSource,
+    percent: float,
+    seed: int,
+    owners: dict[FileId, str],
+    *,
+    with_held_out: bool,
+    skips_bad: bool,
 ) -> tuple[Source, Source | None]:
     if config.type in ("c4", "huggingface"):
         # Imported here, because datasets takes a second to import.
-        from data.tables import hub_streams
+        from data.hub import hub_streams
 
-        return hub_streams(config, with_held_out, skips_bad=skips_bad)
-    documents, fingerprint = open_documents(config, skips_bad=skips_bad)
+        return hub_streams(config, with_held_out, percent, skips_bad=skips_bad)
+    documents, fingerprint = open_documents(config, owners, skips_bad=skips_bad)
     hashes = documents.split_hashes
     is_held_out = hashes < np.uint64(percent / 100 * 2**64)
     if percent > 0 and len(hashes) > 1 and not is_held_out.any():
         # Hold out at least one document, however few there are.
         is_held_out = hashes == hashes.min()
-    build = partial(ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint)
+    build = partial(
+        ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint, groups=documents.groups
+    )
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if percent == 0 or not with_held_out:
         return train, None
     return train, build(np.flatnonzero(is_held_out), name="validation")
 
 
-def open_documents(config: DataSource, *, skips_bad: bool = False) -> tuple[Documents, str]:
+def open_documents(
+    config: DataSource, owners: dict[FileId, str] | None = None, *, skips_bad: bool = False
+) -> tuple[Documents, str]:
     """Open a source's documents by index; return them and their fingerprint.
 
-    ``skips_bad``: documents that cannot be read are None. Raises ``ValueError`` for missing files.
+    ``owners``: files of other sources, which are left out; see ``matching_files``. ``skips_bad``:
+    documents that cannot be read are None. Raises ``ValueError`` for missing files.
     """
     if config.type == "tokens":
         tokenized = open_token_files(config.path)
         return SkipBadRecords(tokenized) if skips_bad else tokenized, tokenized.fingerprint
     if config.type in ("c4", "huggingface"):
-        from data.tables import HubTable
+        from data.hub import HubTable
 
         table = HubTable(config, skips_bad=skips_bad)
         return SkipBadRecords(table) if skips_bad else table, _fingerprint(table.name, table)
     is_builtin = config.type == "builtin"
-    files = builtin_files() if is_builtin else matching_files(config.path)
-    documents: Documents
-    if any(path.name.endswith(TABLE_SUFFIXES) for path, _ in files):
-        from data.tables import Tables
-
-        documents = Tables(files, config.text_key, skips_bad=skips_bad)
-    else:
-        documents = TextFiles(files, encoding_errors="replace" if is_builtin else "strict")
-    if skips_bad:
-        documents = SkipBadRecords(documents)
+    owners = {} if owners is None else owners
+    files = builtin_files() if is_builtin else matching_files(config.path, owners, config.label)
     listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
-    return documents, _fingerprint(listing, documents)
+    as_text = config.type == "text"
+    found = [] if is_builtin else [(*file, format_of(file[0], as_text=as_text)) for file in files]
+    tables = [(path, name, form) for path, name, form in found if form not in ("text", None)]
+    documents: Documents
+    if not tables:
+        texts = files if is_builtin else [file[:2] for file in found if file[2] == "text"]
+        documents = TextFiles(texts, encoding_errors="replace" if is_builtin else "strict")
+        documents = SkipBadRecords(documents) if skips_bad else documents
+        return documents, _fingerprint(listing, documents)
+    _check_all_are_tables(found)
+    # Imported here, because pyarrow takes a moment to import.
+    from data.tables import Tables
+
+    rows = Tables(tables, config.text_key, skips_bad=skips_bad)
+    documents = SkipBadRecords(rows) if skips_bad else rows
+    return documents, _fingerprint(listing + rows.footers, documents, rows.samples())
 
 
-def _fingerprint(listing: str, documents: Documents) -> str:
-    """Hash of ``listing``, which names the files, and of evenly spaced documents."""
+def _check_all_are_tables(found: list[tuple[Path, str, Format | None]]) -> None:
+    texts = [str(path) for path, _, file_format in found if file_format == "text"]
+    if texts:
+        more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+        text = f"data.path: mixes tables with plain text files: {', '.join(texts[:3])}{more}"
+        raise ValueError(f"{text}; use two [[data.sources]]")
+
+
+def _fingerprint(listing: str, documents: Documents, indices: Iterable[int] | None = None) -> str:
+    """Hash of ``listing``, which names the files, and of documents: evenly spaced, or these."""
     digest = hashlib.sha256(listing.encode())
-    for index in evenly_spaced(len(documents), FINGERPRINT_SAMPLES):
+    if indices is None:
+        indices = evenly_spaced(len(documents), FINGERPRINT_SAMPLES)
+    for index in indices:
         document = documents[index]
         if isinstance(document, np.ndarray):
             digest.update(document.tobytes())

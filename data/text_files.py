@@ -1,6 +1,5 @@
 """Plain text files as documents; the builtin corpus, source code of Python and torch."""
 
-import glob
 import importlib.util
 import os
 import sysconfig
@@ -11,7 +10,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data.files import find_shard, name_hash, relative_names
+from data.files import find_shard, name_hash
 
 # Size of the pieces of long files, so that a row does not read one file for many steps.
 PIECE_BYTES = 1 << 14
@@ -38,19 +37,10 @@ def builtin_files() -> list[tuple[Path, str]]:
     )
 
 
-def matching_files(pattern: str) -> list[tuple[Path, str]]:
-    """(path, name) of the files that the glob matches; ``ValueError`` if there are none."""
-    paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
-    if not paths:
-        text = f"data.path: no file matches {pattern!r}"
-        if Path(pattern).is_dir():
-            text += f"; it is a folder: try {pattern.rstrip('/')}/**/*.txt"
-        raise ValueError(text)
-    return relative_names(pattern, paths)
-
-
 class TextFiles:
-    """Pieces of about 16 KiB of text files, split after a line if one ends soon."""
+    """Pieces of about 16 KiB of text files in UTF-8, split after a line if one ends soon."""
+
+    groups = None
 
     def __init__(self, files: list[tuple[Path, str]], *, encoding_errors: str) -> None:
         self._files, self._errors = files, encoding_errors
@@ -66,14 +56,15 @@ class TextFiles:
         """Uniform uint64 per piece: hash of its file's name, and of its number in a single file."""
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> str:
         file, piece = find_shard(self._ends, index)
         path, _ = self._files[file]
         start, content = _read_piece(path, piece)
         try:
-            return content.decode("utf-8", self._errors)
+            text = content.decode("utf-8", self._errors)
+            return text.removeprefix("\ufeff") if piece == 0 else text
         except UnicodeDecodeError as error:
             text = f"{path}, byte {start + error.start}: not UTF-8: {error.reason}"
             raise ValueError(text) from None

@@ -4,7 +4,6 @@ A prepared folder has ``index.json`` and shards: ``shard-00000.bin`` holds the c
 its documents with bos and eos, ``shard-00000.ends`` the end of each document.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced, find_shard, record_hashes, relative_names
+from data.matching import match_paths
 
 TOKEN_INDEX_FILE = "index.json"
 BEGUN_FILE = "begun.json"
@@ -67,6 +67,8 @@ class TokenFiles:
         lines = "\n".join(f"{shard.name} {shard.fingerprint}" for shard in shards)
         self.fingerprint = hashlib.sha256(lines.encode()).hexdigest()
         """Equal for files with the same documents in the same order."""
+
+    groups = None
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -137,7 +139,7 @@ def _match_paths(path: str) -> list[tuple[Path, str]]:
     if path and os.path.exists(path):
         matches = [(Path(path), "" if os.path.isdir(path) else Path(path).name)]
     else:
-        paths = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
+        paths = match_paths(path)
         # A glob may match both files of Megatron-LM: a .bin beside an .idx belongs to it.
         paths = [p for p in paths if p.suffix != ".bin" or not p.with_suffix(".idx").exists()]
         matches = relative_names(path, paths)

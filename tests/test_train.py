@@ -106,13 +106,16 @@ def test_run_whose_terminal_closes_saves(tmp_path: Path) -> None:
     )
     os.close(other_end)
     deadline = time.monotonic() + 120
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
-        assert time.monotonic() < deadline
-        # Otherwise the terminal would be full, and the run would wait.
-        if select.select([terminal], [], [], 0.1)[0]:
-            os.read(terminal, 1 << 16)
-    os.close(terminal)
-    assert process.wait(120) == 75
+    try:
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+            assert time.monotonic() < deadline
+            # Otherwise the terminal would be full, and the run would wait.
+            if select.select([terminal], [], [], 0.1)[0]:
+                os.read(terminal, 1 << 16)
+        os.close(terminal)
+        assert process.wait(120) == 75
+    finally:
+        process.kill()
     assert (tmp_path / "debug_model/control/outcome").read_text() == "stopped SIGHUP\n"
     assert len(list((tmp_path / "debug_model/checkpoints").iterdir())) == 1
 

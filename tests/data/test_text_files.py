@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from config.job_config import Data
-from data.text_files import PIECE_BYTES, TextFiles, builtin_files, matching_files
+from data.matching import matching_files
+from data.text_files import PIECE_BYTES, TextFiles, builtin_files
 from tests.lib.corpora import both
 
 ALPHABETS = {
@@ -100,18 +101,18 @@ def test_names_are_relative_to_the_globs_fixed_part(
     for name in ("top.txt", "a/1.txt", "a/2.txt", "ab/1.txt", "ab/c/3.txt", "a/skipped/folder/x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert [name for _, name in matching_files(f"{tmp_path}/{pattern}")] == names
+    assert [name for _, name in matching_files(f"{tmp_path}/{pattern}", {}, "a")] == names
     monkeypatch.chdir(tmp_path)
-    assert [name for _, name in matching_files(pattern)] == names
+    assert [name for _, name in matching_files(pattern, {}, "a")] == names
 
 
 def test_glob_without_match_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for pattern in (tmp_path / "*.txt", tmp_path / "folder"):
         with pytest.raises(ValueError, match=r"data\.path: no file matches"):
-            matching_files(str(pattern))
+            matching_files(str(pattern), {}, "a")
     with pytest.raises(ValueError, match=r"it is a folder: try .*/folder/\*\*/\*\.txt"):
-        matching_files(f"{tmp_path}/folder/")
+        matching_files(f"{tmp_path}/folder/", {}, "a")
 
 
 def test_single_file_is_held_out_by_pieces(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,8 +41,14 @@ def start(
         stderr=subprocess.STDOUT if terminal is None else None,
         text=True,
         start_new_session=terminal is None,
-        preexec_fn=None if terminal is None else partial(os.login_tty, terminal),
+        preexec_fn=None if terminal is None else partial(_log_in, terminal),
     )
+
+
+def _log_in(terminal: int) -> None:
+    # A program that nohup started ignores it, and a process inherits that.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.login_tty(terminal)
 
 
 def run(folder: Path, n_ranks: int, **overrides: str) -> str:

@@ -1,0 +1,216 @@
+"""Datasets of the Hugging Face Hub, and the cache of converted files, through ``datasets``."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow as pa
+
+from config.job_config import DataSource
+from data.columns import check_column, check_no_null
+from data.files import record_hashes
+from data.formats import Format
+from data.records import read_records
+
+C4 = ("allenai/c4", "en", "text")
+
+
+class Part(NamedTuple):
+    """Texts of a stream on one side of the held-out split, decided by a hash of the text."""
+
+    percent: float
+    is_held_out: bool
+
+    def has(self, text: Any) -> bool:
+        """Return True if the text is in this part; records without text are not held out."""
+        if not isinstance(text, str):
+            return not self.is_held_out
+        digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+        is_held_out = int.from_bytes(digest, "little") < self.percent / 100 * 2**64
+        return is_held_out == self.is_held_out
+
+    def __str__(self) -> str:
+        return f", {self.percent if self.is_held_out else 100 - self.percent:g} %"
+
+
+class HubTable:
+    """Split "train" of a hub dataset, downloaded completely and memory-mapped."""
+
+    groups = None
+
+    def __init__(self, config: DataSource, *, skips_bad: bool = False) -> None:
+        name, subset, text_key = _hub_name(config)
+        with _loading(f"{name} (train)"):
+            table = datasets.load_dataset(name, subset or None, split="train").data
+        check_column(table.schema, text_key, name)
+        self._column = table.column(text_key)
+        if not skips_bad:
+            check_no_null(self._column, text_key, name)
+        self.name, self._key = f"{name}/{subset}/{text_key}", name
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def __getitem__(self, index: int) -> str | None:
+        return self._column[index].as_py()
+
+    @property
+    def split_hashes(self) -> np.ndarray:
+        return record_hashes(self._key, len(self))
+
+
+class HubStream:
+    """Streams one split of a hub dataset in its stored order, the same every epoch.
+
+    Each row of the batch reads its own files. If there are fewer files than rows, rows that share
+    files alternate. Resume re-reads and discards all documents before the row's position.
+    """
+
+    n_documents = None
+
+    def __init__(
+        self,
+        name: str,
+        subset: str,
+        split: str,
+        text_key: str,
+        *,
+        part: Part | None = None,
+        repeat: bool = True,
+        skips_bad: bool = False,
+    ) -> None:
+        """``part``: the part of the split to read; None: all."""
+        self._text_key, self._repeat, self._skips_bad = text_key, repeat, skips_bad
+        self._part = part
+        self.description = f"{name} {subset} ({split}{part or ''}), streamed"
+        parts = f"{name}/{subset}/{split}{part or ''}/{text_key}" + ("" if repeat else "/once")
+        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+        with _loading(f"{name} ({split})"):
+            self._dataset = datasets.load_dataset(name, subset or None, split=split, streaming=True)
+
+    def documents(self, row: int, n_rows: int, start: int) -> Iterator[str | None]:
+        n_shards = min(n_rows, self._dataset.num_shards)
+        index, turn = row % n_shards, row // n_shards
+        n_turns = len(range(index, n_rows, n_shards))
+        shard = self._dataset.shard(n_shards, index)
+        number = 0
+        while True:
+            first = number
+            records = filter(self._belongs, shard)
+            for record in self._read(islice(records, turn, None, n_turns), row, number):
+                text = record.get(self._text_key)
+                if number >= start and (isinstance(text, str) or self._skips_bad):
+                    yield text if isinstance(text, str) else None
+                elif number >= start:
+                    where = f"{self._text_key!r} of document {number} of row {row}"
+                    raise ValueError(f"data.text_key: {where} is {text!r}, not text")
+                number += 1
+            if number == first and self._repeat:
+                text = f"{self.description}: no document for row {row} of {n_rows}"
+                hint = "; see data.validation_percent" if self._part else ""
+                raise ValueError(f"data.path: {text}{hint}")
+            if not self._repeat:
+                return
+
+    def _belongs(self, record: dict[str, Any]) -> bool:
+        return self._part is None or self._part.has(record.get(self._text_key))
+
+    def _read(
+        self, records: Iterator[dict[str, Any]], row: int, number: int
+    ) -> Iterator[dict[str, Any]]:
+        """Add the document to errors: ``ValueError`` for bad contents, else ``OSError``."""
+        try:
+            for record in records:
+                yield record
+                number += 1
+        except Exception as error:  # datasets raises its own, pyarrow's and the network's errors
+            kind = ValueError if isinstance(error, ValueError) else OSError
+            where = f"{self.description}: document {number} of row {row}"
+            raise kind(f"data.path: {where} cannot be read: {error!r}") from error
+
+
+def hub_streams(
+    config: DataSource, with_held_out: bool, percent: float, *, skips_bad: bool
+) -> tuple[HubStream, HubStream | None]:
+    """Open the split "train" of a hub dataset and, if ``with_held_out``, its held-out texts.
+
+    These are the split "validation", or ``percent`` of "train" where there is none.
+    """
+    name, subset, text_key = _hub_name(config)
+    with _loading(name):
+        splits = datasets.get_dataset_split_names(name, subset or None)
+    if "train" not in splits:
+        raise ValueError(f"data.path: {name} has no split train, only {', '.join(splits)}")
+    build = partial(HubStream, name, subset, text_key=text_key, skips_bad=skips_bad)
+    if "validation" in splits or percent == 0:
+        train = build("train", repeat=config.repeat)
+        has_held_out = with_held_out and "validation" in splits
+        return train, build("validation") if has_held_out else None
+    train = build("train", part=Part(percent, is_held_out=False), repeat=config.repeat)
+    held_out = build("train", part=Part(percent, is_held_out=True)) if with_held_out else None
+    return train, held_out
+
+
+def convert_records(
+    path: Path, file_format: Format, text_key: str, *, skips_bad: bool
+) -> pa.ChunkedArray:
+    """Convert the texts of a JSON or CSV file to Arrow in the cache of ``datasets``; map them.
+
+    An earlier conversion is used again. With ``skips_bad``, bad records are null. Raises
+    ``ValueError`` for bad records and broken files, ``OSError`` if the cache cannot be written.
+    """
+    status = path.stat()
+    # datasets finds an earlier conversion by these.
+    keys: dict[str, Any] = {"path": str(path.resolve()), "file_format": file_format}
+    keys |= {"text_key": text_key, "skips_bad": skips_bad}
+    keys |= {"size": status.st_size, "time": status.st_mtime_ns}
+    if next(_texts(**keys), None) is None:
+        # datasets fails without rows.
+        return pa.chunked_array([], pa.large_string())
+    features = datasets.Features({text_key: datasets.Value("large_string")})
+    try:
+        table = datasets.Dataset.from_generator(_texts, features=features, gen_kwargs=keys)
+    except Exception as error:  # datasets raises its own and pyarrow's errors
+        _raise_cache_error(error)
+        raise ValueError(str(error.__cause__ or repr(error))) from error
+    return table.data.column(text_key)
+
+
+def _texts(
+    path: str, file_format: Format, text_key: str, skips_bad: bool, **cache_keys: int
+) -> Iterator[dict[str, str | None]]:
+    for record in read_records(Path(path), file_format, text_key):
+        if record.error and not skips_bad:
+            raise ValueError(record.error)
+        yield {text_key: record.text}
+
+
+def _hub_name(config: DataSource) -> tuple[str, str, str]:
+    """(dataset, configuration, text column) of ``config``."""
+    return C4 if config.type == "c4" else (config.path, config.subset, config.text_key)
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Name the dataset in errors: ``OSError`` for those that a later try may not meet."""
+    try:
+        yield
+    except Exception as error:  # datasets raises its own and the network's errors
+        _raise_cache_error(error)
+        kind = OSError if isinstance(error, ConnectionError) else ValueError
+        raise kind(f"data.path: cannot load {what}: {error}") from error
+
+
+def _raise_cache_error(error: Exception) -> None:
+    """Raise ``OSError`` that says how to move the cache, if the disk or its permissions failed."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(cause, OSError) and cause.errno is not None:
+        text = f"the cache {datasets.config.HF_DATASETS_CACHE} cannot be used"
+        move = "the environment variable HF_HOME moves it"
+        raise OSError(f"data: {text}: {cause}; {move}") from error

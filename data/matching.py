@@ -1,0 +1,125 @@
+"""Files that a glob matches: each once by identity, however many names and links lead to it."""
+
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from data.files import relative_names
+from runtime.log import logger
+
+_WILDCARD = re.compile(r"[*?[]")
+
+# Device and inode; the path where a file system has no inodes.
+FileId = Hashable
+
+
+def matching_files(pattern: str, owners: dict[FileId, str], label: str) -> list[tuple[Path, str]]:
+    """(path, name) of the files that the glob matches, sorted; ``**`` also recurses into links.
+
+    Names are relative to the glob's fixed part. A file that several names lead to is returned once,
+    by a name without links if it has one. ``owners`` has the files of other sources, which are left
+    out, and gets these as those of ``label``. Raises ``ValueError`` if none is left.
+    """
+    matches: dict[FileId, list[tuple[Path, str]]] = {}
+    for path, name in relative_names(pattern, match_paths(pattern)):
+        status = _stat(path)
+        if stat.S_ISREG(status.st_mode):
+            matches.setdefault(_identity(path, status), []).append((path, name))
+        elif not stat.S_ISDIR(status.st_mode):
+            raise ValueError(f"data.path: {path} is neither a file nor a folder")
+    if not matches:
+        text = f"data.path: no file matches {pattern!r}"
+        if Path(pattern).is_dir():
+            text += f"; it is a folder: try {pattern.rstrip('/')}/**/*.txt"
+        raise ValueError(text)
+    n_links = sum(map(len, matches.values())) - len(matches)
+    if n_links:
+        logger.info("data: %s: left out %d links to files that it has", pattern, n_links)
+    taken = Counter(owners[identity] for identity in matches if identity in owners)
+    for owner, count in taken.items():
+        logger.warning("data: %s: left out %d files that %s has", label, count, owner)
+    files = [min(found, key=_link_first) for i, found in matches.items() if i not in owners]
+    if not files:
+        raise ValueError(f"data.path: {', '.join(taken)} has all files that match {pattern!r}")
+    owners |= dict.fromkeys(matches, label) | owners
+    return sorted(files)
+
+
+def match_paths(pattern: str) -> list[Path]:
+    """Sorted paths that a glob matches. Unlike ``glob.glob``, ``**`` visits each folder once.
+
+    A path with the very name of the pattern is its only match. Raises ``ValueError`` for a folder
+    that cannot be read, which ``glob.glob`` would leave out.
+    """
+    if os.path.isfile(pattern):
+        return [Path(pattern)]
+    parts = [part for part in pattern.split("/") if part]
+    if not parts:
+        return []
+    try:
+        return sorted({*map(Path, _expand("/" if pattern.startswith("/") else "", parts))})
+    except OSError as error:
+        raise ValueError(f"data.path: {error.filename}: {error.strerror}") from None
+
+
+def _expand(folder: str, parts: list[str]) -> Iterator[str]:
+    if not parts:
+        yield folder
+        return
+    part, *rest = parts
+    if part == "**":
+        for found in _folders(folder):
+            yield from _expand(found, rest or ["*"])
+    elif _WILDCARD.search(part):
+        for name in _names(folder):
+            is_hidden = name.startswith(".") and not part.startswith(".")
+            if fnmatchcase(name, part) and not is_hidden:
+                yield from _expand(os.path.join(folder, name), rest)
+    elif os.path.lexists(path := os.path.join(folder, part)):
+        yield from _expand(path, rest)
+
+
+def _folders(folder: str) -> Iterator[str]:
+    """``folder`` and all below it, each once. Links are followed last, so that real names win."""
+    seen: set[FileId] = set()
+    links = [folder] if os.path.isdir(folder or ".") else []
+    while links:
+        pending, links = sorted(links, reverse=True), []
+        while pending:
+            current = pending.pop()
+            identity = _identity(Path(current), os.stat(current or "."))
+            if identity in seen:
+                continue
+            seen.add(identity)
+            yield current
+            paths = [os.path.join(current, n) for n in _names(current) if not n.startswith(".")]
+            below = [path for path in paths if os.path.isdir(path)]
+            links += filter(os.path.islink, below)
+            pending += reversed([path for path in below if not os.path.islink(path)])
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        what = "is a link to nothing" if path.is_symlink() else f"cannot be read: {error.strerror}"
+        raise ValueError(f"data.path: {path} {what}") from None
+
+
+def _identity(path: Path, status: os.stat_result) -> FileId:
+    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+
+
+def _link_first(match: tuple[Path, str]) -> tuple[bool, tuple[Path, str]]:
+    """Sort key by which names without links come first; the glob's fixed part may be a link."""
+    path, name = match
+    root = os.path.realpath(path.parents[name.count("/")])
+    return os.path.realpath(path) != os.path.join(root, name), match
