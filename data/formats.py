@@ -1,4 +1,4 @@
-"""What a data file is: plain text, JSON, CSV, Parquet, Arrow, or nothing that can be trained on."""
+"""Formats of data files, by their content; those that must not be trained on as text."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ _OTHERS = {
     b"ID3": "sound",
 }
 _TAR = slice(257, 262)
-_JSON_SUFFIXES = (".json", ".jsonl", ".jsonlines", ".ndjson")
+_JSON_SUFFIXES = {".json", ".jsonl", ".jsonlines", ".ndjson"}
 _SUFFIXES: dict[str, Format] = {".csv": "csv", ".tsv": "tsv"}
 _COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 # The beginning of an object, or of an array of objects.

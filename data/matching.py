@@ -21,8 +21,8 @@ def matching_files(pattern: str, owners: dict[FileId, str], label: str) -> list[
     """(path, name) of the files that the glob matches, sorted; ``**`` also recurses into links.
 
     Names are relative to the glob's fixed part. A file that several names lead to is returned once,
-    by a name without links if it has one. ``owners`` has the files of other sources, which are left
-    out, and gets these as those of ``label``. Raises ``ValueError`` if none is left.
+    by a name without links if it has one. ``owners`` has the files of other sources, which are
+    omitted, and gets these as those of ``label``. Raises ``ValueError`` if none is left.
     """
     matches: dict[FileId, list[tuple[Path, str]]] = {}
     for path, name in relative_names(pattern, match_paths(pattern)):
@@ -38,10 +38,10 @@ def matching_files(pattern: str, owners: dict[FileId, str], label: str) -> list[
         raise ValueError(text)
     n_links = sum(map(len, matches.values())) - len(matches)
     if n_links:
-        logger.info("data: %s: left out %d links to files that it has", pattern, n_links)
+        logger.info("data: %s: skipped %d links to files that it has", pattern, n_links)
     taken = Counter(owners[identity] for identity in matches if identity in owners)
     for owner, count in taken.items():
-        logger.warning("data: %s: left out %d files that %s has", label, count, owner)
+        logger.warning("data: %s: skipped %d files that %s has", label, count, owner)
     files = [min(found, key=_link_first) for i, found in matches.items() if i not in owners]
     if not files:
         raise ValueError(f"data.path: {', '.join(taken)} has all files that match {pattern!r}")
@@ -53,7 +53,7 @@ def match_paths(pattern: str) -> list[Path]:
     """Sorted paths that a glob matches. Unlike ``glob.glob``, ``**`` visits each folder once.
 
     A path with the very name of the pattern is its only match. Raises ``ValueError`` for a folder
-    that cannot be read, which ``glob.glob`` would leave out.
+    that cannot be read, which ``glob.glob`` would omit.
     """
     if os.path.isfile(pattern):
         return [Path(pattern)]

@@ -16,6 +16,8 @@ from data.formats import Format
 
 # Longest record in bytes, because a file without line breaks would fill the memory.
 MAX_RECORD_BYTES = 1 << 27
+# Of files with a record per line.
+LINE_SUFFIXES = {".jsonl", ".jsonlines", ".ndjson"}
 _CHUNK_BYTES = 1 << 20
 _BLANKS = re.compile(r"\s*")
 
@@ -50,18 +52,21 @@ def _read_json(path: Path, file: BinaryIO, text_key: str) -> Iterator[Record]:
             raise ValueError(f"{where}: longer than {MAX_RECORD_BYTES:,} bytes")
         if not line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
             continue
-        if is_first and _continues(line):
+        if is_first and _continues(line, path):
             yield from _read_values(path, line, file, text_key)
             return
         is_first = False
         yield _record_of_line(line, text_key, where)
 
 
-def _continues(line: bytes) -> bool:
+def _continues(line: bytes, path: Path) -> bool:
     """True if the first line begins an array, or an object that goes on in the next line."""
-    text = line.removeprefix(codecs.BOM_UTF8).rstrip()
-    if text.lstrip().startswith(b"["):
+    text = line.removeprefix(codecs.BOM_UTF8).strip()
+    if re.match(rb"\[\s*(?:\{|\]|$)", text):
         return True
+    if {suffix.lower() for suffix in path.suffixes} & LINE_SUFFIXES:
+        # The first line is a bad record like any other.
+        return False
     try:
         json.loads(text)
     except json.JSONDecodeError as error:

@@ -232,7 +232,7 @@ def open_documents(
 ) -> tuple[Documents, str]:
     """Open a source's documents by index; return them and their fingerprint.
 
-    ``owners``: files of other sources, which are left out; see ``matching_files``. ``skips_bad``:
+    ``owners``: files of other sources, which are omitted; see ``matching_files``. ``skips_bad``:
     documents that cannot be read are None. Raises ``ValueError`` for missing files.
     """
     if config.type == "tokens":

@@ -1,4 +1,4 @@
-"""What users' files are read as: each input of a table exactly, or refused by name and reason."""
+"""Files of users: each input of a table is read exactly, or refused by name and reason."""
 
 import bz2
 import csv

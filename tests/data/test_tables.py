@@ -66,7 +66,7 @@ def test_rows_of_all_files_are_documents(tmp_path: Path, key: str) -> None:
         (b'{"text": "a"}\r{"text": "b"}\n', r"bad\.jsonl, line 1, byte 0: Extra data, column 15"),
         (b'{"text": "a"}\n{"text": "b\n', r"bad\.jsonl, line 2, byte 14: .*column 12"),
         (b'{"text": "caf\xe9"}\n', r"bad\.jsonl, line 1, byte 0: 'utf-8' codec"),
-        (b"[" * 100_000, r"bad\.jsonl, record 1: maximum recursion depth"),
+        (b"[" * 100_000, r"bad\.jsonl, line 1, byte 0: maximum recursion depth"),
     ],
 )
 def test_bad_table_is_named_when_opened(tmp_path: Path, content: bytes, message: str) -> None:

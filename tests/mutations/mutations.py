@@ -431,16 +431,16 @@ DATA = [
     Mutation(
         # Rows that share a file with fewer others would skip some of its documents.
         "all-files-shared-by-as-many-rows",
-        "data/tables.py",
+        "data/hub.py",
         before="n_turns = len(range(index, n_rows, n_shards))",
         after="n_turns = -(-n_rows // n_shards)",
         tests=("tests/data/test_tables.py",),
     ),
     Mutation(
         "changed-table-read-from-the-cache",
-        "data/tables.py",
-        before='cache_keys |= {"size": status.st_size, "time": status.st_mtime_ns}',
-        after='cache_keys |= {"size": status.st_size}',
+        "data/hub.py",
+        before='keys |= {"size": status.st_size, "time": status.st_mtime_ns}',
+        after='keys |= {"size": status.st_size}',
         tests=("tests/data/test_tables.py",),
     ),
     Mutation(

@@ -438,6 +438,8 @@ def test_ctrl_c_ends_all_processes(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell ignores it in its background jobs, and a process inherits that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         until(lambda: any(folder.glob("shard-*")))
         # A terminal sends SIGINT to the whole process group.
