@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from build_model import ShardedModel
+from checkpoint.checkpoint_dir import list_checkpoints, step_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.hugging_face import TOKENIZER_FILE, is_hugging_face, load_weights
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError
 from config.resume_compat import changed_arguments, compare
@@ -86,6 +87,7 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
     resumed_step = checkpointer.load_latest()
     if resumed_step is not None:
         logger.info("resumed from step %d of %s", resumed_step, config.job.folder)
+        run_on_rank0(partial(warn_of_changed_data, run, resumed_step))
         if resumed_step >= config.training.steps:
             logger.info("nothing to do: training.steps is %d", config.training.steps)
     elif config.checkpoint.initial_load_path:
@@ -139,6 +141,17 @@ def validate_resume(run: RunSpec, manifest: dict[str, Any]) -> None:
         raise ConfigError([f"model.flavor: {text} since the checkpoint" for text in arguments])
     for text in (*changes.recorded, *changes.free, *changes.gone):
         logger.info("changed since the checkpoint: %s", text)
+
+
+def warn_of_changed_data(run: RunSpec, step: int) -> None:
+    """Warn of data files newer than the checkpoint: fingerprints read only a few documents."""
+    folders = list_checkpoints(run.folder / "checkpoints")
+    checkpoint = next(folder for folder in folders if step_of(folder) == step)
+    saved = (checkpoint / MANIFEST_FILE).stat().st_mtime
+    changed = [path for s in run.training_data.sources for path in s.changed_since(saved)]
+    if changed:
+        text = "data: %d files changed after %s was saved, the first %s: are they the same?"
+        logger.warning(text, len(changed), checkpoint.name, changed[0])
 
 
 def warn_if_tokenizer_differs(run: RunSpec) -> None:

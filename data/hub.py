@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face Hub, and the cache of converted files, through ``datasets``."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -43,6 +43,7 @@ class HubTable:
     """Split "train" of a hub dataset, downloaded completely and memory-mapped."""
 
     groups = None
+    paths: Sequence[Path] = ()
 
     def __init__(self, config: DataSource, *, skips_bad: bool = False) -> None:
         name, subset, text_key = _hub_name(config)
@@ -93,6 +94,9 @@ class HubStream:
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         with _loading(f"{name} ({split})"):
             self._dataset = datasets.load_dataset(name, subset or None, split=split, streaming=True)
+
+    def changed_since(self, seconds: float) -> list[Path]:
+        return []
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[str | None]:
         n_shards = min(n_rows, self._dataset.num_shards)

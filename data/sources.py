@@ -6,7 +6,7 @@ of an endless shuffled order, so a step's data depend only on the seed and the s
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -41,6 +41,10 @@ class Source(Protocol):
         """Iterate over the row's documents from its ``start``-th; endless if the source repeats."""
         ...
 
+    def changed_since(self, seconds: float) -> list[Path]:
+        """Local files whose contents or names changed after this time since the epoch."""
+        ...
+
     @property
     def n_documents(self) -> int | None:
         """Number of documents in one epoch, over all rows; None if unknown."""
@@ -49,6 +53,11 @@ class Source(Protocol):
 
 class Documents(Protocol):
     """Documents by index, in their order on disk; ``ValueError`` if one cannot be read."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """Local files that hold the documents."""
+        ...
 
     @property
     def groups(self) -> np.ndarray | None:
@@ -69,6 +78,10 @@ class SkipBadRecords:
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        return self._documents.paths
 
     @property
     def groups(self) -> np.ndarray | None:
@@ -105,8 +118,9 @@ class ShuffledDocuments:
         fingerprint: str,
         repeat: bool = True,
         groups: np.ndarray | None = None,
+        paths: Sequence[Path] = (),
     ) -> None:
-        """``groups``: as in ``Documents``."""
+        """``groups``, ``paths``: as in ``Documents``."""
         if len(documents) == 0:
             raise ValueError("data.path: no documents")
         if len(indices) == 0:
@@ -115,7 +129,7 @@ class ShuffledDocuments:
                 " see data.validation_percent"
             )
         self._documents, self._indices, self._seed = documents, indices, seed
-        self._groups = groups
+        self._groups, self._paths = groups, paths
         self._repeat, self.n_documents = repeat, len(indices)
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
@@ -129,6 +143,10 @@ class ShuffledDocuments:
             epoch, index = divmod(counter, len(self._indices))
             yield self._documents[self._order(epoch)[index]]
             counter += n_rows
+
+    def changed_since(self, seconds: float) -> list[Path]:
+        # Not the time of modification, which copies keep and programs set.
+        return [path for path in self._paths if path.stat().st_ctime > seconds]
 
     def _permutation(self, epoch: int) -> np.ndarray:
         # NumPy guarantees the same raw random numbers in every release, but not permutations.
@@ -219,7 +237,12 @@ def _build_source(
         # Hold out at least one document, however few there are.
         is_held_out = hashes == hashes.min()
     build = partial(
-        ShuffledDocuments, documents, seed=seed, fingerprint=fingerprint, groups=documents.groups
+        ShuffledDocuments,
+        documents,
+        seed=seed,
+        fingerprint=fingerprint,
+        groups=documents.groups,
+        paths=documents.paths,
     )
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if percent == 0 or not with_held_out:

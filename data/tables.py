@@ -60,6 +60,10 @@ class Tables:
         largest = max((group.n_bytes for group in self._groups), default=0)
         self._decode = lru_cache(maxsize=max(2, CACHED_BYTES // max(1, largest)))(self._read_group)
 
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path, _, _ in self._files]
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 

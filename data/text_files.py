@@ -55,6 +55,10 @@ class TextFiles:
         self.split_hashes = np.repeat(np.array(hashes, np.uint64), counts)
         """Uniform uint64 per piece: hash of its file's name, and of its number in a single file."""
 
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path, _ in self._files]
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 

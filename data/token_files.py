@@ -70,6 +70,10 @@ class TokenFiles:
 
     groups = None
 
+    @property
+    def paths(self) -> list[Path]:
+        return [shard.path for shard in self._shards]
+
     def __len__(self) -> int:
         return self._ends[-1]
 

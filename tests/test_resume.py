@@ -1,6 +1,7 @@
-"""Tokenizer warnings for initial weights."""
+"""Warnings about the tokenizer of initial weights, and about data that changed."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 
 from checkpoint.manifest import write_manifest
-from config.job_config import JobConfig
+from config.job_config import Data, JobConfig
+from data.sources import build_sources
 from data.tokenizer import load_tokenizer
-from resume import warn_if_tokenizer_differs
+from resume import warn_if_tokenizer_differs, warn_of_changed_data
 from runtime import exit_codes
 from tools import train_tokenizer
 
@@ -46,3 +48,40 @@ def test_weights_of_another_tokenizer_are_warned_about(
     (hugging_face / "tokenizer.json").unlink()
     warn_if_tokenizer_differs(started_from(hugging_face, "bytes"))
     assert "cannot check the tokenizer" in captured_log.text
+
+
+def test_files_that_changed_after_the_checkpoint_are_warned_about(
+    captured_log: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The fingerprint reads neither of them, and their sizes and times are those of before."""
+    paths = [tmp_path / "data" / f"{i:03}.txt" for i in range(200)]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.write_text("text")
+    config = Data(source="files", path=f"{tmp_path}/data/*")
+
+    def warn() -> str:
+        captured_log.clear()
+        sources, _ = build_sources(config, 0)
+        fingerprints.append(sources[0].fingerprint)
+        training_data = SimpleNamespace(sources=sources)
+        run: Any = SimpleNamespace(folder=tmp_path, training_data=training_data)
+        warn_of_changed_data(run, 7)
+        return captured_log.text
+
+    fingerprints: list[str] = []
+    checkpoint = tmp_path / "checkpoints" / "step-00000007"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, {}, {})
+    assert warn() == ""
+    now = (checkpoint / "manifest.json").stat().st_mtime
+    for path in (paths[1], paths[6]):
+        times = path.stat().st_atime, path.stat().st_mtime
+        path.write_text("TEXT")
+        os.utime(path, times)
+    # File systems count time in steps of milliseconds.
+    os.utime(checkpoint / "manifest.json", (now - 1, paths[1].stat().st_ctime - 1e-3))
+    for path in paths:
+        assert path in (paths[1], paths[6]) or path.stat().st_ctime <= now
+    assert "data: 2 files changed after step-00000007 was saved, the first " in warn()
+    assert len({*fingerprints}) == 1
