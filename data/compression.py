@@ -14,7 +14,7 @@ _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\
 # A frame that zstd tools may put first: 0x184D2A50 to 0x184D2A5F.
 _ZSTD_SKIPPABLE = b"\x2a\x4d\x18"
 # Compressed bytes that are decompressed at once, because each may become 32 KiB.
-_ZSTD_CHUNK = 2048
+_ZSTD_CHUNK = 1024
 
 
 def compression_of(head: bytes) -> str:

@@ -9,6 +9,7 @@ import lzma
 import os
 import random
 import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -345,3 +346,27 @@ def test_row_groups_are_shuffled_and_few_are_decoded(
         blocks = [{number // 10 for number in order[i : i + 20]} for i in range(0, 400, 20)]
         assert max(map(len, blocks)) <= 4, "of 40 row groups"
         assert min(map(len, blocks)) >= 2
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_memory_is_bounded_by_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """A small file of one endless line, and one of short lines that compress a thousandfold."""
+    monkeypatch.setattr("data.records.MAX_RECORD_BYTES", 1 << 20)
+    pack, n_lines = PACK[suffix], 1 << 17 if suffix else 1 << 12
+    contents = {
+        r"line 1, byte 0: longer than 1,048,576 bytes": b'{"text": "' + b"a" * (n_lines << 9),
+        r"line 1, byte 0: data\.text_key: no 'text'": (b'{"x": "' + b"a" * 500 + b'"}\n') * n_lines,
+    }
+    for i, content in enumerate(contents.values()):
+        write(tmp_path, {f"{i}.jsonl{suffix}": pack(content)})
+    for is_traced in (False, True):  # the first time also imports packages
+        if is_traced:
+            tracemalloc.start()
+        for i, error in enumerate(contents):
+            with pytest.raises(ValueError, match=error):
+                read(tmp_path, Input({}, [], path=f"{i}.*"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 36 << 20, "of 64 MiB of text"
