@@ -87,7 +87,7 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
     resumed_step = checkpointer.load_latest()
     if resumed_step is not None:
         logger.info("resumed from step %d of %s", resumed_step, config.job.folder)
-        run_on_rank0(partial(warn_of_changed_data, run, resumed_step))
+        run_on_rank0(partial(warn_if_data_changed, run, resumed_step))
         if resumed_step >= config.training.steps:
             logger.info("nothing to do: training.steps is %d", config.training.steps)
     elif config.checkpoint.initial_load_path:
@@ -143,7 +143,7 @@ def validate_resume(run: RunSpec, manifest: dict[str, Any]) -> None:
         logger.info("changed since the checkpoint: %s", text)
 
 
-def warn_of_changed_data(run: RunSpec, step: int) -> None:
+def warn_if_data_changed(run: RunSpec, step: int) -> None:
     """Warn of data files newer than the checkpoint: fingerprints read only a few documents."""
     folders = list_checkpoints(run.folder / "checkpoints")
     checkpoint = next(folder for folder in folders if step_of(folder) == step)

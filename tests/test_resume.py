@@ -12,7 +12,7 @@ from checkpoint.manifest import write_manifest
 from config.job_config import Data, JobConfig
 from data.sources import build_sources
 from data.tokenizer import load_tokenizer
-from resume import warn_if_tokenizer_differs, warn_of_changed_data
+from resume import warn_if_tokenizer_differs, warn_if_data_changed
 from runtime import exit_codes
 from tools import train_tokenizer
 
@@ -66,7 +66,7 @@ def test_files_that_changed_after_the_checkpoint_are_warned_about(
         fingerprints.append(sources[0].fingerprint)
         training_data = SimpleNamespace(sources=sources)
         run: Any = SimpleNamespace(folder=tmp_path, training_data=training_data)
-        warn_of_changed_data(run, 7)
+        warn_if_data_changed(run, 7)
         return captured_log.text
 
     fingerprints: list[str] = []
