@@ -12,7 +12,7 @@ from checkpoint.manifest import write_manifest
 from config.job_config import Data, JobConfig
 from data.sources import build_sources
 from data.tokenizer import load_tokenizer
-from resume import warn_if_tokenizer_differs, warn_if_data_changed
+from resume import warn_if_data_changed, warn_if_tokenizer_differs
 from runtime import exit_codes
 from tools import train_tokenizer
 
