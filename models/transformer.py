@@ -276,9 +276,11 @@ class Transformer(nn.Module):
         ``trunc_normal_(param, std=...)`` fills in place, truncating at 3 std or farther.
         """
         self.rope.init_weights()
-        head_std, is_tied = self.args.dim**-0.5, self.args.tie_embeddings
+        is_tied = self.args.tie_embeddings
         if self.tok_embeddings is not None:
-            trunc_normal_(self.tok_embeddings.weight, std=head_std if is_tied else 1.0)
+            # A tied model would predict its input with a std of 1, because of the residual stream.
+            # 0.02: initializer_range in the published configs of tied models.
+            trunc_normal_(self.tok_embeddings.weight, std=0.02 if is_tied else 1.0)
         for layer in self.layers.values():
             # Each block adds to the residual twice; this keeps its variance independent of depth.
             cast(TransformerBlock, layer).init_weights(
@@ -287,4 +289,4 @@ class Transformer(nn.Module):
         if self.norm is not None:
             self.norm.reset_parameters()
         if self.output is not None and not is_tied:
-            trunc_normal_(self.output.weight, std=head_std)
+            trunc_normal_(self.output.weight, std=self.args.dim**-0.5)

@@ -1,5 +1,6 @@
 """Standard deviations of initial weights, and buffers that no comparison of meshes would notice."""
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,7 @@ def stds_of(name: str, *, is_tied: bool) -> tuple[dict[str, float], Any]:
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_moe", "qwen3_next"])
 def test_std_of_each_weight(name: str, is_tied: bool) -> None:
     found, args = stds_of(name, is_tied=is_tied)
-    assert found.pop("tok_embeddings.weight") == (args.dim**-0.5 if is_tied else 1.0)
+    assert found.pop("tok_embeddings.weight") == (0.02 if is_tied else 1.0)
     assert found.pop("output.weight", None) == (None if is_tied else args.dim**-0.5)
     assert any(RESIDUAL.search(fqn) for fqn in found)
     for fqn, std in found.items():
@@ -46,6 +47,19 @@ def test_std_of_each_weight(name: str, is_tied: bool) -> None:
         # The variance of the residual stream does not depend on the depth.
         want = 0.02 / (2 * args.n_layers) ** 0.5 if RESIDUAL.search(fqn) else 0.02
         assert std == pytest.approx(want), fqn
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dim", [64, 256, 512])
+def test_tied_model_begins_with_a_uniform_guess(dim: int) -> None:
+    spec, args = find_model("llama3", "debugmodel_tied")
+    args = replace(args, dim=dim, hidden_dim=3 * dim, n_layers=dim // 32)
+    model = spec.model_cls(args)
+    torch.manual_seed(0)
+    model.init_weights()
+    tokens = torch.randint(args.vocab_size, (4, 65))
+    loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])
+    assert loss.item() == pytest.approx(math.log(args.vocab_size), abs=0.15)
 
 
 @torch.no_grad()

@@ -628,10 +628,10 @@ MODELS = [
         tests=("tests/models/test_initialization.py",),
     ),
     Mutation(
-        # Logits of a tied model would begin with a std of sqrt(dim), not 1.
+        # A tied model would begin by predicting its input.
         "tied-embedding-of-unit-std",
         "models/transformer.py",
-        before="std=head_std if is_tied else 1.0",
+        before="std=0.02 if is_tied else 1.0",
         after="std=1.0",
         tests=("tests/models/test_initialization.py",),
     ),
