@@ -59,7 +59,7 @@ def test_tied_model_begins_with_a_uniform_guess(dim: int) -> None:
     model.init_weights()
     tokens = torch.randint(args.vocab_size, (4, 65))
     loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).mT, tokens[:, 1:])
-    assert loss.item() == pytest.approx(math.log(args.vocab_size), abs=0.15)
+    assert loss.item() == pytest.approx(math.log(args.vocab_size), abs=0.3)
 
 
 @torch.no_grad()
