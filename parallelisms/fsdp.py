@@ -58,8 +58,8 @@ class FSDPPolicy:
             reshard_group_size=size,
             # Backward starts with the last unit; resharding it would only gather it again.
             reshard_last_unit=size or reshard == "always",
-            # In a pipeline, backward of one microbatch would free experts that the recomputation of
-            # the next one needs.
+            # An interleaved schedule gathers experts before the first forward. Freed after it, they
+            # would be gathered by selective recomputation, which only repeats forward's operators.
             reshard_experts=size or (reshard != "never" and not has_pp),
             reshard_always=reshard == "always",
             # Read by ``SPMDRunner`` only: in a pipeline, PyTorch's schedule decides.

@@ -263,6 +263,15 @@ NAMED = [
     Cell(model="qwen3_moe", tensor=2, context="ulysses 2", expert=4),
     Cell(model="qwen3_next", tensor=2, context="allgather 2", expert=4, documents=True),
     Cell(model="qwen3_moe", pipeline="1F1B 2", context="allgather 2", tensor=2, expert=4),
+    # Selective recomputation finds experts gathered if forward did.
+    Cell(
+        model="qwen3_moe",
+        pipeline="Interleaved1F1B 2",
+        shard=2,
+        expert=2,
+        reshard="always",
+        recompute="selective",
+    ),
     Cell(model="qwen3", pipeline="Interleaved1F1B 2", context="allgather 2", tensor=2, tied=True),
     Cell(model="qwen3", shard=2, recompute="memory_budget", compile=True, tied=True),
     # In mixed precision only gross errors show. It is no dimension, for pairs that met only there.
