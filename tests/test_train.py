@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from config import load_config
+from optim.schedule import lr_factor
 from tests.lib import forked
 from tests.lib.launch import curve, records, run, start, wait_for_steps
 from tests.lib.marks import slow
@@ -148,6 +150,9 @@ def test_log_line_says_what_users_look_for(uninterrupted: Path) -> None:
     steps = [record for record in records(uninterrupted) if "loss" in record]
     assert all(keys | {"step", "data_wait"} <= record.keys() for record in steps)
     assert {(record["skipped_steps"], record["bad_records"]) for record in steps} == {(0, 0)}
+    config = load_config(uninterrupted / "debug_model" / "config.toml", [])
+    factors = [lr_factor(n, config.lr_scheduler, total_steps=12) for n in range(1, 7)]
+    assert [record["lr"] for record in steps] == [config.optimizer.lr * f for f in factors]
     validated = [record for record in records(uninterrupted) if "validation_loss" in record]
     assert [record["step"] for record in validated] == [0, 6]
 

@@ -14,7 +14,7 @@ from checkpoint.checkpointer import merge
 from config import ConfigError
 from data.loader import LoaderConfig, MicrobatchLoader
 from data.mixture import Mixture
-from data.packing import best_fit
+from data.packing import WINDOW_SEQUENCES, best_fit
 from data.sources import ShuffledDocuments
 from runtime.labels import IGNORE_INDEX
 from tests.lib.corpora import corpora, source
@@ -113,6 +113,23 @@ def test_resume_on_other_ranks_continues_the_same_sequences(seed: int) -> None:
     assert saved["data"]["rows"]["0"]["taken"] > [30, 30], "too few windows and epochs"
 
 
+def test_window_of_more_sequences_than_its_tokens_fill_resumes() -> None:
+    """Documents over half a sequence get one each; short ones, of any of them, fill the first."""
+    texts = [" ".join(["7"] * (2 if i % 9 == 0 else 12)) for i in range(1000)]
+    mixture = Mixture([source(texts)])
+    (reference,), most = build(mixture, 1, 1), 0
+    (loader,) = build(mixture, 1, 1)
+    for step in range(300):
+        if step % 50 == 0:
+            saved = loader.state_dict()
+            (loader,) = build(mixture, 1, 1)
+            loader.load_state_dict(saved)
+        for got, want in zip(take([loader]), take([reference]), strict=True):
+            assert torch.equal(got, want), f"step {step}"
+        most = max(most, reference.state_dict()["rows"]["0"]["token"])
+    assert most > WINDOW_SEQUENCES
+
+
 def test_padding_is_below_two_percent() -> None:
     generator = random.Random(0)
     texts = [" ".join(["7"] * int(generator.lognormvariate(3.0, 1.0) + 1)) for _ in range(4000)]
@@ -131,6 +148,21 @@ def test_bins_hold_each_size_once_within_capacity(capacity: int) -> None:
     # Best fit decreasing needs at most 11/9 OPT + 4 bins (D. S. Johnson, 1973).
     assert len(bins) <= 11 / 9 * (-(-sum(sizes) // capacity)) + 4
     assert [indices[0] for indices in bins] == sorted(indices[0] for indices in bins)
+
+
+@pytest.mark.parametrize("capacity", [7, 30])
+def test_each_size_goes_to_the_fullest_bin_with_room(capacity: int) -> None:
+    generator = random.Random(capacity)
+    sizes = [generator.randint(1, capacity) for _ in range(500)]
+    bins: list[list[int]] = []
+    for index in sorted(range(500), key=lambda i: -sizes[i]):
+        filled = [sum(sizes[i] for i in indices) for indices in bins]
+        room = [n for n, size in enumerate(filled) if size + sizes[index] <= capacity]
+        if room:
+            bins[max(room, key=lambda n: filled[n])].append(index)
+        else:
+            bins.append([index])
+    assert best_fit(sizes, capacity) == sorted(sorted(indices) for indices in bins)
 
 
 @pytest.mark.parametrize("changes", [{"packing": "concat"}, {"seq_len": 12}])

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,22 @@ def nonfinite_loss_in_step_5() -> None:
         calls += 1
         # Two microbatches per step.
         return original(*args) * (float("nan") if calls == 9 else 1.0)
+
+    forward_backward.cross_entropy_sum = cross_entropy_sum
+
+
+def preempted_in_a_nonfinite_step() -> None:
+    """Make a loss of step 2 NaN, and send SIGTERM to the only rank."""
+    original, calls = forward_backward.cross_entropy_sum, 0
+
+    def cross_entropy_sum(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        # Four microbatches per step.
+        if calls != 5:
+            return original(*args)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args) * float("nan")
 
     forward_backward.cross_entropy_sum = cross_entropy_sum
 
@@ -134,6 +151,16 @@ def test_nonfinite_loss_stops_the_run_or_is_skipped(
     record_result(
         "the whole program: stop ends with 93 and keeps step 4; skip goes on, 1 step skipped"
     )
+
+
+def test_nonfinite_step_that_is_neither_logged_nor_saved_stops_the_run(tmp_path: Path) -> None:
+    """The signal ends the run before the host has read that step's values."""
+    keys = STEPS | {"metrics.log_freq": "100", "checkpoint.interval": "100"}
+    with started(tmp_path, 1, plant=preempted_in_a_nonfinite_step, **keys) as processes:
+        assert codes(processes) == {exit_codes.DO_NOT_REQUEUE}, log(tmp_path)
+    assert "step 2: the loss is not finite on some rank" in log(tmp_path)
+    assert list(curve(tmp_path)) == [1]
+    assert not checkpoints(tmp_path)
 
 
 def test_spike_is_rolled_back_and_its_data_skipped(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from config import ConfigError
 from runtime import control
 from runtime.control import RunControl, lock_run
-from runtime.exit_codes import STOP_FILE
+from runtime.exit_codes import DONE, FAILED, PREEMPTED, STOP_FILE, stopped_by
 from runtime.filesystem import atomic_write_text
 from runtime.signals import SIGNALS
 from tests.lib.control import control_of
@@ -44,6 +44,22 @@ def test_first_request_of_any_rank_is_the_reason_on_all_ranks(
 ) -> None:
     expected = [None, "SIGUSR1", "SIGUSR1", "SIGUSR1"]
     assert ranks.run(stop_by_step, 2, tmp_path / "control") == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("reason", "has_checkpoints", "code"),
+    [
+        ("SIGTERM", True, PREEMPTED),
+        # Requeued, it would begin again each time.
+        ("SIGTERM", False, FAILED),
+        (STOP_FILE.reason, True, DONE),
+        (STOP_FILE.reason, False, DONE),
+    ],
+)
+def test_only_a_signal_to_a_run_with_checkpoints_asks_to_requeue(
+    reason: str, has_checkpoints: bool, code: int
+) -> None:
+    assert stopped_by(reason, has_checkpoints=has_checkpoints).code == code
 
 
 def stop_after_hangup(folder: Path) -> str | None:
