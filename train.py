@@ -96,7 +96,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     ):
         loop = TrainLoop(
             run, control, loader, batches, model, train_step, spikes, state,
-            checkpointer, log, validator, heartbeat, profile_step, resumed_step or 0,
+            checkpointer, log, validator, heartbeat, profile_step,
         )  # fmt: skip
         stop = loop.run_steps()
 

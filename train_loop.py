@@ -47,12 +47,12 @@ class TrainLoop:
     validator: Validator | None
     heartbeat: RankHeartbeat
     profile_step: Callable[[int], None]
-    resumed_step: int
 
     def run_steps(self) -> StopReason:
         """Train until a reason to stop. Collective."""
         state, config, checkpointer = self.state, self.run.config, self.checkpointer
-        if state.step == 0:
+        first_step = state.step + 1
+        if first_step == 1:
             self.validate()
         while state.step < config.training.steps:
             # May this step start? All ranks read the answer off the same all-reduce.
@@ -88,6 +88,9 @@ class TrainLoop:
                     continue
             if must_stop:
                 return exit_codes.NOT_FINITE
+            if state.step == first_step:
+                # It compiles and connects; later steps must not take as long.
+                set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
             self.periodic_work()
             if save_is_due:
                 self.save()
@@ -123,9 +126,6 @@ class TrainLoop:
             self.profile_step(step)
         if step % config.training.gc_freq == 0:
             gc.collect(1)
-        if step - self.resumed_step == 1:
-            # The first step compiles and connects; later ones must not take as long.
-            set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
         check_freq = config.numerics.replica_check_freq
         if check_freq and step % check_freq == 0:
             optimizer = self.train_step.optimizer

@@ -123,7 +123,14 @@ PARALLELISMS = [
         "parallelisms/fsdp.py",
         before='reshard_experts=size or (reshard != "never" and not has_pp),',
         after='reshard_experts=size or reshard != "never",',
-        tests=(cell(model="qwen3_moe", pipeline="1F1B 2"), "tests/parallelisms/test_experts.py"),
+        tests=(
+            cell(
+                model="qwen3_moe",
+                pipeline="Interleaved1F1B 2",
+                reshard="always",
+                recompute="selective",
+            ),
+        ),
     ),
     Mutation(
         # Equal sums, but each microbatch sends what one all-reduce of the step could.
@@ -795,7 +802,7 @@ LAUNCHER_AND_RUNTIME = [
         "runtime/exit_codes.py",
         before="return StopReason(reason, PREEMPTED if has_checkpoints else FAILED)",
         after="return StopReason(reason, PREEMPTED)",
-        tests=("tests/launcher/test_launch.py", "tests/reliability/test_resume.py"),
+        tests=("tests/runtime/test_control.py",),
     ),
     Mutation(
         # After a power cut the outcome may be an empty file.
@@ -833,7 +840,7 @@ ROOT_FILES = [
         "train_step.py",
         before="lr_factor(step, config.lr_scheduler, run.total_steps)",
         after="lr_factor(step - 1, config.lr_scheduler, run.total_steps)",
-        tests=("tests/test_train.py", "tests/test_overfit.py"),
+        tests=("tests/test_train.py::test_log_line_says_what_users_look_for",),
     ),
     Mutation(
         "gradients-of-all-steps-add-up",
@@ -858,12 +865,9 @@ ROOT_FILES = [
     Mutation(
         "resumed-run-keeps-the-long-timeout",
         "train_loop.py",
-        before="if step - self.resumed_step == 1:",
-        after="if step == 1:",
-        tests=(
-            "tests/reliability/test_processes.py::test_hung_rank_is_reported",
-            "tests/reliability/test_planted.py",
-        ),
+        before="if state.step == first_step:",
+        after="if state.step == 1:",
+        tests=(f"{RESUME}::test_resumed_run_equals_uninterrupted_run",),
     ),
     Mutation(
         # A checkpoint between two logged steps may be of a run that must stop.
@@ -882,7 +886,10 @@ ROOT_FILES = [
             stop = exit_codes.NOT_FINITE
 """,
         after="",
-        tests=("tests/reliability/test_planted.py", "tests/test_train.py"),
+        tests=(
+            "tests/reliability/test_planted.py"
+            "::test_nonfinite_step_that_is_neither_logged_nor_saved_stops_the_run",
+        ),
     ),
     Mutation(
         "data-of-a-spike-read-again",

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 
+import train_loop
 from checkpoint.checkpoint_dir import step_of, verify_checkpoint
 from checkpoint.manifest import read_manifest
 from config import ConfigError, load_config
 from resume import validate_resume
 from run_spec import resolve
 from runtime import exit_codes
+from runtime.log import logger
 from tests.lib.forked import (
     CONFIG,
     PATIENCE_SECONDS,
@@ -76,6 +79,17 @@ FAST_LAYOUTS = {
 }
 
 
+def log_timeouts() -> None:
+    """Log each timeout of collectives that the loop sets."""
+    original = train_loop.set_timeout
+
+    def set_timeout(timeout: timedelta) -> None:
+        logger.info("timeout of collectives: %s", timeout)
+        original(timeout)
+
+    train_loop.set_timeout = set_timeout
+
+
 def wait_for(condition: Callable[[], Any], processes: list[BaseProcess], folder: Path) -> None:
     """Wait until ``condition`` holds; fail if a process exits before."""
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -102,8 +116,11 @@ def test_resumed_run_equals_uninterrupted_run(
         wait_for(partial(checkpoints, parts), processes, parts)
         os.kill(processes[-1].pid or 0, signal.SIGKILL)
         assert codes(processes) & {-signal.SIGKILL}
-    run(parts, world_size, **keys)
+    with started(parts, world_size, plant=log_timeouts, **keys) as processes:
+        assert codes(processes) == {0}, log(parts)
     assert "resumed from step" in log(parts)
+    # Once, after the first step of the resumed run, as in any other.
+    assert log(parts).count("timeout of collectives: 0:05:00") == world_size
     assert curve(parts) == curve(whole)
     assert len(curve(whole)) == 8
     assert not differences(checkpoints(parts)[0], checkpoints(whole)[0])
