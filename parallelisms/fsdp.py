@@ -37,8 +37,8 @@ class FSDPPolicy:
     """Ranks that keep the weights sharded among them after forward; None: no smaller group."""
     reshard_last_unit: bool | int
     """``reshard_after_forward`` of the last unit."""
-    reshard_experts: bool | int
-    """``reshard_after_forward`` of experts, which are units of their own."""
+    reshard_experts: bool
+    """``reshard_after_forward`` of experts, units of their own; they have no smaller group."""
     reshard_always: bool
     """"always" was set: FSDP2 even on one rank, to free the cast weights after forward."""
     reshard_after_backward: bool
@@ -60,7 +60,7 @@ class FSDPPolicy:
             reshard_last_unit=size or reshard == "always",
             # An interleaved schedule gathers experts before the first forward. Freed after it, they
             # would be gathered by selective recomputation, which only repeats forward's operators.
-            reshard_experts=size or (reshard != "never" and not has_pp),
+            reshard_experts=reshard != "never" and not has_pp,
             reshard_always=reshard == "always",
             # Read by ``SPMDRunner`` only: in a pipeline, PyTorch's schedule decides.
             reshard_after_backward=setting != "never",

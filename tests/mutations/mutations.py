@@ -121,8 +121,8 @@ PARALLELISMS = [
     Mutation(
         "experts-resharded-between-microbatches",
         "parallelisms/fsdp.py",
-        before='reshard_experts=size or (reshard != "never" and not has_pp),',
-        after='reshard_experts=size or reshard != "never",',
+        before='reshard_experts=reshard != "never" and not has_pp,',
+        after='reshard_experts=reshard != "never",',
         tests=(
             cell(
                 model="qwen3_moe",
@@ -890,6 +890,16 @@ ROOT_FILES = [
             "tests/reliability/test_planted.py"
             "::test_nonfinite_step_that_is_neither_logged_nor_saved_stops_the_run",
         ),
+    ),
+    Mutation(
+        "failed-last-save-counts-as-done",
+        "train_loop.py",
+        before="""\
+            if checkpointer.newest_step != step:
+                stop = exit_codes.NOT_SAVED
+""",
+        after="",
+        tests=("tests/reliability/test_planted.py::test_run_whose_last_save_fails_has_failed",),
     ),
     Mutation(
         "data-of-a-spike-read-again",

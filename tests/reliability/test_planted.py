@@ -235,3 +235,12 @@ def test_max_unsaved_steps_ends_the_run(tmp_path: Path) -> None:
     # With free space again, the same command resumes.
     run(tmp_path, 2, **keys)
     assert checkpoints(tmp_path)[0].name == "step-00000008"
+
+
+def test_run_whose_last_save_fails_has_failed(tmp_path: Path) -> None:
+    keys = STEPS | {"training.steps": "3"}
+    with started(tmp_path, 1, plant=disk_full_after_step_2, **keys) as processes:
+        assert codes(processes) == {exit_codes.FAILED}, log(tmp_path)
+    assert "stopped by checkpoints that could not be saved after step 3" in log(tmp_path)
+    assert not (tmp_path / "debug_model/control/outcome").exists()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
