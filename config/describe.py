@@ -10,7 +10,8 @@ USAGE = """\
 usage: ./run_train.sh [--section.key VALUE | --section.key=VALUE] ...
 
 Trains the model of CONFIG_FILE (default train_configs/debug_model.toml). Each argument overrides
-one key. Values are written as in TOML: 3e-4, true, 100, name.
+one key; the last value of a key wins. Values are written as in TOML: 3e-4, true, 100, name. In
+paths, also those of the TOML file, ~, $NAME and ${NAME} are expanded; $$ is a literal $.
 
 environment:
   CONFIG_FILE  TOML file                    NGPU      ranks on this node (default: GPUs, else 2)

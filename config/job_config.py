@@ -14,6 +14,9 @@ Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float64", "float32", "bfloat16"]
+# Marks keys that name files. The loader expands ~ and variables in them, see config/paths.py.
+PATH = "path"
+PathText = Annotated[str, PATH]
 
 
 class Section(BaseModel):
@@ -31,7 +34,7 @@ class Job(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] = "default"
     """Name of the run: 1 to 64 letters, digits, `_`, `.` or `-`. A run with the same output_dir and
     name resumes."""
-    output_dir: Annotated[str, Field(min_length=1)] = "outputs"
+    output_dir: Annotated[PathText, Field(min_length=1)] = "outputs"
     """Directory of all runs. This run writes to <output_dir>/<name>/."""
 
     @property
@@ -58,7 +61,7 @@ class DataSource(Section):
     Parquet or Arrow files, by their content. text: local files as plain text, also JSON and CSV.
     tokens: output of tools.prepare or Megatron-LM's preprocessing. c4, huggingface: streamed from
     the Hugging Face Hub."""
-    path: str = ""
+    path: PathText = ""
     """files, text: a glob (** recurses). tokens: a directory, or a glob of .idx files. huggingface:
     the dataset's name."""
     subset: str = ""
@@ -85,7 +88,7 @@ class DataSource(Section):
 class Data(Section):
     source: Literal["builtin", "files", "text", "tokens", "c4", "huggingface"] = "builtin"
     """Type of the only source, as in [[data.sources]]."""
-    path: str = ""
+    path: PathText = ""
     """Path of the only source, as in [[data.sources]]."""
     subset: str = ""
     """Configuration of a huggingface dataset."""
@@ -93,7 +96,7 @@ class Data(Section):
     """Column that holds the text."""
     sources: list[DataSource] = []
     """[[data.sources]]: a mixture of sources. Replaces source, path, subset and text_key."""
-    tokenizer: Annotated[str, Field(min_length=1)] = "bytes"
+    tokenizer: Annotated[PathText, Field(min_length=1)] = "bytes"
     """bytes; the name of a tiktoken encoding (cl100k_base); a .tiktoken or .model rank file; or a
     tokenizer.json."""
     packing: Packing = "concat"
@@ -295,7 +298,7 @@ class Checkpoint(Section):
     max_unsaved_steps: Count | None = None
     """Failed saves are logged. If no checkpoint succeeds for this many steps, stop with exit code
     1. Absent: 3 * interval."""
-    initial_load_path: str = ""
+    initial_load_path: PathText = ""
     """Checkpoint or Hugging Face model directory to load initial weights from. Ignored if the run
     has a checkpoint."""
 

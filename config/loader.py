@@ -5,7 +5,7 @@ Precedence: command line, then file, then defaults. All errors are reported toge
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +15,15 @@ import tomli
 import tomli_w
 from pydantic import ValidationError
 
-from config.job_config import JobConfig
+from config.job_config import PATH, JobConfig
+from config.paths import expand_path, literal_path
+
+# Numbers that Python and C write, but TOML does not: .001 and 5.
+POINT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+# Arguments of other programs that name the configuration.
+CONFIG_FILE_KEYS = ("config", "config-file", "config_file", "config_path", "job.config_file")
+CONFIG_FILE_HINT = "set the environment variable CONFIG_FILE to the configuration"
 
 
 class ConfigError(ValueError):
@@ -27,39 +35,57 @@ class ConfigError(ValueError):
 
 
 def load_config(path: Path, overrides: list[str]) -> JobConfig:
-    """Read ``path`` and apply ``overrides``. Raises ``ConfigError`` that names every bad key."""
-    try:
-        tables = tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # not a file, not UTF-8, not TOML
-        raise ConfigError([f"{path}: {error}"]) from None
-    scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
-    errors = [f"{path}: {key} must be in a [table]" for key in scalars]
-    tables = {key: value for key, value in tables.items() if key not in scalars}
+    """Read ``path`` and apply ``overrides``; expand ``~`` and variables in ``path`` and path keys.
+
+    Raises ``ConfigError`` that names every bad key.
+    """
+    tables, errors = _read_toml(path)
     from_command_line, malformed = parse_overrides(overrides)
     errors += malformed
     for key, value in from_command_line.items():
         section, _, name = key.partition(".")
         tables.setdefault(section, {})[name] = value
+    overridden = from_command_line.keys() | {key.partition(".")[0] for key in from_command_line}
+
+    def origin(key: str) -> str:
+        return "command line" if key.partition("[")[0] in overridden else str(path)
+
+    def expand(key: str, text: str) -> str:
+        try:
+            return expand_path(text)
+        except ValueError as error:
+            errors.append(f"{origin(key)}: {key}: {error}")
+            return text
+
     try:
-        config = JobConfig.model_validate(tables)
+        config = JobConfig.model_validate(_map_paths(tables, expand))
     except ValidationError as error:
-        errors += _messages(error, path, set(from_command_line))
+        errors += _messages(error, origin)
     if errors:
         raise ConfigError(errors)
     return config
 
 
 def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Parse ``["--a.b", "1", "--c.d=x"]`` to ``{"a.b": 1, "c.d": "x"}``, and list all errors."""
+    """Parse ``["--a.b", "1", "--c.d=x"]`` to ``{"a.b": 1, "c.d": "x"}``, and list all errors.
+
+    The last value of a key wins.
+    """
     values: dict[str, Any] = {}
     errors = []
     rest = list(arguments)
     while rest:
         key, is_given, raw = rest.pop(0).partition("=")
-        if not is_given and key.startswith("--") and rest and not rest[0].startswith("--"):
+        if not is_given and key.startswith("-") and rest and not rest[0].startswith("--"):
             is_given, raw = "=", rest.pop(0)
         if not re.fullmatch(r"--[^.]+\.[^.]+", key):
-            errors.append(f"command line: {key!r} is not --section.key; see --help")
+            # A pattern that the shell expanded may leave thousands of words: report the first.
+            others = 0
+            while not key.startswith("-") and rest and not rest[0].startswith("-"):
+                rest.pop(0)
+                others += 1
+            more = f" (and {others} more)" if others else ""
+            errors.append(f"command line: {key!r} is not --section.key{more}; {_hint(key, raw)}")
         elif not is_given:
             errors.append(f"command line: {key} needs a value: {key} VALUE or {key}=VALUE")
         elif not _is_unicode(key + raw):
@@ -72,7 +98,46 @@ def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 def dump_toml(config: JobConfig) -> str:
     """TOML text of all keys, defaults included. Loading it gives an equal ``config``."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    tables = config.model_dump(exclude_none=True)
+    return tomli_w.dumps(_map_paths(tables, lambda _, path: literal_path(path)))
+
+
+def _read_toml(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Tables of a TOML file, and an error for each key outside of them."""
+    try:
+        # Editors on Windows write a byte-order mark, which TOML does not know.
+        text = Path(expand_path(str(path))).read_text(encoding="utf-8-sig")
+        tables = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        wrong = text.split("\n")[int(line[1]) - 1].strip() if line else ""
+        raise ConfigError([f"{path}: {error}" + (f": {wrong[:80]}" if wrong else "")]) from None
+    except (OSError, ValueError, RecursionError) as error:  # not a file, not UTF-8, not TOML
+        raise ConfigError([f"{path}: {error}"]) from None
+    scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
+    errors = [f"{path}: {key} must be in a [table]" for key in scalars]
+    return {key: value for key, value in tables.items() if key not in scalars}, errors
+
+
+def _map_paths(tables: dict[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
+    """Copy ``tables`` with ``change(key, path)`` for the path of each key marked ``PATH``."""
+
+    def mapped(prefix: str, table: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        result = dict(table)
+        for name, value in table.items():
+            key, field = f"{prefix}.{name}", fields.get(name)
+            if field is None:
+                continue
+            if isinstance(value, str) and PATH in field.metadata:
+                result[name] = change(key, value)
+            elif isinstance(value, list) and (items := _item_fields(field)):
+                result[name] = [
+                    mapped(f"{key}[{i}]", item, items) if isinstance(item, dict) else item
+                    for i, item in enumerate(value)
+                ]
+        return result
+
+    return {section: mapped(section, table, _fields(section)) for section, table in tables.items()}
 
 
 def _is_unicode(text: str) -> bool:
@@ -88,12 +153,30 @@ def _parse_value(key: str, raw: str) -> Any:
     """Parse ``raw`` as a TOML value, else return it. A string key needs no quotes."""
     section, _, name = key.partition(".")
     field = _fields(section).get(name)
+    annotation = None if field is None else field.annotation
+    kinds = [getattr(kind, "__origin__", kind) for kind in (annotation, *get_args(annotation))]
+    if float in kinds and POINT_NUMBER.fullmatch(raw.strip()):
+        return float(raw)
     try:
         (value,) = tomli.loads(f"value = {raw}").values()
+        # In an array a comment, which would be cut off, also hides the closing bracket.
+        (values,) = tomli.loads(f"values = [{raw}]").values()
     except (ValueError, RecursionError):  # not TOML, or several values on several lines
         return raw
-    is_string = field is not None and field.annotation is str
-    return raw if is_string and not isinstance(value, str) else value
+    return raw if len(values) != 1 or (annotation is str and not isinstance(value, str)) else value
+
+
+def _hint(argument: str, value: str) -> str:
+    """Advice for an ``argument`` that is no key."""
+    key = argument.lstrip("-")
+    section, _, name = key.partition(".")
+    if name in _fields(section):
+        return f"write --{key}={value or 'VALUE'}"
+    if key in CONFIG_FILE_KEYS or argument.endswith(".toml"):
+        return f"{CONFIG_FILE_HINT}; see --help"
+    if not argument.startswith("-"):
+        return "quote a value with spaces, and a pattern such as '*.txt'; see --help"
+    return "see --help"
 
 
 def _fields(section: str) -> dict[str, Any]:
@@ -102,7 +185,13 @@ def _fields(section: str) -> dict[str, Any]:
     return type(JobConfig.model_fields[section].default).model_fields
 
 
-def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -> list[str]:
+def _item_fields(field: Any) -> dict[str, Any]:
+    """Fields of the tables in an array of tables; none of any other field."""
+    items = [item for item in get_args(field.annotation) if hasattr(item, "model_fields")]
+    return items[0].model_fields if items else {}
+
+
+def _messages(error: ValidationError, origin: Callable[[str], str]) -> list[str]:
     """One message per key, because pydantic reports each branch of a union separately."""
     # Pairs of value and reason. A dict, because it keeps the order and no pair twice.
     reasons: dict[str, dict[tuple[str, str], None]] = {}
@@ -110,10 +199,11 @@ def _messages(error: ValidationError, path: Path, from_command_line: set[str]) -
         key = _key(item["loc"])
         is_unknown = item["type"] == "extra_forbidden"
         value = "" if is_unknown else f", got {item['input']!r}"
-        reasons.setdefault(key, {})[value, _unknown(key) if is_unknown else item["msg"]] = None
-    overridden = from_command_line | {key.partition(".")[0] for key in from_command_line}
-    origin = {key: "command line" if key in overridden else str(path) for key in reasons}
-    return [f"{origin[key]}: {key}: {_join(pairs)}" for key, pairs in reasons.items()]
+        reason = _unknown(key) if is_unknown else item["msg"]
+        if item["type"] == "bool_type":
+            reason += ", true or false"
+        reasons.setdefault(key, {})[value, reason] = None
+    return [f"{origin(key)}: {key}: {_join(pairs)}" for key, pairs in reasons.items()]
 
 
 def _join(pairs: Iterable[tuple[str, str]]) -> str:
@@ -134,12 +224,12 @@ def _key(location: tuple[int | str, ...]) -> str:
 
 
 def _unknown(key: str) -> str:
+    if key in CONFIG_FILE_KEYS:
+        return f"unknown key; {CONFIG_FILE_HINT}"
     section, _, name = key.partition(".")
     array = _fields(section).get(name.partition("[")[0])
     if "[" in name and array is not None:
-        names = [
-            n for item in get_args(array.annotation) for n in getattr(item, "model_fields", ())
-        ]
+        names = list(_item_fields(array))
         near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1)
         return "unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if not name:

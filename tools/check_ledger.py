@@ -18,7 +18,7 @@ import numpy as np
 from data.batch_size import batch_size_of
 from metrics.ledger import AttemptHeader
 from runtime import exit_codes
-from tools.cli import Parser, reporting_errors
+from tools.cli import Parser, path_argument, reporting_errors
 
 SHOWN_VIOLATIONS = 20
 # Fields of ``AttemptHeader`` that all ranks of an attempt must agree on.
@@ -76,8 +76,8 @@ class RankLedger:
 @reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.check_ledger", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("--against", type=Path, metavar="OTHER_RUN_FOLDER")
+    parser.add_argument("run", type=path_argument, metavar="RUN_FOLDER")
+    parser.add_argument("--against", type=path_argument, metavar="OTHER_RUN_FOLDER")
     options = parser.parse_args(arguments)
     folders = [options.run] if options.against is None else [options.run, options.against]
     lineages = [replay(folder) for folder in folders]

@@ -5,8 +5,10 @@ import re
 import sys
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn
 
+from config.paths import expand_path
 from runtime import exit_codes
 
 
@@ -48,6 +50,19 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
         if not is_given and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return own, overrides
+
+
+def path_text(text: str) -> str:
+    """Argument type for a path, or a name such as a tokenizer's: expands ``~`` and variables."""
+    try:
+        return expand_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def path_argument(text: str) -> Path:
+    """Argument type for a path; expands ``~`` and variables."""
+    return Path(path_text(text))
 
 
 def whole_number(least: int, most: int = 10**18 - 1) -> Callable[[str], int]:

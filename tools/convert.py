@@ -45,7 +45,7 @@ from models import MODEL_SPECS, ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from runtime import exit_codes
 from saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
-from tools.cli import Parser, reporting_errors
+from tools.cli import Parser, path_argument, path_text, reporting_errors
 
 # Prefix of weights in a checkpoint, which also has the optimizer's state.
 PREFIX = "model."
@@ -56,12 +56,21 @@ def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("export", help="write a folder that transformers loads").add_argument
-    add("checkpoint", type=Path, help="a checkpoint, or a run folder: its newest that verifies")
-    add("folder", type=Path, help="folder to write; must not exist")
-    add("--tokenizer", metavar="NAME", help="the run's tokenizer, if its file has moved")
+    add(
+        "checkpoint",
+        type=path_argument,
+        help="a checkpoint, or a run folder: its newest that verifies",
+    )
+    add("folder", type=path_argument, help="folder to write; must not exist")
+    add(
+        "--tokenizer",
+        type=path_text,
+        metavar="NAME",
+        help="the run's tokenizer, if its file has moved",
+    )
     add = commands.add_parser("import", help="read a folder with safetensors").add_argument
-    add("folder", type=Path, help="folder with config.json and safetensors")
-    add("checkpoint", type=Path, help="checkpoint to write; must not exist")
+    add("folder", type=path_argument, help="folder with config.json and safetensors")
+    add("checkpoint", type=path_argument, help="checkpoint to write; must not exist")
     options = parser.parse_args(arguments)
     if options.command == "export":
         export_checkpoint(options.checkpoint, options.folder, tokenizer_name=options.tokenizer)

@@ -31,7 +31,7 @@ from parallelisms.tied_weights import preserve_tied_weights
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
 from saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
-from tools.cli import Parser, reporting_errors, whole_number
+from tools.cli import Parser, path_argument, path_text, reporting_errors, whole_number
 
 DEFAULT_TOKENS = 256
 # Prompt tokens per forward: bounds the memory for logits, of which only the last are needed.
@@ -56,7 +56,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line; raise ``ValueError`` that names a wrong argument."""
     parser = Parser("python -m tools.generate", description=__doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="a checkpoint, or a run folder: its newest that verifies")
+    add(
+        "checkpoint",
+        type=path_argument,
+        help="a checkpoint, or a run folder: its newest that verifies",
+    )
     add("--prompt", type=_text, default="", help="beginning of the text")
     add(
         "--tokens",
@@ -89,7 +93,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         choices=["bfloat16", "float32", "float64"],
         help="default bfloat16 if the hardware supports it, else float32",
     )
-    add("--tokenizer", metavar="NAME", help="the run's tokenizer, if its file has moved")
+    add(
+        "--tokenizer",
+        type=path_text,
+        metavar="NAME",
+        help="the run's tokenizer, if its file has moved",
+    )
     options = parser.parse_args(arguments)
     if options.top_p == 0.0:
         raise ValueError("argument --top-p: must be > 0; for greedy decoding set --temperature 0")

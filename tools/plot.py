@@ -11,14 +11,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from runtime import exit_codes
-from tools.cli import Parser, reporting_errors
+from tools.cli import Parser, path_argument, reporting_errors
 
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.plot", description=__doc__)
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("picture", type=Path)
+    parser.add_argument("run_folder", type=path_argument)
+    parser.add_argument("picture", type=path_argument)
     options = parser.parse_args(arguments)
     plot_losses(options.run_folder, options.picture)
     return exit_codes.DONE

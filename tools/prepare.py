@@ -22,6 +22,7 @@ from typing import Any
 
 from config import load_config
 from config.job_config import Data
+from config.paths import literal_path
 from data.files import evenly_spaced
 from data.sources import open_documents
 from data.token_files import (
@@ -46,7 +47,7 @@ from data.write_shards import (
 from runtime import exit_codes
 from runtime.machine import available_cpus
 from runtime.signals import handle_signals
-from tools.cli import Parser, reporting_errors, split_overrides, whole_number
+from tools.cli import Parser, path_argument, reporting_errors, split_overrides, whole_number
 
 CONFIG_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 SHARD_TOKENS = 1 << 26
@@ -83,7 +84,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(f"command line: {key} has no effect here; only --data.KEY has")
     parser = Parser("python -m tools.prepare", description=__doc__)
     add = parser.add_argument
-    add("folder", metavar="FOLDER", type=Path, help="folder to write or resume")
+    add("folder", metavar="FOLDER", type=path_argument, help="folder to write or resume")
     add(
         "--config",
         type=Path,
@@ -156,7 +157,9 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
         f" {n_shards} shards"
     )
     keys = {"source": "tokens", "path": str(folder), "tokenizer": index["tokenizer"]["name"]}
-    overrides = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
+    overrides = " ".join(
+        f"--data.{key} {shlex.quote(literal_path(value))}" for key, value in keys.items()
+    )
     print(f"next: ./run_train.sh {overrides}")
 
 

@@ -11,13 +11,13 @@ from checkpoint.checkpoint_dir import list_checkpoints, quarantine, step_of, ver
 from runtime import exit_codes
 from runtime.control import lock_run
 from runtime.filesystem import atomic_write_text
-from tools.cli import Parser, reporting_errors
+from tools.cli import Parser, path_argument, reporting_errors
 
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.rollback", description=__doc__)
-    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("run_folder", type=path_argument)
     parser.add_argument("step", type=int)
     options = parser.parse_args(arguments)
     roll_back(options.run_folder, options.step)

@@ -19,6 +19,7 @@ import tomli
 import tomli_w
 
 from config import ConfigError, JobConfig, load_config
+from config.paths import expand_path
 from launcher.launch import check_run, ranks_per_node, shown_ranks
 from runtime import exit_codes
 from runtime.control import lock_run
@@ -68,7 +69,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
 def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
     """Overrides of ``runs[task]`` of a sweep; raises ``ConfigError`` with file and run."""
     try:
-        sweep = tomli.loads(path.read_text(encoding="utf-8"))
+        sweep = tomli.loads(Path(expand_path(str(path))).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError([f"{path}: {error}"]) from None
     runs = sweep.pop("runs", None)

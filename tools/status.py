@@ -28,7 +28,7 @@ from launcher.failures import MOST_ATTEMPTS
 from metrics.goodput import goodput, history_of
 from runtime import exit_codes
 from runtime.log import duration
-from tools.cli import Parser, reporting_errors
+from tools.cli import Parser, path_argument, reporting_errors
 
 LOCKS = Path("/proc/locks")
 REJECTED = "bad configuration"
@@ -74,7 +74,7 @@ class Status:
 @reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser("python -m tools.status", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("folders", nargs="+", type=path_argument, metavar="RUN_FOLDER")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
     runs = [folder for folder in options.folders if (folder / "control" / "lock").is_file()]

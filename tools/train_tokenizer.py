@@ -28,11 +28,12 @@ from tokenizers import (
 
 from config import load_config
 from config.job_config import Data
+from config.paths import literal_path
 from data.sources import build_sources
 from data.tokenizer import LLAMA3_PATTERN, load_tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime import exit_codes
-from tools.cli import Parser, reporting_errors, split_overrides
+from tools.cli import Parser, path_argument, reporting_errors, split_overrides
 
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
     )
     add = parser.add_argument
-    add("folder", type=Path, help="output folder; existing files are not overwritten")
+    add("folder", type=path_argument, help="output folder; existing files are not overwritten")
     add("--vocab_size", type=int, required=True, metavar="N", help="tokens incl. special tokens")
     add("--config", type=Path, default=Path(os.devnull), metavar="FILE", help="TOML file of a run")
     add("--max_bytes", type=int, default=MAX_BYTES, metavar="N", help=f"default {MAX_BYTES:,}")
@@ -65,7 +66,8 @@ def main(arguments: list[str]) -> int:
         vocab_size=options.vocab_size,
         max_bytes=options.max_bytes,
     )
-    command = ["./run_train.sh", *overrides, "--data.tokenizer", str(options.folder / FILES[0])]
+    tokenizer = literal_path(str(options.folder / FILES[0]))
+    command = ["./run_train.sh", *overrides, "--data.tokenizer", tokenizer]
     file = "" if str(options.config) == os.devnull else f"CONFIG_FILE={quote(str(options.config))} "
     print(f"next: {file}{join(command)}")
     return exit_codes.DONE

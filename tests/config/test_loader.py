@@ -64,6 +64,55 @@ def test_value_after_equals_sign_may_be_anything(toml: Path):
     assert config.data.subset == "a=b"
 
 
+@pytest.mark.parametrize(
+    ("raw", "number"),
+    [
+        ("1e-3", 1e-3),
+        ("1E-3", 1e-3),
+        ("+1e-3", 1e-3),
+        ("1_000", 1e3),
+        (".001", 1e-3),
+        ("+.5", 0.5),
+        ("5.", 5.0),
+        ("5.e-1", 0.5),
+        (".5E1", 5.0),
+        (" .001 ", 1e-3),
+    ],
+)
+def test_numbers_in_common_notations_are_read(toml: Path, raw: str, number: float):
+    for overrides in (["--optimizer.lr", raw], [f"--optimizer.lr={raw}"]):
+        assert load_config(toml, overrides).optimizer.lr == number
+    # Also in a key that may be absent.
+    assert load_config(toml, ["--metrics.peak_tflops", raw]).metrics.peak_tflops == number
+
+
+@pytest.mark.parametrize(
+    ("key", "raw"),
+    [
+        *(("optimizer.lr", raw) for raw in ("5e", ".5.", ".", "1e-", "0,001", "1,", "1e-3 # low",
+          "True", "'.001'", "NaN", "nan", "inf", "-.5", "-1e-3", "1e999", "1 000", "١")),
+        *(("training.steps", raw) for raw in (".5", "5.", "1e3", "08", "-1", "5,", "1]\nb = [2")),
+        *(("compile.enable", raw) for raw in ("True", "TRUE", "yes", "on", "1", "'true'", "")),
+    ],
+)  # fmt: skip
+def test_other_notations_are_rejected_with_key_and_value(toml: Path, key: str, raw: str):
+    for overrides in ([f"--{key}", raw], [f"--{key}={raw}"]):
+        (message,) = errors(toml, *overrides)
+        assert message.startswith(f"command line: {key}: ")
+        shown = {"1e999": "inf", "1e3": "1000.0", "-.5": "-0.5", "-1e-3": "-0.001"}
+        assert shown.get(raw, repr(raw)[1:-1].strip("'")) in message
+
+
+def test_boolean_error_says_what_to_write(toml: Path):
+    for key in ("compile.enable", "debug.deterministic"):
+        assert "true or false" in errors(toml, f"--{key}=yes")[0]
+
+
+def test_text_with_a_comment_sign_is_not_cut(toml: Path):
+    for raw in ('"x" # y', "'a' # 'b'", "3 # y", "x # y"):
+        assert load_config(toml, ["--data.subset", raw]).data.subset == raw
+
+
 def test_override_sets_only_one_key(toml: Path):
     (message,) = errors(toml, "--training.steps", "3\nseq_len = 4")
     assert "training.steps" in message
@@ -137,6 +186,23 @@ def test_syntax_error_names_the_file(tmp_path: Path, text: str):
     assert message.startswith(str(path))
 
 
+def test_syntax_error_shows_the_line(tmp_path: Path):
+    path = tmp_path / "broken.toml"
+    for line in ("lr = .001", "enable = True", "lr = 1e-3,"):
+        path.write_bytes(f"[optimizer]\r\n\r\n{line}\r\n".encode())
+        (message,) = errors(path)
+        assert "line 3" in message
+        assert message.endswith(f": {line}")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte-order mark"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
+def test_files_of_any_editor_are_read(tmp_path: Path, mark: bytes, end: str):
+    path = tmp_path / "run.toml"
+    path.write_bytes(mark + f"[training]{end}steps = 7 # few{end}seq_len = 512{end}".encode())
+    assert load_config(path, []).training == Training(steps=7, seq_len=512)
+
+
 def test_unreadable_file_is_named(tmp_path: Path):
     not_text = tmp_path / "binary.toml"
     not_text.write_bytes(b"\xff\xfe")
@@ -186,6 +252,27 @@ def test_unknown_keys_and_tables_suggest_a_known_one(toml: Path, override: str, 
     (message,) = errors(toml, override)
     assert "unknown" in message
     assert message.endswith(suggested)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["run.toml"], "CONFIG_FILE"),
+        (["--config", "run.toml"], "CONFIG_FILE"),
+        (["--config_file=run.toml"], "CONFIG_FILE"),
+        (["--job.config_file", "run.toml"], "CONFIG_FILE"),
+        (["training.steps=3"], "write --training.steps=3"),
+        (["-training.steps", "3"], "write --training.steps=3"),
+        (["--data.path", "a.txt", "b.txt", "c.txt"], "(and 1 more); quote"),
+        (["--data.path", "a.txt", *(f"{n}.txt" for n in range(1000))], "(and 999 more); quote"),
+        (["--validation.sample_prompt", "Once", "upon"], "quote"),
+    ],
+)
+def test_arguments_in_other_forms_are_one_error_with_a_hint(
+    toml: Path, arguments: list[str], hint: str
+):
+    (message,) = errors(toml, *arguments)
+    assert hint in message
 
 
 def test_no_suggestion_without_a_similar_name(toml: Path):
