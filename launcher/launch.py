@@ -45,7 +45,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         config = load_config(config_path, overrides)
         n_ranks = ranks_per_node(environment)
         nodes = find_nodes(environment)
-        check_run(config, n_ranks * nodes.count)
+        check_run(config, n_ranks, nodes.count)
         # All ranks log the same lines, so one rank is shown.
         log_rank = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
         shown = shown_ranks(log_rank, n_ranks) if log_rank else set()
@@ -87,10 +87,14 @@ def clear_previous_end(control: Path) -> None:
         raise ConfigError([f"job.output_dir: {error}"]) from None
 
 
-def check_run(config: JobConfig, n_ranks: int) -> None:
-    """Raise ``ValueError`` for an unsupported config, without opening data or tokenizer."""
+def check_run(config: JobConfig, n_ranks: int, n_nodes: int) -> None:
+    """Raise ``ValueError`` for an unsupported config, without opening data or tokenizer.
+
+    ``n_ranks``: ranks on each of ``n_nodes``.
+    """
     _, args = find_model(config.model.name, config.model.flavor)
-    check_constraints(config, args, n_ranks, has_gpu=torch.cuda.is_available())
+    has_gpu = torch.cuda.is_available()
+    check_constraints(config, args, n_ranks * n_nodes, has_gpu=has_gpu, n_nodes=n_nodes)
 
 
 def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:

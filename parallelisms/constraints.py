@@ -44,11 +44,14 @@ class RunContext:
 
 
 def check_constraints(
-    config: JobConfig, shape: ModelShape, world_size: int, *, has_gpu: bool
+    config: JobConfig, shape: ModelShape, world_size: int, *, has_gpu: bool, n_nodes: int = 1
 ) -> Degrees:
-    """Return the degrees of this run. Raises ``ConfigError`` with all violated constraints."""
+    """Return the degrees of this run. Raises ``ConfigError`` with all violated constraints.
+
+    ``n_nodes`` only matters for the advice about degrees that do not fit ``world_size``.
+    """
     try:
-        degrees = resolve_degrees(config.parallelism, world_size)
+        degrees = resolve_degrees(config.parallelism, world_size, n_nodes=n_nodes)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     run = RunContext(config, shape, degrees, has_gpu)
@@ -93,6 +96,12 @@ def _has_experts(run: RunContext) -> bool:
 
 def _expert_ranks(run: RunContext) -> int:
     return run.degrees.dp_shard * run.degrees.cp * run.degrees.tp
+
+
+def _divisors(number: int) -> str:
+    """The divisors of ``number``, as in ``1, 2 or 4``."""
+    *smaller, last = [str(n) for n in range(1, number + 1) if number % n == 0]
+    return f"{', '.join(smaller)} or {last}" if smaller else last
 
 
 def _has_expert_mesh(run: RunContext) -> bool:
@@ -260,7 +269,8 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             "must divide data_parallel_shard_degree * context_parallel_degree *"
             " tensor_parallel_degree",
             lambda run: _has_experts(run) and _expert_ranks(run) % _ep(run) != 0,
-            lambda run: f"{_ep(run)} does not divide {_expert_ranks(run)}"),
+            lambda run: f"{_ep(run)} does not divide {_expert_ranks(run)};"
+            f" {_divisors(math.gcd(_expert_ranks(run), _n_experts(run)))} would"),
     Constraint("parallelism.data_parallel",
             'must be "fsdp2" for MoE models with expert or tensor parallel, whose experts have a'
             " mesh of their own",

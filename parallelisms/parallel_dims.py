@@ -8,6 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from config.job_config import ContextParallelMethod, Parallelism
 
+# Keys whose product is the number of ranks, in the order of the meshes.
+DEGREE_KEYS = (
+    "pipeline_parallel_degree",
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+    "tensor_parallel_degree",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
@@ -31,10 +40,11 @@ def sequence_multiple(degrees: Degrees, method: ContextParallelMethod) -> int:
     return chunks * degrees.cp * degrees.tp
 
 
-def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
+def resolve_degrees(config: Parallelism, world_size: int, *, n_nodes: int = 1) -> Degrees:
     """Replace a shard degree of -1 with the remaining ranks. ddp folds dp_shard into dp_replicate.
 
-    Raises ``ValueError`` if the product of the degrees is not ``world_size``.
+    Raises ``ValueError`` if the product of the degrees is not ``world_size``; it says which number
+    of ranks on each of ``n_nodes`` would fit.
     """
     shard = config.data_parallel_shard_degree
     degrees = {
@@ -44,14 +54,40 @@ def resolve_degrees(config: Parallelism, world_size: int) -> Degrees:
         "cp": config.context_parallel_degree,
         "tp": config.tensor_parallel_degree,
     }
-    if shard == -1:
-        degrees["dp_shard"] = world_size // math.prod(degrees.values())
-    if math.prod(degrees.values()) != world_size:
-        text = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
-        raise ValueError(f"parallelism: the degrees {text} must multiply to {world_size} ranks")
+    product = math.prod(degrees.values())
+    if shard == -1 and world_size % product == 0:
+        degrees["dp_shard"] = world_size // product
+    elif product != world_size:
+        raise ValueError(_misfit(config, product, world_size, n_nodes))
     if config.data_parallel == "ddp":
         degrees |= {"dp_replicate": degrees["dp_replicate"] * degrees["dp_shard"], "dp_shard": 1}
     return Degrees(**degrees)
+
+
+def _misfit(config: Parallelism, product: int, world_size: int, n_nodes: int) -> str:
+    """Message for degrees with a ``product`` that does not fit ``world_size``, and what would."""
+    shard = config.data_parallel_shard_degree
+    given = {key: getattr(config, key) for key in DEGREE_KEYS if getattr(config, key) > 1}
+    if shard == 1:
+        given["data_parallel_shard_degree"] = shard
+    text = " * ".join(f"parallelism.{key}" for key in given)
+    text += " = " + " * ".join(map(str, given.values()))
+    text += f" = {product}" if len(given) > 1 else ""
+    ranks = f"{world_size} rank" + ("s" if world_size > 1 else "")
+    if shard == -1:
+        # With several nodes, each has the same number of ranks.
+        multiple = math.lcm(product, n_nodes)
+        below = world_size // multiple * multiple
+        fits = [n // n_nodes for n in (below, below + multiple) if n > 0]
+        text += f" does not divide {ranks}"
+    else:
+        fits = [product // n_nodes] if product % n_nodes == 0 else []
+        text += f" is not the number of ranks, {world_size}"
+    hints = [f"NGPU={' or '.join(map(str, fits))}"] if fits else []
+    hints = [f"{hint} on each of {n_nodes} nodes" if n_nodes > 1 else hint for hint in hints]
+    if shard != -1 and world_size % (product // shard) == 0:
+        hints.append(f"data_parallel_shard_degree = {world_size * shard // product} (or -1)")
+    return text + (f"; {' or '.join(hints)} would" if hints else "")
 
 
 @dataclass(frozen=True, kw_only=True)

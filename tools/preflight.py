@@ -39,7 +39,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     try:
         config = load_config(Path(arguments[0]), arguments[1:])
         n_ranks, nodes = ranks_per_node(environment), find_nodes(environment)
-        check_run(config, n_ranks * nodes.count)
+        check_run(config, n_ranks, nodes.count)
     except ValueError as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG

@@ -45,7 +45,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             config = load_swept(sweep, task, arguments)
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
         n_ranks = ranks_per_node(environment)
-        check_run(config, n_ranks * n_nodes)
+        check_run(config, n_ranks, n_nodes)
         if log_rank := environment.get("LOG_RANK"):
             shown_ranks(log_rank, n_ranks)
         folder = config.job.folder

@@ -33,6 +33,14 @@ def test_launcher_rejects_by_name(
     assert all(bad.key in line for line in errors.splitlines()), errors
 
 
+def test_launcher_suggests_ranks_for_each_node(capsys: pytest.CaptureFixture[str]):
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"}
+    arguments = [str(ROOT / "train_configs" / "debug_model.toml"), f"--{TP}=3"]
+    assert launch.main(arguments, {"NGPU": "4", **nodes}) == exit_codes.BAD_CONFIG
+    errors = capsys.readouterr().err
+    assert f"{TP} = 3 does not divide 8 ranks; NGPU=3 or 6 on each of 2 nodes would" in errors
+
+
 def test_trainer_without_a_config_prints_usage(capsys: pytest.CaptureFixture[str]):
     assert train.start([]) == exit_codes.BAD_CONFIG
     assert "train.py CONFIG.toml" in capsys.readouterr().err

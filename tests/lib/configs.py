@@ -33,6 +33,7 @@ MOE, NEXT = "--model.name qwen3_moe", "--model.name qwen3_next"
 GATHER = "--parallelism.context_parallel_method allgather"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 HSDP = "--parallelism.data_parallel_replicate_degree"
+SHARD = "--parallelism.data_parallel_shard_degree"
 DDP, SIMPLE = "--parallelism.data_parallel ddp", "--parallelism.data_parallel simple_fsdp"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
 FLOAT8 = "--float8.recipe tensorwise"
@@ -116,9 +117,14 @@ BAD = [
     Bad(FILE, toml="[training\nsteps = 1", says="line 1"),
     Bad(FILE, toml="[training]\nsteps = 1\nsteps = 2"),
     # Contradictions
-    Bad("parallelism", f"--{TP} 2", says="must multiply to 3 ranks", ranks=3),
-    Bad("parallelism", f"--{TP} 4", says="must multiply to 2 ranks"),
-    Bad("parallelism", "--parallelism.data_parallel_shard_degree 2 " + HSDP + " 2", says="2 ranks"),
+    Bad(TP, f"--{TP} 2", says="= 2 does not divide 3 ranks; NGPU=2 or 4 would", ranks=3),
+    Bad(TP, f"--{TP} 4", says="= 4 does not divide 2 ranks; NGPU=4 would"),
+    Bad("parallelism.data_parallel_shard_degree", f"{SHARD} 2 {HSDP} 2",
+        says="= 2 * 2 = 4 is not the number of ranks, 2; NGPU=4 or"
+        " data_parallel_shard_degree = 1 (or -1) would"),
+    Bad(TP, f"--{TP} 0", says="greater than or equal to 1, got 0"),
+    Bad(TP, f"--{TP} -2", says="greater than or equal to 1, got -2"),
+    Bad("parallelism.data_parallel_shard_degree", f"{SHARD} -2", says="got -2"),
     Bad("parallelism.data_parallel_shard_degree",
         f"{DDP} --parallelism.data_parallel_shard_degree 2", says="does not shard"),
     Bad("parallelism.data_parallel_replicate_degree", f"{DDP} {HSDP} 2", says="number of", ranks=4),
@@ -200,7 +206,8 @@ BAD = [
     Bad("debug.deterministic", f"{MOE} {ELASTIC}", says="dense"),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 3",
         says="(3 does not divide 8)", ranks=3),
-    Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 4", says="(4 does not divide 2)"),
+    Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 4",
+        says="(4 does not divide 2; 1 or 2 would)"),
     Bad("parallelism.data_parallel", f"{MOE} --{EP} 2 {SIMPLE}", says="fsdp2"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{MOE} --{EP} 2 {RESHARD} 2",
         says="expert parallel", ranks=4),

@@ -144,7 +144,7 @@ def names_something(message: str, case: Case) -> bool:
     """True if the message has a key, the file or an argument."""
     typed = [text.partition("=")[0] for text in case.overrides]
     tables = [text.removeprefix("--").partition(".")[0] for text in typed]
-    named = [*KEYS, FILE, "parallelism: the degrees", "model.flavor of", *map(repr, typed)]
+    named = [*KEYS, FILE, "model.flavor of", *map(repr, typed)]
     named += [f"command line: {text}" for text in (*typed, *tables) if text.strip("-")]
     return any(text in message for text in named)
 

@@ -190,7 +190,7 @@ def test_bad_configuration_ends_the_job(
     job = submit(slurm, tmp_path, "--nodes=2", **{"parallelism.tensor_parallel_degree": "3"})
     job.wait("FAILED")
     assert slurm.show(job.id, "ExitCode") == f"{BAD_CONFIG}:0"
-    assert "tp 3 must multiply to 2 ranks" in job.log()
+    assert "parallelism.tensor_parallel_degree = 3 does not divide 2 ranks" in job.log()
     assert "srun exited" not in job.log()
     finished_jobs.append((job, "FAILED", 0))
 

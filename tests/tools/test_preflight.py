@@ -175,7 +175,7 @@ def test_bad_configuration_is_rejected(capsys: pytest.CaptureFixture[str]) -> No
     assert "training.stepz" in capsys.readouterr().err
     arguments = [str(CONFIG), "--parallelism.tensor_parallel_degree", "2"]
     assert preflight.main(arguments, {"NGPU": "3"}) == BAD_CONFIG
-    assert "must multiply to 3 ranks" in capsys.readouterr().err
+    assert "does not divide 3 ranks" in capsys.readouterr().err
     assert preflight.main([str(CONFIG)], {"NNODES": "2"}) == BAD_CONFIG
     assert "MASTER_ADDR" in capsys.readouterr().err
 
