@@ -8,8 +8,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # used; if it lacks other packages, an environment on top of it gets them. PYTHON gets an environment
 # even without PyTorch. If no candidate has PyTorch, create .venv.
 find_python() {
-  local extra=${1:-} candidate lacks
-  for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
+  local extra=${1:-} wanted=${PYTHON:-} candidate lacks
+  for candidate in "$wanted" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
                    "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" "$ROOT/.venv/bin/python" python3; do
     [[ -n $candidate ]] || continue
     lacks=$("$candidate" "$ROOT/tools/missing_requirements.py" ${extra:+"$extra"} 2>/dev/null) ||
@@ -18,9 +18,16 @@ find_python() {
       PYTHON=$candidate
       return
     fi
-    if [[ $lacks != *torch\>=* || $candidate == "${PYTHON:-}" ]]; then
+    if [[ $lacks != *torch\>=* || $candidate == "$wanted" ]]; then
       make_environment "$candidate" ${extra:+"$extra"}
+      if [[ -n $wanted && $PYTHON != "$wanted" ]]; then
+        echo "environment: $PYTHON, because PYTHON=$wanted lacks ${lacks//$'\n'/, }" >&2
+      fi
       return
+    fi
+    if [[ $candidate != "$ROOT/.venv/bin/python" && $candidate != python3 ]]; then
+      echo "environment: the active $candidate is not used: $(problem_of "$candidate" ||
+        echo "it lacks torch")" >&2
     fi
   done
   make_environment "$(new_enough python3 python3.13 python3.12 python3.11)" ${extra:+"$extra"}
@@ -31,13 +38,26 @@ find_torch_python() {
 }
 
 make_environment() {
-  local interpreter=$1
+  local interpreter=$1 problem
   shift
-  if ! new_enough "$interpreter" >/dev/null; then
-    echo "Shardloom needs Python 3.11 or newer${interpreter:+, not $interpreter}; set PYTHON to one" >&2
-    exit 1
+  if problem=$(problem_of "${interpreter:-python3}"); then
+    echo "${PYTHON:+PYTHON=}${interpreter:-python3}: $problem; set PYTHON to Python 3.11 or newer" >&2
+    exit 2
   fi
   PYTHON=$("$interpreter" "$ROOT/tools/make_environment.py" "$@") || exit
+}
+
+# Print why an interpreter cannot be used; return 1 if it can.
+problem_of() {
+  local output code=0
+  # An argument of sys.exit is printed, unless it is False.
+  output=$("$1" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "it is %d.%d" % v[:2])' \
+    2>&1) || code=$?
+  ((code)) || [[ -n $output ]] || return 1
+  output=${output##*$'\n'}
+  # Without the place in this file that bash puts in front.
+  output=${output#*: line [0-9]*: }
+  echo "${output:-it exits with $code}"
 }
 
 # Print the first interpreter that runs and is new enough.

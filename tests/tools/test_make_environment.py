@@ -226,6 +226,61 @@ def test_named_interpreter_wins_over_other_environment(
     assert [clone.find(PYTHON=python)[1] for python in (image, other)] == [str(first), str(second)]
 
 
+def write_program(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def test_named_interpreter_that_cannot_run_ends_the_script(clone: Clone, tmp_path: Path) -> None:
+    """Another interpreter would train with other packages than those that the user chose."""
+    (tmp_path / "text").write_text("#!/bin/sh\n")
+    reasons = {
+        tmp_path / "absent": "No such file",
+        tmp_path: "directory",
+        tmp_path / "text": "Permission denied",
+        "no-such-python": "not found",
+        "python3 -u": "not found",
+        "~/python": "No such file",
+        "false": "exits with 1",
+        "echo": "-c",
+        write_program(tmp_path / "old", "#!/bin/sh\necho 'it is 3.9' >&2\nexit 1\n"): "it is 3.9",
+        write_program(tmp_path / "broken", "#!/no/interpreter\n"): "broken: ",
+    }
+    for python, reason in reasons.items():
+        # An active environment is no substitute.
+        code, found, messages = clone.find(PYTHON=python, VIRTUAL_ENV=tmp_path)
+        assert (code, found) == (2, ""), python
+        assert len(messages.splitlines()) == 1, messages
+        assert messages.startswith(f"PYTHON={python}: ")
+        assert reason in messages
+        assert "set PYTHON to Python 3.11 or newer" in messages
+    assert not clone.venv.exists()
+
+
+def test_interpreters_that_lack_torch_are_named(clone: Clone, image: Path, tmp_path: Path) -> None:
+    bare = make_image(tmp_path / "bare")
+    path = f"{image.parent}:{os.environ['PATH']}"
+    code, python, messages = clone.find(PYTHON=bare, PATH=path)
+    assert code == 0, messages
+    (line,) = (line for line in messages.splitlines() if "because" in line)
+    lacks = "torch>=2.11, numpy>=2.0, small-one>=1.0"
+    assert line == f"environment: {python}, because PYTHON={bare} lacks {lacks}"
+    # An active environment without PyTorch is passed over, but not silently.
+    active = {"VIRTUAL_ENV": bare.parents[1], "CONDA_PREFIX": tmp_path / "absent", "PATH": path}
+    shutil.rmtree(clone.venv)
+    code, python, messages = clone.find(**active)
+    assert code == 0
+    assert packages_of(python)["torch"][0] == IMAGE_TORCH
+    named = [line for line in messages.splitlines() if "is not used" in line]
+    assert len(named) == 2
+    assert str(bare) in named[0]
+    assert "lacks torch" in named[0]
+    assert "No such file" in named[1]
+    # One with all packages needs no word.
+    assert clone.find(PYTHON=python) == (0, python, "")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_find_their_folder_through_symlinks(
     clone: Clone, tmp_path: Path, script: str
