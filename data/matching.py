@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from data.files import relative_names
+from data.path_hints import unmatched_hint
 from runtime.log import logger
 
 _WILDCARD = re.compile(r"[*?[]")
@@ -33,9 +34,10 @@ def matching_files(pattern: str, owners: dict[FileId, str], label: str) -> list[
             raise ValueError(f"data.path: {path} is neither a file nor a folder")
     if not matches:
         text = f"data.path: no file matches {pattern!r}"
+        hint = unmatched_hint(pattern)
         if Path(pattern).is_dir():
-            text += f"; it is a folder: try {pattern.rstrip('/')}/**/*.txt"
-        raise ValueError(text)
+            hint = f"it is a folder: try {pattern.rstrip('/')}/**/*.txt"
+        raise ValueError(text + (f"; {hint}" if hint else ""))
     n_links = sum(map(len, matches.values())) - len(matches)
     if n_links:
         logger.info("data: %s: skipped %d links to files that it has", pattern, n_links)
