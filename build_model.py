@@ -140,8 +140,13 @@ def build_sharded_model(
     fqns, tied = [fqn for fqn, _ in module.named_parameters()], tied_fqns(module)
     has_moes = bool(spec.moes(module))
     n_parameters = sum(parameter.numel() for parameter in module.parameters())
+    changes = "".join(f", {name} = {value}" for name, value in config.model.args.items())
     logger.info(
-        "model: %s %s, %s parameters", config.model.name, config.model.flavor, f"{n_parameters:,}"
+        "model: %s %s%s, %s parameters",
+        config.model.name,
+        config.model.flavor,
+        changes,
+        f"{n_parameters:,}",
     )
     flops = flops_per_token(
         module,

@@ -116,7 +116,7 @@ class RunSpec:
 
 def resolve(config: JobConfig, world_size: int) -> RunSpec:
     """Return the run that ``config`` describes, before any process group. Raises ``ValueError``."""
-    spec, published_args = find_model(config.model.name, config.model.flavor)
+    spec, published_args = find_model(config.model.name, config.model.flavor, config.model.args)
     has_gpu = torch.cuda.is_available()
     degrees = check_constraints(config, published_args, world_size, has_gpu=has_gpu)
     tokenizer = load_tokenizer(config.data.tokenizer)

@@ -6,7 +6,7 @@ under a field is its help text (``./run_train.sh --help``) and its description i
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -47,6 +47,9 @@ class Model(Section):
     """Model family: a key of models.MODEL_SPECS, or module:attribute of your own ModelSpec."""
     flavor: str = "debugmodel"
     """Size within the family, for example debugmodel or 8B."""
+    args: dict[str, Any] = {}
+    """[model.args]: arguments of the family that differ from the flavor's, for example n_layers,
+    dim, n_heads, n_kv_heads, head_dim, hidden_dim, rope_theta or tie_embeddings."""
     vocab_size: Count | None = None
     """Rows of the embedding. Absent: the tokenizer's vocabulary size rounded up to a multiple of
     64."""

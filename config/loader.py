@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import tomli
 import tomli_w
@@ -43,8 +43,12 @@ def load_config(path: Path, overrides: list[str]) -> JobConfig:
     from_command_line, malformed = parse_overrides(overrides)
     errors += malformed
     for key, value in from_command_line.items():
-        section, _, name = key.partition(".")
-        tables.setdefault(section, {})[name] = value
+        section, name, *entry = key.split(".")
+        table = tables.setdefault(section, {})
+        if entry and isinstance(table.get(name, {}), dict):
+            table[name] = {**table.get(name, {}), entry[0]: value}
+        else:
+            table[name] = value
     overridden = from_command_line.keys() | {key.partition(".")[0] for key in from_command_line}
 
     def origin(key: str) -> str:
@@ -78,7 +82,7 @@ def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         key, is_given, raw = rest.pop(0).partition("=")
         if not is_given and key.startswith("-") and rest and not rest[0].startswith("--"):
             is_given, raw = "=", rest.pop(0)
-        if not re.fullmatch(r"--[^.]+\.[^.]+", key):
+        if not _is_key(key):
             # A pattern that the shell expanded may leave thousands of words: report the first.
             others = 0
             while not key.startswith("-") and rest and not rest[0].startswith("-"):
@@ -94,6 +98,15 @@ def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             key = key.removeprefix("--")
             values[key] = _parse_value(key, raw)
     return values, errors
+
+
+def _is_key(argument: str) -> bool:
+    """True for --section.key, and for --section.key.entry where the key is a table."""
+    match = re.fullmatch(r"--([^.]+)\.([^.]+)(\.[^.]+)?", argument)
+    if match is None or match[3] is None:
+        return match is not None
+    field = _fields(match[1]).get(match[2])
+    return field is not None and get_origin(field.annotation) is dict
 
 
 def dump_toml(config: JobConfig) -> str:

@@ -92,7 +92,7 @@ def check_run(config: JobConfig, n_ranks: int, n_nodes: int) -> None:
 
     ``n_ranks``: ranks on each of ``n_nodes``.
     """
-    _, args = find_model(config.model.name, config.model.flavor)
+    _, args = find_model(config.model.name, config.model.flavor, config.model.args)
     has_gpu = torch.cuda.is_available()
     check_constraints(config, args, n_ranks * n_nodes, has_gpu=has_gpu, n_nodes=n_nodes)
 

@@ -2,8 +2,11 @@
 
 import difflib
 import pkgutil
+from collections.abc import Mapping
+from typing import Any
 
 from models import llama3, qwen3, qwen3_moe_sharding, qwen3_next_sharding
+from models.arguments import replace_args
 from models.model_spec import ModelSpec
 from models.transformer import TransformerArgs
 
@@ -15,12 +18,17 @@ MODEL_SPECS: dict[str, ModelSpec] = {
 }
 
 
-def find_model(name: str, flavor: str) -> tuple[ModelSpec, TransformerArgs]:
-    """Return a family and the args of one flavor. Raises ``ValueError`` that lists known names."""
+def find_model(
+    name: str, flavor: str, changes: Mapping[str, Any] | None = None
+) -> tuple[ModelSpec, TransformerArgs]:
+    """Return a family, and the args of one flavor with ``changes``, a config's ``[model.args]``.
+
+    Raises ``ValueError`` that lists known names.
+    """
     spec = find_spec(name)
     if flavor not in spec.flavors:
         raise ValueError(_unknown_name(f"model.flavor of {name}", flavor, list(spec.flavors)))
-    return spec, spec.flavors[flavor]
+    return spec, replace_args(spec.flavors[flavor], changes or {})
 
 
 def find_spec(name: str) -> ModelSpec:

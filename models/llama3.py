@@ -7,6 +7,15 @@ from models.transformer_sharding import transformer_spec
 _LLAMA31 = RopeScaling(factor=8.0)
 _LLAMA32 = RopeScaling(factor=32.0)
 
+
+def _small(*, dim: int, n_layers: int, hidden_dim: int) -> TransformerArgs:
+    """Return args of a model of our own, in heads of 64 dims."""
+    return TransformerArgs(
+        dim=dim, n_layers=n_layers, n_heads=dim // 64, n_kv_heads=dim // 64, head_dim=64,
+        hidden_dim=hidden_dim, vocab_size=50257, max_seq_len=8192, tie_embeddings=True,
+    )  # fmt: skip
+
+
 FLAVORS = {
     "debugmodel": TransformerArgs(
         dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, vocab_size=320,
@@ -16,6 +25,11 @@ FLAVORS = {
         dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=384, vocab_size=320,
         max_seq_len=2048, tie_embeddings=True,
     ),
+    # Sizes with a tied embedding of 50,257 tokens; shapes of GPT-2's small and medium models.
+    "30M": _small(dim=384, n_layers=6, hidden_dim=1024),
+    "60M": _small(dim=512, n_layers=10, hidden_dim=1536),
+    "124M": _small(dim=768, n_layers=12, hidden_dim=2048),
+    "350M": _small(dim=1024, n_layers=24, hidden_dim=2688),
     "1B": TransformerArgs(
         dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, hidden_dim=8192,
         vocab_size=128256, max_seq_len=131072, rope_scaling=_LLAMA32, tie_embeddings=True,

@@ -10,6 +10,7 @@ from subprocess import run as run_command
 import pytest
 import torch
 
+from config import load_config
 from models import find_model
 from models.meta import build_on_meta
 from tests.lib.forked import codes, log, started
@@ -26,8 +27,8 @@ FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with the page's files, in PYTHONPATH."""
     files = dict(FILE.findall(PAGE.read_text()))
-    models = ["my_models/sizes.py", "my_models/relu2.py", "my_models/relu2_sharding.py"]
-    assert list(files) == [*models, "relu2_debug.toml"]
+    models = ["my_models/relu2.py", "my_models/relu2_sharding.py"]
+    assert list(files) == ["tiny.toml", *models, "relu2_debug.toml"]
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -37,14 +38,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_new_flavor_has_the_expected_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(folder)
-    spec, args = find_model("my_models.sizes:QWEN3", "tiny")
-    model = build_on_meta(spec, args, torch.float32)
-    assert len(spec.blocks(model)) == 8
+def test_other_size_has_the_expected_size(folder: Path) -> None:
+    model = load_config(folder / "tiny.toml", []).model
+    spec, args = find_model(model.name, model.flavor, model.args)
+    module = build_on_meta(spec, args, torch.float32)
+    assert len(spec.blocks(module)) == 8
     # Tied embeddings of 151,936 x 256, blocks, and the last norm.
     block = 256 * 32 * (8 + 2 * 4 + 8) + 3 * 256 * 768 + 2 * 256 + 2 * 32
-    assert sum(p.numel() for p in model.parameters()) == args.vocab_size * 256 + 8 * block + 256
+    assert sum(p.numel() for p in module.parameters()) == args.vocab_size * 256 + 8 * block + 256
 
 
 def add_to_path(folder: Path) -> None:

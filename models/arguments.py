@@ -1,0 +1,97 @@
+"""Check a model's arguments, and replace some of them as ``[model.args]`` of a config asks."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from models.transformer import RopeScaling, TransformerArgs
+
+# Arguments that other keys set.
+SET_BY = {
+    "vocab_size": "model.vocab_size",
+    "max_seq_len": "training.seq_len",
+    "balance_weight": "experts.balance_loss",
+}
+# The first must be a multiple of the second.
+MULTIPLES = (("n_heads", "n_kv_heads"), ("n_value_heads", "n_key_heads"))
+POSITIVE = ("rope_theta", "norm_eps")
+# Rotary embeddings rotate pairs of these dims.
+EVEN = ("head_dim", "rotary_dim")
+# The first must not exceed the second.
+BOUNDS = (
+    ("n_chosen", "n_experts"),
+    ("rotary_dim", "head_dim"),
+    ("attention_every", "n_layers"),
+)
+
+
+def replace_args(args: TransformerArgs, changes: Mapping[str, Any]) -> TransformerArgs:
+    """Return ``args`` with ``changes``, a table of a config. Raises ``ValueError`` by key."""
+    known = {field.name: field for field in fields(args) if field.name not in SET_BY}
+    values: dict[str, Any] = {}
+    for name, value in changes.items():
+        key = f"model.args.{name}"
+        if name in SET_BY:
+            raise ValueError(f"{key}: set {SET_BY[name]} instead")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"{key}: unknown argument; {hint}")
+        if name == "rope_scaling":
+            values[name] = _rope_scaling(args.rope_scaling, value)
+        else:
+            values[name] = _number(key, getattr(args, name), value)
+    changed = replace(args, **values)
+    problem = find_problem(changed)
+    if problem:
+        raise ValueError(f"model.args: {problem}")
+    return changed
+
+
+def find_problem(args: TransformerArgs) -> str:
+    """Return why no model has these arguments, "" if they are possible."""
+    given = vars(args)
+    for name, value in given.items():
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        if (is_count and value < 1) or (name in POSITIVE and not 0 < value < 1e30):
+            return f"{name} = {value} must be positive"
+    for name in EVEN:
+        if given.get(name, 0) % 2:
+            return f"{name} = {given[name]} must be even"
+    for name, divisor in MULTIPLES:
+        if name in given and given[name] % given[divisor]:
+            return f"{name} = {given[name]} must be a multiple of {divisor} = {given[divisor]}"
+    for name, bound in BOUNDS:
+        if name in given and given[name] > given[bound]:
+            return f"{name} = {given[name]} must not exceed {bound} = {given[bound]}"
+    return ""
+
+
+def _number(key: str, default: Any, value: Any) -> Any:
+    kind = type(default)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        names = {int: "an integer", float: "a number", bool: "true or false"}
+        raise ValueError(f"{key}: must be {names.get(kind, kind.__name__)}, got {value!r}")
+    return value
+
+
+def _rope_scaling(default: RopeScaling | None, value: Any) -> RopeScaling | None:
+    """Scaling with the entries of a table replaced; an empty table turns it off."""
+    key = "model.args.rope_scaling"
+    if not isinstance(value, dict):
+        raise ValueError(f"{key}: must be a table, got {value!r}")
+    if not value:
+        return None
+    known = {field.name: field.default for field in fields(RopeScaling)}
+    for name, entry in value.items():
+        if name not in known:
+            raise ValueError(f"{key}.{name}: unknown argument; known: {', '.join(known)}")
+        _number(f"{key}.{name}", 1 if name == "original_max_seq_len" else 1.0, entry)
+        if entry <= 0:
+            raise ValueError(f"{key}.{name}: must be positive, got {entry!r}")
+    if default is None and "factor" not in value:
+        raise ValueError(f"{key}.factor: must be set")
+    return RopeScaling(**value) if default is None else replace(default, **value)

@@ -1,0 +1,89 @@
+"""``[model.args]``: sizes from a config, and the sizes that come with the families."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from config import load_config
+from models import MODEL_SPECS, TransformerArgs, find_model
+from models.arguments import find_problem
+from models.meta import build_on_meta
+from run_spec import resolve
+
+BASE = find_model("llama3", "debugmodel")[1]
+
+
+def resolved(folder: Path, toml: str, *overrides: str) -> TransformerArgs:
+    path = folder / "run.toml"
+    path.write_text(toml)
+    return resolve(load_config(path, list(overrides)), world_size=1).model_args
+
+
+def test_arguments_of_file_and_command_line_replace_the_flavors(tmp_path: Path) -> None:
+    toml = "[model.args]\nn_layers = 6\nrope_theta = 10000\n"
+    args = resolved(
+        tmp_path, toml, "--model.args.n_layers", "3", "--model.args.tie_embeddings=true"
+    )
+    want = replace(BASE, n_layers=3, rope_theta=1e4, tie_embeddings=True)
+    assert args == replace(want, max_seq_len=args.max_seq_len)
+    assert isinstance(args.rope_theta, float)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"n_layer": 3}, r"model\.args\.n_layer: unknown argument; did you mean n_layers\?"),
+        ({"vocab_size": 3}, r"model\.args\.vocab_size: set model\.vocab_size instead"),
+        ({"max_seq_len": 3}, r"model\.args\.max_seq_len: set training\.seq_len instead"),
+        ({"n_layers": "3"}, r"model\.args\.n_layers: must be an integer, got '3'"),
+        ({"n_layers": True}, r"model\.args\.n_layers: must be an integer, got True"),
+        ({"n_layers": 3.0}, r"model\.args\.n_layers: must be an integer, got 3\.0"),
+        ({"n_layers": 0}, r"model\.args: n_layers = 0 must be positive"),
+        ({"norm_eps": -1.0}, r"model\.args: norm_eps = -1\.0 must be positive"),
+        ({"tie_embeddings": 1}, r"model\.args\.tie_embeddings: must be true or false, got 1"),
+        ({"n_heads": 5}, r"n_heads = 5 must be a multiple of n_kv_heads = 2"),
+        ({"head_dim": 33}, r"head_dim = 33 must be even"),
+        ({"rope_scaling": 8}, r"rope_scaling: must be a table, got 8"),
+        ({"rope_scaling": {"low_freq_factor": 2}}, r"rope_scaling\.factor: must be set"),
+        (
+            {"rope_scaling": {"factors": 2}},
+            r"rope_scaling\.factors: unknown argument; known:",
+        ),
+        ({"rope_scaling": {"factor": 0}}, r"rope_scaling\.factor: must be positive"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        find_model("llama3", "debugmodel", changes)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_arguments_of_other_families(name: str) -> None:
+    _, args = find_model(name, "debugmodel", {"n_experts": 6, "n_chosen": 6})
+    assert vars(args)["n_experts"] == 6
+    with pytest.raises(ValueError, match=r"n_chosen = 7 must not exceed n_experts = 6"):
+        find_model(name, "debugmodel", {"n_experts": 6, "n_chosen": 7})
+    with pytest.raises(ValueError, match=r"balance_weight: set experts\.balance_loss instead"):
+        find_model(name, "debugmodel", {"balance_weight": 1.0})
+
+
+def test_rope_scaling_is_replaced_by_entry_or_turned_off() -> None:
+    scaling = find_model("llama3", "8B")[1].rope_scaling
+    assert scaling is not None
+    _, args = find_model("llama3", "8B", {"rope_scaling": {"factor": 4}})
+    assert args.rope_scaling == replace(scaling, factor=4)
+    assert find_model("llama3", "8B", {"rope_scaling": {}})[1].rope_scaling is None
+
+
+@pytest.mark.parametrize("name", MODEL_SPECS)
+def test_flavors_have_possible_arguments_and_their_size(name: str) -> None:
+    for flavor, args in MODEL_SPECS[name].flavors.items():
+        assert find_problem(args) == ""
+        if name in ("llama3", "qwen3") and (millions := re.fullmatch(r"(\d+)M", flavor)):
+            model = build_on_meta(MODEL_SPECS[name], args, torch.float32)
+            count = sum(parameter.numel() for parameter in model.parameters())
+            assert count == pytest.approx(1e6 * int(millions[1]), rel=0.01), flavor
