@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -73,7 +74,9 @@ class Family(Protocol):
     @property
     def tensors(self) -> Callable[[Any], Sequence[Pair]]: ...
     @property
-    def skipped_prefix(self) -> str: ...
+    def defaults(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]: ...
+    @property
+    def skipped_kind(self) -> Callable[[str, int], str]: ...
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -169,25 +172,41 @@ class Folder:
         known = {name: pair for pair in pairs for name in pair.hf_names}
         missing = [n for n, pair in known.items() if n not in self._files and pair.tied_to is None]
         extra = sorted(self._files.keys() - known.keys())
-        if family.skipped_prefix:
-            kept = [name for name in extra if not name.startswith(family.skipped_prefix)]
-            if len(kept) < len(extra):
-                logger.warning("%s: skipped %d tensors %s*, which the Shardloom model lacks",
-                        self._path, len(extra) - len(kept), family.skipped_prefix)  # fmt: skip
-            extra = kept
+        skipped = {name: family.skipped_kind(name, len(self._shape(name))) for name in extra}
+        extra = [name for name in extra if not skipped[name]]
         found = [f"{self._path}: {n} is missing ({len(missing)} in all)" for n in missing[:1]]
         found += [f"{self._path}: {n} is unknown ({len(extra)} in all)" for n in extra[:1]]
         for fqn, shape in shapes.items():
             wanted = split(by_name[fqn], torch.empty(shape, device="meta"))
             found += [self._mismatch(name, t.shape) for name, t in wanted if name in self._files]
         for pair in pairs:
-            if pair.tied_to is not None and pair.hf_names[0] in self._files and not missing:
-                one, other = pair.hf_names[0], by_name[pair.tied_to].hf_names[0]
-                if not _bitwise_equal(self.read(one), self.read(other)):
-                    found.append(f"{self._path}: {one} and {other} are tied, but not equal")
+            if pair.tied_to is None or pair.hf_names[0] not in self._files or missing:
+                continue
+            one, other = pair.hf_names[0], by_name[pair.tied_to].hf_names[0]
+            if _bitwise_equal(self.read(one), self.read(other)):
+                skipped[one] = f"{one}, tied and equal"
+            else:
+                found.append(f"{self._path}: {one} and {other} are tied, but not equal")
         found = [text for text in found if text]
         if found:
             raise ValueError("\n".join(found[:3]))
+        self._log(family.defaults(self.config), Counter(skipped.values()))
+
+    def _log(self, defaults: Mapping[str, Any], skipped: Mapping[str, int]) -> None:
+        """Log the keys that were taken as defaults, and each kind of tensor that was skipped."""
+        if defaults:
+            logger.warning(
+                "%s: taking transformers' defaults of absent keys: %s", self._path / CONFIG_FILE,
+                ", ".join(f"{key} = {json.dumps(value)}" for key, value in defaults.items()),
+            )  # fmt: skip
+        for kind, count in skipped.items():
+            logger.warning(
+                "%s: skipped %d tensors %s, which the Shardloom model lacks",
+                self._path, count, kind,
+            )  # fmt: skip
+
+    def _shape(self, name: str) -> list[int]:
+        return self._files[name].get_slice(name).get_shape()
 
     def _mismatch(self, name: str, shape: torch.Size) -> str:
         tensor = self.read(name)

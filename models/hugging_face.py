@@ -3,6 +3,7 @@
 Both rotate the halves of a head (not interleaved pairs), so no weight is permuted.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -31,6 +32,23 @@ class TensorPair:
     """FQN of the tensor this one is tied to. Not written on export; optional on import."""
 
 
+# Buffers that older versions of transformers saved, and follow from config.json: names and ndim.
+# It skips them too. A tensor of such a name and another ndim may be a parameter.
+LEFTOVERS = {
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq": (1,),
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(cos|sin)_cached": (2, 4),
+    # Causal masks and the value of masked scores.
+    r"model\.layers\.\d+\.(self_)?attn\.bias": (4,),
+    r"model\.layers\.\d+\.(self_)?attn\.masked_bias": (0,),
+}
+
+
+def leftover(name: str, ndim: int) -> str:
+    """Kind of a Hugging Face tensor that holds no weights of any family; "" for any other."""
+    matches = (re.fullmatch(pattern, name) and ndim in dims for pattern, dims in LEFTOVERS.items())
+    return ".".join(["*", *name.split(".")[-2:]]) if any(matches) else ""
+
+
 @dataclass(frozen=True)
 class HuggingFace:
     """Conversion of a model family."""
@@ -42,8 +60,11 @@ class HuggingFace:
     """Inverse of ``config``. Raises ``ValueError`` that names an unsupported key."""
     tensors: Callable[[Any], list[TensorPair]]
     """Args to the pairs of all tensors of the state dict."""
-    skipped_prefix: str = ""
-    """Prefix of Hugging Face tensors that the Shardloom model lacks."""
+    defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    """Keys that a ``config.json`` lacks, with the values that transformers and ``args`` take."""
+    skipped_kind: Callable[[str, int], str] = leftover
+    """Name and ndim of a Hugging Face tensor to its kind if the Shardloom model needs none of it,
+    else ""."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +84,9 @@ class Table:
     """Numeric config keys besides ``NUMBERS``, to args."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that newer transformers versions write, to the older keys that are used here."""
-    derives_heads: bool = False
-    """True if an absent ``head_dim`` or ``num_key_value_heads`` follows from other keys."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of transformers besides ``DEFAULTS``. Without one, ``head_dim`` and
+    ``num_key_value_heads`` follow from ``hidden_size`` and ``num_attention_heads``."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys that must have this value, which is also their default."""
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -82,6 +104,7 @@ NUMBERS = {
     "max_position_embeddings": "max_seq_len",
     "rms_norm_eps": "norm_eps",
 }
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 # Larger numbers are mistakes and would overflow.
 MAX_NUMBER = 1 << 40
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
@@ -109,6 +132,7 @@ def build_hugging_face(table: Table) -> HuggingFace:
         model_type=table.model_type,
         config=partial(_config, table),
         args=partial(_args, table),
+        defaults=partial(_defaults, table),
         tensors=partial(_tensors, table),
     )
 
@@ -155,7 +179,13 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
             _reject(given, new, f"{key} = {given[key]}")
     if given.get("model_type") != table.model_type:
         _reject(given, "model_type", table.model_type)
-    expected = {"architectures": [table.architecture], **FIXED, **FIXED_IF_PRESENT, **table.fixed}
+    names = given.get("architectures", [table.architecture])
+    # The first folders spell it LLaMAForCausalLM.
+    if not isinstance(names, list) or [str(n).lower() for n in names] != [
+        table.architecture.lower()
+    ]:
+        _reject(given, "architectures", [table.architecture])
+    expected = {**FIXED, **FIXED_IF_PRESENT, **table.fixed}
     for key, value in expected.items():
         if given.get(key, value) != value:
             _reject(given, key, value)
@@ -171,9 +201,7 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
     is_tied = given.get("tie_word_embeddings", False)
     if not isinstance(is_tied, bool):
         _reject(given, "tie_word_embeddings", "true or false")
-    if table.derives_heads:
-        dim, n_heads = (_number(given, key, int) for key in ("hidden_size", "num_attention_heads"))
-        given = {"head_dim": dim // n_heads, "num_key_value_heads": n_heads} | given
+    given = _defaults(table, config) | given
     kinds = {f.name: f.type for f in fields(table.args_cls)}
     keys = {**NUMBERS, **table.numbers}
     numbers = {name: _number(given, key, kinds[name]) for key, name in keys.items()}
@@ -185,6 +213,21 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
         _reject(given, "num_experts_per_tok", "at most num_experts")
     fixed = {"tie_embeddings": is_tied, **table.family_args}
     return table.args_cls(**numbers, **_rope(given), **fixed)
+
+
+def _defaults(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:
+    present = set(config) | {key for new, key in table.aliases.items() if new in config}
+    for key in ("rope_scaling", "rope_parameters"):
+        present |= set(config[key]) if isinstance(config.get(key), dict) else set()
+    defaults = {**DEFAULTS, **table.defaults}
+    absent = {key: value for key, value in defaults.items() if key not in present}
+    dim, n_heads = ({**absent, **config}.get(k) for k in ("hidden_size", "num_attention_heads"))
+    if type(dim) is int and type(n_heads) is int and n_heads > 0:
+        derived = {"num_key_value_heads": n_heads, "head_dim": dim // n_heads}
+        # null means the same as an absent key here, and only here.
+        keys = [key for key in derived if key not in defaults and config.get(key) is None]
+        absent |= {key: derived[key] for key in keys}
+    return absent
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

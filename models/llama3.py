@@ -58,7 +58,14 @@ HUGGING_FACE = build_hugging_face(
         "LlamaForCausalLM",
         layer=NORMS | ATTENTION | FEED_FORWARD,
         family_args={"qk_norm": False},
-        derives_heads=True,
+        defaults={
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+        },
         fixed={"mlp_bias": False},
     )
 )

@@ -50,6 +50,16 @@ HUGGING_FACE = build_hugging_face(
         "Qwen3ForCausalLM",
         layer=NORMS | ATTENTION | QK_NORM | FEED_FORWARD,
         family_args={"qk_norm": True},
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+        },
         fixed={"use_sliding_window": False},
     )
 )

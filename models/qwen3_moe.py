@@ -87,6 +87,18 @@ HUGGING_FACE = build_hugging_face(
             "num_experts_per_tok": "n_chosen",
             "moe_intermediate_size": "hidden_dim",
         },
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
         aliases={"num_local_experts": "num_experts"},
         required={"norm_topk_prob": True},
         fixed={

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from models.hugging_face import NORMS, Table, TensorPair, build_hugging_face
+from models.hugging_face import NORMS, Table, TensorPair, build_hugging_face, leftover
 from models.qwen3_moe import expert_pairs
 from models.qwen3_next import Qwen3NextArgs
 
@@ -59,6 +59,7 @@ def _conv_pair(args: Qwen3NextArgs, fqn: str, hf_prefix: str) -> TensorPair:
     return TensorPair(fqn, (f"{hf_prefix}.conv1d.weight",), to_hf=to_hf, from_hf=from_hf)
 
 
+EVERY = "full_attention_interval"
 BASE = build_hugging_face(
     Table(
         "qwen3_next",
@@ -80,6 +81,26 @@ BASE = build_hugging_face(
             "rotary_dim": "rotary_dim",
             "full_attention_interval": "attention_every",
         },
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "partial_rotary_factor": 0.25,
+        },
         fixed={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     )
 )
@@ -95,14 +116,23 @@ def _config(args: Qwen3NextArgs) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    every = {} if {"full_attention_interval", "layer_types"} & config.keys() else {EVERY: 4}
+    return BASE.defaults(config) | every
+
+
 def _args(config: Mapping[str, Any]) -> Qwen3NextArgs:
-    given = dict(config)
+    given = _defaults(config) | dict(config)
     rope = dict(given.get("rope_parameters") or {})
-    fraction = rope.pop("partial_rotary_factor", given.pop("partial_rotary_factor", 0.25))
+    fraction = rope.pop("partial_rotary_factor", given.pop("partial_rotary_factor", None))
     if rope:
         given["rope_parameters"] = rope
-    given["rotary_dim"] = round(fraction * given["head_dim"])
-    given.setdefault("full_attention_interval", 4)
+    if not isinstance(fraction, int | float):
+        raise ValueError(f"partial_rotary_factor: {fraction!r} (supported: a number)")
+    # ``BASE.args`` rejects a head_dim that is no number.
+    head_dim = given["head_dim"]
+    given["rotary_dim"] = round(fraction * head_dim) if isinstance(head_dim, int) else None
+    given.setdefault(EVERY, 4)
     layer_types = given.pop("layer_types", None)
     args = BASE.args(given)
     assert isinstance(args, Qwen3NextArgs)
@@ -119,5 +149,11 @@ def _layer_types(args: Qwen3NextArgs) -> list[str]:
     return [kinds[args.has_attention(i)] for i in range(args.n_layers)]
 
 
-# Published folders have multi-token prediction weights, which transformers skips too.
-HUGGING_FACE = replace(BASE, config=_config, args=_args, skipped_prefix="mtp.")
+def _skipped_kind(name: str, ndim: int) -> str:
+    # Multi-token prediction of published folders, which transformers skips too.
+    return "mtp.*" if name.startswith("mtp.") else leftover(name, ndim)
+
+
+HUGGING_FACE = replace(
+    BASE, config=_config, args=_args, defaults=_defaults, skipped_kind=_skipped_kind
+)

@@ -431,6 +431,110 @@ def test_symlinks_of_the_hub_cache_are_followed(saved: dict[str, Path], tmp_path
     assert len(open_folder(folder, args_of(folder)).names) == 30
 
 
+LAYER = "model.layers.0.self_attn"
+LEFTOVERS = {
+    **{f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.rand(4).double() for i in range(3)},
+    "model.rotary_emb.inv_freq": torch.rand(4).double(),
+    f"{LAYER}.rotary_emb.cos_cached": torch.ones(1, 1, 96, 8),
+    f"{LAYER}.bias": torch.ones(1, 1, 96, 96, dtype=torch.bool).tril(),
+    f"{LAYER}.masked_bias": torch.tensor(-1e4),
+    "model.layers.1.attn.bias": torch.ones(1, 1, 96, 96, dtype=torch.uint8).tril(),
+    "model.layers.1.attn.masked_bias": torch.tensor(-1e9),
+}
+
+
+def make_older(folder: Path) -> None:
+    """Write what the first versions of transformers wrote: buffers, and few keys."""
+    config = json.loads((folder / "config.json").read_text())
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "vocab_size", "rms_norm_eps", "hidden_act", "model_type")  # fmt: skip
+    older = {key: config[key] for key in kept}
+    older |= {"architectures": ["LLaMAForCausalLM"], "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(older))
+    edit_tensors(lambda tensors: tensors.update(LEFTOVERS))(folder)
+
+
+@pytest.mark.parametrize("in_shards", [False, True], ids=["one file", "shards"])
+@torch.no_grad()
+def test_older_folder_is_read_as_transformers_reads_it(
+    saved: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, in_shards: bool
+) -> None:
+    folder = Path(shutil.copytree(saved["llama_without_groups"], tmp_path / "folder"))
+    # The case is saved in shards. In float64, because transformers cannot read float32 here.
+    tensors = {name: tensor.double() for name, tensor in read_tensors(folder).items()}
+    for file in [*folder.glob("*.safetensors"), folder / subject.SAFETENSORS_INDEX_FILE]:
+        file.unlink(missing_ok=True)
+    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    make_older(folder)
+    if in_shards:
+        edit_index(lambda index: None)(folder)
+    args = args_of(folder)
+    opened = open_folder(folder, args)
+    messages = [record.getMessage() for record in caplog.records]
+    (defaults,) = (message for message in messages if "config.json" in message)
+    for text in ("rope_theta = 10000.0", "num_key_value_heads = 4", "head_dim = 8",
+                 "max_position_embeddings = 2048", "tie_word_embeddings = false"):  # fmt: skip
+        assert text in defaults
+    skipped = sorted(
+        message.partition("skipped ")[2] for message in messages if message != defaults
+    )
+    assert [text.partition(",")[0] for text in skipped] == [
+        "1 tensors *.attn.bias",
+        "1 tensors *.attn.masked_bias",
+        "1 tensors *.rotary_emb.cos_cached",
+        "1 tensors *.self_attn.bias",
+        "1 tensors *.self_attn.masked_bias",
+        "4 tensors *.rotary_emb.inv_freq",
+    ]
+    model = Transformer(args).double()
+    model.init_weights()
+    model.load_state_dict(
+        {
+            pair.fqn: opened.read_box(pair, [0] * value.ndim, value.shape).double()
+            for pair in form_of("llama").tensors(args)
+            for value in [model.state_dict()[pair.fqn]]
+        }
+    )
+    tokens = torch.randint(SHARED["vocab_size"], (2, 96))
+    with float64_for_float32():
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
+        want = loaded(tokens).logits
+    assert (model(tokens) - want).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        # Parameters of other models, whose names are only similar.
+        (f"{LAYER}.bias", torch.ones(32)),
+        (f"{LAYER}.masked_bias", torch.ones(32)),
+        (f"{LAYER}.q_proj.bias", torch.ones(32)),
+        (f"{LAYER}.rotary_emb.inv_freq", torch.ones(4, 4)),
+        (f"{LAYER}.rotary_emb.weight", torch.ones(4)),
+        ("rotary_emb.inv_freq", torch.ones(4)),
+        ("model.layers.x.self_attn.rotary_emb.inv_freq", torch.ones(4)),
+        (f"x.{LAYER}.rotary_emb.inv_freq", torch.ones(4)),
+        ("model.causal", torch.ones(1, 1, 4, 4)),
+    ],
+)
+def test_similar_tensors_stay_errors_by_name(
+    saved: dict[str, Path], tmp_path: Path, name: str, tensor: torch.Tensor
+) -> None:
+    folder = Path(shutil.copytree(saved["llama"], tmp_path / "folder"))
+    edit_tensors(lambda tensors: tensors.update(LEFTOVERS | {name: tensor}))(folder)
+    with pytest.raises(ValueError, match=re.escape(f"{name} is unknown (1 in all)")):
+        open_folder(folder, args_of(folder))
+
+
+def test_complete_folder_logs_nothing(
+    saved: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    open_folder(saved["llama"], args_of(saved["llama"]))
+    assert not caplog.records
+
+
 def test_tied_head_may_be_present_if_equal(saved: dict[str, Path], tmp_path: Path) -> None:
     folder, embedding, edit = tmp_path / "folder", "model.embed_tokens.weight", edit_tensors
     folder.mkdir()

@@ -184,8 +184,7 @@ def test_disabled_sliding_window_is_accepted() -> None:
         form_of("qwen3").args(qwen3 | {"use_sliding_window": True})
 
 
-def test_qwen3_requires_head_dim_and_n_kv_heads() -> None:
-    """transformers' defaults for absent keys are those of one size of the family."""
+def test_qwen3_rejects_null_head_dim_and_n_kv_heads() -> None:
     qwen3 = form_of("qwen3").config(FLAVORS["qwen3-debugmodel"][1])
     for key in ("head_dim", "num_key_value_heads"):
         with pytest.raises(ValueError, match=key):
@@ -195,3 +194,108 @@ def test_qwen3_requires_head_dim_and_n_kv_heads() -> None:
 def test_inexpressible_args_have_no_config() -> None:
     with pytest.raises(ValueError, match="qk_norm"):
         form_of("llama").config(FLAVORS["qwen3-debugmodel"][1])
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 61,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+COMPLETE = {
+    "llama": SMALL,
+    "qwen3": SMALL,
+    "qwen3_moe": SMALL | MOE | {"norm_topk_prob": True},
+    "qwen3_next": SMALL | MOE | {
+        "shared_expert_intermediate_size": 40,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 3,
+        "full_attention_interval": 2,
+        "partial_rotary_factor": 0.5,
+    },
+}  # fmt: skip
+
+
+def completed(config: dict[str, Any]) -> dict[str, Any]:
+    """Let transformers complete ``config``."""
+    # transformers removes entries from its argument, hence the copy.
+    completed = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
+    # transformers' attention derives it when the configuration has none.
+    derived = completed["hidden_size"] // completed["num_attention_heads"]
+    return {"head_dim": derived} | completed
+
+
+@pytest.mark.parametrize("family", COMPLETE)
+def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
+    form, config = form_of(family), {"model_type": family} | COMPLETE[family]
+    assert form.defaults(config) == {}
+    assert form.args(config) == form.args(completed(config))
+    for key in COMPLETE[family].keys() - {"norm_topk_prob"}:
+        without = {k: v for k, v in config.items() if k != key}
+        assert form.defaults(without).keys() == {key}
+        try:
+            want = form.args(completed(without))
+        except ValueError as error:
+            # transformers' default contradicts the other keys: it is rejected here as well.
+            with pytest.raises(ValueError, match=str(error).partition(":")[0]):
+                form.args(without)
+        else:
+            assert form.args(without) == want
+    bare = {"model_type": family} | ({"norm_topk_prob": True} if "moe" in family else {})
+    assert form.args(bare) == form.args(completed(bare))
+    assert form.defaults(bare).keys() == COMPLETE[family].keys() - {"norm_topk_prob"}
+
+
+FACTORS = {key: value for key, value in LLAMA31.items() if not key.startswith("rope")}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_scaling": None},
+        {"rope_scaling": {"type": "default"}},
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        *({"rope_scaling": FACTORS | kind} | theta
+          for kind in ({"rope_type": "llama3"}, {"type": "llama3"},
+                       {"type": "llama3", "rope_type": "llama3"})
+          for theta in ({}, {"rope_theta": 5e5})),
+        {"rope_parameters": FACTORS | {"rope_type": "llama3"}},
+    ],
+)  # fmt: skip
+def test_rotary_keys_of_all_versions_mean_what_transformers_reads(rope: dict[str, Any]) -> None:
+    config = {k: v for k, v in OLDER.items() if "rope" not in k} | rope
+    args = form_of("llama").args(config)
+    assert args == form_of("llama").args(completed(config))
+    assert ("rope_theta" in form_of("llama").defaults(config)) == (args.rope_theta == 1e4)
+
+
+def test_null_means_absent_only_where_transformers_derives_the_value() -> None:
+    null = OLDER | {"head_dim": None, "num_key_value_heads": None}
+    assert form_of("llama").args(null) == form_of("llama").args(OLDER)
+    assert form_of("llama").args(null) == form_of("llama").args(completed(null))
+    for key in ("vocab_size", "rms_norm_eps", "num_hidden_layers", "intermediate_size"):
+        with pytest.raises(ValueError, match=f"^{key}: absent"):
+            form_of("llama").args(OLDER | {key: None})
+
+
+def test_first_spelling_of_the_architecture_is_read() -> None:
+    first = OLDER | {"architectures": ["LLaMAForCausalLM"]}
+    assert form_of("llama").args(first) == form_of("llama").args(OLDER)
+    for names in ([], ["LlamaForCausalLM"] * 2, "LlamaForCausalLM", 3, [None]):
+        with pytest.raises(ValueError, match=r"^architectures: "):
+            form_of("llama").args(OLDER | {"architectures": names})
