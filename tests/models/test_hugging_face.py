@@ -228,7 +228,7 @@ COMPLETE = {
 
 
 def completed(config: dict[str, Any]) -> dict[str, Any]:
-    """Let transformers complete ``config``."""
+    """``config`` with the values that transformers adds."""
     # transformers removes entries from its argument, hence the copy.
     completed = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).to_dict()
     # transformers' attention derives it when the configuration has none.

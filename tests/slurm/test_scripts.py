@@ -1,5 +1,6 @@
-"""Shell scripts are valid for bash and shellcheck."""
+"""Shell scripts are valid for bash and shellcheck, and reject settings that they would ignore."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -36,3 +37,18 @@ def test_shellcheck_has_no_findings(script: Path) -> None:
     command = [program, "--shell=bash", "--external-sources", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "setting", ["SITE=/no/such/site.sh", f"SITE={ROOT}", "SITE=~/site.sh", "PREFLIGHT=yes"]
+)
+def test_batch_script_rejects_settings_without_effect(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node", "SLURM_SUBMIT_DIR": str(ROOT)}
+    # Its interpreter cannot run, so that a script that goes on ends with another message.
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "/no/python", **job, name: value}
+    script = ROOT / "slurm" / "train.sbatch"
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"slurm: {setting}: " in done.stdout
+    assert "PYTHON" not in done.stderr
