@@ -61,6 +61,8 @@ def test_mixture_gives_the_same_run_on_every_mesh(tmp_path: Path, packing: str) 
         "step", "time", "restarts", "validation_bits_per_byte",
         "validation_loss", "validation_loss/sun", "validation_loss/moon",
     }  # fmt: skip
+    sun, moon = (validation[f"validation_loss/{name}"] for name in ("sun", "moon"))
+    assert min(sun, moon) < validation["validation_loss"] < max(sun, moon)
     # Each byte is a token, except bos and eos of each document.
     bits = validation["validation_loss"] / math.log(2.0)
     assert bits < validation["validation_bits_per_byte"] < 1.2 * bits

@@ -13,6 +13,7 @@ from tests.lib.cells import FAST, NAMED, Cell, cost
 PARITY = "tests/parallelisms/test_parity.py::test_cell_matches_one_device"
 RESUME = "tests/reliability/test_resume.py"
 MESHES = "tests/test_meshes.py"
+PLANTED = "tests/reliability/test_planted.py"
 
 
 @dataclass(frozen=True)
@@ -860,7 +861,7 @@ ROOT_FILES = [
         self.optimizer.step()
         self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
 """,
-        tests=("tests/reliability/test_planted.py",),
+        tests=(PLANTED,),
     ),
     Mutation(
         "resumed-run-keeps-the-long-timeout",
@@ -875,7 +876,7 @@ ROOT_FILES = [
         "train_loop.py",
         before="is_synced = save_is_due or self.log.is_due(state.step)",
         after="is_synced = self.log.is_due(state.step)",
-        tests=("tests/reliability/test_planted.py", "tests/test_train.py"),
+        tests=(f"{PLANTED}::test_nonfinite_loss_stops_the_run_or_is_skipped",),
     ),
     Mutation(
         # A signal may end the run between two logged steps.
@@ -886,10 +887,7 @@ ROOT_FILES = [
             stop = exit_codes.NOT_FINITE
 """,
         after="",
-        tests=(
-            "tests/reliability/test_planted.py"
-            "::test_nonfinite_step_that_is_neither_logged_nor_saved_stops_the_run",
-        ),
+        tests=(f"{PLANTED}::test_nonfinite_step_that_is_neither_logged_nor_saved_stops_the_run",),
     ),
     Mutation(
         "failed-last-save-counts-as-done",
@@ -899,14 +897,14 @@ ROOT_FILES = [
                 stop = exit_codes.NOT_SAVED
 """,
         after="",
-        tests=("tests/reliability/test_planted.py::test_run_whose_last_save_fails_has_failed",),
+        tests=(f"{PLANTED}::test_run_whose_last_save_fails_has_failed",),
     ),
     Mutation(
         "data-of-a-spike-read-again",
         "train_loop.py",
         before='self.checkpointer.load_latest(skip={"data"})',
         after="self.checkpointer.load_latest()",
-        tests=("tests/reliability/test_planted.py",),
+        tests=(PLANTED,),
     ),
     Mutation(
         # After a power cut the ledger may lack steps that the checkpoint counts on.
@@ -914,7 +912,7 @@ ROOT_FILES = [
         "train_loop.py",
         before="            self.log.sync()\n",
         after="",
-        tests=("tests/metrics/test_ledger.py", "tests/reliability/test_chaos.py"),
+        tests=(f"{PLANTED}::test_spike_is_rolled_back_and_its_data_skipped",),
     ),
     Mutation(
         "resumed-run-forgets-its-tokens",
@@ -928,10 +926,7 @@ ROOT_FILES = [
         "resume.py",
         before='            "nonfinite": train_step.nonfinite,\n',
         after="",
-        tests=(
-            "tests/reliability/test_planted.py",
-            f"{RESUME}::test_resumed_run_equals_uninterrupted_run",
-        ),
+        tests=(f"{PLANTED}::test_nonfinite_loss_stops_the_run_or_is_skipped",),
     ),
     Mutation(
         "loss-of-a-source-over-the-tokens-of-all",

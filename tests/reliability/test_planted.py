@@ -15,9 +15,11 @@ import train_step
 from checkpoint.checkpointer import Checkpointer
 from data.packing import ConcatPacker, PackedSequence
 from data.tokenizer import Tokenizer
+from metrics.ledger import Ledger
 from optim.spikes import LossSpikeDetector
 from runtime import exit_codes
 from runtime.dtensor import to_local
+from runtime.log import logger
 from tests.lib.forked import checkpoints, codes, log, run, spike_at_step_5, started, tensors
 from tests.lib.launch import curve, records
 from tools.check_ledger import replay
@@ -114,6 +116,16 @@ def flipped_weight() -> None:
         train_step.clip_grad_norm_ = clip
 
 
+def log_syncs_of_the_ledger() -> None:
+    original = Ledger.sync
+
+    def sync(self: Ledger) -> None:
+        original(self)
+        logger.info("ledger: synced")
+
+    Ledger.sync = sync  # type: ignore[method-assign]
+
+
 def disk_full_after_step_2() -> None:
     """Raise ENOSPC on rank 0, which creates the checkpoint folders."""
     original = Checkpointer._open_scratch
@@ -135,7 +147,8 @@ def expect_exit(plant: Callable[[], None], folder: Path, want: set[int], **keys:
 def test_nonfinite_loss_stops_the_run_or_is_skipped(
     tmp_path: Path, record_result: Callable[[str], None]
 ) -> None:
-    keys = STEPS | {"metrics.log_freq": "3"}
+    # Step 6 is saved, but not logged.
+    keys = STEPS | {"metrics.log_freq": "100"}
     stopped, skipped = tmp_path / "stopped", tmp_path / "skipped"
     expect_exit(nonfinite_loss_in_step_5, stopped, {exit_codes.DO_NOT_REQUEUE}, **keys)
     assert "step 5: the loss is not finite on some rank" in log(stopped)
@@ -148,6 +161,9 @@ def test_nonfinite_loss_stops_the_run_or_is_skipped(
     # Adam has made one update less than there are steps.
     last = tensors(checkpoints(skipped)[0])
     assert {t.item() for fqn, t in last.items() if fqn.endswith(".step")} == {7.0}
+    # A resumed run knows of it.
+    run(skipped, 2, **keys | skips | {"training.steps": "9"})
+    assert records(skipped)[-1]["skipped_steps"] == 1
     record_result(
         "the whole program: stop ends with 93 and keeps step 4; skip goes on, 1 step skipped"
     )
@@ -166,7 +182,10 @@ def test_nonfinite_step_that_is_neither_logged_nor_saved_stops_the_run(tmp_path:
 def test_spike_is_rolled_back_and_its_data_skipped(tmp_path: Path) -> None:
     keys = STEPS | {"numerics.on_spike": "rollback", "metrics.enable_ledger": "true"}
     plain, rolled = tmp_path / "plain", tmp_path / "rolled"
-    run(plain, 2, **keys)
+    expect_exit(log_syncs_of_the_ledger, plain, {exit_codes.DONE}, **keys)
+    # On each of two ranks, before each of four checkpoints.
+    assert [log(plain).count(text) for text in ("ledger: synced", "checkpoint: saved")] == [8, 8]
+    assert log(plain).index("ledger: synced") < log(plain).index("checkpoint: saved")
     expect_exit(spike_at_step_5, rolled, {exit_codes.DONE}, **keys)
     assert "rollback: from step 5 to step 4" in log(rolled)
     lineage = replay(rolled / "debug_model")
