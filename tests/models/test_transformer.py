@@ -57,7 +57,9 @@ def test_parameter_count_matches_published(name: str, flavor: str) -> None:
 
 def test_every_published_flavor_has_a_count() -> None:
     flavors = {(name, flavor) for name, spec in MODEL_SPECS.items() for flavor in spec.flavors}
-    assert {(name, f) for name, f in flavors if not f.startswith("debugmodel")} == set(PUBLISHED)
+    # Those in millions are our own.
+    own = {(n, f) for n, f in flavors if f.startswith("debugmodel") or f.endswith("M")}
+    assert flavors - own == set(PUBLISHED)
 
 
 @torch.no_grad()
