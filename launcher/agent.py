@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from config import ConfigError
+from config import ConfigError, JobConfig, dump_toml
 from launcher.post_mortem import STORE_SECONDS, FailureReport, diagnose, is_aborted
 from runtime import exit_codes
 from runtime.filesystem import make_folder
@@ -73,11 +73,17 @@ class End:
 
 
 def run_ranks(
-    program: list[str], *, n_ranks: int, nodes: Nodes, shown: set[int], logs: Path | None = None
+    program: list[str],
+    config: JobConfig,
+    *,
+    n_ranks: int,
+    nodes: Nodes,
+    shown: set[int],
+    logs: Path | None = None,
 ) -> End:
     """Run Python on ``program`` once per rank of this node; return when all have exited.
 
-    The output of the local ranks ``shown`` is shown. That of the others goes to a new folder in
+    Its last argument is a file with the keys of ``config``. The output of the local ranks ``shown`` is shown. That of the others goes to a new folder in
     ``logs``, or to /dev/null. Raises ``ConfigError`` if the folder cannot be created. Installs
     signal handlers.
     """
@@ -93,6 +99,10 @@ def run_ranks(
         error_files = {
             rank: Path(scratch) / f"{rank}.json" for rank in range(first, first + n_ranks)
         }
+        # The file that the user named may have changed since it was read, or be a pipe.
+        config_path = Path(scratch) / "config.toml"
+        config_path.write_text(dump_toml(config), encoding="utf-8")
+        program = [*program, str(config_path)]
         environment = _environment(store, nodes, counts, logs)
         processes = _start(program, environment, error_files, shown=shown, logs=logs)
         agent = Agent(processes, store, sum(counts))

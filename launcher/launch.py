@@ -41,8 +41,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(__doc__, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     try:
-        config_path, overrides = Path(arguments[0]), arguments[1:]
-        config = load_config(config_path, overrides)
+        config = load_config(Path(arguments[0]), arguments[1:])
         n_ranks = ranks_per_node(environment)
         nodes = find_nodes(environment)
         check_run(config, n_ranks, nodes.count)
@@ -57,9 +56,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     enable_expandable_segments()
-    program = [str(TRAINER), str(config_path), *overrides]
+    program = [str(TRAINER)]
     try:
-        end = run_ranks(program, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
+        end = run_ranks(program, config, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return exit_codes.BAD_CONFIG

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from config import JobConfig, load_config
 from launcher import agent, launch
 from launcher.agent import End, Nodes
 from launcher.failures import MOST_ATTEMPTS
@@ -215,7 +217,7 @@ def test_head_node_shows_rank_0_and_records_failures(
 ):
     shown = []
 
-    def run_ranks(program: list[str], **keywords: Any) -> End:
+    def run_ranks(program: list[str], config: JobConfig, **keywords: Any) -> End:
         shown.append(keywords["shown"])
         return End({node: 1}, message="", signal=received, verdict=None)
 
@@ -232,10 +234,14 @@ def test_head_node_shows_rank_0_and_records_failures(
     assert exit_codes.read_exit_code(control) == (exit_codes.FAILED if node == 0 else None)
 
 
-def run_trainer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def run_trainer(
+    source: str, folder: Path, monkeypatch: pytest.MonkeyPatch, config: Path | None = None
+) -> int:
     """Launch two ranks of a trainer that runs ``source``; return the launcher's exit code."""
-    config, trainer = folder / "run.toml", folder / "trainer.py"
-    config.touch()
+    trainer = folder / "trainer.py"
+    if config is None:
+        config = folder / "run.toml"
+        config.touch()
     control = folder / "default" / "control"
     control.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -303,6 +309,38 @@ def test_ranks_get_torchruns_and_the_users_environment(
     # Rank 0 is shown, and only rank 1's output goes to a file.
     assert capfd.readouterr().out == "rank 0\n"
     assert {path.name: path.read_text() for path in logs.iterdir()} == {"rank-1.out": "rank 1\n"}
+
+
+LOADS_CONFIG = """
+from pathlib import Path
+from config import dump_toml, load_config
+config = load_config(Path(sys.argv[1]), sys.argv[2:])
+Path(control, rank).write_text(dump_toml(config))
+"""
+
+
+@pytest.mark.row(30, "Every rank trains the configuration that its launcher read")
+def test_ranks_get_what_the_launcher_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_result: Callable[[str], None]
+):
+    # A pipe can be read once, and ranks do not inherit it.
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8") as file:
+        file.write("[optimizer]\nlr = 0.1\n[validation]\nsample_prompt = 'ü\"\\'\n")
+    try:
+        pipe = Path(f"/dev/fd/{reader}")
+        assert run_trainer(LOADS_CONFIG, tmp_path, monkeypatch, pipe) == exit_codes.DONE
+    finally:
+        os.close(reader)
+    want = {
+        "job": {"output_dir": str(tmp_path)},
+        "optimizer": {"lr": 0.1},
+        "validation": {"sample_prompt": 'ü"\\'},
+    }
+    for rank in "01":
+        found = load_config(tmp_path / "default" / "control" / rank, [])
+        assert found == JobConfig.model_validate(want)
+    record_result("a pipe, which can be read once: 2 of 2 ranks got all of its keys")
 
 
 @pytest.mark.parametrize("is_another", [False, True])
