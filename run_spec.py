@@ -1,6 +1,6 @@
 """Resolve a configuration: look up and check everything it names, before ranks connect."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from config import JobConfig
+from config.resume_compat import by_key, shown
 from data.batch_size import Ramp, batch_size_of, sequences_in
 from data.loader import LoaderConfig, MicrobatchLoader
 from data.mixture import Mixture
@@ -18,6 +19,7 @@ from models import ModelSpec, TransformerArgs, find_model
 from parallelisms.constraints import check_constraints
 from parallelisms.parallel_dims import ParallelDims
 from runtime.control import RunControl
+from runtime.distributed import compute_dtype
 from runtime.log import logger
 
 
@@ -100,6 +102,21 @@ class RunSpec:
                 self.config.data.mixture, self.training_data.sources, strict=True
             )
         ]
+
+    def facts(self, device: torch.device) -> dict[str, str]:
+        """Return all that must be equal on every rank, by name.
+
+        No key may differ between nodes: most decide a number or when a collective runs, and all of
+        them are in the one ``config.toml``. A folder that is mounted elsewhere needs a link.
+        """
+        sources = zip(self.config.data.mixture, self.training_data.sources, strict=True)
+        return {
+            **{key: shown(value) for key, value in by_key(self.config.model_dump()).items()},
+            **{f"model.flavor, {k}": shown(v) for k, v in asdict(self.model_args).items()},
+            "dtype of compute": str(compute_dtype(self.config.training, device)),
+            "tokenizer": self.tokenizer.fingerprint,
+            **{f"documents of {s.label}": documents.fingerprint for s, documents in sources},
+        }
 
     @property
     def wants_flex_attention(self) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from build_model import build_model
-from config import ConfigError, dump_toml, load_config
+from config import ConfigError, JobConfig, dump_toml, load_config
 from kernels.sdpa import sdpa_backend_priority
 from launcher.post_mortem import RankHeartbeat
 from metrics.profiling import profiler
@@ -33,7 +33,9 @@ from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
 from runtime.log import init_logging, logger
 from runtime.machine import disable_malloc_trim
-from runtime.release import is_untested, torch_release
+from runtime.object_collectives import raise_if_unequal
+from runtime.program import program_facts
+from runtime.release import warn_if_untested
 from train_loop import TrainLoop
 from train_step import TrainStep
 from validation import Validator
@@ -48,14 +50,14 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     config = run.config
     control = RunControl(run.folder / "control")
     device = init_distributed(config.comm)
+    raise_if_unequal(run.facts(device) | program_facts())
     control.acquire_lock()
     dims = ParallelDims.build(config.parallelism, dist.get_world_size(), device.type)
     set_seed(config.debug)
     if device.type == "cpu":
         disable_malloc_trim()
     logger.info("ranks: %d on %s, %s", dist.get_world_size(), device.type, dims.degrees)
-    if is_untested():
-        logger.warning("PyTorch is newer than the releases that were tested: %s", torch_release())
+    warn_if_untested()
 
     # --- Data: this data-parallel rank's rows of every global batch
     loader = run.build_loader(run.training_data, dims, device)
@@ -111,13 +113,21 @@ def start(arguments: list[str]) -> int:
     with RankHeartbeat(os.environ) as heartbeat:
         try:
             config = load_config(Path(arguments[0]), arguments[1:])
-            run = resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-        except ValueError as error:
-            return report_config_error(error)
-        try:
+            run = resolve_or_raise_on_all_ranks(config)
             return main(run, heartbeat) or exit_codes.DONE
         except ConfigError as error:
             return report_config_error(error)
+
+
+def resolve_or_raise_on_all_ranks(config: JobConfig) -> RunSpec:
+    """Resolve ``config`` before any process group exists. Raises ``ConfigError``."""
+    try:
+        return resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        # Ranks of another node may have no error: they would wait in ``main`` for this one.
+        init_distributed(config.comm)
+        raise_if_unequal({}, mistake=str(error))
+        raise
 
 
 def report_config_error(error: ValueError) -> int:

@@ -30,13 +30,18 @@ from checkpoint.checkpoint_dir import (
     verify_checkpoint,
     write_metadata,
 )
-from checkpoint.manifest import MANIFEST_FILE, read_manifest
+from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest
 from checkpoint.tensor_files import Reader, TensorRecord, read_index, write_tensor_file
 from config import ConfigError
 from config.job_config import Checkpoint
 from runtime.filesystem import fsync_folder
 from runtime.log import logger
-from runtime.object_collectives import RankFailure, gather_to_rank0, run_on_rank0
+from runtime.object_collectives import (
+    RankFailure,
+    gather_to_rank0,
+    raise_if_unequal,
+    run_on_rank0,
+)
 
 
 class Stateful(Protocol):
@@ -355,7 +360,11 @@ def _tensors_only(plan: SavePlan) -> SavePlan:
 
 
 def _verify(folder: Path) -> list[str]:
-    """Verify a checkpoint, each rank a part of its files; return the problems. Collective."""
+    """Verify a checkpoint, each rank a part of its files; return the problems. Collective.
+
+    Raises ``ConfigError`` if the ranks find different checkpoints there, as on local disks.
+    """
+    raise_if_unequal({f"checkpoint {folder}": manifest_digest(folder)})
     found = gather_to_rank0(
         partial(verify_checkpoint, folder, dist.get_rank(), dist.get_world_size())
     )

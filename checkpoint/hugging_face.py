@@ -4,6 +4,7 @@ Pickles (``pytorch_model.bin``) can run code and are not read. Symlinks to regul
 followed, because the Hub's cache consists of them.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -37,13 +38,15 @@ from config import ConfigError
 from config.resume_compat import changed_arguments
 from runtime.filesystem import fsync_folder
 from runtime.log import logger
-from runtime.object_collectives import gather_to_rank0, run_on_rank0
+from runtime.object_collectives import gather_to_rank0, raise_if_unequal, run_on_rank0
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 SHARD_BYTES = 5_000_000_000
+# A larger header is hashed in part.
+FINGERPRINT_BYTES = 1 << 20
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -88,7 +91,7 @@ def load_weights(path: Path, model: Stateful, family: Family | None, args: Any) 
     """Load a folder's weights into a model with ``args``, on any mesh.
 
     Collective. Mutates ``model``. Each rank reads only its own shards. Raises ``ConfigError`` if
-    the folder is unreadable or does not match the model.
+    the folder is unreadable, does not match the model, or differs between ranks.
     """
     if family is None:
         raise ConfigError(
@@ -108,6 +111,7 @@ def load_weights(path: Path, model: Stateful, family: Family | None, args: Any) 
     found = run_on_rank0(lambda: list(dict.fromkeys(text for answer in answers for text in answer)))
     if found:
         raise ConfigError([f"checkpoint.initial_load_path: {text}" for text in found])
+    raise_if_unequal({f"checkpoint.initial_load_path {path}": opened[0].fingerprint})
     pairs = {pair.fqn: pair for pair in family.tensors(args)}
     dcp.load(state, storage_reader=HuggingFaceReader(opened[0], pairs, state))
     model.load_state_dict(state)
@@ -160,6 +164,19 @@ class Folder:
     def names(self) -> Collection[str]:
         """Names of all tensors."""
         return self._files.keys()
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of every file's name, size, first and last bytes: its header and some weights."""
+        digest = hashlib.sha256()
+        for name in sorted(_expected_names(self._path)):
+            with (self._path / name).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(f"{name} {size} ".encode())
+                for offset in (0, max(0, size - FINGERPRINT_BYTES)):
+                    file.seek(offset)
+                    digest.update(file.read(FINGERPRINT_BYTES))
+        return digest.hexdigest()
 
     def check(self, family: Family, args: Any, shapes: Mapping[str, torch.Size]) -> None:
         """Raise ``ValueError`` unless the folder has exactly the tensors of a model with ``args``.

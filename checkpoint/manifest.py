@@ -46,6 +46,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
+def manifest_digest(folder: Path) -> str:
+    """Hash of the manifest's bytes, equal for equal checkpoints; an error's text without them."""
+    try:
+        return xxhash.xxh3_128(read_file(folder / MANIFEST_FILE)).hexdigest()
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
 def _checksum(content: dict[str, Any]) -> str:
     """Hash of the manifest's own content, which its list of files cannot contain."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()

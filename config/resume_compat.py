@@ -97,11 +97,11 @@ def compare(saved: dict[str, Any], now: JobConfig) -> Changes:
 
     A key that ``saved`` lacks counts as its default: it is newer, or was omitted as None.
     """
-    before, after = _by_key(JobConfig().model_dump()), _by_key(now.model_dump())
-    known = _by_key(saved)
+    before, after = by_key(JobConfig().model_dump()), by_key(now.model_dump())
+    known = by_key(saved)
     before |= known
     changed = {
-        key: f"{key}: {_shown(before[key])} to {_shown(value)}"
+        key: f"{key}: {shown(before[key])} to {shown(value)}"
         for key, value in after.items()
         if before[key] != value
     }
@@ -109,7 +109,7 @@ def compare(saved: dict[str, Any], now: JobConfig) -> Changes:
         tuple(text for key, text in changed.items() if key in keys)
         for keys in (FROZEN, RECORDED, FREE)
     )
-    gone = tuple(f"{key}: {_shown(known[key])}" for key in known if key not in after)
+    gone = tuple(f"{key}: {shown(known[key])}" for key in known if key not in after)
     return Changes(frozen, recorded, free, gone)
 
 
@@ -126,12 +126,12 @@ def changed_arguments(saved: dict[str, Any], now: Any) -> list[str]:
         if is_dataclass(after) and isinstance(before, dict):
             changed += [f"{field.name}.{text}" for text in changed_arguments(before, after)]
         elif before != after and field.name not in DERIVED_ARGUMENTS:
-            changed.append(f"{field.name}: {_shown(before)} to {_shown(after)}")
+            changed.append(f"{field.name}: {shown(before)} to {shown(after)}")
     gone = saved.keys() - {field.name for field in fields(now)}
-    return changed + [f"{name}: {_shown(saved[name])} no longer exists" for name in sorted(gone)]
+    return changed + [f"{name}: {shown(saved[name])} no longer exists" for name in sorted(gone)]
 
 
-def _by_key(config: dict[str, Any]) -> dict[str, Any]:
+def by_key(config: dict[str, Any]) -> dict[str, Any]:
     """Flatten tables to ``section.name`` keys. An unknown top-level value keeps its key."""
     keys: dict[str, Any] = {}
     for section, table in config.items():
@@ -140,7 +140,8 @@ def _by_key(config: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return the text of a key's value in messages."""
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else repr(value)

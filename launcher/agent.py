@@ -34,6 +34,9 @@ SHUTDOWN_SECONDS = 120
 # A process blocked in a driver or on a disk does not react even to SIGKILL.
 KILL_SECONDS = 5
 RENDEZVOUS_SECONDS = 900
+# Seconds that a launcher with a wrong configuration waits for others to tell them, and that all
+# launchers wait for each other before they exit because of one.
+MISTAKE_SECONDS, READ_SECONDS = 30, 5.0
 ABORT_POLL_SECONDS = 1.0
 # Seconds that ranks have to exit after another rank, or the head node's launcher, exited.
 SHUTDOWN_GRACE_SECONDS = 30.0
@@ -83,15 +86,18 @@ def run_ranks(
 ) -> End:
     """Run Python on ``program`` once per rank of this node; return when all have exited.
 
-    Its last argument is a file with the keys of ``config``. The output of the local ranks ``shown`` is shown. That of the others goes to a new folder in
-    ``logs``, or to /dev/null. Raises ``ConfigError`` if the folder cannot be created. Installs
+    Its last argument is a file with the keys of ``config``. The output of the local ranks ``shown``
+    is shown. That of the others goes to a new folder in ``logs``, or to /dev/null. Raises
+    ``ConfigError`` if the folder cannot be created, or if another node has a mistake. Installs
     signal handlers.
     """
     store = open_store(nodes, RENDEZVOUS_SECONDS)
-    counts, started = _rendezvous(store, nodes, n_ranks)
+    # Before the rendezvous, after which another node may create them.
+    parents = [] if logs is None else [f for f in (logs, *logs.parents) if not f.exists()]
+    counts, started = _rendezvous(store, nodes, n_ranks=n_ranks)
     if logs is not None:
         logs = logs / started
-        new = _make_logs(logs)
+        _make_logs(logs)
     requests: list[signal.Signals] = []
     handle_signals(lambda number, frame: requests.append(signal.Signals(number)))
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,24 +120,49 @@ def run_ranks(
             if codes.get(rank) == exit_codes.BAD_CONFIG and path.exists()
         ]
     received = requests[0] if requests else None
-    if received is None and agent.failure is None and set(codes.values()) == {exit_codes.DONE}:
-        _exit_barrier(store, nodes, requests)
     if logs is not None:
-        _remove_empty_logs(logs, list(codes), new)
+        _remove_empty_logs(logs, list(codes))
+    if exit_codes.BAD_CONFIG in codes.values():
+        _exit_barrier(store, nodes, requests, READ_SECONDS)
+    elif received is None and agent.failure is None and set(codes.values()) == {exit_codes.DONE}:
+        _exit_barrier(store, nodes, requests, EXIT_BARRIER_SECONDS)
+    if logs is not None and nodes.rank == 0:
+        _remove_empty_folders([logs, *parents])
     return End(codes, "".join(config_errors[:1]), received, agent.failure)
 
 
-def _rendezvous(store: dist.Store, nodes: Nodes, n_ranks: int) -> tuple[list[int], str]:
-    """Wait for the launchers of all nodes; return the ranks of each, and the head's start time."""
-    own = [n_ranks, time.strftime("%Y%m%d-%H%M%S")]
+def end_other_nodes(nodes: Nodes, mistake: str) -> None:
+    """Report the user's ``mistake`` on this node to other launchers, which would wait for it.
+
+    Waits at most ``MISTAKE_SECONDS`` for each of them.
+    """
+    if nodes.count > 1:
+        with suppress(dist.DistError, ConfigError):
+            _rendezvous(open_store(nodes, MISTAKE_SECONDS), nodes, n_ranks=0, mistake=mistake)
+
+
+def _rendezvous(
+    store: dist.Store, nodes: Nodes, *, n_ranks: int, mistake: str = ""
+) -> tuple[list[int], str]:
+    """Wait for the launchers of all nodes; return the ranks of each, and the head's start time.
+
+    Raises ``ConfigError`` if any node has a ``mistake``.
+    """
+    text = f"node {nodes.rank} ({socket.gethostname()}): {mistake}" if mistake else ""
+    own = [n_ranks, time.strftime("%Y%m%d-%H%M%S"), text]
     store.set(f"launcher/{nodes.rank}", json.dumps(own))
     entries = [json.loads(store.get(f"launcher/{node}")) for node in range(nodes.count)]
-    return [count for count, _ in entries], entries[0][1]
+    if mistakes := [text for *_, text in entries if text]:
+        _exit_barrier(store, nodes, [], READ_SECONDS)
+        raise ConfigError(mistakes)
+    return [count for count, *_ in entries], entries[0][1]
 
 
-def _exit_barrier(store: dist.Store, nodes: Nodes, requests: list[signal.Signals]) -> None:
+def _exit_barrier(
+    store: dist.Store, nodes: Nodes, requests: list[signal.Signals], seconds: float
+) -> None:
     """Wait until all nodes are done. The head node serves the store, so it exits last."""
-    deadline = time.monotonic() + EXIT_BARRIER_SECONDS
+    deadline = time.monotonic() + seconds
     expected = nodes.count if nodes.rank > 0 else 2 * nodes.count - 1
     with suppress(dist.DistError):
         count = store.add("launcher/done", 1)
@@ -195,22 +226,24 @@ def _start(
     return processes
 
 
-def _make_logs(logs: Path) -> list[Path]:
-    """Create ``logs`` and its parents; return the created folders, innermost first."""
-    new = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+def _make_logs(logs: Path) -> None:
+    """Create ``logs`` and its parents. Raises ``ConfigError`` if that fails."""
     try:
         make_folder(logs.parent)
         logs.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"job.output_dir: {error}"]) from None
-    return new
 
 
-def _remove_empty_logs(logs: Path, ranks: list[int], new: list[Path]) -> None:
-    """Delete empty logs, and the ``new`` folders if they are empty, as after a rejected start."""
+def _remove_empty_logs(logs: Path, ranks: list[int]) -> None:
+    """Delete the empty logs of this node's ranks."""
     for path in (logs / f"rank-{rank}.{suffix}" for rank in ranks for suffix in ("out", "err")):
         if path.exists() and path.stat().st_size == 0:
             path.unlink()
+
+
+def _remove_empty_folders(new: list[Path]) -> None:
+    """Delete the ``new`` folders, innermost first, if they are empty, as after a rejected start."""
     with suppress(OSError):  # at the first folder that is not empty
         for folder in new:
             folder.rmdir()

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from config import ConfigError, JobConfig, load_config
-from launcher.agent import End, Nodes, run_ranks
+from launcher.agent import End, Nodes, end_other_nodes, run_ranks
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, record_failure
 from models import find_model
 from parallelisms.constraints import check_constraints
@@ -41,9 +41,13 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(__doc__, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     try:
+        nodes = find_nodes(environment)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return exit_codes.BAD_CONFIG
+    try:
         config = load_config(Path(arguments[0]), arguments[1:])
         n_ranks = ranks_per_node(environment)
-        nodes = find_nodes(environment)
         check_run(config, n_ranks, nodes.count)
         # All ranks log the same lines, so one rank is shown.
         log_rank = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
@@ -53,6 +57,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             clear_previous_end(control)
     except ValueError as error:
         print(error, file=sys.stderr)
+        end_other_nodes(nodes, str(error))
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     enable_expandable_segments()

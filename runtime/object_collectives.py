@@ -1,6 +1,10 @@
 """Object collectives that propagate exceptions: if one rank fails, all raise instead of hanging."""
 
-from collections.abc import Callable
+import hashlib
+import json
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -8,6 +12,9 @@ import torch.distributed as dist
 from config import ConfigError
 
 T = TypeVar("T")
+ABSENT = "absent"
+# More lines would hide the first ones.
+MAX_DIFFERENCES = 20
 
 
 class RankFailure(RuntimeError):
@@ -69,6 +76,56 @@ def raise_on_all_ranks(error: Exception | None, *, is_mistake: bool) -> None:
         if is_mistake:
             raise ConfigError([str(failure)]) from error
         raise
+
+
+def raise_if_unequal(facts: Mapping[str, str], mistake: str = "") -> None:
+    """Raise ``ConfigError`` on all ranks if ``facts`` differ between ranks. Collective.
+
+    The error lists each fact that differs, its values, and the ranks and hosts that have them. If
+    any rank has a ``mistake`` of the user, the error lists the mistakes instead.
+    """
+    digest = hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()
+    summaries = all_gather_object((mistake, digest, socket.gethostname()))
+    mistakes, digests, hosts = (list(column) for column in zip(*summaries, strict=True))
+    if any(mistakes):
+        messages = _by_value(mistakes, hosts)
+        messages.pop("", None)
+        is_everywhere = len(set(mistakes)) == 1
+        errors = [mistake] if is_everywhere else [f"{who}: {m}" for m, who in messages.items()]
+    elif len(set(digests)) > 1:
+        # Ranks with equal facts need not send them all.
+        is_first = digests.index(digest) == dist.get_rank()
+        sent = all_gather_object(dict(facts) if is_first else {})
+        errors = _differences([sent[digests.index(digest)] for digest in digests], hosts)
+    else:
+        return
+    # Ranks that still connect to each other would fail if one of them had gone.
+    dist.barrier()
+    raise ConfigError(errors)
+
+
+def _differences(facts: list[dict[str, str]], hosts: list[str]) -> list[str]:
+    """One text for each of the ``facts`` (by rank) that differs."""
+    found = []
+    for key in dict.fromkeys(key for one in facts for key in one):
+        ranks_of = _by_value([one.get(key, ABSENT) for one in facts], hosts)
+        if len(ranks_of) > 1:
+            values = ", ".join(f"{value} on {who}" for value, who in ranks_of.items())
+            found.append(f"{key} must be equal on all ranks: {values}")
+    n_more = len(found) - MAX_DIFFERENCES
+    return found[:MAX_DIFFERENCES] + ([f"and {n_more} more"] if n_more > 0 else [])
+
+
+def _by_value(values: list[str], hosts: list[str]) -> dict[str, str]:
+    """Describe the ranks that have each value: the first of them, its host, and their number."""
+    ranks_of = defaultdict(list)
+    for rank, value in enumerate(values):
+        ranks_of[value].append(rank)
+    return {
+        value: f"rank {ranks[0]} ({hosts[ranks[0]]})"
+        + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
+        for value, ranks in ranks_of.items()
+    }
 
 
 def _try(function: Callable[[], T]) -> tuple[T | None, str, Exception | None]:

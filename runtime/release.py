@@ -3,6 +3,8 @@
 import re
 from importlib.metadata import version
 
+from runtime.log import logger
+
 RELEASES = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """Tested releases. The first is the oldest supported one."""
 
@@ -16,6 +18,12 @@ def add_release_note(error: BaseException) -> None:
 def torch_release() -> str:
     """Return the installed PyTorch release and the tested ones, for messages."""
     return f"torch {version('torch')}; tested with {RELEASES[0]} to {RELEASES[-1]}"
+
+
+def warn_if_untested() -> None:
+    """Log a warning if this release is newer than all tested ones."""
+    if is_untested():
+        logger.warning("PyTorch is newer than the releases that were tested: %s", torch_release())
 
 
 def is_untested() -> bool:

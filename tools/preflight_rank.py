@@ -1,6 +1,5 @@
 """Checks of ``tools.preflight`` on each rank: gather facts and speeds, compare, report."""
 
-import hashlib
 import os
 import platform
 import shutil
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import JobConfig, dump_toml, load_config
-from launcher.post_mortem import ROOT, RankHeartbeat
+from config import JobConfig, load_config
+from launcher.post_mortem import RankHeartbeat
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import ParallelDims
 from run_spec import RunSpec, resolve
@@ -29,7 +28,8 @@ from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.distributed import init_distributed
 from runtime.machine import available_cpus
-from runtime.object_collectives import all_gather_object
+from runtime.object_collectives import ABSENT, all_gather_object
+from runtime.program import program_facts
 from tools.preflight_speed import KINDS, bus_bandwidth, link_speed, matmul_speed, mesh_groups
 
 # Exit code of ranks if there are findings; the launcher does not report it as a failure.
@@ -104,7 +104,9 @@ def check(config: JobConfig, run: RunSpec | None, config_error: str, device: tor
     places = all_gather_object(RankLocation(rank, node, host, is_leader))
     findings = [f"{who}: {text}" for who, text in zip(places, config_errors, strict=True) if text]
     report = Report(places, {}, findings)
-    compare_facts(report, node_environment(config, run))
+    list_nodes(report, count_devices())
+    compare_facts(report, node_environment())
+    compare_facts(report, run.facts(device) if run is not None else {})
     compare_memory(report, device)
     title = compare_folders(report, config, max(all_gather_object(count_parameters(run))))
     compare_clocks(report)
@@ -139,50 +141,37 @@ def below(share: float, what: str, values: Sequence[float], who: Sequence[Any]) 
     ]
 
 
-def compare_facts(report: Report, facts: Mapping[str, Any]) -> None:
+def compare_facts(report: Report, facts: Mapping[str, str]) -> None:
     """Compare facts that must be equal on all nodes. Collective. Mutates ``report``."""
-    gathered = {
-        str(who): facts for who, facts in zip(report.places, all_gather_object(facts), strict=True)
-    }
-    for key in dict.fromkeys(key for facts in gathered.values() for key in facts):
-        leaders = [leader for leader in report.leaders if key in gathered[str(leader)]]
-        values = [gathered[str(leader)][key] for leader in leaders]
+    gathered = all_gather_object(dict(facts))
+    # A node without a run has no facts of it, and has already reported its error.
+    leaders = [leader for leader in report.leaders if gathered[leader.rank]]
+    for key in dict.fromkeys(key for leader in leaders for key in gathered[leader.rank]):
+        values = [gathered[leader.rank].get(key, ABSENT) for leader in leaders]
         report.findings.extend(unequal(key, values, [leader.of_node for leader in leaders]))
+
+
+def list_nodes(report: Report, n_devices: int) -> None:
+    """Add the first columns of the table of nodes. Collective. Mutates ``report``."""
+    counts = all_gather_object(n_devices)
     report.columns["node"] = [str(leader.node) for leader in report.leaders]
     report.columns["host"] = [leader.host for leader in report.leaders]
-    report.columns["devices"] = [str(gathered[str(leader)]["devices"]) for leader in report.leaders]
+    report.columns["devices"] = [str(counts[leader.rank]) for leader in report.leaders]
 
 
-def node_environment(config: JobConfig, run: RunSpec | None) -> dict[str, Any]:
-    """Versions, hashes and devices of this node."""
+def node_environment() -> dict[str, str]:
+    """Program, driver and devices of this node."""
     has_gpu = torch.cuda.is_available()
     driver = Path("/proc/driver/nvidia/version")
-    facts = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "NCCL": torch.cuda.nccl.version() if has_gpu else None,
-        "driver": driver.read_text().partition("\n")[0] if driver.exists() else None,
-        "hash of the sources": source_hash(),
-        "hash of the configuration": hashlib.sha256(dump_toml(config).encode()).hexdigest()[:12],
+    return program_facts() | {
+        "driver": driver.read_text().partition("\n")[0] if driver.exists() else ABSENT,
         "device": torch.cuda.get_device_name() if has_gpu else platform.machine(),
-        "devices": torch.cuda.device_count() if has_gpu else available_cpus(),
+        "number of devices": str(count_devices()),
     }
-    # A node without a run has already reported its error.
-    if run is not None:
-        facts["fingerprint of the tokenizer"] = run.tokenizer.fingerprint
-        facts["fingerprint of the data"] = run.training_data.fingerprint
-    return facts
 
 
-def source_hash() -> str:
-    """Hash of all Python files of Shardloom; a user's own model is not included."""
-    packages = (path.parent for path in ROOT.glob("*/__init__.py"))
-    files = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
-    total = hashlib.sha256()
-    for path in sorted(files):
-        total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return total.hexdigest()[:12]
+def count_devices() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else available_cpus()
 
 
 def compare_memory(report: Report, device: torch.device) -> None:

@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -297,6 +297,35 @@ def test_damaged_initial_weights_are_a_config_error(ranks: RankPool, tmp_path: P
     (tmp_path / "step-00000002" / MANIFEST_FILE).unlink()
     for error, _, _ in ranks.run(load_initial, 2, tmp_path, ARGS):
         assert "step-00000002 has no manifest.json (Shardloom), nor config.json (Hugging" in error
+
+
+def load_on_local_disks(disks: list[Path]) -> tuple[list[str], bool]:
+    """Errors on resume and of initial weights, and whether nothing was loaded."""
+    with chdir(disks[dist.get_rank()]):
+        run = Run(Path(), TWO, initial_load_path="step-00000002")
+        before, errors = run.digests(), []
+        for load in (
+            run.checkpointer.load_latest,
+            lambda: run.checkpointer.load_initial(run.model_state),
+        ):
+            with pytest.raises(ConfigError) as raised:
+                load()
+            errors.append(str(raised.value))
+        return errors, run.digests() == before
+
+
+def test_ranks_that_find_different_checkpoints_load_none(ranks: RankPool, tmp_path: Path) -> None:
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for disk in disks:
+        disk.mkdir()
+        ranks.run(save_run, 2, disk, TWO)
+    for errors, is_untouched in ranks.run(load_on_local_disks, 2, disks):
+        assert is_untouched
+        assert len(errors) == 2
+        for error in errors:
+            assert error.startswith("checkpoint step-00000002 must be equal on all ranks: ")
+            assert "on rank 1 (" in error
+    assert {path.name for path in disks[0].iterdir()} == {path.name for path in disks[1].iterdir()}
 
 
 def test_weights_of_a_deeper_model_are_rejected(ranks: RankPool, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -216,6 +218,27 @@ def test_any_mesh_loads_a_transformers_folder(
 def test_wrong_offsets_are_detected(ranks: RankPool, saved: dict[str, Path]) -> None:
     answers = ranks.run(digests_after_load, 2, TWO, [saved["llama"]], "offsets")
     assert answers[0][0] != expected_digests(saved["llama"])
+
+
+def fail_to_load_on_local_disks(folder: Path, disks: list[Path]) -> tuple[str, bool]:
+    with chdir(disks[dist.get_rank()]):
+        return fail_to_load(folder, Path("model"), {})
+
+
+def test_ranks_that_find_different_weights_load_none(
+    ranks: RankPool, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for disk in disks:
+        shutil.copytree(saved["llama"], disk / "model")
+    with (disks[1] / "model" / FILE).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    for error, is_untouched in ranks.run(fail_to_load_on_local_disks, 2, saved["llama"], disks):
+        assert error.startswith("checkpoint.initial_load_path model must be equal on all ranks: ")
+        assert is_untouched
 
 
 def fail_to_load(folder: Path, path: Path, changed: dict[str, Any]) -> tuple[str, bool]:

@@ -520,12 +520,12 @@ def test_launchers_exit_together_unless_one_gets_a_signal():
     nodes = [Nodes(count=2, rank=rank, address="", port=0) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
         store = dist.HashStore()
-        head = pool.submit(agent._exit_barrier, store, nodes[0], [])
+        head = pool.submit(agent._exit_barrier, store, nodes[0], [], 60.0)
         with pytest.raises(TimeoutError):
             head.result(3 * agent.POLL_SECONDS)
-        agent._exit_barrier(store, nodes[1], [])
+        agent._exit_barrier(store, nodes[1], [], 60.0)
         head.result(10)
-    agent._exit_barrier(dist.HashStore(), nodes[0], [signal.SIGTERM])
+    agent._exit_barrier(dist.HashStore(), nodes[0], [signal.SIGTERM], 60.0)
 
 
 def test_signal_before_handlers_exits_as_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

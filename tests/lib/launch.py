@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.lib.repository import ROOT
@@ -28,15 +30,26 @@ SMALL = {
 
 
 def start(
-    folder: Path, n_ranks: int, *, terminal: int | None = None, **overrides: str
+    folder: Path,
+    n_ranks: int,
+    *,
+    terminal: int | None = None,
+    root: Path = ROOT,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **overrides: str,
 ) -> subprocess.Popen[str]:
-    """Start a run; its output goes to a pipe, or to the file descriptor ``terminal``."""
+    """Start a run; its output goes to a pipe, or to the file descriptor ``terminal``.
+
+    ``root``: the repository. ``environment`` is added to this process's.
+    """
     keys = SMALL | {"job.output_dir": str(folder)} | overrides
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
-    environment = os.environ | {"PYTHON": sys.executable, "NGPU": str(n_ranks)}
+    own = {"PYTHON": sys.executable, "NGPU": str(n_ranks), **environment}
     return subprocess.Popen(
-        [ROOT / "run_train.sh", *arguments],
-        env=environment,
+        [root / "run_train.sh", *arguments],
+        cwd=cwd,
+        env=os.environ | own,
         stdout=subprocess.PIPE if terminal is None else None,
         stderr=subprocess.STDOUT if terminal is None else None,
         text=True,

@@ -772,6 +772,28 @@ LAUNCHER_AND_RUNTIME = [
         tests=("tests/launcher/test_launch.py",),
     ),
     Mutation(
+        # Each node would train its part of the weights in its own way.
+        "ranks-are-not-compared",
+        "train.py",
+        before="    raise_if_unequal(run.facts(device) | program_facts())\n",
+        after="",
+        tests=("tests/reliability/test_nodes.py",),
+    ),
+    Mutation(
+        "only-imported-sources-of-the-user-are-compared",
+        "runtime/program.py",
+        before="for path in trainer for file in path.rglob",
+        after="for path in trainer[:0] for file in path.rglob",
+        tests=("tests/runtime/test_program.py",),
+    ),
+    Mutation(
+        "ranks-may-load-different-checkpoints",
+        "checkpoint/checkpointer.py",
+        before='    raise_if_unequal({f"checkpoint {folder}": manifest_digest(folder)})\n',
+        after="",
+        tests=("tests/checkpoint/test_checkpointer.py",),
+    ),
+    Mutation(
         # A scheduler would read how the last attempt ended while this one runs or after it died.
         "exit-code-of-the-last-launcher-stays",
         "launcher/launch.py",

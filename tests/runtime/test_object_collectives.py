@@ -1,5 +1,6 @@
-"""An error on one rank raises on all ranks and names the rank."""
+"""An error on one rank raises on all ranks and names the rank; so do facts that differ."""
 
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -7,9 +8,11 @@ import torch.distributed as dist
 
 from config import ConfigError
 from runtime.object_collectives import (
+    MAX_DIFFERENCES,
     RankFailure,
     all_gather_object,
     gather_to_rank0,
+    raise_if_unequal,
     raise_on_all_ranks,
     run_on_rank0,
 )
@@ -60,3 +63,50 @@ def test_errors_raise_on_all_ranks(ranks: RankPool) -> None:
     mistake = "rank 1: ValueError: data: line 3"
     want = [f"rank 0: {failure}", f"rank 1: {failure}", f"rank 1: {failure}", mistake]
     assert ranks.run(failures, 2) == [want, want]
+
+
+def error_of(facts: list[dict[str, str]], mistakes: list[str]) -> list[str]:
+    rank = dist.get_rank()
+    try:
+        raise_if_unequal(facts[rank], mistakes[rank])
+    except ConfigError as error:
+        return error.messages
+    return []
+
+
+def test_unequal_facts_are_named_with_values_ranks_and_hosts(ranks: RankPool) -> None:
+    host = socket.gethostname()
+    no_mistakes = [""] * 3
+    one = {"optimizer.lr": "0.1", "Python": "3.11"}
+    assert ranks.run(error_of, 3, [one] * 3, no_mistakes) == [[]] * 3
+    # The order of facts is no difference.
+    assert ranks.run(error_of, 2, [one, dict(reversed(one.items()))], no_mistakes) == [[]] * 2
+    other, lacking = one | {"optimizer.lr": "0.5"}, {"optimizer.lr": "0.1"}
+    assert (
+        ranks.run(error_of, 3, [one, other, lacking], no_mistakes)
+        == [
+            [
+                "optimizer.lr must be equal on all ranks:"
+                f" 0.1 on rank 0 ({host}) and 1 more, 0.5 on rank 1 ({host})",
+                "Python must be equal on all ranks:"
+                f" 3.11 on rank 0 ({host}) and 1 more, absent on rank 2 ({host})",
+            ]
+        ]
+        * 3
+    )
+    many = [{f"file {i}": str(rank) for i in range(MAX_DIFFERENCES + 5)} for rank in range(2)]
+    for messages in ranks.run(error_of, 2, many, no_mistakes):
+        assert len(messages) == MAX_DIFFERENCES + 1
+        assert messages[-1] == "and 5 more"
+
+
+def test_mistake_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
+    facts = [{"optimizer.lr": "0.1"}, {}, {}]
+    mistake = "data.path: no files"
+    host = socket.gethostname()
+    assert (
+        ranks.run(error_of, 3, facts, ["", mistake, mistake])
+        == [[f"rank 1 ({host}) and 1 more: {mistake}"]] * 3
+    )
+    # Once, not for each rank.
+    assert ranks.run(error_of, 3, facts, [mistake] * 3) == [[mistake]] * 3

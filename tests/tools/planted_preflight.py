@@ -21,7 +21,7 @@ SLOWDOWN = 50
 
 def other_versions() -> None:
     original = preflight_rank.node_environment
-    preflight_rank.node_environment = lambda *args: original(*args) | {"torch": "0.4.1"}
+    preflight_rank.node_environment = lambda: original() | {"package torch": "0.4.1"}
 
 
 def wrong_clock() -> None:

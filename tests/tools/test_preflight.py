@@ -29,6 +29,7 @@ from tools.preflight_rank import below, unequal
 from tools.preflight_speed import bus_bandwidth, mesh_groups, n_rounds, partner
 
 HOST = socket.gethostname()
+TORCH = re.escape(torch.__version__)
 EXPERTS = ROOT / "train_configs" / "qwen3_moe_debug.toml"
 
 
@@ -120,7 +121,7 @@ def test_faults_of_a_node_are_reported(tmp_path: Path) -> None:
     table = out.index("TFLOP/s")
     findings = [line for line in out[table:].splitlines() if re.match("(node|rank) ", line)]
     wanted = [
-        rf"node 2 \({HOST}\): torch is 0\.4\.1, but {re.escape(torch.__version__)} elsewhere",
+        rf"node 2 \({HOST}\): package torch is 0\.4\.1, but {TORCH} elsewhere",
         rf"node 1 \({HOST}\): cannot read in {other} what node 0 \({HOST}\) wrote to {shared}",
         rf"node 1 \({HOST}\): its clock is \+5\.0\d\d s from node 0's, error bound 0\.\d+ s",
         rf"rank 2 \(node 2, {HOST}\): matmul at \S+ TFLOP/s, median .*",

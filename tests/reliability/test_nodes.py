@@ -1,0 +1,135 @@
+"""Nodes that would not train the same run end by name, as two real launchers on one machine."""
+
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.exit_codes import BAD_CONFIG
+from tests.lib.launch import start
+from tests.lib.repository import ROOT, python_files
+
+SAME_RUN = pytest.mark.row(31, "Ranks that would not train the same run are rejected by name")
+HOST = socket.gethostname()
+DIFFERENCE = re.compile(
+    rf"^(.+) must be equal on all ranks: (.+) on rank 0 \({HOST}\), (.+) on rank 1 \({HOST}\)$",
+    re.MULTILINE,
+)
+QUICK = {"training.steps": "1", "validation.enable": "false"}
+
+
+def run_nodes(folder: Path, nodes: list[Mapping[str, Any]]) -> tuple[list[int], list[str]]:
+    """Run a launcher with one rank for each of ``nodes``, keywords of ``start``.
+
+    Returns their exit codes and outputs.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for number, node in enumerate(nodes):
+            environment = {
+                "NNODES": str(len(nodes)),
+                "NODE_RANK": str(number),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **node.get("environment", {}),
+            }
+            processes.append(start(folder, 1, **QUICK | node | {"environment": environment}))
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in processes], outputs
+
+
+def other_node(folder: Path, *, root: Path, lr: str, text: str, package: str) -> dict[str, Any]:
+    """Keywords of ``start`` for a node with its own model, data and package in ``folder``."""
+    (folder / "text").mkdir(parents=True)
+    (folder / "text" / "a.txt").write_text(text)
+    (folder / "my_models.py").write_text(f"from models.llama3 import SPEC  # {lr}\n")
+    metadata = folder / f"xxhash-{package}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: xxhash\nVersion: {package}\n")
+    return {
+        "root": root,
+        "cwd": folder,
+        "environment": {"PYTHONPATH": str(folder)},
+        "model.name": "my_models:SPEC",
+        "data.source": "files",
+        "data.path": "text/*.txt",
+        "optimizer.lr": lr,
+    }
+
+
+def copy_repository(to: Path) -> Path:
+    """Copy what a run needs, and change a comment of one file."""
+    for path in [*python_files(), Path("run_train.sh"), Path("tools/find_python.sh")]:
+        (to / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, to / path)
+    shutil.copytree(ROOT / "train_configs", to / "train_configs")
+    shutil.copy(ROOT / "pyproject.toml", to)
+    with (to / "optim" / "loss.py").open("a") as file:
+        file.write("# changed\n")
+    return to
+
+
+@SAME_RUN
+def test_nodes_with_differences_are_rejected(
+    tmp_path: Path, record_result: Callable[[str], None]
+) -> None:
+    one = other_node(tmp_path / "a", root=ROOT, lr="0.1", text="one " * 500, package="9.0.0")
+    copy = copy_repository(tmp_path / "copy")
+    two = other_node(tmp_path / "b", root=copy, lr="0.5", text="two " * 500, package="9.0.1")
+    two["environment"]["NVIDIA_TF32_OVERRIDE"] = "0"
+    codes, outputs = run_nodes(tmp_path / "out", [one, two | {"training.max_norm": "7.0"}])
+    assert codes == [BAD_CONFIG] * 2, "\n".join(outputs)
+    values = {
+        "training.max_norm": ("1.0", "7.0"),
+        "optimizer.lr": ("0.1", "0.5"),
+        "package xxhash": ("9.0.0", "9.0.1"),
+        "environment variable NVIDIA_TF32_OVERRIDE": ("absent", "0"),
+    }
+    contents = {"documents of text", "file optim/loss.py", "file my_models.py"}
+    for output in outputs:
+        found = {name: (first, second) for name, first, second in DIFFERENCE.findall(output)}
+        assert found.keys() == values.keys() | contents, output
+        assert {name: found[name] for name in values} == values
+        # Nothing is said twice.
+        assert output.count("must be equal") == len(found)
+        assert "Traceback" not in output
+    # It is rejected before the run exists.
+    assert not (tmp_path / "out").exists()
+    record_result(f"2 nodes: {len(found)} of {len(found)} differences named, exit code 2 on both")
+
+
+@SAME_RUN
+def test_mistake_on_one_node_ends_all(tmp_path: Path, record_result: Callable[[str], None]) -> None:
+    for node in ("a", "b"):
+        (tmp_path / node).mkdir()
+    (tmp_path / "a" / "text.txt").write_text("text " * 500)
+    keys = {"data.source": "files", "data.path": "*.txt"}
+    nodes = [{"cwd": tmp_path / node, **keys} for node in ("a", "b")]
+    codes, outputs = run_nodes(tmp_path / "out", nodes)
+    assert codes == [BAD_CONFIG] * 2, "\n".join(outputs)
+    for output in outputs:
+        assert output.count(f"rank 1 ({HOST}): data.path") == 1, output
+    record_result("data missing on one node: named, exit code 2 on both")
+
+
+@SAME_RUN
+def test_launcher_that_rejects_its_configuration_ends_all(
+    tmp_path: Path, record_result: Callable[[str], None]
+) -> None:
+    codes, outputs = run_nodes(tmp_path / "out", [{}, {"training.seq_len": "0"}])
+    assert codes == [BAD_CONFIG] * 2, "\n".join(outputs)
+    assert f"node 1 ({HOST}): command line: training.seq_len" in outputs[0]
+    # It does not repeat its own.
+    assert outputs[1].count("training.seq_len") == 1
+    record_result("a wrong key on one node: named, exit code 2 on both")
