@@ -119,6 +119,11 @@ class RunSpec:
         }
 
     @property
+    def tokenizer_text(self) -> str:
+        """Name of the tokenizer, and how documents begin and end, for the log."""
+        return f"{self.config.data.tokenizer} ({self.tokenizer.document_form})"
+
+    @property
     def wants_flex_attention(self) -> bool:
         """True if attention has a mask besides the causal one: of documents or gathered keys.
 
@@ -136,7 +141,7 @@ def resolve(config: JobConfig, world_size: int) -> RunSpec:
     spec, published_args = find_model(config.model.name, config.model.flavor, config.model.args)
     has_gpu = torch.cuda.is_available()
     degrees = check_constraints(config, published_args, world_size, has_gpu=has_gpu)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, bos=config.data.bos, eos=config.data.eos)
     # Multiples of 64 suit tensor cores, and tensor parallel degrees of powers of two.
     vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
     if vocab_size < tokenizer.n_vocab:

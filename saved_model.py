@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +14,7 @@ from checkpoint.checkpoint_dir import list_checkpoints, verify_checkpoint
 from checkpoint.manifest import MANIFEST_FILE
 from checkpoint.tensor_files import TensorRecord
 from config.resume_compat import changed_arguments
+from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
 
@@ -52,18 +55,32 @@ def saved_tokenizer(
     named_by, hint = "argument --tokenizer", ""
     if not name:
         named_by, hint = f"{checkpoint}: data.tokenizer", "; set --tokenizer if it has moved"
-    name = name or manifest["config"].get("data", {}).get("tokenizer")
+    keys = manifest["config"].get("data", {})
+    name = name or keys.get("tokenizer")
     if name is None:
         return None
     try:
-        tokenizer = load_tokenizer(name)
+        tokenizer = load_tokenizer(name, bos=keys.get("bos"), eos=keys.get("eos"))
     except ValueError as error:
-        raise ValueError(f"{named_by}{str(error).removeprefix('data.tokenizer')}{hint}") from None
+        text = str(error).removeprefix("data.tokenizer: ")
+        raise ValueError(f"{named_by}: {text}{hint}") from None
     fingerprint = manifest.get("fingerprints", {}).get("tokenizer", tokenizer.fingerprint)
+    if tokenizer.fingerprint != fingerprint and "bos" not in keys:
+        tokenizer = _with_former_markers(name, fingerprint) or tokenizer
     if tokenizer.fingerprint != fingerprint:
         text = f"{name} is not the tokenizer that the model was trained with"
         raise ValueError(f"{named_by}: {text}; set another --tokenizer")
     return name, tokenizer
+
+
+def _with_former_markers(name: str, fingerprint: str) -> Tokenizer | None:
+    """Load the tokenizer with the bos and eos of a checkpoint from before they were keys."""
+    for bos, eos in product(FORMER_BOS_NAMES, FORMER_EOS_NAMES):
+        with suppress(ValueError):
+            tokenizer = load_tokenizer(name, bos=bos, eos=eos)
+            if tokenizer.fingerprint == fingerprint:
+                return tokenizer
+    return None
 
 
 def check_shapes(

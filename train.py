@@ -62,7 +62,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     # --- Data: this data-parallel rank's rows of every global batch
     loader = run.build_loader(run.training_data, dims, device)
     batches = run.build_batches(loader, control, dims)
-    logger.info("data: %s, tokenizer %s", run.training_data.description, config.data.tokenizer)
+    logger.info("data: %s, tokenizer %s", run.training_data.description, run.tokenizer_text)
 
     # --- Model: meta device, parallelisms, weights; then its optimizer
     model = build_model(run, dims, device)

@@ -65,7 +65,7 @@ class Validator:
 def generate_sample(run: RunSpec, runner: ModelRunner, dims: ParallelDims) -> str:
     """Return the sample prompt and the model's continuation of it. Collective."""
     config, tokenizer = run.config, run.tokenizer
-    prompt = [tokenizer.bos_id, *tokenizer.encode(config.validation.sample_prompt).tolist()]
+    prompt = tokenizer.encode_prompt(config.validation.sample_prompt)
     tokens = sample(
         lambda tokens: runner.logits(Microbatch(tokens, tokens)),
         prompt,

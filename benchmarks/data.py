@@ -175,7 +175,7 @@ def sequences(folder: Path) -> Iterator[torch.Tensor]:
     while True:
         stream = datasets.load_dataset("json", data_files=file, split="train", streaming=True)
         for record in stream:
-            buffer += [tokenizer.bos_id, *tokenizer.encode(record["text"]), tokenizer.eos_id]
+            buffer += tokenizer.encode_document(record["text"]).tolist()
             while len(buffer) > SEQ_LEN:
                 sequence = torch.tensor(buffer[: SEQ_LEN + 1])
                 del buffer[:SEQ_LEN]

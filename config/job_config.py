@@ -102,6 +102,12 @@ class Data(Section):
     tokenizer: Annotated[PathText, Field(min_length=1)] = "bytes"
     """bytes; the name of a tiktoken encoding (cl100k_base); a .tiktoken or .model rank file; or a
     tokenizer.json."""
+    bos: str | None = None
+    """Name of the token that begins each document; "": none does. Absent: the one that the
+    tokenizer's files put there."""
+    eos: Annotated[str, Field(min_length=1)] | None = None
+    """Name of the token that ends each document. Absent: the one that the tokenizer's files
+    name."""
     packing: Packing = "concat"
     """Packing of documents into sequences. concat: concatenate, and split at sequence ends.
     best_fit: split only documents longer than a sequence, pad the rest of a sequence, and never

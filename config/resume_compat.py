@@ -27,7 +27,7 @@ FROZEN = _keys("""
 # Documents and tokenizer may move, because the data's state has fingerprints of their contents.
 # model.args may be spelled in another way: ``changed_arguments`` compares what results.
 RECORDED = _keys("""
-    data: path sources tokenizer on_bad_record
+    data: path sources tokenizer bos eos on_bad_record
     model: args
     training: steps seq_len local_batch_size batch_size_ramp max_norm
     training: mixed_precision_param mixed_precision_reduce

@@ -140,7 +140,7 @@ class MicrobatchLoader:
         own = self.state_dict()
         keys = {
             "source": "the documents of [data], their weights, or debug.seed, which orders them",
-            "tokenizer": "data.tokenizer",
+            "tokenizer": "data.tokenizer, data.bos or data.eos",
             "global_batch_size": "training.global_batch_size",
             "packing": "data.packing, or with best_fit training.seq_len,",
         }

@@ -1,21 +1,29 @@
 """Tokenizers: bytes, tiktoken encodings, rank files and Hugging Face tokenizer.json."""
 
 import base64
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from data.tokenizer_json import SAMPLES, build_codec
+from data.markers import (
+    BOS_NAMES,
+    END_OF_TEXT,
+    Vocabulary,
+    add_markers,
+    declared_bos,
+    declared_eos,
+    read_tokenizer_config,
+)
+from data.tokenizer_json import SAMPLES, build_codec, mark_special
 from runtime.log import logger
 
-BOS_NAMES = ("<|begin_of_text|>", "<s>", "<|endoftext|>")
-EOS_NAMES = ("<|end_of_text|>", "</s>", "<|endoftext|>")
+KINDS = "a .tiktoken, .model or .json file"
 # The published pre-tokenization pattern of Llama 3.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -63,37 +71,67 @@ class Tokenizer:
     """Ids to text; unassigned ids are skipped."""
     n_vocab: int
     """Exclusive upper bound of all ids."""
-    bos_id: int
+    bos_id: int | None
+    """First token of each document; None: documents have no such token."""
     eos_id: int
+    """Last token of each document."""
     fingerprint: str
-    """Equal for tokenizers that encode equally."""
+    """Equal for tokenizers that encode documents equally."""
     byte_lengths: np.ndarray | None = None
     """UTF-8 bytes of each token (n_vocab,), 0 for special tokens; None if unknown."""
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Encode a document to ids (s,) int64, between bos and eos."""
+        """Encode a document to ids (s,) int64: bos, if there is one, the text, and eos."""
         ids = self.encode(text)
-        document = np.empty(len(ids) + 2, np.int64)
-        document[0], document[1:-1], document[-1] = self.bos_id, ids, self.eos_id
+        begin = 0 if self.bos_id is None else 1
+        document = np.empty(begin + len(ids) + 1, np.int64)
+        document[:begin], document[begin:-1], document[-1] = self.bos_id or 0, ids, self.eos_id
         return document
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encode the beginning of a document; without any tokens, the end of the one before it."""
+        begin = [] if self.bos_id is None else [self.bos_id]
+        return [*begin, *self.encode(text).tolist()] or [self.eos_id]
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer that ``data.tokenizer`` names; raise ``ValueError`` if that fails."""
+    @property
+    def document_form(self) -> str:
+        """The tokens around a document's text, for messages."""
+        begin = "" if self.bos_id is None else f"{self.decode([self.bos_id])} "
+        return f"{begin}... {self.decode([self.eos_id])}"
+
+
+def load_tokenizer(name: str, *, bos: str | None = None, eos: str | None = None) -> Tokenizer:
+    """Load the tokenizer that ``data.tokenizer`` names; raise ``ValueError`` if that fails.
+
+    ``bos`` and ``eos``: names of the tokens around a document; None: those that the tokenizer's
+    files name; "": none.
+    """
+    path = find_tokenizer_json(name)
+    if path is not None:
+        return _from_tokenizer_json(path, bos, eos)
+    return _from_tiktoken(load_encoding(name), bos, eos)
+
+
+def find_tokenizer_json(name: str) -> Path | None:
+    """Path of the tokenizer.json that ``data.tokenizer`` names; None if it names another kind."""
+    path = Path(name)
+    if name == "bytes" or name in tiktoken.list_encoding_names():
+        return None
+    return path if path.suffix == ".json" else None
+
+
+def load_encoding(name: str) -> tiktoken.Encoding:
+    """Load a tokenizer that is not a tokenizer.json; raise ``ValueError`` if that fails."""
     path = Path(name)
     if name == "bytes":
-        return _from_tiktoken(_byte_encoding())
-    if path.suffix == ".json":
-        return _from_tokenizer_json(path)
+        return _byte_encoding()
     if path.suffix in (".tiktoken", ".model"):
-        return _from_tiktoken(_rank_file_encoding(path))
+        return _rank_file_encoding(path)
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise ValueError(
-            f"data.tokenizer: {name!r} is not one of {known}, nor a .tiktoken, .model or .json file"
-        )
+        raise ValueError(f"data.tokenizer: {name!r} is not one of {known}, nor {KINDS}")
     try:
-        return _from_tiktoken(tiktoken.get_encoding(name))
+        return tiktoken.get_encoding(name)
     except OSError as error:
         raise ValueError(f"data.tokenizer: cannot download {name}: {error}") from error
 
@@ -187,9 +225,9 @@ def _read_companion(path: Path, n_ranks: int) -> tuple[str, dict[str, int]]:
     return pattern, special_tokens
 
 
-def _from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
+def _from_tiktoken(encoding: tiktoken.Encoding, bos: str | None, eos: str | None) -> Tokenizer:
     special = {name: encoding.encode_single_token(name) for name in encoding.special_tokens_set}
-    digest = hashlib.sha256(encoding._pat_str.encode())
+    digest = sha256(encoding._pat_str.encode())
     for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
         digest.update(token + b"%d\n" % rank)
     digest.update(repr(sorted(special.items())).encode())
@@ -205,33 +243,51 @@ def _from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
             starts = range(0, len(text), CHUNK_CHARACTERS)
             return np.concatenate([encode(text[i : i + CHUNK_CHARACTERS]) for i in starts])
 
+    vocabulary = Vocabulary(special, special, encoding.name)
+    bos_id, eos_id = vocabulary.find_bos(bos, BOS_NAMES), vocabulary.find_eos(eos)
     return Tokenizer(
         encode=encode,
         decode=lambda ids: encoding.decode([i for i in ids if i in used]),
         n_vocab=encoding.n_vocab,
-        bos_id=_find_special_id(special, BOS_NAMES, encoding.name),
-        eos_id=_find_special_id(special, EOS_NAMES, encoding.name),
-        fingerprint=digest.hexdigest(),
+        bos_id=bos_id,
+        eos_id=eos_id,
+        fingerprint=add_markers(digest.hexdigest(), special, bos_id, eos_id),
         byte_lengths=_byte_lengths(encoding, encoding.n_vocab),
     )
 
 
-def _from_tokenizer_json(path: Path) -> Tokenizer:
+def _from_tokenizer_json(path: Path, bos: str | None, eos: str | None) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
         tokenizer = HuggingFaceTokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise ValueError(f"data.tokenizer: {path}: {error}") from None
-    encode, decode, encoding = build_codec(tokenizer, path)
-    n_vocab = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    content, config = json.loads(text), read_tokenizer_config(path.parent)
+    post_processor = content.get("post_processor")
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+    vocabulary = Vocabulary(special, tokenizer.get_vocab(with_added_tokens=True), str(path))
+    if bos is None:
+        bos = declared_bos(config, post_processor)
+    # It separates documents, and begins one only where the files say so.
+    bos_id = vocabulary.find_bos(bos, [name for name in BOS_NAMES if name != END_OF_TEXT])
+    eos_id = vocabulary.find_eos(eos or declared_eos(config, post_processor))
+    ids = {bos_id, eos_id}.difference(special.values())
+    ordinary = {name: i for name, i in vocabulary.tokens.items() if i in ids}
+    if ordinary:
+        tokenizer = HuggingFaceTokenizer.from_str(json.dumps(mark_special(content, ordinary)))
+    encode, decode, encoding = build_codec(tokenizer, path)
+    for name, i in ordinary.items():
+        if i in encode(name):
+            text = f"{name!r} is a word of text; set data.bos and data.eos to special tokens"
+            raise ValueError(f"data.tokenizer: {path}: {text}")
+    n_vocab = max(vocabulary.tokens.values()) + 1
     return Tokenizer(
         encode=encode,
         decode=decode,
         n_vocab=n_vocab,
-        bos_id=_find_special_id(special, BOS_NAMES, str(path)),
-        eos_id=_find_special_id(special, EOS_NAMES, str(path)),
-        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+        bos_id=bos_id,
+        eos_id=eos_id,
+        fingerprint=add_markers(sha256(text.encode()).hexdigest(), special, bos_id, eos_id),
         byte_lengths=None if encoding is None else _byte_lengths(encoding, n_vocab),
     )
 
@@ -241,10 +297,3 @@ def _byte_lengths(encoding: tiktoken.Encoding, n_vocab: int) -> np.ndarray:
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths
-
-
-def _find_special_id(special: dict[str, int], names: tuple[str, ...], where: str) -> int:
-    for name in names:
-        if name in special:
-            return special[name]
-    raise ValueError(f"data.tokenizer: {where} has none of the special tokens {', '.join(names)}")

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def build_codec(
         encoding = _build_tiktoken(content, tokenizer)
         fast_encode = _build_fast_encode(encoding, content, tokenizer, encode)
         fast_decode = _build_fast_decode(encoding)
-        for text in _samples(encoding):
+        for text in sample_texts(encoding._mergeable_ranks, encoding.special_tokens_set):
             ids = encode(text)
             is_same = np.array_equal(ids, fast_encode(text))
             if not is_same or decode(ids.tolist()) != fast_decode(ids.tolist()):
@@ -101,6 +101,18 @@ def build_codec(
         special_tokens=encoding._special_tokens,
     )
     return _build_fast_encode(unused, content, tokenizer, encode), fast_decode, encoding
+
+
+def mark_special(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    """Contents of a tokenizer.json in which the tokens ``ids``, by name, are special."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    marked = [
+        {"id": i, "content": name, **dict.fromkeys(flags, False), "special": True}
+        for name, i in ids.items()
+    ]
+    others = [token for token in content.get("added_tokens", ()) if token["content"] not in ids]
+    # tokenizers expects them in the order of their ids.
+    return content | {"added_tokens": sorted([*others, *marked], key=lambda token: token["id"])}
 
 
 class _Mismatch(Exception):
@@ -216,12 +228,12 @@ def _build_fast_decode(encoding: tiktoken.Encoding) -> Callable[[list[int]], str
     return lambda ids: encoding.decode([i for i in ids if i in used])
 
 
-def _samples(encoding: tiktoken.Encoding) -> list[str]:
+def sample_texts(tokens: Iterable[bytes], special: Iterable[str]) -> list[str]:
     """Test texts: difficult ones, special tokens as text, and random ones with a fixed seed."""
     generator = random.Random(0)
-    tokens = sorted(encoding._mergeable_ranks)
+    tokens, special = sorted(tokens), [*special]
     characters = [chr(i) for i in range(_MAX_RANDOM_CODE_POINT) if not 0xD800 <= i < 0xE000]
-    texts = [*SAMPLES, " ".join(encoding.special_tokens_set), "".join(encoding.special_tokens_set)]
+    texts = [*SAMPLES, " ".join(special), "".join(special)]
     for _ in range(200):
         texts.append("".join(generator.choices(_KINDS, k=60)))
         texts.append("".join(generator.choices(characters, k=20)))

@@ -163,7 +163,8 @@ def _work(connection: Connection, folder: Path, source: DataSource, plan: dict[s
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             documents, fingerprint = open_documents(source, skips_bad=plan["skips_bad"])
-            tokenizer = load_tokenizer(plan["tokenizer"]["name"])
+            markers = {key: plan["tokenizer"][key] for key in ("bos", "eos")}
+            tokenizer = load_tokenizer(plan["tokenizer"]["name"], **markers)
             if fingerprint != plan["source"]["fingerprint"]:
                 raise ValueError(f"data.path: {source.path} changed while it was read")
             if tokenizer.fingerprint != plan["tokenizer"]["fingerprint"]:

@@ -146,9 +146,10 @@ def _tokenizer_of(
     name, tokenizer = found
     path = Path(name)
     if path.suffix == ".json":
+        bos_id = tokenizer.bos_id
         markers = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": tokenizer.decode([tokenizer.bos_id]),
+            "bos_token": None if bos_id is None else tokenizer.decode([bos_id]),
             "eos_token": tokenizer.decode([tokenizer.eos_id]),
         }
         text = json.dumps(markers, indent=2) + "\n"

@@ -143,7 +143,7 @@ def write_text(options: argparse.Namespace) -> None:
     if found is None:
         raise ValueError(f"{folder}: names no tokenizer; set --tokenizer")
     _, tokenizer = found
-    prompt = [tokenizer.bos_id, *tokenizer.encode(options.prompt).tolist()]
+    prompt = tokenizer.encode_prompt(options.prompt)
     count = _num_tokens(options.tokens, prompt, args.max_seq_len)
     if options.top_k is not None and options.top_k > tokenizer.n_vocab:
         raise ValueError(

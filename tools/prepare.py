@@ -156,10 +156,11 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
         f" {index['bad']:,} bad ones skipped), {index['tokens']:,} tokens of {index['dtype']},"
         f" {n_shards} shards"
     )
-    keys = {"source": "tokens", "path": str(folder), "tokenizer": index["tokenizer"]["name"]}
-    overrides = " ".join(
-        f"--data.{key} {shlex.quote(literal_path(value))}" for key, value in keys.items()
-    )
+    named = index["tokenizer"]
+    paths = {"path": str(folder), "tokenizer": named["name"]}
+    keys = {"source": "tokens"} | {key: literal_path(path) for key, path in paths.items()}
+    keys |= {key: named[key] for key in ("bos", "eos") if named.get(key) is not None}
+    overrides = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
     print(f"next: ./run_train.sh {overrides}")
 
 
@@ -167,7 +168,7 @@ def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:
     """Everything that the contents of the folder depend on."""
     source, skips_bad = data.mixture[0], data.on_bad_record == "skip"
     documents, fingerprint = open_documents(source, skips_bad=skips_bad)
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, bos=data.bos, eos=data.eos)
     if len(documents) == 0:
         raise ValueError("data.path: no documents")
     measured = evenly_spaced(len(documents), MEASURED_DOCUMENTS)
@@ -176,7 +177,12 @@ def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "dtype": smallest_dtype(tokenizer.n_vocab),
-        "tokenizer": {"name": data.tokenizer, "fingerprint": tokenizer.fingerprint},
+        "tokenizer": {
+            "name": data.tokenizer,
+            "bos": data.bos,
+            "eos": data.eos,
+            "fingerprint": tokenizer.fingerprint,
+        },
         "source": {
             "name": f"{source.type} {source.path}".strip(),
             "fingerprint": fingerprint,
@@ -221,8 +227,8 @@ def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     changes = []
     for what, old, new in zip(("documents", "tokenizer"), then, now, strict=False):
         if old["fingerprint"] != new["fingerprint"]:
-            is_same = old["name"] == new["name"]
-            names = f"{old['name']} has changed" if is_same else f"{old['name']}, not {new['name']}"
+            before, after = _named(old), _named(new)
+            names = f"{before} has changed" if before == after else f"{before}, not {after}"
             changes.append(f"{what}: {names}")
     if then[2] != now[2]:
         changes.append(f"--shard_tokens: {then[2]}, not {now[2]}")
@@ -233,6 +239,12 @@ def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{folder} was begun with other settings: {'; '.join(changes)}")
     # The same tokenizer may have another path now.
     return begun | {key: plan[key] for key in ("tokenizer", "skips_bad")}
+
+
+def _named(part: dict[str, Any]) -> str:
+    """Name of a plan's source or tokenizer, with the latter's data.bos and data.eos."""
+    keys = [key for key in ("bos", "eos") if part.get(key) is not None]
+    return part["name"] + "".join(f" with data.{key} {part[key]!r}" for key in keys)
 
 
 def _finished_shards(folder: Path, begun: dict[str, Any]) -> dict[int, dict[str, Any]]:

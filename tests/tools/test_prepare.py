@@ -24,7 +24,7 @@ import pytest
 
 from config.job_config import Data, DataSource
 from data import write_shards
-from data.sources import open_documents
+from data.sources import build_sources, open_documents
 from data.token_files import open_token_files, read_index
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
@@ -559,3 +559,23 @@ def test_moved_tokenizer_is_read_from_its_new_path(
     documents, _ = open_documents(source, skips_bad=True)
     want = [text for index in range(len(documents)) if (text := documents[index])]
     assert [tokenizer.decode(files[i][1:-1].tolist()) for i in range(len(files))] == want
+
+
+def test_markers_are_prepared_and_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, texts = tmp_path / "p", write_texts(tmp_path / "x", 5)
+    begin = [folder, *texts, "--workers", 1]
+    assert run(*begin, "--data.bos=") == exit_codes.DONE
+    assert "--data.tokenizer bytes --data.bos ''\n" in capsys.readouterr().out
+    files = open_token_files(str(folder))
+    documents, _ = open_documents(DataSource(path=f"{tmp_path}/x/*.txt"))
+    found = (documents[i] for i in range(len(documents)))
+    want = [[*str(text).encode(), 257] for text in found if text]
+    assert [files[i].tolist() for i in range(len(files))] == want
+    assert run(*begin) == exit_codes.BAD_CONFIG
+    assert "tokenizer: bytes with data.bos '', not bytes" in capsys.readouterr().err
+    data = Data(source="tokens", path=str(folder))
+    build_sources(data, 0, tokenizer=load_tokenizer("bytes", bos=""))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        build_sources(data, 0, tokenizer=load_tokenizer("bytes"))
