@@ -13,13 +13,13 @@ import torch.distributed as dist
 from build_model import ShardedModel
 from checkpoint.checkpoint_dir import list_checkpoints, step_of
 from checkpoint.checkpointer import Checkpointer
-from checkpoint.hugging_face import TOKENIZER_FILE, is_hugging_face, load_weights
+from checkpoint.hugging_face import is_hugging_face, load_weights
 from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError
 from config.resume_compat import changed_arguments, compare
 from data.loader import MicrobatchLoader
-from data.tokenizer import load_tokenizer
+from data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from metrics.ledger import AttemptHeader
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
@@ -158,10 +158,15 @@ def warn_if_tokenizer_differs(run: RunSpec) -> None:
     """Warn if the initial weights were trained with another tokenizer."""
     folder = Path(run.config.checkpoint.initial_load_path)
     if is_hugging_face(folder):
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            logger.info("initial weights: cannot check the tokenizer, %s is not there", path)
+            return
         try:
-            probe = load_tokenizer(str(folder / TOKENIZER_FILE)).encode(TOKENIZER_PROBE)
-        except (OSError, ValueError) as error:
-            logger.info("cannot check the tokenizer of the initial weights: %s", error)
+            probe = load_tokenizer(str(path)).encode(TOKENIZER_PROBE)
+        except ValueError as error:
+            reason = str(error).removeprefix("data.tokenizer: ")
+            logger.info("initial weights: cannot check the tokenizer: %s", reason)
             return
         is_same = np.array_equal(probe, run.tokenizer.encode(TOKENIZER_PROBE))
     else:

@@ -40,7 +40,7 @@ from runtime.filesystem import fsync_folder
 from runtime.log import logger
 from runtime.object_collectives import gather_to_rank0, raise_if_unequal, run_on_rank0
 
-CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+CONFIG_FILE = "config.json"
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}

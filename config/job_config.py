@@ -101,7 +101,7 @@ class Data(Section):
     """[[data.sources]]: a mixture of sources. Replaces source, path, subset and text_key."""
     tokenizer: Annotated[PathText, Field(min_length=1)] = "bytes"
     """bytes; the name of a tiktoken encoding (cl100k_base); a .tiktoken or .model rank file; or a
-    tokenizer.json."""
+    tokenizer.json, or a Hugging Face directory with one."""
     bos: str | None = None
     """Name of the token that begins each document; "": none does. Absent: the one that the
     tokenizer's files put there."""

@@ -23,7 +23,8 @@ from data.markers import (
 from data.tokenizer_json import SAMPLES, build_codec, mark_special
 from runtime.log import logger
 
-KINDS = "a .tiktoken, .model or .json file"
+TOKENIZER_FILE = "tokenizer.json"
+KINDS = "a .tiktoken or .model file, a tokenizer.json or a folder with one"
 # The published pre-tokenization pattern of Llama 3.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -113,10 +114,20 @@ def load_tokenizer(name: str, *, bos: str | None = None, eos: str | None = None)
 
 
 def find_tokenizer_json(name: str) -> Path | None:
-    """Path of the tokenizer.json that ``data.tokenizer`` names; None if it names another kind."""
+    """Path of the tokenizer.json that ``data.tokenizer`` names; None if it names another kind.
+
+    Raises ``ValueError`` for a folder without one.
+    """
     path = Path(name)
     if name == "bytes" or name in tiktoken.list_encoding_names():
         return None
+    if path.is_dir():
+        if not (path / TOKENIZER_FILE).is_file():
+            found = sorted(file.name for file in path.iterdir())
+            there = ", ".join(found[:8]) + (f", ... ({len(found)} in all)" if found[8:] else "")
+            text = f"no {TOKENIZER_FILE}, only {there or 'nothing'}; name {KINDS}"
+            raise ValueError(f"data.tokenizer: {path} has {text}")
+        return path / TOKENIZER_FILE
     return path if path.suffix == ".json" else None
 
 

@@ -25,7 +25,6 @@ from checkpoint.checkpoint_dir import sizes_of, write_metadata
 from checkpoint.hugging_face import (
     CONFIG_FILE,
     SHARD_BYTES,
-    TOKENIZER_FILE,
     Folder,
     new_folder,
     split,
@@ -40,7 +39,7 @@ from checkpoint.tensor_files import (
     write_tensor_file,
 )
 from config.resume_compat import changed_arguments
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from runtime import exit_codes

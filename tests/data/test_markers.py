@@ -5,6 +5,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -48,7 +49,7 @@ def write(folder: Path, special: tuple[str, ...], post: Any = None, **config: An
     tokenizer.save(str(folder / "tokenizer.json"))
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder / "tokenizer.json"
+    return folder
 
 
 def markers(tokenizer: Tokenizer, special: tuple[str, ...]) -> tuple[str, str]:
@@ -98,14 +99,14 @@ FLAGS = {
 def test_documents_have_the_markers_of_the_files(tmp_path: Path, family: str) -> None:
     special, post, config, want = (FAMILIES | FLAGS)[family]
     write(tmp_path, special, post, **config)
-    assert markers(load_tokenizer(str(tmp_path / "tokenizer.json")), special) == want
+    assert markers(load_tokenizer(str(tmp_path)), special) == want
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_begin_as_in_transformers(tmp_path: Path, family: str) -> None:
     special, post, config, _ = FAMILIES[family]
     write(tmp_path, special, post, tokenizer_class="PreTrainedTokenizerFast", **config)
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS[1:4]:
         ids = reference(text)["input_ids"]
@@ -134,14 +135,14 @@ FILES: dict[str, tuple[tuple[str, ...], Any, tuple[str, str]]] = {
 def test_without_a_config_the_post_processor_decides(tmp_path: Path, kind: str) -> None:
     special, post, want = FILES[kind]
     folder = write(tmp_path, special, post)
-    assert markers(load_tokenizer(str(folder)), special) == want
+    assert markers(load_tokenizer(str(folder / "tokenizer.json")), special) == want
 
 
 def test_names_may_be_in_the_map_of_special_tokens(tmp_path: Path) -> None:
     special = ("<a>", "<b>", "</s>")
     write(tmp_path, special, template("<a>"), tokenizer_class="PreTrainedTokenizerFast")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<b>"}))
-    assert markers(load_tokenizer(str(tmp_path / "tokenizer.json")), special) == ("<a>", "<b>")
+    assert markers(load_tokenizer(str(tmp_path)), special) == ("<a>", "<b>")
 
 
 def test_keys_replace_what_the_files_name(tmp_path: Path) -> None:
@@ -213,3 +214,19 @@ def test_fingerprint_tells_other_markers_apart(tmp_path: Path) -> None:
     ranks = {load_tokenizer("bytes", bos=bos).fingerprint for bos in (None, "")}
     assert len(ranks) == 2
     assert load_tokenizer("bytes", bos="<|begin_of_text|>").fingerprint in ranks
+
+
+def test_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").touch()
+    text = (
+        rf"^data\.tokenizer: {tmp_path} has no tokenizer\.json, only vocab\.txt; name a \.tiktoken"
+    )
+    with pytest.raises(ValueError, match=text):
+        load_tokenizer(str(tmp_path))
+
+
+def test_folder_is_its_tokenizer_json(tmp_path: Path) -> None:
+    folder = write(tmp_path / "words.model", ("<s>", "</s>"))
+    whole, file = (load_tokenizer(str(p)) for p in (folder, folder / "tokenizer.json"))
+    assert whole.fingerprint == file.fingerprint
+    assert np.array_equal(whole.encode("the words"), file.encode("the words"))
