@@ -19,7 +19,7 @@ from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError
 from config.resume_compat import changed_arguments, compare
 from data.loader import MicrobatchLoader
-from data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from metrics.ledger import AttemptHeader
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
@@ -163,15 +163,30 @@ def warn_if_tokenizer_differs(run: RunSpec) -> None:
             logger.info("initial weights: cannot check the tokenizer, %s is not there", path)
             return
         try:
-            probe = load_tokenizer(str(path)).encode(TOKENIZER_PROBE)
+            is_same = _encode_equally(load_tokenizer(str(path)), run.tokenizer)
         except ValueError as error:
             reason = str(error).removeprefix("data.tokenizer: ")
             logger.info("initial weights: cannot check the tokenizer: %s", reason)
             return
-        is_same = np.array_equal(probe, run.tokenizer.encode(TOKENIZER_PROBE))
     else:
-        fingerprint = read_manifest(folder)["fingerprints"]["tokenizer"]
-        is_same = fingerprint in (None, run.tokenizer.fingerprint)
+        is_same = _is_tokenizer_of(read_manifest(folder), run.tokenizer)
     if not is_same:
         text = "data.tokenizer: %s is not the tokenizer of %s: its weights know other ids"
         logger.warning(text, run.config.data.tokenizer, folder)
+
+
+def _is_tokenizer_of(manifest: dict[str, Any], tokenizer: Tokenizer) -> bool:
+    """True if a checkpoint's weights know the ids of ``tokenizer``, maybe from another file."""
+    fingerprint = manifest.get("fingerprints", {}).get("tokenizer")
+    if fingerprint in (None, tokenizer.fingerprint):
+        return True
+    keys = manifest.get("config", {}).get("data", {})
+    try:
+        saved = load_tokenizer(keys["tokenizer"], bos=keys.get("bos"), eos=keys.get("eos"))
+    except (KeyError, ValueError):
+        return False
+    return saved.fingerprint == fingerprint and _encode_equally(saved, tokenizer)
+
+
+def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
+    return np.array_equal(one.encode(TOKENIZER_PROBE), other.encode(TOKENIZER_PROBE))

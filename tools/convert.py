@@ -1,10 +1,9 @@
 """Convert checkpoints to Hugging Face folders and back, tensor by tensor and bit for bit.
 
-``python -m tools.convert export CHECKPOINT FOLDER [--tokenizer NAME]``: for transformers.
+``python -m tools.convert export CHECKPOINT FOLDER [--dtype DTYPE]``: for transformers.
 ``python -m tools.convert import FOLDER CHECKPOINT``: for ``checkpoint.initial_load_path``.
 """
 
-import json
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +38,8 @@ from checkpoint.tensor_files import (
     write_tensor_file,
 )
 from config.resume_compat import changed_arguments
-from data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from data.tokenizer_export import NotRepresentable, TokenizerFiles, build_tokenizer_files
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from runtime import exit_codes
@@ -48,6 +48,7 @@ from tools.cli import Parser, path_argument, path_text, reporting_errors
 
 # Prefix of weights in a checkpoint, which also has the optimizer's state.
 PREFIX = "model."
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @reporting_errors
@@ -67,12 +68,18 @@ def main(arguments: list[str]) -> int:
         metavar="NAME",
         help="the run's tokenizer, if its file has moved",
     )
+    add("--dtype", choices=EXPORT_DTYPES, help="dtype of all weights; default: as saved")
     add = commands.add_parser("import", help="read a folder with safetensors").add_argument
     add("folder", type=path_argument, help="folder with config.json and safetensors")
     add("checkpoint", type=path_argument, help="checkpoint to write; must not exist")
     options = parser.parse_args(arguments)
     if options.command == "export":
-        export_checkpoint(options.checkpoint, options.folder, tokenizer_name=options.tokenizer)
+        export_checkpoint(
+            options.checkpoint,
+            options.folder,
+            tokenizer_name=options.tokenizer,
+            dtype=getattr(torch, options.dtype) if options.dtype else None,
+        )
     else:
         import_folder(options.folder, options.checkpoint)
     return exit_codes.DONE
@@ -83,12 +90,14 @@ def export_checkpoint(
     folder: Path,
     *,
     tokenizer_name: str | None = None,
+    dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the weights of a checkpoint, saved on any mesh, as a new Hugging Face folder.
 
-    Raises ``ValueError`` if the checkpoint does not verify, or if its model has no Hugging Face
-    format.
+    ``dtype``: of all weights; None: that in which each was saved. Raises ``ValueError`` if the
+    checkpoint does not verify, if its model has no Hugging Face format, if the written tokenizer
+    would encode otherwise, or if a weight exceeds the range of ``dtype``.
     """
     checkpoint = find_checkpoint(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -99,23 +108,20 @@ def export_checkpoint(
         raise ValueError(f"{checkpoint}: {name} has no Hugging Face format")
     pairs = spec.hugging_face.tensors(args)
     check_shapes(checkpoint, weights, _shapes(spec, args))
-    tokenizer, files = _tokenizer_of(checkpoint, manifest, tokenizer_name)
-    dtypes = (DTYPES[weights[pair.fqn].dtype] for pair in pairs if pair.hf_names)
-    dtype = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
-    config = spec.hugging_face.config(args) | {
-        "bos_token_id": tokenizer and tokenizer.bos_id,
-        "eos_token_id": tokenizer and tokenizer.eos_id,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
+    written = _tokenizer_files(checkpoint, manifest, tokenizer_name)
+    saved = [DTYPES[weights[pair.fqn].dtype] for pair in pairs if pair.hf_names]
+    dtype_name = str(dtype or reduce(torch.promote_types, saved)).removeprefix("torch.")
+    config = {**spec.hugging_face.config(args), **written.ids}
+    config |= {"dtype": dtype_name, "torch_dtype": dtype_name}
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for pair in pairs:
             if pair.tied_to is None:
-                yield from split(pair, _read_weight(checkpoint, pair.fqn, weights[pair.fqn]))
+                weight = _read_weight(checkpoint, pair.fqn, weights[pair.fqn])
+                yield from ((name, _cast(name, part, dtype)) for name, part in split(pair, weight))
 
-    write_folder(folder, config, tensors(), files=files, shard_bytes=shard_bytes)
-    print(f"{folder}: {config['architectures'][0]}, {dtype}, step {manifest['step']}")
+    write_folder(folder, config, tensors(), files=written.files, shard_bytes=shard_bytes)
+    print(f"{folder}: {config['architectures'][0]}, {config['dtype']}, step {manifest['step']}")
 
 
 def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
@@ -134,33 +140,36 @@ def _read_weight(checkpoint: Path, fqn: str, entry: TensorRecord) -> torch.Tenso
     return state[key]
 
 
-def _tokenizer_of(
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if dtype is None:
+        return tensor
+    cast = tensor.to(dtype)
+    if not torch.equal(cast.isfinite(), tensor.isfinite()):
+        raise ValueError(f"argument --dtype: {name} has values beyond the range of {dtype}")
+    return cast
+
+
+def _tokenizer_files(
     checkpoint: Path, manifest: Mapping[str, Any], name: str | None
-) -> tuple[Tokenizer | None, dict[str, bytes]]:
-    """The run's tokenizer and the files to write for it; none if the checkpoint names none."""
+) -> TokenizerFiles:
+    """Files of the run's tokenizer; none if the checkpoint names none."""
     found = saved_tokenizer(checkpoint, manifest, name)
     if found is None:
         print("tokenizer: not written, the checkpoint names none and --tokenizer is not set")
-        return None, {}
+        return TokenizerFiles({}, {"bos_token_id": None, "eos_token_id": None})
     name, tokenizer = found
     path = Path(name)
-    if path.suffix == ".json":
-        bos_id = tokenizer.bos_id
-        markers = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": None if bos_id is None else tokenizer.decode([bos_id]),
-            "eos_token": tokenizer.decode([tokenizer.eos_id]),
-        }
-        text = json.dumps(markers, indent=2) + "\n"
-        files = {TOKENIZER_FILE: path.read_bytes(), "tokenizer_config.json": text.encode()}
-        return tokenizer, files
-    if path.suffix in (".tiktoken", ".model"):
-        # The companion file has the split pattern and the special tokens.
-        companion = path.with_name(f"{path.name}.json")
-        paths = [path, *([companion] if path.suffix == ".tiktoken" and companion.exists() else [])]
-        return tokenizer, {each.name: each.read_bytes() for each in paths}
-    print(f"tokenizer: not written, {name} is not a file")
-    return tokenizer, {}
+    companion = path.with_name(f"{path.name}.json")
+    # The run's own file and its pattern also identify the tokenizer of the checkpoint.
+    paths = [each for each in (path, companion) if path.suffix == ".tiktoken" and each.is_file()]
+    own = {each.name: each.read_bytes() for each in paths}
+    try:
+        written = build_tokenizer_files(name, tokenizer)
+    except NotRepresentable as error:
+        print(f"tokenizer: AutoTokenizer cannot load this folder, no tokenizer.json: {error}")
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        return TokenizerFiles(own, ids)
+    return replace(written, files={**written.files, **own})
 
 
 def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYTES) -> None:

@@ -134,8 +134,7 @@ def test_exported_model_and_tokenizer_match_the_run(
             == (tokenizer.bos_id, tokenizer.eos_id)
             == (0, 1)
         )
-    words = Path(read_manifest(checkpoint)["config"]["data"]["tokenizer"])
-    assert (exported / "tokenizer.json").read_bytes() == words.read_bytes()
+    assert hf_tokenizer(TEXT)["input_ids"] == [0, *ids]
     assert hf_model.config.max_position_embeddings == 32, "training.seq_len"
     assert stat.S_IMODE(exported.stat().st_mode) == 0o700
 
@@ -281,26 +280,41 @@ def test_import_errors(exported: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
+def with_tokenizer(checkpoint: Path, copy: Path, name: str, **keys: str) -> Path:
+    """Copy of ``checkpoint`` that says it was trained with another tokenizer."""
+    shutil.copytree(checkpoint, copy)
+    tokenizer = load_tokenizer(name, **keys)
+    config = read_manifest(copy)["config"] | {"data": {"tokenizer": name, **keys}}
+    forge_manifest(copy, config=config, fingerprints={"tokenizer": tokenizer.fingerprint})
+    return copy
+
+
 @of_families(slow("llama3"), "qwen3")
-def test_export_skips_a_tokenizer_that_is_not_a_file(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
-    manifest = read_manifest(copy)
-    config = manifest["config"] | {"data": {"tokenizer": "bytes"}}
-    forge_manifest(
-        copy, config=config, fingerprints={"tokenizer": load_tokenizer("bytes").fingerprint}
-    )
-    assert convert.main(["export", str(copy), str(tmp_path / "bytes")]) == exit_codes.DONE
-    assert "bytes is not a file" in capsys.readouterr().out
-    names = {path.name for path in (tmp_path / "bytes").iterdir()}
-    assert names == {"config.json", "model.safetensors"}
-    found = json.loads((tmp_path / "bytes" / "config.json").read_text())
-    assert (found["bos_token_id"], found["eos_token_id"]) == (256, 257)
+def test_export_writes_bytes_for_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    copy = with_tokenizer(checkpoint, tmp_path / "copy", "bytes")
+    folder = tmp_path / "bytes"
+    assert convert.main(["export", str(copy), str(folder)]) == exit_codes.DONE
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(TEXT)["input_ids"] == [256, *TEXT.encode()]
+    for config in (tokenizer, *configs_of(folder)):
+        assert (config.bos_token_id, config.eos_token_id) == (256, 257)
+
+
+def configs_of(folder: Path) -> tuple[Any, Any]:
+    """config.json, and the settings with which the model generates."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return model.config, model.generation_config
 
 
 @of_families("qwen3")
-def test_export_copies_the_companion_of_a_tiktoken_file(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_of_ranks_also_has_the_files_of_the_run(checkpoint: Path, tmp_path: Path) -> None:
     merged = {"ab": 256, "th": 257}
     ids = {bytes([value]): value for value in range(256)} | {
         token.encode(): rank for token, rank in merged.items()
@@ -309,15 +323,86 @@ def test_export_copies_the_companion_of_a_tiktoken_file(checkpoint: Path, tmp_pa
     ranks = tmp_path / "own.tiktoken"
     ranks.write_bytes(b"\n".join(lines))
     special = {"<|begin_of_text|>": 258, "<|end_of_text|>": 259}
-    companion = {"pattern": r"\S+|\s+", "special_tokens": special}
-    (tmp_path / "own.tiktoken.json").write_text(json.dumps(companion))
-    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
-    own = load_tokenizer(str(ranks))
-    config = read_manifest(copy)["config"] | {"data": {"tokenizer": str(ranks)}}
-    forge_manifest(copy, config=config, fingerprints={"tokenizer": own.fingerprint})
-    assert convert.main(["export", str(copy), str(tmp_path / "to")]) == exit_codes.DONE
-    exported = load_tokenizer(str(tmp_path / "to" / "own.tiktoken"))
-    assert exported.fingerprint == own.fingerprint
+    for pattern, code, n_files in (
+        (r"\S+|\s+", "[258, 257, 32", 7),
+        (r"(?:[a-z]){1,2}+|[^a-z]", "", 4),
+    ):
+        (tmp_path / "own.tiktoken.json").write_text(
+            json.dumps({"pattern": pattern, "special_tokens": special})
+        )
+        copy = with_tokenizer(checkpoint, tmp_path / f"copy{n_files}", str(ranks))
+        to = tmp_path / f"to{n_files}"
+        assert convert.main(["export", str(copy), str(to)]) == exit_codes.DONE
+        exported = load_tokenizer(str(to / "own.tiktoken"))
+        assert exported.fingerprint == load_tokenizer(str(ranks)).fingerprint
+        assert len(list(to.iterdir())) == n_files
+        if code:
+            assert (
+                str(transformers.AutoTokenizer.from_pretrained(to)("th a").input_ids)[:13] == code
+            )
+
+
+@of_families("qwen3")
+def test_files_of_an_imported_folder_survive(
+    checkpoint: Path, exported: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(exported, tmp_path / "source"))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "special_tokens_map.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    generation = {"eos_token_id": [1, 5], "temperature": 0.7, "top_k": 20}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    config = json.loads((source / "config.json").read_text())
+    ids = {"bos_token_id": 0, "eos_token_id": [1, 5], "pad_token_id": 7}
+    (source / "config.json").write_text(json.dumps(config | ids))
+    assert convert.main(["import", str(source), str(tmp_path / "imported")]) == exit_codes.DONE
+    # A run that began with these weights.
+    with_tokenizer(checkpoint, tmp_path / "trained", str(source))
+    for name in ("imported", "trained"):
+        folder = tmp_path / f"{name}-again"
+        arguments = ["export", str(tmp_path / name), str(folder)]
+        assert convert.main(arguments) == exit_codes.DONE
+        files = {path.name for path in source.iterdir()}
+        assert {path.name for path in folder.iterdir()} == files
+        for file in files - {"config.json", "model.safetensors"}:
+            assert (folder / file).read_bytes() == (source / file).read_bytes()
+        found = json.loads((folder / "config.json").read_text())
+        assert {key: found[key] for key in ids} == ids
+    # Other markers of the run replace those of the folder.
+    other = with_tokenizer(
+        checkpoint, tmp_path / "other", str(source), bos="", eos="<|begin_of_text|>"
+    )
+    assert convert.main(["export", str(other), str(tmp_path / "end")]) == exit_codes.DONE
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "end")
+    assert tokenizer.eos_token_id == 0
+    assert 0 not in tokenizer(TEXT)["input_ids"]
+    for config in configs_of(tmp_path / "end"):
+        assert (config.bos_token_id, config.eos_token_id) == (None, 0)
+
+
+@of_families("qwen3")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_export_in_another_dtype(checkpoint: Path, tmp_path: Path, dtype: str) -> None:
+    folder = tmp_path / "narrow"
+    assert convert.main(["export", str(checkpoint), str(folder), "--dtype", dtype]) == 0
+    convert.export_checkpoint(checkpoint, tmp_path / "saved")
+    saved, narrow = (load_file(p / "model.safetensors") for p in (tmp_path / "saved", folder))
+    assert narrow.keys() == saved.keys()
+    for key, tensor in narrow.items():
+        assert tensor.dtype == getattr(torch, dtype)
+        assert tensor.equal(saved[key].to(tensor.dtype))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == dtype
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == getattr(torch, dtype)
+
+
+def test_weights_beyond_the_range_of_a_dtype_are_an_error() -> None:
+    large = torch.tensor([70_000.0, torch.inf])
+    assert convert._cast("w", large, torch.bfloat16).isfinite().tolist() == [True, False]
+    with pytest.raises(
+        ValueError, match=r"--dtype: w has values beyond the range of torch\.float16"
+    ):
+        convert._cast("w", large, torch.float16)
 
 
 @pytest.mark.parametrize("arguments", [[], ["export"], ["import", "a"], ["other", "a", "b"]])
