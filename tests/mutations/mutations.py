@@ -406,6 +406,27 @@ OPTIM = [
 
 DATA = [
     Mutation(
+        "begin-that-the-tokenizer-does-not-put",
+        "data/markers.py",
+        before='        return None\n    return _single(before, "bos")\n',
+        after='        return None\n    return token_name(config, "bos_token")\n',
+        tests=("tests/data/test_markers.py",),
+    ),
+    Mutation(
+        "fingerprint-without-markers",
+        "data/markers.py",
+        before="    if firsts == [bos_id, eos_id]:",
+        after="    if firsts[1] == eos_id:",
+        tests=("tests/data/test_markers.py",),
+    ),
+    Mutation(
+        "exported-tokenizer-not-compared",
+        "data/tokenizer_export.py",
+        before="        if written.encode(text, add_special_tokens=False).ids != ids:",
+        after="        if False:",
+        tests=("tests/data/test_tokenizer_export.py",),
+    ),
+    Mutation(
         "rank-reads-consecutive-microbatches",
         "data/loader.py",
         before="firsts = [(a * dp_degree + config.dp_rank) * size for a",
