@@ -160,6 +160,7 @@ def resolve(config: JobConfig, world_size: int) -> RunSpec:
             warmup, total_steps, 100 * total_steps / warmup,
         )  # fmt: skip
     weights = [source.weight for source in config.data.mixture]
+    skips_bad = config.data.on_bad_record == "skip"
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
     parallelism = config.parallelism
@@ -183,8 +184,10 @@ def resolve(config: JobConfig, world_size: int) -> RunSpec:
         model_spec=spec,
         model_args=replace(published_args, **overrides),
         tokenizer=tokenizer,
-        training_data=Mixture(train, weights),
-        held_out={label: Mixture([source]) for label, source in held_out.items()},
+        training_data=Mixture(train, weights, skips_bad=skips_bad),
+        held_out={
+            label: Mixture([source], skips_bad=skips_bad) for label, source in held_out.items()
+        },
         microbatch_size=config.parallelism.pipeline_parallel_microbatch_size
         if degrees.pp > 1
         else config.training.local_batch_size,

@@ -14,6 +14,7 @@ import numpy as np
 
 from data.sources import Document, Source
 from data.tokenizer import Tokenizer
+from runtime.log import logger
 
 MAX_EMPTY_DOCUMENTS = 100_000
 END_OF_SOURCE: Any = object()
@@ -22,9 +23,16 @@ END_OF_SOURCE: Any = object()
 class Mixture:
     """Sources, and the weight of each in tokens."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float] = (1.0,)) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float] = (1.0,),
+        *,
+        skips_bad: bool = False,
+    ) -> None:
+        """``skips_bad``: skip and count documents that cannot be encoded."""
         assert len(sources) == len(weights), "a weight for each source"
-        self.sources, self.weights = tuple(sources), tuple(weights)
+        self.sources, self.weights, self.skips_bad = tuple(sources), tuple(weights), skips_bad
         self.description = "; ".join(source.description for source in sources)
         self.fingerprint = sources[0].fingerprint
         """Equal for mixtures with the same documents in the same order."""
@@ -126,13 +134,12 @@ class RowStream:
                 self._live.remove(chosen)
                 continue
             self._taken[chosen] += 1
-            self._bad += document is None
-            if document is not None and len(document) > 0:
-                if isinstance(document, str):
-                    document = self._tokenizer.encode_document(document)
-                self._check_ids(document, before)
-                self._tokens[chosen] += len(document)
-                return before, document
+            ids = self._encode(document, before) if isinstance(document, str) else document
+            self._bad += ids is None
+            if ids is not None and len(ids) > 0:
+                self._check_ids(ids, before)
+                self._tokens[chosen] += len(ids)
+                return before, ids
             n_empty += 1
             if n_empty == MAX_EMPTY_DOCUMENTS:
                 text = f"{MAX_EMPTY_DOCUMENTS:,} consecutive documents have no text"
@@ -144,6 +151,20 @@ class RowStream:
         """State after all documents read so far."""
         return RowState(tuple(self._taken), tuple(self._tokens), self._bad, source=0, token=0)
 
+    def _encode(self, text: str, before: RowState) -> np.ndarray | None:
+        try:
+            return self._tokenizer.encode_document(text) if text else np.empty(0, np.int64)
+        except ValueError as error:
+            where = f"data: {self._where(before)} {error}"
+            if not self._mixture.skips_bad:
+                raise ValueError(where) from None
+            logger.warning("data: skipped bad record: %s", where)
+            return None
+
+    def _where(self, before: RowState) -> str:
+        source = self._mixture.sources[before.source].description
+        return f"{source}: document {before.taken[before.source]} of row {self.row}"
+
     def _check_ids(self, ids: np.ndarray, before: RowState) -> None:
         """Raise ``ValueError`` for ids out of range: a sharded embedding would return zeros."""
         # Viewed as unsigned, a negative id is large.
@@ -151,8 +172,6 @@ class RowStream:
         if (ids.view(f"u{ids.itemsize}") if is_signed else ids).max() < self._vocab_size:
             return
         bad = ids[(ids < 0) | (ids >= self._vocab_size)][0]
-        source = self._mixture.sources[before.source].description
         raise ValueError(
-            f"data: {source}: document {before.taken[before.source]} of row {self.row} has the id"
-            f" {bad}; model.vocab_size is {self._vocab_size}"
+            f"data: {self._where(before)} has the id {bad}; model.vocab_size is {self._vocab_size}"
         )

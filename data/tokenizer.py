@@ -82,7 +82,10 @@ class Tokenizer:
     """UTF-8 bytes of each token (n_vocab,), 0 for special tokens; None if unknown."""
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Encode a document to ids (s,) int64: bos, if there is one, the text, and eos."""
+        """Encode a document to ids (s,) int64: bos, if there is one, the text, and eos.
+
+        Raises ``ValueError`` for a text that the tokenizer cannot encode.
+        """
         ids = self.encode(text)
         begin = 0 if self.bos_id is None else 1
         document = np.empty(begin + len(ids) + 1, np.int64)

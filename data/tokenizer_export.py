@@ -144,6 +144,7 @@ def _from_folder(path: Path, tokenizer: Tokenizer) -> TokenizerFiles:
     beside = (path.parent / name for name in COMPANION_FILES)
     files |= {file.name: file.read_bytes() for file in beside if file.is_file()}
     content, config = json.loads(files[TOKENIZER_FILE]), read_tokenizer_config(path.parent)
+    has_dropout = bool(content["model"].get("dropout"))
     loaded = HuggingFaceTokenizer.from_str(files[TOKENIZER_FILE].decode())
     name_of = {i: name for name, i in loaded.get_vocab(with_added_tokens=True).items()}
     bos = None if tokenizer.bos_id is None else name_of[tokenizer.bos_id]
@@ -162,8 +163,11 @@ def _from_folder(path: Path, tokenizer: Tokenizer) -> TokenizerFiles:
     special = {token["content"] for token in content.get("added_tokens", ()) if token["special"]}
     ids = {tokenizer.bos_id, tokenizer.eos_id}
     ordinary = {name_of[i]: i for i in ids if i is not None and name_of[i] not in special}
-    if ordinary or not puts_bos:
+    if ordinary or not puts_bos or has_dropout:
         content = mark_special(content, ordinary)
+        if has_dropout:
+            # The run had none, because ids would vary.
+            content["model"]["dropout"] = None
         if not puts_bos:
             content["post_processor"] = _template(bos, tokenizer.bos_id)
         files[TOKENIZER_FILE] = _encoded(content)

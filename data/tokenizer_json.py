@@ -66,18 +66,30 @@ def build_codec(
     """Build encode and decode of ``tokenizer``; on tiktoken if it provably gives the same ids.
 
     Returns (encode, decode, the tiktoken encoding or None). Special tokens in the text are encoded
-    as plain text. Mutates ``tokenizer``: turns off truncation and padding, whatever its file says.
+    as plain text; ``encode`` raises ``ValueError`` for a text that it cannot encode. Mutates
+    ``tokenizer``: turns off truncation, padding and dropout, whatever its file says.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
+    if getattr(tokenizer.model, "dropout", None):
+        # It would give other ids at each reading.
+        logger.info("tokenizer: %s: dropout of merges is turned off", path)
+        tokenizer.model.dropout = None
 
     def encode(text: str) -> np.ndarray:
-        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:  # bare Exceptions, and PanicException, which is none
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise ValueError(f"cannot be encoded: {error}") from None
+            raise
+        return np.array(ids, dtype=np.int64)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
+    _check_reading(encode, decode, path)
     content = json.loads(tokenizer.to_str())
     try:
         encoding = _build_tiktoken(content, tokenizer)
@@ -101,6 +113,27 @@ def build_codec(
         special_tokens=encoding._special_tokens,
     )
     return _build_fast_encode(unused, content, tokenizer, encode), fast_decode, encoding
+
+
+def _check_reading(
+    encode: Callable[[str], np.ndarray], decode: Callable[[list[int]], str], path: Path
+) -> None:
+    """Log the first text that the tokenizer changes. Raises ``ValueError`` if its ids vary."""
+    is_told = False
+    for text in SAMPLES:
+        try:
+            ids = encode(text)
+        except ValueError:  # an error of the record, if it occurs in one
+            continue
+        if not all(np.array_equal(ids, encode(text)) for _ in range(3)):
+            text = f"{text[:40]!r} gets other ids at each reading"
+            raise ValueError(f"data.tokenizer: {path}: {text}")
+        read = decode(ids.tolist())
+        if read != text and not is_told:
+            is_told = True
+            log = "tokenizer: %s: changes text: %r is read as %r"
+            at = next((i for i, (a, b) in enumerate(zip(text, read, strict=False)) if a != b), 0)
+            logger.info(log, path, text[at : at + 20], read[at : at + 20])
 
 
 def mark_special(content: dict[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:

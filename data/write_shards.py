@@ -196,7 +196,9 @@ def write_shard(
     first = number * plan["documents_per_shard"]
     end = min(first + plan["documents_per_shard"], plan["source"]["documents"])
     min_ids, max_ids, n_documents, n_tokens, n_bad = [], [], 0, 0, 0
-    for block, n_read, n_bad_in_block in _blocks(documents, tokenizer, range(first, end)):
+    for block, n_read, n_bad_in_block in _blocks(
+        documents, tokenizer, range(first, end), skips_bad=plan["skips_bad"]
+    ):
         n_bad += n_bad_in_block
         if not block:
             continue
@@ -227,7 +229,7 @@ def write_shard(
 
 
 def _blocks(
-    documents: Documents, tokenizer: Tokenizer, indices: range
+    documents: Documents, tokenizer: Tokenizer, indices: range, *, skips_bad: bool
 ) -> Iterator[tuple[list[np.ndarray], int, int]]:
     """Yield (nonempty tokenized documents, documents read so far, bad ones since the last block).
 
@@ -238,10 +240,17 @@ def _blocks(
     for n_read, index in enumerate(indices, start=1):
         text = documents[index]
         assert text is None or isinstance(text, str), "source of token ids"
-        n_bad += text is None
+        ids = None
         if text:
-            block.append(tokenizer.encode_document(text))
-            n_tokens += len(block[-1])
+            try:
+                ids = tokenizer.encode_document(text)
+            except ValueError as error:
+                if not skips_bad:
+                    raise ValueError(f"data.path: document {index} {error}") from None
+        n_bad += text is None or (text != "" and ids is None)
+        if ids is not None:
+            block.append(ids)
+            n_tokens += len(ids)
         if n_tokens >= BLOCK_TOKENS:
             yield block, n_read, n_bad
             block, n_tokens, n_bad = [], 0, 0

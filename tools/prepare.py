@@ -172,8 +172,11 @@ def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:
     if len(documents) == 0:
         raise ValueError("data.path: no documents")
     measured = evenly_spaced(len(documents), MEASURED_DOCUMENTS)
-    texts = (documents[index] for index in measured)
-    tokens = sum(len(tokenizer.encode_document(text)) for text in texts if isinstance(text, str))
+    tokens = 0
+    for text in (documents[index] for index in measured):
+        # A text that cannot be encoded is reported when its shard is written.
+        with suppress(ValueError):
+            tokens += len(tokenizer.encode_document(text)) if isinstance(text, str) else 0
     return {
         "format": FORMAT,
         "dtype": smallest_dtype(tokenizer.n_vocab),

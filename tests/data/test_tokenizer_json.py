@@ -4,17 +4,19 @@ import json
 import random
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiktoken
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from data import tokenizer_json
+from data.mixture import Mixture, RowState, RowStream
 from data.tokenizer import LLAMA3_PATTERN, Tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime.log import logger
+from tests.lib.corpora import source
 from tests.lib.tokenization import BYTES, TEXTS, load_json
 
 ALPHABET = sorted(BYTE_OF, key=lambda char: BYTE_OF[char])
@@ -30,8 +32,11 @@ def learned() -> dict[str, Any]:
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    texts = [*(path.read_text() for path in files), *tokenizer_json.SAMPLES]
+    # Not the text of files, because the samples below must not depend on who edits them.
+    generator = random.Random(1)
+    syllables = ["th", "e", "an", "in", "er", "o", "s", "at", "re", "on", "i", "st", "es", "a", "d"]
+    words = ["".join(generator.choices(syllables, k=generator.randint(1, 4))) for _ in range(400)]
+    texts = [" ".join(generator.choices(words, k=2000)), *tokenizer_json.SAMPLES]
     tokenizer.train_from_iterator(texts * 2, trainer)
     content = json.loads(tokenizer.to_str())
     merges = content["model"]["merges"]
@@ -115,7 +120,7 @@ def load_logged(
     lines: list[str] = []
     monkeypatch.setattr(logger, "info", lambda text, *values: lines.append(text % values))
     tokenizer = load_json(folder, content)
-    (line,) = lines
+    (line,) = (line for line in lines if "tiktoken" in line)
     return tokenizer, line
 
 
@@ -276,3 +281,79 @@ def test_regex_engines_have_the_same_character_classes(piece: str) -> None:
     found = "".join(word for word, _ in split.pre_tokenize_str(characters))
     assert found
     assert words.decode(words.encode_ordinary(characters)) == found
+
+
+def test_dropout_is_turned_off(
+    tmp_path: Path, learned: dict[str, Any], captured_log: pytest.LogCaptureFixture
+) -> None:
+    want = load_json(tmp_path, learned)
+    content = with_model(learned, dropout=0.5)
+    captured_log.clear()
+    found = load_json(tmp_path, content)
+    assert "dropout of merges is turned off" in captured_log.text
+    for text in TEXTS:
+        assert found.encode(text).tolist() == want.encode(text).tolist()
+
+
+def test_changes_of_text_are_told(
+    tmp_path: Path, learned: dict[str, Any], captured_log: pytest.LogCaptureFixture
+) -> None:
+    load_json(tmp_path, learned)
+    assert "changes text" not in captured_log.text
+    load_json(tmp_path, learned | {"normalizer": {"type": "Lowercase"}})
+    assert "changes text: 'Hello, the other wor' is read as 'hello" in captured_log.text
+
+
+WORDS = {
+    "version": "1.0",
+    "added_tokens": [added(1, "<s>"), added(2, "</s>")],
+    "pre_tokenizer": {"type": "Whitespace"},
+    # There is no token for an unknown word.
+    "model": {"type": "WordLevel", "vocab": {"known": 0}, "unk_token": "[UNK]"},
+}
+
+
+def test_text_that_cannot_be_encoded_is_a_bad_record(tmp_path: Path) -> None:
+    tokenizer = load_json(tmp_path, WORDS)
+    texts = ["known", "unknown", "known known"]
+
+    def read(*, skips_bad: bool) -> tuple[list[list[int]], RowState]:
+        start = RowState((0,), (0,), bad=0, source=0, token=0)
+        mixture = Mixture([source(texts, repeat=False)], skips_bad=skips_bad)
+        row = RowStream(mixture, tokenizer, 0, start, n_rows=1, vocab_size=3)
+        return [found[1].tolist() for found in iter(row.read, None)], row.state
+
+    with pytest.raises(
+        ValueError, match=r"data: 3 documents .* document \d of row 0 cannot be enc"
+    ):
+        read(skips_bad=False)
+    documents, state = read(skips_bad=True)
+    assert sorted(documents) == [[1, 0, 0, 2], [1, 0, 2]]
+    assert (state.taken, state.bad) == ((3,), 1)
+
+
+def test_panic_of_the_library_is_a_bad_record(tmp_path: Path, learned: dict[str, Any]) -> None:
+    class PanicException(BaseException):
+        """As pyo3's, which has no name in Python."""
+
+    class Panics:
+        """A ``tokenizers.Tokenizer``, whose own methods cannot be replaced."""
+
+        def __init__(self, inner: tokenizers.Tokenizer) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def encode(self, text: str, **options: Any) -> Any:
+            if "poison" in text:
+                raise PanicException("index out of bounds")
+            return self._inner.encode(text, **options)
+
+    inner = tokenizers.Tokenizer.from_str(json.dumps(learned))
+    # Not a pattern that tiktoken takes, so that texts reach the library.
+    inner.normalizer = normalizers.Lowercase()
+    encode, _, _ = tokenizer_json.build_codec(cast(Any, Panics(inner)), tmp_path)
+    assert encode("text").tolist() == inner.encode("text").ids
+    with pytest.raises(ValueError, match="cannot be encoded: index out of bounds"):
+        encode("some poison")
