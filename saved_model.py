@@ -20,16 +20,19 @@ from models import ModelSpec, TransformerArgs, find_spec
 
 
 def saved_model(
-    checkpoint: Path, manifest: Mapping[str, Any]
+    checkpoint: Path, manifest: Mapping[str, Any], given: str | None
 ) -> tuple[str, ModelSpec, TransformerArgs]:
     """Name, spec and args of a checkpoint's model.
 
-    Raises ``ValueError`` if the model is unknown or has other arguments in this version.
+    ``given``: the caller's argument --model. A model outside of Shardloom, ``module:attribute``, is
+    imported only if the caller names it, because an import runs code. Raises ``ValueError`` if the
+    model is unknown or has other arguments in this version.
     """
     try:
         name, saved = manifest["config"]["model"]["name"], manifest["model_args"]
         if not isinstance(name, str):
             raise TypeError
+        _check_given(name, given)
         spec = find_spec(name)
         args = _build(type(next(iter(spec.flavors.values()))), saved)
     except (KeyError, TypeError):
@@ -43,6 +46,16 @@ def saved_model(
             f"{checkpoint}: {name} has changed since it was saved: {'; '.join(changed)}"
         )
     return name, spec, args
+
+
+def _check_given(name: str, given: str | None) -> None:
+    """Raise ``ValueError`` if ``name``, a checkpoint's model, needs --model or contradicts it."""
+    if given == name or (given is None and ":" not in name):
+        return
+    text = f"model.name is {name!r}"
+    if given is not None:
+        raise ValueError(f"{text}, not {given!r} of argument --model")
+    raise ValueError(f"{text}, whose import runs code: if you trust it, set --model {name}")
 
 
 def saved_tokenizer(

@@ -22,6 +22,15 @@ NEEDED_ARGUMENTS = {
     "torch.distributed.checkpoint.save": "storage_writer",
     "torch.distributed.checkpoint.async_save": "storage_writer",
 }
+# Functions that import what a name says, and the files that may call them: with names that the
+# caller gave, in a configuration or on the command line, never with names from other files.
+IMPORTING = {
+    "models.find_model": {"launcher/launch.py", "run_spec.py"},
+    "models.find_spec": {"saved_model.py"},
+    "pkgutil.resolve_name": {"models/__init__.py", "runtime/compat.py"},
+    "runpy.run_path": set[str](),
+    "runpy.run_module": set[str](),
+}
 
 
 def ruff_findings(folder: Path) -> list[str]:
@@ -52,6 +61,8 @@ def dangerous_calls(file: str, source: str) -> Iterator[str]:
             yield f"{where} without {NEEDED_ARGUMENTS[name]}"
         if name in ("__import__", "builtins.__import__"):
             yield f"{where} hides what is imported"
+        if name in IMPORTING and file not in IMPORTING[name]:
+            yield f"{where} imports what a name says"
 
 
 def _origins(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -71,7 +82,10 @@ def test_no_file_has_dangerous_calls(record_result: Callable[[str], None]) -> No
         *files
     }
     assert not [
-        text for file in files for text in dangerous_calls(str(file), (ROOT / file).read_text())
+        text
+        for file in files
+        for text in dangerous_calls(str(file), (ROOT / file).read_text())
+        if file.parts[0] not in ("tests", "benchmarks") or "imports what" not in text
     ]
     assert not ruff_findings(ROOT)
     record_result(f"{len(files)} files, 0 findings")
@@ -110,6 +124,10 @@ DANGEROUS = [
     "import builtins\nbuiltins.eval(text)",
     "__import__(name)",
     "import importlib\nimportlib.import_module(name)",
+    "import pkgutil\npkgutil.resolve_name(name)",
+    "from models import find_spec\nfind_spec(name)",
+    "import models\nmodels.find_model(name, flavor)",
+    "import runpy\nrunpy.run_path(path)",
     "import os\nos.system(text)",
     "import os\nos.popen(text)",
     "import subprocess\nsubprocess.run(text, shell=True)",

@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> int:
         help="the run's tokenizer, if its file has moved",
     )
     add("--dtype", choices=EXPORT_DTYPES, help="dtype of all weights; default: as saved")
+    add("--model", metavar="MODULE:ATTRIBUTE", help="the run's model.name, if outside of Shardloom")
     add = commands.add_parser("import", help="read a folder with safetensors").add_argument
     add("folder", type=path_argument, help="folder with config.json and safetensors")
     add("checkpoint", type=path_argument, help="checkpoint to write; must not exist")
@@ -79,6 +80,7 @@ def main(arguments: list[str]) -> int:
             options.folder,
             tokenizer_name=options.tokenizer,
             dtype=getattr(torch, options.dtype) if options.dtype else None,
+            model_name=options.model,
         )
     else:
         import_folder(options.folder, options.checkpoint)
@@ -91,6 +93,7 @@ def export_checkpoint(
     *,
     tokenizer_name: str | None = None,
     dtype: torch.dtype | None = None,
+    model_name: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the weights of a checkpoint, saved on any mesh, as a new Hugging Face folder.
@@ -103,7 +106,7 @@ def export_checkpoint(
     manifest = read_manifest(checkpoint)
     index = read_index(checkpoint, sizes_of(manifest))
     weights = {k.removeprefix(PREFIX): e for k, e in index.items() if k.startswith(PREFIX)}
-    name, spec, args = saved_model(checkpoint, manifest)
+    name, spec, args = saved_model(checkpoint, manifest, model_name)
     if spec.hugging_face is None:
         raise ValueError(f"{checkpoint}: {name} has no Hugging Face format")
     pairs = spec.hugging_face.tensors(args)

@@ -99,6 +99,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="NAME",
         help="the run's tokenizer, if its file has moved",
     )
+    add("--model", metavar="MODULE:ATTRIBUTE", help="the run's model.name, if outside of Shardloom")
     options = parser.parse_args(arguments)
     if options.top_p == 0.0:
         raise ValueError("argument --top-p: must be > 0; for greedy decoding set --temperature 0")
@@ -138,11 +139,14 @@ def write_text(options: argparse.Namespace) -> None:
     """
     folder = find_checkpoint(options.checkpoint)
     manifest = read_manifest(folder)
-    name, spec, args = saved_model(folder, manifest)
+    name, spec, args = saved_model(folder, manifest, options.model)
     found = saved_tokenizer(folder, manifest, options.tokenizer)
     if found is None:
         raise ValueError(f"{folder}: names no tokenizer; set --tokenizer")
     _, tokenizer = found
+    if tokenizer.n_vocab > args.vocab_size:
+        text = f"the tokenizer has {tokenizer.n_vocab} tokens, but the model only {args.vocab_size}"
+        raise ValueError(f"{folder}: {text}")
     prompt = tokenizer.encode_prompt(options.prompt)
     count = _num_tokens(options.tokens, prompt, args.max_seq_len)
     if options.top_k is not None and options.top_k > tokenizer.n_vocab:

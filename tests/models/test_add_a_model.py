@@ -68,7 +68,7 @@ def test_losses_match_on_any_mesh_and_generate_works(folder: Path) -> None:
     path = f"{folder}:{ROOT}"
     checkpoint = folder / PP / "debug_model"
     written = run_command(
-        [sys.executable, "-m", "tools.generate", checkpoint, "--tokens", "4"],
+        [sys.executable, "-m", "tools.generate", checkpoint, "--tokens", "4", "--model", NAME],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -1,0 +1,44 @@
+"""Small checkpoint, written in this process without training."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint.checkpoint_dir import write_metadata
+from checkpoint.tensor_files import write_tensor_file
+from models import find_spec
+from models.meta import build_on_meta
+from tests.lib.layouts import small_args
+from tools.convert import PREFIX, _item
+
+
+def write_checkpoint(folder: Path, **metadata: Any) -> Path:
+    """Write a small Llama's weights, all 0.01, to ``folder``; return it.
+
+    ``metadata`` replaces keys of the manifest.
+    """
+    # More than the ids of the tokenizer "bytes".
+    args = replace(small_args("llama3", "debugmodel"), vocab_size=264)
+    state = build_on_meta(find_spec("llama3"), args, torch.float32).state_dict()
+    folder.mkdir(parents=True)
+    items = [_item(fqn, tensor.shape, tensor.dtype) for fqn, tensor in state.items()]
+    parts = {
+        "part-00000.bin": write_tensor_file(
+            folder / "part-00000.bin",
+            items,
+            lambda item: torch.full(state[item.index.fqn.removeprefix(PREFIX)].shape, 0.01),
+        )
+    }
+    usual = {
+        "config": {"model": {"name": "llama3"}, "data": {"tokenizer": "bytes"}},
+        "model_args": asdict(args),
+        "step": 1,
+        "world_size": 1,
+        "run": "a",
+        "attempt": "a",
+        "parent": None,
+    }
+    write_metadata(folder, parts, state={}, metadata=usual | metadata)
+    return folder
