@@ -12,7 +12,6 @@ source "$(dirname "$script")/tools/find_python.sh"
 find_python
 
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-  exec "$PYTHON" -P -m config help
+  exec "$PYTHON" -m config help
 fi
-# -P: import no modules from the working directory.
-exec "$PYTHON" -P -m launcher.launch "${CONFIG_FILE:-$ROOT/train_configs/debug_model.toml}" "$@"
+exec "$PYTHON" -m launcher.launch "${CONFIG_FILE:-$ROOT/train_configs/debug_model.toml}" "$@"

@@ -26,6 +26,7 @@ from config import ConfigError, JobConfig, dump_toml
 from launcher.post_mortem import STORE_SECONDS, FailureReport, diagnose, is_aborted
 from runtime import exit_codes
 from runtime.filesystem import make_folder
+from runtime.imports import import_variables
 from runtime.signals import handle_signals
 
 POLL_SECONDS = 0.1
@@ -188,6 +189,7 @@ def _environment(
         **({} if logs is None else flight_recorder),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **os.environ,
+        **import_variables(os.environ),
         "GROUP_RANK": str(nodes.rank),
         "LOCAL_WORLD_SIZE": str(counts[nodes.rank]),
         "WORLD_SIZE": str(sum(counts)),

@@ -1,11 +1,16 @@
-"""Hooks that a program calls before and after its imports, which dominate startup time."""
+"""Hooks that programs call before and after their imports, and where their ranks import from."""
 
 import atexit
 import gc
+import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 
 from runtime.release import add_release_note
+
+ROOT = Path(__file__).absolute().parents[1]
 
 
 def begin_imports() -> None:
@@ -28,3 +33,11 @@ def end_imports() -> None:
     gc.enable()
     # Python collects once more at exit, and extension modules warn about objects left over.
     atexit.register(gc.unfreeze)
+
+
+def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which Python imports Shardloom, but nothing of the current folder."""
+    # An empty entry stands for the current folder.
+    entries = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    path = os.pathsep.join(dict.fromkeys([str(ROOT), *entries]))
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -2,7 +2,7 @@
 # pyproject.toml and of the named extra. find_torch_python VERSION [--lowest|--newest] sets it to one
 # with that PyTorch, for tests.
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # Candidates in order: PYTHON, an active environment, .venv, python3. The first one with PyTorch is
 # used; if it lacks other packages, an environment on top of it gets them. PYTHON gets an environment
@@ -72,4 +72,12 @@ new_enough() {
   return 1
 }
 
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+# Python must import nothing from the caller's current folder (docs/security.md): neither as the
+# folder of a command, nor by an empty entry of PYTHONPATH, which stands for it.
+export PYTHONSAFEPATH=1
+entries=":${PYTHONPATH:-}:"
+while [[ $entries == *::* ]]; do
+  entries=${entries//::/:}
+done
+entries=${entries#:} entries=${entries%:}
+export PYTHONPATH="$ROOT${entries:+:$entries}"

@@ -56,9 +56,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             print("\n".join(findings), file=sys.stderr)
             return exit_codes.FAILED
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
-    # Pass -P on to the ranks, so that they import no module from the working directory.
-    program = [*(["-P"] if sys.flags.safe_path else []), *PROGRAM]
-    end = run_ranks(program, config, n_ranks=n_ranks, nodes=nodes, shown={0})
+    end = run_ranks(PROGRAM, config, n_ranks=n_ranks, nodes=nodes, shown={0})
     codes = set(end.codes.values())
     if exit_codes.BAD_CONFIG in codes:
         return exit_codes.BAD_CONFIG

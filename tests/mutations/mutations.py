@@ -1005,6 +1005,23 @@ ROOT_FILES = [
     ),
 ]
 
+SECURITY = [
+    Mutation(
+        "tool-imports-from-the-current-folder",
+        "tools/__init__.py",
+        before="del sys.path[0]",
+        after="pass",
+        tests=("tests/reliability/test_untrusted.py",),
+    ),
+    Mutation(
+        "model-of-a-checkpoint-is-imported",
+        "saved_model.py",
+        before='given is None and ":" not in name',
+        after="given is None",
+        tests=("tests/reliability/test_untrusted.py",),
+    ),
+]
+
 MUTATIONS = [
     *PARALLELISMS,
     *OPTIM,
@@ -1014,4 +1031,5 @@ MUTATIONS = [
     *KERNELS,
     *LAUNCHER_AND_RUNTIME,
     *ROOT_FILES,
+    *SECURITY,
 ]

@@ -28,6 +28,7 @@ from parallelisms.parallel_dims import ParallelDims
 from runtime import exit_codes
 from tests.lib.launch import start
 from tests.lib.layouts import CPU, TP, Layout, shard_debugmodel, small_args
+from tests.lib.planted import plant_modules
 from tests.lib.ranks import RankPool
 
 # Row 19: ids
@@ -305,12 +306,15 @@ def test_hostile_job_names_are_rejected(
 
 @pytest.mark.row(26, "No shell, no pickle, no eval")
 def test_hostile_paths_are_only_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder may have any name; a run in it writes nowhere else."""
+    """A folder may have any name; a run in it writes nowhere else, and imports nothing."""
     hostile = "a b;touch x;$(touch y)`touch z`\n'q\"*#$HOME&|>w"
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    for name in (hostile, "tmp", "cwd"):
+    for name in (hostile, "tmp"):
         (tmp_path / name).mkdir()
+    plant_modules(tmp_path / "cwd")
+    before = sorted((tmp_path / "cwd").rglob("*"))
     monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("PYTHONPATH", ":")
     text = tmp_path / hostile / "text.txt"
     text.write_text("some text\n" * 2000)
     process = start(
@@ -326,6 +330,6 @@ def test_hostile_paths_are_only_paths(tmp_path: Path, monkeypatch: pytest.Monkey
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert (tmp_path / hostile / "out" / "debug_model" / "metrics.jsonl").exists()
-    assert not list((tmp_path / "cwd").iterdir())
+    assert sorted((tmp_path / "cwd").rglob("*")) == before
     assert {path.name for path in tmp_path.iterdir()} == {hostile, "tmp", "cwd"}
     assert {path.name for path in (tmp_path / hostile).iterdir()} == {"text.txt", "out"}

@@ -1,5 +1,7 @@
 """Files of others run no code: checkpoints, data sets and run folders. See docs/security.md."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,8 @@ import pytest
 from config.job_config import DataSource
 from data.tables import HubTable
 from runtime import exit_codes
+from tests.lib.planted import MODULES, imported_modules, plant_modules
+from tests.lib.repository import ROOT
 from tests.lib.saved import write_checkpoint
 from tools import convert, generate
 
@@ -82,3 +86,36 @@ def test_script_of_a_data_set_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.path: cannot load .*scripts are no longer"):
         HubTable(config)
     assert [path.name for path in folder.iterdir()] == ["corpus.py"]
+
+
+# Row 31: the current folder
+
+
+@pytest.mark.row(31, "Nothing of the current folder is imported")
+def test_programs_import_nothing_of_the_current_folder(
+    tmp_path: Path, record_result: Callable[[str], None]
+) -> None:
+    """``tests/reliability/test_inputs.py`` trains in such a folder."""
+    folder, run = tmp_path / "folder", tmp_path / "run"
+    plant_modules(folder)
+    write_checkpoint(run / "checkpoints" / "step-00000001")
+    (run / "control").mkdir()
+    (run / "control" / "lock").touch()
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": ":"}
+    tool = environment | {"PYTHONPATH": str(ROOT)}
+    programs = [
+        ([ROOT / "run_train.sh", "--help"], environment),
+        ([ROOT / "run_train.sh", "--no.key"], environment),
+        ([sys.executable, "-m", "tools.status", run], tool),
+        ([sys.executable, "-P", "-m", "tools.generate", run, "--tokens", "1"], tool),
+    ]
+    for command, variables in programs:
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+        assert "planted" not in done.stderr
+        assert done.returncode == (exit_codes.BAD_CONFIG if "--no.key" in command else 0)
+        assert imported_modules(folder) == []
+    # The modules are seen by a Python that looks for them.
+    plain = [sys.executable, "-c", "import tomli"]
+    assert b"planted" in subprocess.run(plain, cwd=folder, capture_output=True).stderr
+    assert imported_modules(folder) == ["tomli"]
+    record_result(f"{len(MODULES)} modules in the folder, {len(programs)} programs: 0 imported")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.lib.planted import imported_modules, plant_modules
 from tests.lib.repository import ROOT
 from tools import make_environment
 
@@ -58,11 +59,13 @@ class Clone:
         for name, version in [("torch", "2.13.0"), ("numpy", "2.4"), ("pytest", "8.1")]:
             write_wheel(self.wheels, name, version)
 
-    def start(self, *command: str | Path, **environment: str | Path) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str | Path, cwd: Path | None = None, **environment: str | Path
+    ) -> subprocess.Popen[str]:
         pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": self.wheels, "PIP_CONFIG_FILE": os.devnull}
         return subprocess.Popen(
             command,
-            cwd=self.root,
+            cwd=cwd or self.root,
             env={"PATH": os.environ["PATH"], **pip, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -205,6 +208,23 @@ def test_killed_installation_is_repeated(clone: Clone, image: Path) -> None:
     code, python, messages = clone.find(PYTHON=image)
     assert code == 0, messages
     assert packages_of(python)["small-one"][0] == "1.2"
+
+
+@pytest.mark.row(31, "Nothing of the current folder is imported")
+def test_installation_imports_nothing_of_the_current_folder(
+    clone: Clone, image: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    plant_modules(folder)
+    script = f'source "{clone.root}/tools/find_python.sh"; find_python; echo "$PYTHON"'
+    # Each empty entry stands for the current folder, and CDPATH must not lead elsewhere.
+    variables = {"PYTHON": image, "PYTHONPATH": "::", "CDPATH": folder}
+    process = clone.start("bash", "-euc", script, cwd=folder, **variables)
+    found, messages = process.communicate(timeout=120)
+    assert process.returncode == 0, messages
+    assert found.strip() == str(clone.venv / "bin" / "python")
+    assert packages_of(found.strip())["small-one"][0] == "1.2"
+    assert imported_modules(folder) == []
 
 
 def test_concurrent_starts_install_once(clone: Clone, image: Path) -> None:
