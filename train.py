@@ -31,6 +31,7 @@ from run_spec import RunSpec, resolve
 from runtime import exit_codes
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
+from runtime.filesystem import atomic_write_text
 from runtime.log import init_logging, logger
 from runtime.machine import disable_malloc_trim
 from runtime.object_collectives import raise_if_unequal
@@ -78,7 +79,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     control.clear_previous_outcome()
     if dist.get_rank() == 0:
         # Only now: a start that is rejected changes nothing of the run.
-        (run.folder / "config.toml").write_text(dump_toml(config))
+        atomic_write_text(run.folder / "config.toml", dump_toml(config))
     agreed = check_replicas(model.module, dims.weight_mesh, tied=model.tied)
     logger.info("replica check: %s", agreed or "skipped (no rank has a replica)")
 

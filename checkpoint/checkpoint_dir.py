@@ -17,10 +17,10 @@ from checkpoint.tensor_files import (
     TENSOR_INDEX_FILE,
     HashedFile,
     TensorRecord,
-    read_file,
     read_index,
     write_index,
 )
+from runtime.filesystem import read_file
 from runtime.log import logger
 
 STATE_FILE = "state.json"
@@ -123,13 +123,19 @@ def purge(folder: Path, *, keep: int, keep_every: int, verified: set[str]) -> No
 
 
 def delete(folders: Iterable[Path]) -> None:
-    """Delete folders; one that is missing, or partly in use, is no error."""
+    """Delete folders; one that is missing, or partly in use, is no error.
+
+    Of a symbolic link only the link is deleted.
+    """
     for folder in folders:
         # Renamed first, so that a half-deleted folder never counts as a checkpoint.
         trash = folder.with_name(f".trash-{uuid.uuid4().hex}")
         # Another thread may have deleted it.
         with suppress(FileNotFoundError):
             folder.rename(trash)
+        if trash.is_symlink():
+            trash.unlink()
+            continue
         # The next save deletes what remains, such as files that are open on NFS.
         shutil.rmtree(trash, ignore_errors=True)
 

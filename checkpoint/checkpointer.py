@@ -5,6 +5,7 @@ fsynced and renamed to ``step-00000100``: visible means complete. Loading takes 
 verifies. A thread writes; the main thread runs the collectives and the rename.
 """
 
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection
@@ -34,7 +35,7 @@ from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest
 from checkpoint.tensor_files import Reader, TensorRecord, read_index, write_tensor_file
 from config import ConfigError
 from config.job_config import Checkpoint
-from runtime.filesystem import fsync_folder
+from runtime.filesystem import fsync_folder, make_folder
 from runtime.log import logger
 from runtime.object_collectives import (
     RankFailure,
@@ -257,7 +258,7 @@ class Checkpointer:
 
     def _open_scratch(self, step: int) -> Path:
         """Create a temporary folder; first delete those of earlier attempts, to free disk space."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self._folder)
         delete([*self._folder.glob(".tmp-step-*"), *self._folder.glob(".trash-*")])
         scratch = self._folder / f".tmp-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         scratch.mkdir(mode=0o700)
@@ -291,7 +292,7 @@ class Checkpointer:
         )
         fsync_folder(save.scratch)
         folder = self._folder / f"step-{save.step:08d}"
-        if folder.exists():
+        if os.path.lexists(folder):
             # An earlier save of this step failed after its rename. Never overwrite.
             quarantine(folder, "replaced")
         save.scratch.rename(folder)

@@ -33,10 +33,10 @@ from torch.futures import Future
 
 from checkpoint.checkpointer import Stateful
 from checkpoint.manifest import FILE_NAME, MANIFEST_FILE
-from checkpoint.tensor_files import Reader, open_file, read_file
+from checkpoint.tensor_files import Reader
 from config import ConfigError
 from config.resume_compat import changed_arguments
-from runtime.filesystem import fsync_folder
+from runtime.filesystem import fsync_folder, open_file, read_file
 from runtime.log import logger
 from runtime.object_collectives import gather_to_rank0, raise_if_unequal, run_on_rank0
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import xxhash
 
-from checkpoint.tensor_files import HashedFile, describe_file, read_file
+from checkpoint.tensor_files import HashedFile, describe_file
+from runtime.filesystem import read_file
 
 MANIFEST_FILE = "manifest.json"
 # No path separators: a name cannot lead out of the checkpoint directory.

@@ -6,7 +6,6 @@ DCP plans what each rank writes and reads. Nothing is pickled, so reading runs n
 import json
 import math
 import os
-import stat
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -25,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
 from torch.futures import Future
+
+from runtime.filesystem import open_file, read_file
 
 TENSOR_INDEX_FILE = "tensors.json"
 # In bytes. Tensors are read in place, so they must start at multiples of their element size.
@@ -159,21 +160,6 @@ def _parse(fqn: str, fields: dict[str, Any], sizes: Mapping[str, int]) -> Tensor
     if total != math.prod(record.shape):
         raise ValueError(f"{fqn}: the shards do not add up to the tensor")
     return record
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a regular file to read; raise ``OSError`` for a symlink, a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path}: not a regular file")
-    return os.fdopen(descriptor, "rb")
-
-
-def read_file(path: Path) -> bytes:
-    """Read a regular file; raise ``OSError`` as ``open_file`` does."""
-    with open_file(path) as file:
-        return file.read()
 
 
 def describe_file(path: Path) -> dict[str, Any]:

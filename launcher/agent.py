@@ -25,7 +25,7 @@ import torch.distributed as dist
 from config import ConfigError, JobConfig, dump_toml
 from launcher.post_mortem import STORE_SECONDS, FailureReport, diagnose, is_aborted
 from runtime import exit_codes
-from runtime.filesystem import make_folder
+from runtime.filesystem import make_folder, open_file, reject_link
 from runtime.imports import import_variables
 from runtime.signals import handle_signals
 
@@ -212,11 +212,14 @@ def _start(
     processes = {}
     for local, (rank, path) in enumerate(error_files.items()):
         own = {"RANK": str(rank), "LOCAL_RANK": str(local), "TORCHELASTIC_ERROR_FILE": str(path)}
-        log_paths = [f"{logs}/rank-{rank}.{suffix}" for suffix in ("out", "err")]
         with ExitStack() as files:
             out, err = (
-                None if local in shown else files.enter_context(open(log, "wb"))
-                for log in (log_paths if logs is not None else [os.devnull] * 2)
+                None
+                if local in shown
+                else subprocess.DEVNULL
+                if logs is None
+                else files.enter_context(open_file(logs / f"rank-{rank}.{suffix}", "wb"))
+                for suffix in ("out", "err")
             )
             processes[rank] = subprocess.Popen(
                 [sys.executable, "-u", *program],
@@ -232,6 +235,7 @@ def _make_logs(logs: Path) -> None:
     """Create ``logs`` and its parents. Raises ``ConfigError`` if that fails."""
     try:
         make_folder(logs.parent)
+        reject_link(logs)
         logs.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"job.output_dir: {error}"]) from None

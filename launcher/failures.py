@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.filesystem import make_folder
+from runtime.filesystem import make_folder, open_file
 
 MOST_ATTEMPTS = 3
 
@@ -42,8 +42,8 @@ def newest_saved_step(control: Path) -> int:
 
 def _append(control: Path, record: dict[str, Any]) -> None:
     line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | record)
-    with (control / "failures").open("a") as file:
-        file.write(line + "\n")
+    with open_file(control / "failures", "ab+") as file:
+        file.write(f"{line}\n".encode())
 
 
 def _last(control: Path) -> dict[str, Any]:

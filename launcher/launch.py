@@ -26,6 +26,7 @@ from models import find_model
 from parallelisms.constraints import check_constraints
 from runtime import exit_codes
 from runtime.control import is_locked
+from runtime.filesystem import check_run_folder
 from runtime.machine import available_cpus, enable_expandable_segments
 
 end_imports()
@@ -86,6 +87,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
 def clear_previous_end(control: Path) -> None:
     """Delete the last launcher's exit code. Raises ``ConfigError`` if the folder is unusable."""
     try:
+        check_run_folder(control.parent)
         exit_codes.clear_exit_code(control)
     except OSError as error:
         raise ConfigError([f"job.output_dir: {error}"]) from None

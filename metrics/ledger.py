@@ -17,6 +17,8 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 import torch
 
+from runtime.filesystem import make_folder, open_file
+
 
 class RowState(Protocol):
     """Position of a row in its documents."""
@@ -62,7 +64,7 @@ class Ledger:
     """Ledger file of this rank. A step counts only if every rank has a line for it."""
 
     def __init__(self, folder: Path, attempt: AttemptHeader) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         self._file = _open_after_torn_line(folder / f"rank-{attempt.rank:05d}.jsonl")
         self.begin(attempt)
 
@@ -104,7 +106,7 @@ def _crc32(tokens: np.ndarray, labels: np.ndarray) -> int:
 
 def _open_after_torn_line(path: Path) -> TextIO:
     """Open ``path`` to append on a new line, because a kill may have left a torn one."""
-    file = path.open("ab+")
+    file = open_file(path, "ab+")
     if file.tell() > 0:
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":

@@ -5,15 +5,17 @@ import math
 import resource
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from config.job_config import Metrics
-from runtime.filesystem import atomic_write_text
+from runtime.filesystem import atomic_write_text, make_folder, open_file
 from runtime.log import duration, logger
 
 
@@ -153,7 +155,7 @@ def _open_log(path: Path, resumed_step: int | None) -> TextIO:
         steps = ((line + "\n", _step_of(line)) for line in path.read_text().splitlines())
         last = math.inf if resumed_step is None else resumed_step
         atomic_write_text(path, "".join(line for line, step in steps if step <= last))
-    return path.open("a")
+    return TextIOWrapper(open_file(path, "ab+"), encoding="utf-8")
 
 
 def _step_of(line: str) -> float:
@@ -178,4 +180,7 @@ def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     purged = None if resumed_step is None else resumed_step + 1
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
+    make_folder(folder / "tensorboard")
+    # A random name, because the writer would follow a link of that name.
+    suffix = f".{uuid.uuid4().hex}"
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purged, filename_suffix=suffix)

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity
 
 from config.job_config import Profiling
 from runtime.compat import require
+from runtime.filesystem import make_folder, replaced_file
 from runtime.log import logger
 
 TRACED_STEPS = 2
@@ -27,12 +28,13 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
         record = require("torch.cuda.memory:_record_memory_history", key=key)
         dump = require("torch.cuda.memory:_dump_snapshot", key=key)
         record(max_entries=1_000_000)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     last_step = 0
 
     def write(profile: torch.profiler.profile) -> None:
         path = folder / f"trace-step-{last_step:08d}-rank{rank}.json.gz"
-        profile.export_chrome_trace(str(path))
+        with replaced_file(path) as scratch:
+            profile.export_chrome_trace(str(scratch))
         logger.info("trace: %s", path)
 
     trace = _build_profiler(config, write) if config.enable_trace else None
@@ -44,7 +46,8 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
             trace.step()
         if snapshots and step % config.trace_freq == 0:
             path = folder / f"memory-step-{step:08d}-rank{rank}.pickle"
-            dump(str(path))
+            with replaced_file(path) as scratch:
+                dump(str(scratch))
 
     if trace is not None:
         trace.start()

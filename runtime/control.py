@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -19,7 +20,12 @@ import torch.distributed as dist
 
 from config import ConfigError
 from runtime.exit_codes import STOP_FILE
-from runtime.filesystem import atomic_write_text, make_folder
+from runtime.filesystem import (
+    atomic_write_text,
+    check_run_folder,
+    make_folder,
+    open_file,
+)
 from runtime.object_collectives import run_on_rank0
 from runtime.signals import SIGNALS, handle_signals
 
@@ -103,9 +109,13 @@ class RunControl:
 def lock_run(folder: Path) -> TextIO:
     """Lock the ``control/`` folder until the returned file is closed.
 
-    Raises ``ConfigError`` that names the process that holds the lock.
+    Raises ``ConfigError`` that names the process that holds it, or a link in the run's folder.
     """
-    file = (folder / "lock").open("a+")
+    try:
+        check_run_folder(folder.parent)
+        file = TextIOWrapper(open_file(folder / "lock", "ab+"))
+    except OSError as error:
+        raise ConfigError([f"job.output_dir: {error}"]) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

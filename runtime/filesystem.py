@@ -1,23 +1,106 @@
-"""Private run folders, atomic writes and fsync."""
+"""A run's files: opened without following links, replaced atomically, and fsynced.
 
+A run's folder, or what contains it, may be a symbolic link. Nothing that a run writes in its folder
+may be one: who can write there, or made the archive it came from, could choose which file elsewhere
+is written or deleted.
+"""
+
+import errno
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import BinaryIO
+
+RUN_FILES = ("config.toml", "metrics.jsonl")
+RUN_FOLDERS = ("checkpoints", "control", "ledger", "logs", "tensorboard", "traces")
+FLAGS = {
+    "rb": os.O_RDONLY,
+    "wb": os.O_WRONLY | os.O_CREAT,
+    "ab+": os.O_RDWR | os.O_CREAT | os.O_APPEND,
+}
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise ``OSError`` if anything that a run writes in ``folder`` is a symbolic link."""
+    for name in (*RUN_FILES, *RUN_FOLDERS):
+        reject_link(folder / name)
+    for pattern in ("control/*", "ledger/*"):
+        for path in folder.glob(pattern):
+            reject_link(path)
+
+
+def reject_link(path: Path) -> None:
+    """Raise ``OSError`` if ``path`` is a symbolic link."""
+    if path.is_symlink():
+        text = "a symbolic link, which is not followed; only the run's folder may be one"
+        raise OSError(errno.ELOOP, text, str(path))
 
 
 def make_folder(folder: Path) -> None:
-    """Create ``folder`` (a run's ``control/`` or ``logs/``) and its parent, with mode 0700."""
+    """Create a folder of a run, such as ``control/``, and its parent, with mode 0700.
+
+    Raises ``OSError`` if ``folder`` is a symbolic link.
+    """
+    reject_link(folder)
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def open_file(path: Path, mode: str = "rb") -> BinaryIO:
+    """Open a regular file; ``mode`` is rb, wb or ab+.
+
+    Raises ``OSError`` for a symbolic link, a pipe or a device and, to write, for a file with a
+    second hard link, which may be a file elsewhere.
+    """
+    flags = FLAGS[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError:
+        reject_link(path)
+        raise
+    status = os.fstat(descriptor)
+    problem = "" if stat.S_ISREG(status.st_mode) else "not a regular file"
+    if mode != "rb" and status.st_nlink > 1:
+        problem = f"{status.st_nlink} hard links to this file; replace this one by a copy"
+    if problem:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, problem, str(path))
+    if mode == "wb":
+        os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, mode)
+
+
+def read_file(path: Path) -> bytes:
+    """Read a regular file; raise ``OSError`` as ``open_file`` does."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def atomic_write_text(path: Path, text: str) -> None:
     """Replace a file atomically: even after a power cut, it has the old or the new text."""
     scratch = path.with_name(f".{path.name}")
-    with scratch.open("w") as file:
+    # A killed process may have left it.
+    scratch.unlink(missing_ok=True)
+    with scratch.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(scratch, path)
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Yield a path in a new folder beside ``path``; on success, its file replaces ``path``.
+
+    For libraries that write to a path, and would follow a link.
+    """
+    with TemporaryDirectory(prefix=".tmp-", dir=path.parent) as folder:
+        scratch = Path(folder) / path.name
+        yield scratch
+        os.replace(scratch, path)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -209,7 +209,8 @@ def compare_folders(report: Report, config: JobConfig, n_parameters: int) -> str
         free = shutil.disk_usage(folder).free / GIB
         if own.is_leader:
             own_file = folder / f".preflight-{token}-{own.node}"
-            own_file.write_text(token)
+            with own_file.open("x") as file:
+                file.write(token)
     except OSError as error:
         problem = f"cannot write to {folder}: {error}"
     try:

@@ -14,6 +14,7 @@ PARITY = "tests/parallelisms/test_parity.py::test_cell_matches_one_device"
 RESUME = "tests/reliability/test_resume.py"
 MESHES = "tests/test_meshes.py"
 PLANTED = "tests/reliability/test_planted.py"
+LINKS = "tests/reliability/test_links.py"
 
 
 @dataclass(frozen=True)
@@ -1019,6 +1020,51 @@ SECURITY = [
         before='given is None and ":" not in name',
         after="given is None",
         tests=("tests/reliability/test_untrusted.py",),
+    ),
+    Mutation(
+        "link-is-opened",
+        "runtime/filesystem.py",
+        before="FLAGS[mode] | os.O_NOFOLLOW |",
+        after="FLAGS[mode] |",
+        tests=(LINKS,),
+    ),
+    Mutation(
+        "hard-link-is-written",
+        "runtime/filesystem.py",
+        before="status.st_nlink > 1",
+        after="status.st_nlink > 2",
+        tests=(LINKS,),
+    ),
+    Mutation(
+        "folder-that-is-a-link-is-used",
+        "runtime/filesystem.py",
+        before="    reject_link(folder)\n",
+        after="",
+        tests=(LINKS,),
+    ),
+    Mutation(
+        "scratch-file-that-is-a-link-is-written",
+        "runtime/filesystem.py",
+        before="""\
+    scratch.unlink(missing_ok=True)
+    with scratch.open("x",\
+""",
+        after='    with scratch.open("w",',
+        tests=(LINKS,),
+    ),
+    Mutation(
+        "link-to-a-checkpoint-stays",
+        "checkpoint/checkpoint_dir.py",
+        before="if trash.is_symlink():",
+        after="if False:",
+        tests=(LINKS,),
+    ),
+    Mutation(
+        "launcher-writes-through-links",
+        "launcher/launch.py",
+        before="        check_run_folder(control.parent)\n",
+        after="",
+        tests=(LINKS,),
     ),
 ]
 
