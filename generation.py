@@ -1,18 +1,12 @@
 """Generate text samples from the current weights."""
 
 import math
-import re
 from collections.abc import Callable
 
 import torch
 
 TEMPERATURE = 0.8
 WINDOW_MULTIPLE = 64
-
-
-def printable(text: str) -> str:
-    """Escape the control characters in ``text``, except tabs and newlines."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
 def sample(

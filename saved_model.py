@@ -17,6 +17,7 @@ from config.resume_compat import changed_arguments
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
+from runtime.log import say
 
 
 def saved_model(
@@ -136,11 +137,7 @@ def find_checkpoint(path: Path) -> Path:
     for folder in checkpoints:
         found = verify_checkpoint(folder)
         if not found:
-            print(
-                "".join(f"skipped: {problem}\n" for problem in problems),
-                end="",
-                file=sys.stderr,
-            )
+            say(*(f"skipped: {problem}" for problem in problems), file=sys.stderr)
             return folder
         problems += found
     raise ValueError(f"{path}: no checkpoint verifies: {'; '.join(problems)}")

@@ -32,7 +32,7 @@ from runtime import exit_codes
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
 from runtime.filesystem import atomic_write_text
-from runtime.log import init_logging, logger
+from runtime.log import error_text, init_logging, logger, report
 from runtime.machine import disable_malloc_trim
 from runtime.object_collectives import raise_if_unequal
 from runtime.program import program_facts
@@ -110,7 +110,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
 def start(arguments: list[str]) -> int:
     """Train the config that ``arguments`` name; report its errors without a traceback."""
     if not arguments:
-        return report_config_error(ValueError(__doc__))
+        return report_config_error(ConfigError((__doc__ or "").splitlines()))
     with RankHeartbeat(os.environ) as heartbeat:
         try:
             config = load_config(Path(arguments[0]), arguments[1:])
@@ -135,9 +135,9 @@ def report_config_error(error: ValueError) -> int:
     """Report an error of the config, and return the exit code for it."""
     # The launcher ends all ranks after the first, before they print: it prints this file instead.
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        Path(path).write_text(json.dumps({"message": str(error)}))
+        Path(path).write_text(json.dumps({"message": error_text(error)}))
     else:
-        print(error, file=sys.stderr)
+        report(error)
     return exit_codes.BAD_CONFIG
 
 

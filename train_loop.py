@@ -24,7 +24,7 @@ from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.control import RunControl
 from runtime.exit_codes import StopReason, stopped_by
-from runtime.log import logger
+from runtime.log import OF_LINES, logger
 from runtime.object_collectives import run_on_rank0
 from train_step import StepResult, TrainStep
 from validation import Validator, generate_sample
@@ -183,7 +183,7 @@ class TrainLoop:
         is_whole = stop in (exit_codes.FINISHED, exit_codes.DATA_ENDED)
         if is_whole and config.validation.sample_tokens > 0:
             text = generate_sample(self.run, self.train_step.runner, self.model.dims)
-            logger.info("sample:\n%s", text)
+            logger.info("sample:\n%s", text, extra=OF_LINES)
         log_outcome(self.run, step, stop)
         if stop != exit_codes.NOT_SAVED:
             self.control.end(stop.outcome)

@@ -5,7 +5,7 @@ import torch
 from data.loader import Microbatch, num_target_tokens
 from data.step_batches import next_microbatches
 from forward_backward import ModelRunner
-from generation import printable, sample
+from generation import sample
 from metrics.bits_per_byte import bits_per_nat
 from parallelisms.parallel_dims import ParallelDims, sequence_multiple
 from run_spec import RunSpec
@@ -75,4 +75,4 @@ def generate_sample(run: RunSpec, runner: ModelRunner, dims: ParallelDims) -> st
         multiple_of=sequence_multiple(dims.degrees, config.parallelism.context_parallel_method),
         seed=config.debug.seed,
     )
-    return printable(config.validation.sample_prompt + tokenizer.decode(tokens))
+    return config.validation.sample_prompt + tokenizer.decode(tokens)

@@ -103,8 +103,10 @@ def load_weights(path: Path, model: Stateful, family: Family | None, args: Any) 
     def problems() -> list[str]:
         try:
             opened.append(open_checked(path, family, args, {k: t.shape for k, t in state.items()}))
+        except ConfigError as error:
+            return error.messages
         except ValueError as error:
-            return str(error).splitlines()
+            return [str(error)]
         return []
 
     answers = gather_to_rank0(problems)
@@ -206,7 +208,7 @@ class Folder:
                 found.append(f"{self._path}: {one} and {other} are tied, but not equal")
         found = [text for text in found if text]
         if found:
-            raise ValueError("\n".join(found[:3]))
+            raise ConfigError(found[:3])
         self._log(family.defaults(self.config), Counter(skipped.values()))
 
     def _log(self, defaults: Mapping[str, Any], skipped: Mapping[str, int]) -> None:

@@ -27,6 +27,7 @@ from parallelisms.constraints import check_constraints
 from runtime import exit_codes
 from runtime.control import is_locked
 from runtime.filesystem import check_run_folder
+from runtime.log import report, say
 from runtime.machine import available_cpus, enable_expandable_segments
 
 end_imports()
@@ -44,7 +45,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     try:
         nodes = find_nodes(environment)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        report(error)
         return exit_codes.BAD_CONFIG
     try:
         config = load_config(Path(arguments[0]), arguments[1:])
@@ -57,7 +58,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         if nodes.rank == 0:
             clear_previous_end(control)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        report(error)
         end_other_nodes(nodes, str(error))
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
@@ -66,7 +67,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     try:
         end = run_ranks(program, config, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        report(error)
         return exit_codes.BAD_CONFIG
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
@@ -131,14 +132,15 @@ def report_failure(end: End, control: Path) -> int:
         lines = end.verdict.lines
         print(end.verdict.traceback, end="", file=sys.stderr)
     if end.verdict is not None or end.signal is None:
-        print("the run failed: " + "\n  ".join(lines), file=sys.stderr)
+        first, *others = lines
+        say(f"the run failed: {first}", *(f"  {line}" for line in others), file=sys.stderr)
     if end.signal is not None:
         # The run was asked to stop, so it is unknown whether a retry would fail.
         return exit_codes.FAILED
     attempt = record_failure(control, lines=lines, codes=end.codes)
     if attempt < MOST_ATTEMPTS:
         return exit_codes.FAILED
-    print(
+    say(
         f"{attempt} attempts failed without a checkpoint newer than step"
         f" {newest_saved_step(control)}: not retrying. See {control / 'failures'}",
         file=sys.stderr,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from runtime import exit_codes
 from runtime.machine import die_with_parent
+from runtime.printable import format_traceback
 from runtime.release import add_release_note
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +105,7 @@ class RankHeartbeat:
             add_release_note(error)
         self._thread.join(STORE_SECONDS)
         if self._thread.is_alive() and isinstance(error, Exception):
-            traceback.print_exception(error)
+            print(format_traceback(error), end="", file=sys.stderr)
             os._exit(exit_codes.FAILED)
         if self._is_standalone or self._thread.is_alive():
             return
@@ -117,7 +118,7 @@ class RankHeartbeat:
         except dist.DistError:
             # The launcher, which would print it, has exited.
             if error is not None:
-                traceback.print_exception(error)
+                print(format_traceback(error), end="", file=sys.stderr)
         if isinstance(error, Exception):
             os._exit(exit_codes.FAILED)
 
@@ -142,7 +143,7 @@ class RankHeartbeat:
             self._snapshot(),
             place=_place(innermost_first),
             error=f"{type(error).__name__}: {error}".partition("\n")[0],
-            traceback="".join(traceback.format_exception(error)),
+            traceback=format_traceback(error),
             order=self._store.add("failures", 1),
         )
         self._put("report", report)

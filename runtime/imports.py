@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from runtime.printable import format_traceback
 from runtime.release import add_release_note
 
 ROOT = Path(__file__).absolute().parents[1]
@@ -22,7 +23,9 @@ def begin_imports() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):
             add_release_note(error)
-        report(kind, error, trace)
+            print(format_traceback(error), end="", file=sys.stderr)
+        else:
+            report(kind, error, trace)
 
     sys.excepthook = hook
 

@@ -1,14 +1,34 @@
-"""Logger setup, silenced library warnings, and duration formatting."""
+"""Logger setup, printing of untrusted text, silenced library warnings, and duration formatting."""
 
 import logging
 import sys
 import warnings
+from typing import TextIO
+
+from config import ConfigError
+from runtime.printable import printable, printable_lines
+
+# ``extra`` of a record whose lines are to be kept, such as a sample of text.
+OF_LINES = {"is_of_lines": True}
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats every record as one printable line, or ``OF_LINES`` with all but the first indented.
+
+    What a record quotes from a file can thus neither control a terminal nor look like a record.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if getattr(record, "is_of_lines", False):
+            return printable_lines(text).replace("\n", "\n  ")
+        return printable(text)
 
 
 def init_logging() -> None:
     """Log to stdout on every rank; the launcher selects the ranks that are shown."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger("shardloom")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
@@ -17,6 +37,23 @@ def init_logging() -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Harmless: each trace is exported at the end of its cycle.
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+
+
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Print each of ``lines`` as one printable line, by default to stdout."""
+    for line in lines:
+        print(printable(line), file=file)
+
+
+def report(error: BaseException) -> None:
+    """Print the message of ``error`` on stderr, or each message of a ``ConfigError``."""
+    print(error_text(error), file=sys.stderr)
+
+
+def error_text(error: BaseException) -> str:
+    """Printable message of ``error``; one line, or one per message of a ``ConfigError``."""
+    messages = error.messages if isinstance(error, ConfigError) else [str(error)]
+    return "\n".join(map(printable, messages))
 
 
 def duration(seconds: float) -> str:

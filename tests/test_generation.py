@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from generation import TEMPERATURE, printable, sample, sample_token
+from generation import TEMPERATURE, sample, sample_token
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
@@ -53,12 +53,6 @@ def test_samples_depend_on_the_seed_and_stay_below_n_ids(model: nn.Module) -> No
 
     assert sample_token(0) == sample_token(0) != sample_token(1)
     assert max(sample_token(0, n_ids=3)) < 3
-
-
-def test_control_characters_are_escaped() -> None:
-    assert printable("a\x1b[2J\x07\x0e\x9b b\r\tc\n\u00e9\ufffd") == (
-        "a\\x1b[2J\\x07\\x0e\\x9b b\\r\tc\n\u00e9\ufffd"
-    )
 
 
 def test_certain_token_is_sampled() -> None:

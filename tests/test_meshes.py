@@ -130,8 +130,9 @@ def test_reference_run_has_everything_compared(two_ranks: Reference) -> None:
     assert list(validation_curve(folder)) == [0, 3, 6]
     first, second = samples(folder)
     assert first == second
-    assert first.startswith(PROMPT)
-    assert len(first) > len(PROMPT) + 1
+    # The lines of a sample are indented.
+    assert first.startswith(f"  {PROMPT}")
+    assert len(first) > len(PROMPT) + 3
 
 
 LAYOUTS = [

@@ -18,6 +18,7 @@ import numpy as np
 from data.batch_size import batch_size_of
 from metrics.ledger import AttemptHeader
 from runtime import exit_codes
+from runtime.log import say
 from tools.cli import Parser, path_argument, reporting_errors
 
 SHOWN_VIOLATIONS = 20
@@ -82,15 +83,15 @@ def main(arguments: list[str]) -> int:
     folders = [options.run] if options.against is None else [options.run, options.against]
     lineages = [replay(folder) for folder in folders]
     for folder, lineage in zip(folders, lineages, strict=True):
-        print(f"{folder}: {summary(lineage)}")
+        say(f"{folder}: {summary(lineage)}")
     violations = [text for lineage in lineages for text in lineage.violations]
     if options.against is not None:
         differences, text = compare(*lineages)
         violations += differences
-        print(text)
+        say(text)
     if len(violations) > SHOWN_VIOLATIONS:
         violations[SHOWN_VIOLATIONS:] = [f"and {len(violations) - SHOWN_VIOLATIONS} more"]
-    print("".join(f"{text}\n" for text in violations), end="")
+    say(*violations)
     return exit_codes.FAILED if violations else exit_codes.DONE
 
 

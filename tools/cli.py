@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NoReturn
 
 from config.paths import expand_path
 from runtime import exit_codes
+from runtime.log import report
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,7 +31,7 @@ def reporting_errors(main: Callable[[list[str]], int]) -> Callable[[list[str]], 
         try:
             return main(arguments)
         except (OSError, ValueError) as error:
-            print(error, file=sys.stderr)
+            report(error)
             return exit_codes.BAD_CONFIG
 
     return wrapper

@@ -43,6 +43,7 @@ from data.tokenizer_export import NotRepresentable, TokenizerFiles, build_tokeni
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from runtime import exit_codes
+from runtime.log import say
 from saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 from tools.cli import Parser, path_argument, path_text, reporting_errors
 
@@ -124,7 +125,7 @@ def export_checkpoint(
                 yield from ((name, _cast(name, part, dtype)) for name, part in split(pair, weight))
 
     write_folder(folder, config, tensors(), files=written.files, shard_bytes=shard_bytes)
-    print(f"{folder}: {config['architectures'][0]}, {config['dtype']}, step {manifest['step']}")
+    say(f"{folder}: {config['architectures'][0]}, {config['dtype']}, step {manifest['step']}")
 
 
 def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
@@ -158,7 +159,7 @@ def _tokenizer_files(
     """Files of the run's tokenizer; none if the checkpoint names none."""
     found = saved_tokenizer(checkpoint, manifest, name)
     if found is None:
-        print("tokenizer: not written, the checkpoint names none and --tokenizer is not set")
+        say("tokenizer: not written, the checkpoint names none and --tokenizer is not set")
         return TokenizerFiles({}, {"bos_token_id": None, "eos_token_id": None})
     name, tokenizer = found
     path = Path(name)
@@ -169,7 +170,7 @@ def _tokenizer_files(
     try:
         written = build_tokenizer_files(name, tokenizer)
     except NotRepresentable as error:
-        print(f"tokenizer: AutoTokenizer cannot load this folder, no tokenizer.json: {error}")
+        say(f"tokenizer: AutoTokenizer cannot load this folder, no tokenizer.json: {error}")
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         return TokenizerFiles(own, ids)
     return replace(written, files={**written.files, **own})
@@ -215,7 +216,7 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
             file = f"part-{number:05d}.bin"
             parts[file] = write_tensor_file(scratch / file, group, read)
         write_metadata(scratch, parts, state={}, metadata=metadata)
-    print(f"{checkpoint}: {name}, for checkpoint.initial_load_path")
+    say(f"{checkpoint}: {name}, for checkpoint.initial_load_path")
 
 
 def _item(fqn: str, shape: torch.Size, dtype: torch.dtype) -> WriteItem:
@@ -259,7 +260,7 @@ def _metadata(folder: Path, name: str, spec: ModelSpec, args: TransformerArgs) -
             metadata["fingerprints"] = {"tokenizer": load_tokenizer(str(path)).fingerprint}
             config["data"] = {"tokenizer": str(path.absolute())}
         except ValueError as error:
-            print(f"tokenizer: skipped: {error}")
+            say(f"tokenizer: skipped: {error}")
     attempt = uuid.uuid4().hex
     lineage = {"run": attempt, "parent": None, "attempt": attempt}
     return {"step": 0, "world_size": 1, **lineage, **metadata}

@@ -23,13 +23,15 @@ from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState
 from checkpoint.tensor_files import load_single_process, read_index
 from config.job_config import Training
-from generation import TEMPERATURE, printable, sample_token
+from generation import TEMPERATURE, sample_token
 from models import ModelSpec, TransformerArgs
 from models.kv_cache import cached
 from models.meta import build_on_meta
 from parallelisms.tied_weights import preserve_tied_weights
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
+from runtime.log import say
+from runtime.printable import printable_lines
 from saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
 from tools.cli import Parser, path_argument, path_text, reporting_errors, whole_number
 
@@ -156,7 +158,7 @@ def write_text(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype) if options.dtype else compute_dtype(Training(), device)
     model = load_model(folder, manifest, spec, args=args, dtype=dtype, device=device)
-    print(f"{folder}: {name}, {dtype} on {device}", file=sys.stderr)
+    say(f"{folder}: {name}, {dtype} on {device}", file=sys.stderr)
 
     choose = partial(
         sample_token,
@@ -188,7 +190,7 @@ def write_text(options: argparse.Namespace) -> None:
 
 def _print(text: str) -> None:
     if sys.stdout.isatty():
-        text = printable(text)
+        text = printable_lines(text)
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
 

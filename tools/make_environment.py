@@ -286,7 +286,9 @@ def read(file: Path) -> str:
 
 
 def log(text: str) -> None:
-    print(f"environment: {text}", file=sys.stderr, flush=True)
+    # pip quotes names that an index chose.
+    shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    print(f"environment: {shown}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from config import load_config
 from launcher.agent import Nodes, open_store, run_ranks
 from launcher.launch import check_run, cpu_threads, find_nodes, ranks_per_node
 from runtime import exit_codes
+from runtime.log import report, say
 from tools.preflight_rank import HAS_FINDINGS
 
 PROGRAM = ["-m", "tools.preflight_rank"]
@@ -41,7 +42,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         n_ranks, nodes = ranks_per_node(environment), find_nodes(environment)
         check_run(config, n_ranks, nodes.count)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        report(error)
         return exit_codes.BAD_CONFIG
     seconds = config.comm.init_timeout_seconds
     if nodes.count > 1:
@@ -53,7 +54,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             where = f"{nodes.address}:{nodes.port}"
             findings = [f"node {nodes.rank}: no answer from node 0 at {where}: {reason}"]
         if findings:
-            print("\n".join(findings), file=sys.stderr)
+            say(*findings, file=sys.stderr)
             return exit_codes.FAILED
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     end = run_ranks(PROGRAM, config, n_ranks=n_ranks, nodes=nodes, shown={0})
@@ -64,7 +65,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return exit_codes.FAILED if HAS_FINDINGS in codes else exit_codes.DONE
     if nodes.rank == 0:
         lines = [f"exit codes by rank: {end.codes}"] if end.verdict is None else end.verdict.lines
-        print("preflight: ranks failed:\n  " + "\n  ".join(lines), file=sys.stderr)
+        say("preflight: ranks failed:", *(f"  {line}" for line in lines), file=sys.stderr)
     return exit_codes.FAILED
 
 

@@ -27,6 +27,7 @@ from run_spec import RunSpec, resolve
 from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.distributed import init_distributed
+from runtime.log import error_text, say
 from runtime.machine import available_cpus
 from runtime.object_collectives import ABSENT, all_gather_object
 from runtime.program import program_facts
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> int:
         try:
             run = resolve(config, world_size=int(os.environ["WORLD_SIZE"]))
         except ValueError as error:
-            config_error = str(error)
+            config_error = error_text(error)
         device = init_distributed(config.comm)
         set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
         code = check(config, run, config_error, device)
@@ -113,10 +114,10 @@ def check(config: JobConfig, run: RunSpec | None, config_error: str, device: tor
     compare_speeds(report, device)
     dims = compare_dims(report, config, device)
     if rank == 0:
-        print(f"{len(report.leaders)} nodes, {len(places)} ranks on {device.type}; {title}")
+        say(f"{len(report.leaders)} nodes, {len(places)} ranks on {device.type}; {title}")
         rows = zip(*([name, *texts] for name, texts in report.columns.items()), strict=True)
-        print("\n".join(aligned([list(row) for row in rows]) + aligned(dims)))
-        print("\n".join(findings) or "preflight: passed")
+        say(*aligned([list(row) for row in rows]), *aligned(dims))
+        say(*(findings or ["preflight: passed"]))
     return HAS_FINDINGS if findings else exit_codes.DONE
 
 

@@ -45,6 +45,7 @@ from data.write_shards import (
     tokenize,
 )
 from runtime import exit_codes
+from runtime.log import say
 from runtime.machine import available_cpus
 from runtime.signals import handle_signals
 from tools.cli import Parser, path_argument, reporting_errors, split_overrides, whole_number
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
         print("interrupted; run the same command to resume", file=sys.stderr)
         return exit_codes.PREEMPTED
     except WorkerDied as error:
-        print(f"{error}; run the same command to resume", file=sys.stderr)
+        say(f"{error}; run the same command to resume", file=sys.stderr)
         return exit_codes.FAILED
     return exit_codes.DONE
 
@@ -118,8 +119,8 @@ def verify_folder(folder: Path) -> int:
         n_files += 1
         if problem:
             n_wrong += 1
-            print(f"{path}: {problem}", file=sys.stderr)
-    print(f"{folder}: {n_files - n_wrong} of {n_files} files have the recorded SHA-256")
+            say(f"{path}: {problem}", file=sys.stderr)
+    say(f"{folder}: {n_files - n_wrong} of {n_files} files have the recorded SHA-256")
     return exit_codes.BAD_CONFIG if n_wrong else exit_codes.DONE
 
 
@@ -151,7 +152,7 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
             folder,
             {path.name for path in folder.iterdir() if path.suffix != ".json"} | {TOKEN_INDEX_FILE},
         )
-    print(
+    say(
         f"{folder}: {index['documents']:,} documents ({index['skipped']:,} empty and"
         f" {index['bad']:,} bad ones skipped), {index['tokens']:,} tokens of {index['dtype']},"
         f" {n_shards} shards"
@@ -161,7 +162,7 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
     keys = {"source": "tokens"} | {key: literal_path(path) for key, path in paths.items()}
     keys |= {key: named[key] for key in ("bos", "eos") if named.get(key) is not None}
     overrides = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
-    print(f"next: ./run_train.sh {overrides}")
+    say(f"next: ./run_train.sh {overrides}")
 
 
 def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from checkpoint.checkpoint_dir import list_checkpoints, quarantine, step_of, ver
 from runtime import exit_codes
 from runtime.control import lock_run
 from runtime.filesystem import atomic_write_text
+from runtime.log import say
 from tools.cli import Parser, path_argument, reporting_errors
 
 
@@ -42,9 +43,9 @@ def roll_back(run_folder: Path, step: int) -> None:
             raise ValueError(f"step {step} does not verify: {'; '.join(problems)}")
         # Newest first: an interrupted rollback has still gone back part of the way.
         for later in sorted((number for number in checkpoints if number > step), reverse=True):
-            print(f"quarantined as: {quarantine(checkpoints[later], 'abandoned')}")
+            say(f"quarantined as: {quarantine(checkpoints[later], 'abandoned')}")
         atomic_write_text(run_folder / "control" / "progress", f"{step}\n")
-    print(f"rollback: {run_folder} will resume from step {step}")
+    say(f"rollback: {run_folder} will resume from step {step}")
 
 
 if __name__ == "__main__":

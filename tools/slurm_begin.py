@@ -24,6 +24,7 @@ from launcher.launch import check_run, ranks_per_node, shown_ranks
 from runtime import exit_codes
 from runtime.control import lock_run
 from runtime.filesystem import make_folder
+from runtime.log import report, say
 
 # A file system may hold the locks of a lost node for so long.
 LOCK_SECONDS = 120
@@ -51,11 +52,11 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         folder = config.job.folder
         wait_until_free(folder / "control", LOCK_SECONDS if is_restart else 0)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        report(error)
         return exit_codes.BAD_CONFIG
     control = folder / "control"
     if is_restart and (control / "stop").exists():
-        print(f"stopped: {control / 'stop'} was written while the job was queued", file=sys.stderr)
+        say(f"stopped: {control / 'stop'} was written while the job was queued", file=sys.stderr)
         return exit_codes.DONE
     # Launchers write their exit code to this folder.
     make_folder(control)

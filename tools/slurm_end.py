@@ -12,6 +12,7 @@ from pathlib import Path
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_failure
 from runtime import exit_codes
 from runtime.filesystem import atomic_write_text
+from runtime.log import say
 
 # Bound on consecutive requeues without a newer checkpoint.
 MOST_REQUEUES = 10
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     code, reason = decide(Path(arguments[0]) / "control", is_warned=len(arguments) > 1)
-    print("requeue:" if code == exit_codes.PREEMPTED else "stop:", reason)
+    say(f"{'requeue' if code == exit_codes.PREEMPTED else 'stop'}: {reason}")
     return code
 
 

@@ -27,7 +27,7 @@ from checkpoint.manifest import read_manifest
 from launcher.failures import MOST_ATTEMPTS
 from metrics.goodput import goodput, history_of
 from runtime import exit_codes
-from runtime.log import duration
+from runtime.log import duration, say
 from tools.cli import Parser, path_argument, reporting_errors
 
 LOCKS = Path("/proc/locks")
@@ -85,10 +85,10 @@ def main(arguments: list[str]) -> int:
         lines = [line for status in found for line in paragraph(status)]
     else:
         lines = table(found)
-    print("\n".join(lines), end="\n" if lines else "")
+    say(*lines)
     for folder in options.folders:
         if folder not in runs:
-            print(f"{folder}: not a run folder: no control/lock", file=sys.stderr)
+            say(f"{folder}: not a run folder: no control/lock", file=sys.stderr)
     return exit_codes.DONE if len(runs) == len(options.folders) else exit_codes.BAD_CONFIG
 
 

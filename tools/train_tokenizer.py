@@ -33,6 +33,7 @@ from data.sources import build_sources
 from data.tokenizer import LLAMA3_PATTERN, load_tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime import exit_codes
+from runtime.log import say
 from tools.cli import Parser, path_argument, reporting_errors, split_overrides
 
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
     tokenizer = literal_path(str(options.folder / FILES[0]))
     command = ["./run_train.sh", *overrides, "--data.tokenizer", tokenizer]
     file = "" if str(options.config) == os.devnull else f"CONFIG_FILE={quote(str(options.config))} "
-    print(f"next: {file}{join(command)}")
+    say(f"next: {file}{join(command)}")
     return exit_codes.DONE
 
 
@@ -98,7 +99,7 @@ def train(data: Data, folder: Path, *, seed: int, vocab_size: int, max_bytes: in
         raise ValueError(f"argument --vocab_size: {found}, not {vocab_size:,}")
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, merges)
-    print(f"{n_bytes:,} bytes of text, {time.perf_counter() - begin:.1f} s")
+    say(f"{n_bytes:,} bytes of text, {time.perf_counter() - begin:.1f} s")
     _check_and_measure(folder, texts)
 
 
@@ -178,7 +179,7 @@ def _check_and_measure(folder: Path, texts: list[str]) -> None:
         n_bytes, n_tokens = n_bytes + len(text.encode()), n_tokens + len(ids)
         if n_bytes > MEASURED_BYTES:
             break
-    print(f"{folder}: {first.n_vocab:,} tokens, {n_bytes / n_tokens:.2f} bytes per token")
+    say(f"{folder}: {first.n_vocab:,} tokens, {n_bytes / n_tokens:.2f} bytes per token")
 
 
 if __name__ == "__main__":

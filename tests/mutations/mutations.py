@@ -827,12 +827,12 @@ LAUNCHER_AND_RUNTIME = [
         "failed-rank-asks-to-be-requeued",
         "launcher/post_mortem.py",
         before="""\
-                traceback.print_exception(error)
+                print(format_traceback(error), end="", file=sys.stderr)
         if isinstance(error, Exception):
             os._exit(exit_codes.FAILED)
 """,
         after="""\
-                traceback.print_exception(error)
+                print(format_traceback(error), end="", file=sys.stderr)
         if isinstance(error, Exception):
             os._exit(exit_codes.PREEMPTED)
 """,
@@ -1065,6 +1065,20 @@ SECURITY = [
         before="        check_run_folder(control.parent)\n",
         after="",
         tests=(LINKS,),
+    ),
+    Mutation(
+        "log-lines-with-line-breaks",
+        "runtime/log.py",
+        before="        return printable(text)\n",
+        after="        return printable_lines(text)\n",
+        tests=("tests/runtime/test_printable.py",),
+    ),
+    Mutation(
+        "message-of-a-config-error-is-not-escaped",
+        "runtime/log.py",
+        before='return "\\n".join(map(printable, messages))',
+        after='return "\\n".join(messages)',
+        tests=("tests/runtime/test_printable.py",),
     ),
 ]
 

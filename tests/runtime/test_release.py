@@ -48,8 +48,8 @@ def run(program: str) -> tuple[str, str]:
 def test_import_error_names_the_release() -> None:
     _, stderr = run("from torch import no_such_name")
     *_, error, note = stderr.splitlines()
-    assert error.startswith("ImportError: cannot import name 'no_such_name'")
-    assert note.startswith(f"torch {version('torch')}; tested with 2.11.0 to ")
+    assert error.startswith("  ImportError: cannot import name 'no_such_name'")
+    assert note.startswith(f"  torch {version('torch')}; tested with 2.11.0 to ")
 
 
 GARBAGE = """

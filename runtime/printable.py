@@ -1,0 +1,31 @@
+r"""Text from files, names and arguments in a form that is safe to print.
+
+A terminal obeys control characters, a line break forges a line of a log, and bidi controls reorder
+what is read. All are printed escaped, as ``repr`` does: ``\x1b``, ``\n``, ``\u202e``.
+"""
+
+import re
+import traceback
+
+# Control characters except tabs and line breaks, other line breaks, bidi controls, surrogates.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Escape all that is not printable, line breaks included."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """Escape a text of several lines: tabs, line breaks and invisible characters are kept."""
+    return _UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def format_traceback(error: BaseException) -> str:
+    """Format a traceback; lines after the first are indented, so that none looks like a log's."""
+    text = printable_lines("".join(traceback.format_exception(error)).rstrip("\n"))
+    return text.replace("\n", "\n  ") + "\n"
