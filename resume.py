@@ -133,6 +133,9 @@ def checkpoint_metadata(run: RunSpec) -> dict[str, Any]:
 
 def validate_resume(run: RunSpec, manifest: dict[str, Any]) -> None:
     """Log what changed since the checkpoint. Raises ``ConfigError`` if it is another run's."""
+    for key in ("config", "model_args"):
+        if key not in manifest:
+            raise ConfigError([f"job.name: the checkpoint's manifest has no {key}"])
     changes = compare(manifest["config"], run.config)
     changes.raise_if_frozen_changed()
     # Heads, rotary base and epsilon change no shape, so loading would not fail.

@@ -1,33 +1,66 @@
 """Resolve a tool's argument to a checkpoint, and a checkpoint to its model and tokenizer."""
 
+import math
+import reprlib
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
-from checkpoint.checkpoint_dir import list_checkpoints, verify_checkpoint
+from checkpoint.checkpoint_dir import list_checkpoints, sizes_of, verify_checkpoint
 from checkpoint.manifest import MANIFEST_FILE
-from checkpoint.tensor_files import TensorRecord
+from checkpoint.tensor_files import DTYPES, TensorRecord, read_index
 from config.resume_compat import changed_arguments
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
+from models.meta import build_on_meta
 from runtime.log import say
 
+# Prefix of weights in a checkpoint, which also has the optimizer's state.
+PREFIX = "model."
+# Types of JSON values for a field of each type.
+NUMBERS: dict[Any, set[type]] = {int: {int}, float: {int, float}, bool: {bool}}
 
-def saved_model(
-    checkpoint: Path, manifest: Mapping[str, Any], given: str | None
-) -> tuple[str, ModelSpec, TransformerArgs]:
-    """Name, spec and args of a checkpoint's model.
+
+# Numbers of a model's args that are larger are mistakes, and would overflow.
+MAX_NUMBER = 1 << 40
+# Memory that a model may need besides its weights, such as the table of rotary angles: as much as
+# the weights, and this much.
+EXTRA_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """Model of a checkpoint. Its args fit the checkpoint's tensors, so it may be built."""
+
+    name: str
+    spec: ModelSpec
+    args: TransformerArgs
+    index: dict[str, TensorRecord]
+    """All tensors of the checkpoint."""
+
+    @property
+    def weights(self) -> dict[str, TensorRecord]:
+        """The model's tensors by their FQN in the model."""
+        return {
+            fqn.removeprefix(PREFIX): record
+            for fqn, record in self.index.items()
+            if fqn.startswith(PREFIX)
+        }
+
+
+def saved_model(checkpoint: Path, manifest: Mapping[str, Any], given: str | None) -> SavedModel:
+    """Return the model of a verified checkpoint. Allocates nothing.
 
     ``given``: the caller's argument --model. A model outside of Shardloom, ``module:attribute``, is
     imported only if the caller names it, because an import runs code. Raises ``ValueError`` if the
-    model is unknown or has other arguments in this version.
+    model is unknown, has other arguments in this version, or does not fit the checkpoint's tensors.
     """
     try:
         name, saved = manifest["config"]["model"]["name"], manifest["model_args"]
@@ -46,7 +79,41 @@ def saved_model(
         raise ValueError(
             f"{checkpoint}: {name} has changed since it was saved: {'; '.join(changed)}"
         )
-    return name, spec, args
+    model = SavedModel(name, spec, args, read_index(checkpoint, sizes_of(manifest)))
+    _check_fit(checkpoint, model)
+    return model
+
+
+def _check_fit(checkpoint: Path, model: SavedModel) -> None:
+    """Raise ``ValueError`` unless the model's args fit the checkpoint's tensors."""
+    weights = model.weights
+    # Before the model is built, because the time for that grows with its layers.
+    if model.args.n_layers > len(weights):
+        text = f"{len(weights)} tensors for model_args.n_layers = {model.args.n_layers}"
+        raise ValueError(f"{checkpoint} does not match the model: {text}")
+    try:
+        shapes, extra = shapes_of(model.spec, model.args)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}") from None
+    check_shapes(checkpoint, weights, shapes)
+    n_bytes = sum(math.prod(r.shape) * DTYPES[r.dtype].itemsize for r in weights.values())
+    if extra > n_bytes + EXTRA_BYTES:
+        text = f"{extra:,} bytes besides its weights of {n_bytes:,}"
+        sequence = f"model_args.max_seq_len = {model.args.max_seq_len}"
+        raise ValueError(f"{checkpoint}: the model needs {text}; {sequence}")
+
+
+def shapes_of(spec: ModelSpec, args: TransformerArgs) -> tuple[dict[str, torch.Size], int]:
+    """Shapes of the model's state dict, and bytes of its other buffers. Allocates nothing.
+
+    Raises ``ValueError`` for sizes that cannot be built.
+    """
+    try:
+        model = build_on_meta(spec, args, torch.float32)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{args}: {error}") from None
+    shapes = {fqn: tensor.shape for fqn, tensor in model.state_dict().items()}
+    return shapes, sum(b.nbytes for fqn, b in model.named_buffers() if fqn not in shapes)
 
 
 def _check_given(name: str, given: str | None) -> None:
@@ -109,13 +176,25 @@ def check_shapes(
             raise ValueError(f"{checkpoint} does not match the model: {text}")
 
 
-def _build(kind: Any, saved: Mapping[str, Any]) -> Any:
-    """Build the dataclass ``kind`` from a dict; its fields may be dataclasses or None."""
+def _build(kind: Any, saved: Mapping[str, Any], prefix: str = "model_args") -> Any:
+    """Build the dataclass ``kind`` from a dict; its fields may be dataclasses or None.
+
+    Raises ``ValueError`` that names a field of another type, or with a number out of range.
+    """
     values = {f.name: saved[f.name] for f in fields(kind) if f.name in saved}
     for f in fields(kind):
-        nested = [option for option in (f.type, *get_args(f.type)) if is_dataclass(option)]
-        if nested and isinstance(values.get(f.name), dict):
-            values[f.name] = _build(nested[0], values[f.name])
+        if f.name not in values:
+            continue
+        key, value, options = f"{prefix}.{f.name}", values[f.name], (f.type, *get_args(f.type))
+        nested = [option for option in options if is_dataclass(option)]
+        if nested and isinstance(value, dict):
+            values[f.name] = _build(nested[0], value, key)
+        elif (wanted := NUMBERS.get(f.type)) is not None:
+            is_number = type(value) in wanted and (type(value) is bool or 0 <= value < MAX_NUMBER)
+            if not is_number:
+                raise ValueError(f"{key}: {reprlib.repr(value)} is not a valid {f.type.__name__}")
+        elif nested and value is not None:
+            raise ValueError(f"{key}: {reprlib.repr(value)} is not a table")
     return kind(**values)
 
 

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from checkpoint.checkpoint_dir import (
+    STATE_FILE,
     delete,
     list_checkpoints,
     purge,
@@ -217,6 +218,7 @@ class Checkpointer:
                 damaged[folder] = problems
                 continue
             manifest = run_on_rank0(partial(read_manifest, folder))
+            _check_lineage(folder, manifest)
             self._validate(manifest)
             self._load(folder, manifest, self._tensor_states)
             self._load_json_states(folder, skip)
@@ -249,6 +251,7 @@ class Checkpointer:
         if problems:
             raise ConfigError([f"checkpoint.initial_load_path: {problem}" for problem in problems])
         manifest = run_on_rank0(partial(read_manifest, folder))
+        _check_lineage(folder, manifest)
         self._load(folder, manifest, {"model": model})
         self._begin_lineage(manifest, run=self.attempt)
 
@@ -329,7 +332,18 @@ class Checkpointer:
     def _load_json_states(self, folder: Path, skip: Collection[str]) -> None:
         state = run_on_rank0(partial(read_state, folder))
         for name in self._json_states.keys() - skip:
-            self._json_states[name].load_state_dict(state[name])
+            try:
+                self._json_states[name].load_state_dict(state[name])
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+                text = f"{folder / STATE_FILE}: the state of {name!r} is invalid: {error!r}"
+                raise ConfigError([text]) from error
+
+
+def _check_lineage(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` if the manifest does not say which attempt saved it, at which step."""
+    missing = [key for key in ("run", "attempt", "step") if key not in manifest]
+    if missing:
+        raise ConfigError([f"{folder / MANIFEST_FILE}: no {missing[0]}"])
 
 
 def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Checkpoint manifest: metadata of the run, and size and hash of every file."""
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,11 +10,20 @@ from typing import Any
 import xxhash
 
 from checkpoint.tensor_files import HashedFile, describe_file
-from runtime.filesystem import read_file
+from runtime.filesystem import open_file, read_file
 
 MANIFEST_FILE = "manifest.json"
 # No path separators: a name cannot lead out of the checkpoint directory.
 FILE_NAME = re.compile(r"\w[\w.-]*")
+# Types of metadata, if present.
+KINDS: dict[str, type] = {
+    "step": int,
+    "run": str,
+    "attempt": str,
+    "config": dict,
+    "model_args": dict,
+    "fingerprints": dict,
+}
 
 
 def write_manifest(
@@ -37,13 +47,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         checksum = content.pop("checksum")
         # + 0 raises TypeError unless it is a number.
         files = {name: (d["size"] + 0, d["xxh3_128"]) for name, d in content["files"].items()}
+        expected = _checksum(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
-    if checksum != _checksum(content):
+    if checksum != expected:
         raise ValueError(f"{path}: checksum mismatch")
     for name in files:
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"{path}: {name!r} is not a plain file name")
+    for key, kind in KINDS.items():
+        if type(content.get(key, kind())) is not kind:
+            raise ValueError(f"{path}: {key} is not of type {kind.__name__}")
+    if not all(isinstance(table, dict) for table in content.get("config", {}).values()):
+        raise ValueError(f"{path}: config has a key outside of a table")
     return content
 
 
@@ -65,10 +81,14 @@ def verify_files(folder: Path, files: dict[str, Any], names: Iterable[str]) -> l
     found = []
     for name in names:
         try:
-            actual = describe_file(folder / name)
+            # A wrong size needs no hash, and a file of wrong size may be of any size.
+            with open_file(folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+            is_whole = files[name] is not None and size == files[name]["size"]
+            actual = describe_file(folder / name) if is_whole else None
         except OSError as error:
             found.append(f"{folder / name}: {error.strerror or error}")
             continue
-        if actual != files[name]:
+        if actual is None or actual != files[name]:
             found.append(f"{folder / name}: size or hash mismatch")
     return found

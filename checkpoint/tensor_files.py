@@ -146,8 +146,8 @@ def _parse(fqn: str, fields: dict[str, Any], sizes: Mapping[str, int]) -> Tensor
     itemsize = DTYPES[record.dtype].itemsize
     total = 0
     numbers = [*record.shape, *(n for s in shards for n in (s.file_offset, *s.offsets, *s.sizes))]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{fqn}: shape, start, offsets and sizes must be integers >= 0")
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"{fqn}: shape, start, offsets and sizes must be integers >= 0, < 2**63")
     for shard in shards:
         boxes = zip(record.shape, shard.offsets, shard.sizes, strict=True)
         if not all(offset + size <= n for n, offset, size in boxes):

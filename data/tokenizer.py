@@ -31,6 +31,8 @@ LLAMA3_PATTERN = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_RESERVED = 256
+# Unassigned ids that a vocabulary may have besides as many as its tokens.
+MAX_GAP = 1 << 16
 # Chunk size for texts that exceed the stack of tiktoken's regex engine.
 CHUNK_CHARACTERS = 1 << 16
 # Pattern and special tokens of the published .tiktoken files, by number of ranks. Source:
@@ -225,6 +227,7 @@ def _read_companion(path: Path, n_ranks: int) -> tuple[str, dict[str, int]]:
     if len({*ids}) < len(ids) or any(not n_ranks <= i < 2**31 for i in ids):
         text = f"special tokens need unique ids, from {n_ranks} on"
         raise ValueError(f"data.tokenizer: {path}: {text}")
+    _check_n_vocab(max([n_ranks - 1, *ids]) + 1, n_ranks + len(ids), path)
     ranks = {bytes([value]): value for value in range(256)}
     try:
         words = tiktoken.Encoding(
@@ -295,6 +298,7 @@ def _from_tokenizer_json(path: Path, bos: str | None, eos: str | None) -> Tokeni
             text = f"{name!r} is a word of text; set data.bos and data.eos to special tokens"
             raise ValueError(f"data.tokenizer: {path}: {text}")
     n_vocab = max(vocabulary.tokens.values()) + 1
+    _check_n_vocab(n_vocab, len(vocabulary.tokens), path)
     return Tokenizer(
         encode=encode,
         decode=decode,
@@ -304,6 +308,16 @@ def _from_tokenizer_json(path: Path, bos: str | None, eos: str | None) -> Tokeni
         fingerprint=add_markers(sha256(text.encode()).hexdigest(), special, bos_id, eos_id),
         byte_lengths=None if encoding is None else _byte_lengths(encoding, n_vocab),
     )
+
+
+def _check_n_vocab(n_vocab: int, n_tokens: int, path: Path) -> None:
+    """Raise ``ValueError`` if most ids have no token: a vocabulary of all ids would be allocated.
+
+    Published tokenizers leave few ids unassigned.
+    """
+    if n_vocab > 2 * n_tokens + MAX_GAP:
+        text = f"the largest id is {n_vocab - 1:,}, but there are only {n_tokens:,} tokens"
+        raise ValueError(f"data.tokenizer: {path}: {text}")
 
 
 def _byte_lengths(encoding: tiktoken.Encoding, n_vocab: int) -> np.ndarray:

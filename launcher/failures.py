@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.filesystem import make_folder, open_file
+from runtime.filesystem import make_folder, open_file, parse_object, read_file
 
 MOST_ATTEMPTS = 3
 
@@ -21,8 +21,9 @@ def record_failure(control: Path, *, lines: list[str], codes: dict[int, int]) ->
     """
     make_folder(control)
     progress, last = newest_saved_step(control), _last(control)
-    is_repeat = last.get("attempt", MOST_ATTEMPTS) < MOST_ATTEMPTS and progress <= last["progress"]
-    attempt = last["attempt"] + 1 if is_repeat else 1
+    number = last.get("attempt", MOST_ATTEMPTS)
+    is_repeat = number < MOST_ATTEMPTS and progress <= last.get("progress", 0)
+    attempt = number + 1 if is_repeat else 1
     record = {"attempt": attempt, "progress": progress, "reason": lines[0], "ranks": lines}
     _append(control, record | {"exit_codes": codes})
     return attempt
@@ -37,7 +38,10 @@ def record_end(control: Path, outcome: str) -> None:
 def newest_saved_step(control: Path) -> int:
     """Step of the newest checkpoint in ``control/progress``, 0 before the first."""
     path = control / "progress"
-    return int(path.read_text()) if path.exists() else 0
+    try:
+        return int(read_file(path)) if path.exists() else 0
+    except ValueError:  # not what a run wrote
+        return 0
 
 
 def _append(control: Path, record: dict[str, Any]) -> None:
@@ -49,8 +53,7 @@ def _append(control: Path, record: dict[str, Any]) -> None:
 def _last(control: Path) -> dict[str, Any]:
     """Return the newest record, {} if there is none or a full disk truncated it."""
     path = control / "failures"
-    lines = path.read_text().splitlines() if path.exists() else []
-    try:
-        return json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        return {}
+    lines = read_file(path).splitlines() if path.exists() else []
+    record = parse_object(lines[-1]) if lines else {}
+    numbers = [record.get(key, 0) for key in ("attempt", "progress")]
+    return record if all(type(number) is int for number in numbers) else {}

@@ -15,7 +15,13 @@ from typing import Any, TextIO
 import torch
 
 from config.job_config import Metrics
-from runtime.filesystem import atomic_write_text, make_folder, open_file
+from runtime.filesystem import (
+    atomic_write_text,
+    make_folder,
+    open_file,
+    parse_object,
+    read_file,
+)
 from runtime.log import duration, logger
 
 
@@ -152,7 +158,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def _open_log(path: Path, resumed_step: int | None) -> TextIO:
     """Open the log to append; drop torn lines and steps that a resumed run will repeat."""
     if path.exists():
-        steps = ((line + "\n", _step_of(line)) for line in path.read_text().splitlines())
+        steps = ((line + "\n", _step_of(line)) for line in _lines_of(path))
         last = math.inf if resumed_step is None else resumed_step
         atomic_write_text(path, "".join(line for line, step in steps if step <= last))
     return TextIOWrapper(open_file(path, "ab+"), encoding="utf-8")
@@ -160,19 +166,21 @@ def _open_log(path: Path, resumed_step: int | None) -> TextIO:
 
 def _step_of(line: str) -> float:
     """Return the step of a line; NaN, for which ``<=`` is false, if the line is torn."""
-    try:
-        return float(json.loads(line)["step"])
-    except ValueError:
-        return math.nan
+    step = parse_object(line).get("step")
+    return step if type(step) is int else math.nan
 
 
 def _count_starts(path: Path) -> int:
     """Count the starts of the run that have written lines."""
     if not path.exists():
         return 0
-    lines = path.read_text().splitlines()
-    records = (json.loads(line) for line in lines if not math.isnan(_step_of(line)))
-    return max((record.get("restarts", 0) + 1 for record in records), default=0)
+    records = (parse_object(line) for line in _lines_of(path) if not math.isnan(_step_of(line)))
+    counts = (record.get("restarts", 0) for record in records)
+    return max((count + 1 for count in counts if type(count) is int), default=0)
+
+
+def _lines_of(path: Path) -> list[str]:
+    return read_file(path).decode(errors="replace").split("\n")
 
 
 def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.filesystem import atomic_write_text
+from runtime.filesystem import atomic_write_text, read_file
 
 DONE = 0
 FAILED = 1  # retry
@@ -61,7 +61,10 @@ def write_exit_code(control: Path, code: int) -> None:
 def read_exit_code(control: Path) -> int | None:
     """Return the last launcher's exit code, None if it still runs or was killed."""
     path = control / "exit_code"
-    return int(path.read_text()) if path.exists() else None
+    try:
+        return int(read_file(path)) if path.exists() else None
+    except ValueError:  # not what a launcher wrote
+        return None
 
 
 def clear_exit_code(control: Path) -> None:

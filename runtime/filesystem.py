@@ -6,16 +6,19 @@ is written or deleted.
 """
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 RUN_FILES = ("config.toml", "metrics.jsonl")
 RUN_FOLDERS = ("checkpoints", "control", "ledger", "logs", "tensorboard", "traces")
+# Bound on files that are read as a whole; a file of any size costs nothing if it is sparse.
+MAX_BYTES = 1 << 30
 FLAGS = {
     "rb": os.O_RDONLY,
     "wb": os.O_WRONLY | os.O_CREAT,
@@ -76,7 +79,18 @@ def open_file(path: Path, mode: str = "rb") -> BinaryIO:
 def read_file(path: Path) -> bytes:
     """Read a regular file; raise ``OSError`` as ``open_file`` does."""
     with open_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, more than {MAX_BYTES:,}", str(path))
         return file.read()
+
+
+def parse_object(line: bytes | str) -> dict[str, Any]:
+    """Parse a JSON object; {} if it is torn, something else, or nested too deep."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def atomic_write_text(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from runtime.log import say
 from tools.cli import Parser, path_argument, reporting_errors
 
 SHOWN_VIOLATIONS = 20
+# No global batch is larger; more rows would need memory before any of them is checked.
+MAX_ROWS = 1 << 20
 # Fields of ``AttemptHeader`` that all ranks of an attempt must agree on.
 SHARED = ("parent", "resumed_from", "data_after", "world_size", "n_rows", "ramp")
 # Columns of the rows of a step: (n, 6) int64, sorted by the first.
@@ -163,12 +166,33 @@ def _parse(line: bytes) -> AttemptHeader | LedgerEntry | None:
         if "attempt" in values:
             if "place" in values:  # The name of ``dp_rank`` before.
                 values["dp_rank"] = values.pop("place")
-            return AttemptHeader(**values)
+            return _checked(AttemptHeader(**values))
         rows = np.array(values["rows"], np.int64).reshape(-1, 6)
         loss, grad_norm = (float.fromhex(values[name]) for name in ("loss", "grad_norm"))
-        return LedgerEntry(values["step"], rows, loss, grad_norm)
-    except (ValueError, TypeError, KeyError):
+        return LedgerEntry(_whole(values["step"]), rows, loss, grad_norm)
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+
+
+def _checked(head: AttemptHeader) -> AttemptHeader:
+    """Raise ``TypeError`` or ``ValueError`` unless all fields have their type and range."""
+    numbers = (head.resumed_from, head.data_after, head.world_size, head.rank, head.dp_rank)
+    for number in (*numbers, head.n_rows, *(n for phase in head.ramp for n in phase)):
+        _whole(number)
+    if head.world_size == 0 or head.n_rows > MAX_ROWS or head.rank >= head.world_size:
+        raise ValueError("no such rank or row")
+    if not isinstance(head.attempt, str) or not isinstance(head.parent, str | None):
+        raise TypeError("attempt and parent are names")
+    if any(len(phase) != 2 or phase[1] > MAX_ROWS for phase in head.ramp):
+        raise ValueError("a phase of the ramp is not (steps, rows)")
+    return head
+
+
+def _whole(number: object) -> int:
+    """Return ``number``; raise ``ValueError`` unless it is an integer of a ledger."""
+    if type(number) is not int or not 0 <= number < 2**53:
+        raise ValueError(f"{number!r} is not a whole number")
+    return number
 
 
 def _replay_attempt(ranks: dict[int, RankLedger], lineage: Lineage) -> None:
@@ -186,15 +210,17 @@ def _replay_attempt(ranks: dict[int, RankLedger], lineage: Lineage) -> None:
         for entry in ledger.entries:
             by_step[entry.step][rank] = entry
     for step, entries in sorted(by_step.items()):
-        missing = set(range(head.world_size)) - entries.keys()
-        if not missing:
+        # Counted first, because a line may claim any number of ranks.
+        n_ranks = head.world_size
+        if len(entries) >= n_ranks and entries.keys() >= set(range(n_ranks)):
             entry = _merge(entries, ranks, lineage)
             size = batch_size_of(step, head.ramp, head.n_rows)
             position = _check_rows(entry, position, size, head.n_rows, lineage)
             lineage.steps[step], lineage.positions[step] = entry, position
         elif step != max(by_step):
+            missing = next(rank for rank in count() if rank not in entries)
             lineage.add_violation(
-                f"step {step}: rank {min(missing)} did not log it, but other ranks went on"
+                f"step {step}: rank {missing} did not log it, but other ranks went on"
             )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from checkpoint.checkpoint_dir import sizes_of, write_metadata
+from checkpoint.checkpoint_dir import write_metadata
 from checkpoint.hugging_face import (
     CONFIG_FILE,
     SHARD_BYTES,
@@ -34,21 +34,17 @@ from checkpoint.tensor_files import (
     DTYPES,
     TensorRecord,
     load_single_process,
-    read_index,
     write_tensor_file,
 )
 from config.resume_compat import changed_arguments
 from data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from data.tokenizer_export import NotRepresentable, TokenizerFiles, build_tokenizer_files
 from models import MODEL_SPECS, ModelSpec, TransformerArgs
-from models.meta import build_on_meta
 from runtime import exit_codes
 from runtime.log import say
-from saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
+from saved_model import PREFIX, find_checkpoint, saved_model, saved_tokenizer, shapes_of
 from tools.cli import Parser, path_argument, path_text, reporting_errors
 
-# Prefix of weights in a checkpoint, which also has the optimizer's state.
-PREFIX = "model."
 EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -105,17 +101,15 @@ def export_checkpoint(
     """
     checkpoint = find_checkpoint(checkpoint)
     manifest = read_manifest(checkpoint)
-    index = read_index(checkpoint, sizes_of(manifest))
-    weights = {k.removeprefix(PREFIX): e for k, e in index.items() if k.startswith(PREFIX)}
-    name, spec, args = saved_model(checkpoint, manifest, model_name)
-    if spec.hugging_face is None:
-        raise ValueError(f"{checkpoint}: {name} has no Hugging Face format")
-    pairs = spec.hugging_face.tensors(args)
-    check_shapes(checkpoint, weights, _shapes(spec, args))
+    model = saved_model(checkpoint, manifest, model_name)
+    weights, family = model.weights, model.spec.hugging_face
+    if family is None:
+        raise ValueError(f"{checkpoint}: {model.name} has no Hugging Face format")
+    pairs = family.tensors(model.args)
     written = _tokenizer_files(checkpoint, manifest, tokenizer_name)
     saved = [DTYPES[weights[pair.fqn].dtype] for pair in pairs if pair.hf_names]
     dtype_name = str(dtype or reduce(torch.promote_types, saved)).removeprefix("torch.")
-    config = {**spec.hugging_face.config(args), **written.ids}
+    config = {**family.config(model.args), **written.ids}
     config |= {"dtype": dtype_name, "torch_dtype": dtype_name}
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,15 +120,6 @@ def export_checkpoint(
 
     write_folder(folder, config, tensors(), files=written.files, shard_bytes=shard_bytes)
     say(f"{folder}: {config['architectures'][0]}, {config['dtype']}, step {manifest['step']}")
-
-
-def _shapes(spec: ModelSpec, args: TransformerArgs) -> dict[str, torch.Size]:
-    """Shapes of the model's state dict; raise ``ValueError`` for sizes that cannot be built."""
-    try:
-        state = build_on_meta(spec, args, torch.float32).state_dict()
-    except (OverflowError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{args}: {error}") from None
-    return {fqn: tensor.shape for fqn, tensor in state.items()}
 
 
 def _read_weight(checkpoint: Path, fqn: str, entry: TensorRecord) -> torch.Tensor:
@@ -197,7 +182,7 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
         raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
     if args.n_layers * getattr(args, "n_experts", 1) > len(source.names):
         raise ValueError(f"{folder}: {len(source.names)} tensors for {args.n_layers} layers")
-    pairs, shapes = family.tensors(args), _shapes(spec, args)
+    pairs, (shapes, _) = family.tensors(args), shapes_of(spec, args)
     source.check(family, args, shapes)
     metadata = _metadata(folder, name, spec, args)
     by_name = {pair.fqn: pair for pair in pairs}

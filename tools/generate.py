@@ -18,13 +18,12 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from checkpoint.checkpoint_dir import sizes_of
 from checkpoint.manifest import read_manifest
 from checkpoint.states import ModelState
-from checkpoint.tensor_files import load_single_process, read_index
+from checkpoint.tensor_files import load_single_process
 from config.job_config import Training
 from generation import TEMPERATURE, sample_token
-from models import ModelSpec, TransformerArgs
+from models import ModelSpec
 from models.kv_cache import cached
 from models.meta import build_on_meta
 from parallelisms.tied_weights import preserve_tied_weights
@@ -32,7 +31,7 @@ from runtime import exit_codes
 from runtime.distributed import compute_dtype
 from runtime.log import say
 from runtime.printable import printable_lines
-from saved_model import check_shapes, find_checkpoint, saved_model, saved_tokenizer
+from saved_model import SavedModel, find_checkpoint, saved_model, saved_tokenizer
 from tools.cli import Parser, path_argument, path_text, reporting_errors, whole_number
 
 DEFAULT_TOKENS = 256
@@ -141,7 +140,8 @@ def write_text(options: argparse.Namespace) -> None:
     """
     folder = find_checkpoint(options.checkpoint)
     manifest = read_manifest(folder)
-    name, spec, args = saved_model(folder, manifest, options.model)
+    saved = saved_model(folder, manifest, options.model)
+    spec, args = saved.spec, saved.args
     found = saved_tokenizer(folder, manifest, options.tokenizer)
     if found is None:
         raise ValueError(f"{folder}: names no tokenizer; set --tokenizer")
@@ -157,8 +157,8 @@ def write_text(options: argparse.Namespace) -> None:
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype) if options.dtype else compute_dtype(Training(), device)
-    model = load_model(folder, manifest, spec, args=args, dtype=dtype, device=device)
-    say(f"{folder}: {name}, {dtype} on {device}", file=sys.stderr)
+    model = load_model(folder, saved, dtype=dtype, device=device)
+    say(f"{folder}: {saved.name}, {dtype} on {device}", file=sys.stderr)
 
     choose = partial(
         sample_token,
@@ -207,29 +207,17 @@ def _num_tokens(wanted: int | None, prompt: list[int], seq_len: int) -> int:
 
 
 def load_model(
-    folder: Path,
-    manifest: dict[str, Any],
-    spec: ModelSpec,
-    *,
-    args: TransformerArgs,
-    dtype: torch.dtype,
-    device: torch.device,
+    folder: Path, saved: SavedModel, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Load the unsharded model of a verified checkpoint to ``device``.
-
-    Raises ``ValueError`` if the checkpoint's tensors do not match ``args``.
-    """
-    model = build_on_meta(spec, args, dtype)
+    """Load the unsharded model of a verified checkpoint to ``device``."""
+    model = build_on_meta(saved.spec, saved.args, dtype)
     with preserve_tied_weights(model):
         model.to_empty(device=device)
-    # Fills only the buffers, which follow from ``args``. The weights are loaded below.
+    # Fills only the buffers, which follow from the args. The weights are loaded below.
     cast(Any, model).init_weights(lambda parameter, *, std: None)
     weights = ModelState(model)
     state = {"model": weights.state_dict()}
-    index = read_index(folder, sizes_of(manifest))
-    saved = {fqn: entry for fqn, entry in index.items() if fqn.startswith("model.")}
-    check_shapes(folder, saved, {f"model.{fqn}": t.shape for fqn, t in state["model"].items()})
-    load_single_process(state, folder, index)
+    load_single_process(state, folder, saved.index)
     weights.load_state_dict(state["model"])
     return model
 

@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from runtime import exit_codes
+from runtime.filesystem import read_file
 from tools.cli import Parser, path_argument, reporting_errors
 
 
@@ -28,8 +29,8 @@ def plot_losses(run_folder: Path, picture: Path) -> None:
     """Write ``picture`` from metrics.jsonl; raise ``ValueError`` if a line is not JSON."""
     path = run_folder / "metrics.jsonl"
     try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-    except ValueError as error:
+        records = [json.loads(line) for line in read_file(path).splitlines()]
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
     curves: list[tuple[str, str, dict[str, Any]]] = [

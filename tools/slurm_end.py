@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_failure
 from runtime import exit_codes
-from runtime.filesystem import atomic_write_text
+from runtime.filesystem import atomic_write_text, parse_object, read_file
 from runtime.log import say
 
 # Bound on consecutive requeues without a newer checkpoint.
@@ -65,8 +65,10 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
 def count_requeue(control: Path) -> int:
     """Count one more requeue; return the number of requeues since the newest checkpoint."""
     path, step = control / "requeues", newest_saved_step(control)
-    last = json.loads(path.read_text()) if path.exists() else {"count": 0, "progress": -1}
-    count = last["count"] + 1 if step <= last["progress"] else 1
+    last = parse_object(read_file(path)) if path.exists() else {}
+    count, progress = (last.get(key) for key in ("count", "progress"))
+    is_repeat = type(count) is int and type(progress) is int and step <= progress
+    count = count + 1 if is_repeat else 1
     atomic_write_text(path, json.dumps({"count": count, "progress": step}) + "\n")
     return count
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import tomli
@@ -27,11 +28,17 @@ from checkpoint.manifest import read_manifest
 from launcher.failures import MOST_ATTEMPTS
 from metrics.goodput import goodput, history_of
 from runtime import exit_codes
+from runtime.filesystem import parse_object, read_file
 from runtime.log import duration, say
 from tools.cli import Parser, path_argument, reporting_errors
 
 LOCKS = Path("/proc/locks")
 REJECTED = "bad configuration"
+# Types of the values that are read from a line of metrics.jsonl and of control/failures.
+LINE = dict.fromkeys(
+    ("loss", "validation_loss", "tokens_per_second", "mfu"), (int, float, NoneType)
+) | {"time": (int, float), "step": int, "seconds_per_step": (int, float), "restarts": int}
+FAILURE = {"time": str, "attempt": int, "reason": str}
 # A run is quiet after this long without a line or, if longer, the time of this many lines.
 QUIET_SECONDS, QUIET_LINES = 600.0, 10
 
@@ -147,8 +154,8 @@ def _cells(status: Status) -> dict[str, str]:
 def read_status(folder: Path, now: float) -> Status:
     """Read the status of a run at ``now``; missing or torn files go to ``problems``."""
     problems: list[str] = []
-    lines = _json_lines(folder / "metrics.jsonl", problems)
-    failures = _json_lines(folder / "control" / "failures", problems)
+    lines = _json_lines(folder / "metrics.jsonl", LINE, problems)
+    failures = _json_lines(folder / "control" / "failures", FAILURE, problems)
     failures = [record for record in failures if "attempt" in record]
     failure = failures[-1] if failures else {}
     failed = _seconds(str(failure.get("time")))
@@ -258,38 +265,45 @@ def _newest_checkpoint(folder: Path, problems: list[str]) -> tuple[int | None, f
 
 def _steps(path: Path, problems: list[str]) -> int | None:
     try:
-        return int(tomli.loads(path.read_text())["training"]["steps"])
+        return int(tomli.loads(read_file(path).decode())["training"]["steps"])
     except KeyError as error:
         problems.append(f"{path}: no key {error}")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     return None
 
 
-def _json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Parse a file of JSON lines, empty if missing; skip lines that are torn or have no time."""
+def _json_lines(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    """Parse a file of JSON lines, empty if missing; skip lines that are torn or have no time.
+
+    A line is also torn if a key of ``kinds`` has another type.
+    """
     try:
-        lines = path.read_text().splitlines() if path.exists() else []
-    except (OSError, ValueError) as error:
-        problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+        lines = read_file(path).splitlines() if path.exists() else []
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror or error}")
         return []
-    found = [_object(line) for line in lines]
+    found = [_object(line, kinds) for line in lines]
     torn = [number for number, record in enumerate(found, start=1) if not record]
     if torn:
         problems.append(f"{path}:{torn[0]}: torn line ({len(torn)} in all)")
     return [record for record in found if record]
 
 
-def _object(line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) and "time" in record else {}
+def _object(line: bytes, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    record = parse_object(line)
+    known = record.keys() & kinds.keys()
+    is_valid = "time" in record and all(isinstance(record[key], kinds[key]) for key in known)
+    # JSON allows integers that no float holds.
+    numbers = [record[key] for key in known if isinstance(record[key], int)]
+    return record if is_valid and all(abs(number) < 2**63 for number in numbers) else {}
 
 
 def _text(path: Path) -> str:
-    return path.read_text(errors="replace").strip() if path.is_file() else ""
+    try:
+        return read_file(path).decode(errors="replace").strip()
+    except OSError:  # missing, or no regular file
+        return ""
 
 
 def _mtime(path: Path) -> float:

@@ -10,8 +10,9 @@ from checkpoint.checkpoint_dir import write_metadata
 from checkpoint.tensor_files import write_tensor_file
 from models import find_spec
 from models.meta import build_on_meta
+from saved_model import PREFIX
 from tests.lib.layouts import small_args
-from tools.convert import PREFIX, _item
+from tools.convert import _item
 
 
 def write_checkpoint(folder: Path, **metadata: Any) -> Path:

@@ -1067,6 +1067,13 @@ SECURITY = [
         tests=(LINKS,),
     ),
     Mutation(
+        "buffers-of-any-size",
+        "saved_model.py",
+        before="if extra > n_bytes + EXTRA_BYTES:",
+        after="if extra > 2**62:",
+        tests=("tests/reliability/test_untrusted.py",),
+    ),
+    Mutation(
         "log-lines-with-line-breaks",
         "runtime/log.py",
         before="        return printable(text)\n",
