@@ -192,7 +192,7 @@ def _build(kind: Any, saved: Mapping[str, Any], prefix: str = "model_args") -> A
         elif (wanted := NUMBERS.get(f.type)) is not None:
             is_number = type(value) in wanted and (type(value) is bool or 0 <= value < MAX_NUMBER)
             if not is_number:
-                raise ValueError(f"{key}: {reprlib.repr(value)} is not a valid {f.type.__name__}")
+                raise ValueError(f"{key}: {reprlib.repr(value)} is not valid")
         elif nested and value is not None:
             raise ValueError(f"{key}: {reprlib.repr(value)} is not a table")
     return kind(**values)

@@ -140,6 +140,6 @@ def delete(folders: Iterable[Path]) -> None:
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def sizes_of(manifest: dict[str, Any]) -> dict[str, int]:
+def sizes_of(manifest: Mapping[str, Any]) -> dict[str, int]:
     """Size in bytes of each file that the manifest lists."""
     return {name: description["size"] for name, description in manifest["files"].items()}

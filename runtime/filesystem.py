@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 RUN_FILES = ("config.toml", "metrics.jsonl")
 RUN_FOLDERS = ("checkpoints", "control", "ledger", "logs", "tensorboard", "traces")
@@ -73,7 +73,7 @@ def open_file(path: Path, mode: str = "rb") -> BinaryIO:
         raise OSError(errno.EINVAL, problem, str(path))
     if mode == "wb":
         os.ftruncate(descriptor, 0)
-    return os.fdopen(descriptor, mode)
+    return cast(BinaryIO, os.fdopen(descriptor, mode))
 
 
 def read_file(path: Path) -> bytes:

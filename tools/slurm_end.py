@@ -66,9 +66,10 @@ def count_requeue(control: Path) -> int:
     """Count one more requeue; return the number of requeues since the newest checkpoint."""
     path, step = control / "requeues", newest_saved_step(control)
     last = parse_object(read_file(path)) if path.exists() else {}
-    count, progress = (last.get(key) for key in ("count", "progress"))
-    is_repeat = type(count) is int and type(progress) is int and step <= progress
-    count = count + 1 if is_repeat else 1
+    before, progress = (last.get(key) for key in ("count", "progress"))
+    count = 1
+    if isinstance(before, int) and isinstance(progress, int) and step <= progress:
+        count += before
     atomic_write_text(path, json.dumps({"count": count, "progress": step}) + "\n")
     return count
 

@@ -374,12 +374,12 @@ def change_vocab_size(metadata: Metadata) -> None:
     ("edit", "message"),
     [
         (delete_model, "manifest.json has no valid model.name and model_args"),
-        (replace_model_by_none, "manifest.json has no valid model.name and model_args"),
+        (replace_model_by_none, "manifest.json: config has a key outside of a table"),
         (rename_model, "model.name: 'llama9' is not one of"),
         (add_argument, "llama3 has changed since it was saved: n_experts: 4 no longer exists"),
         (change_tokenizer, "data.tokenizer: bytes is not the tokenizer that the model was trained"),
         (move_tokenizer, "data.tokenizer: nowhere/tokenizer.json: "),
-        (change_vocab_size, "model.output.weight is [320, 128], not [384, 128]"),
+        (change_vocab_size, "tensor output.weight is [320, 128], not [384, 128]"),
     ],
 )
 def test_unusable_manifest_error_names_the_key(
