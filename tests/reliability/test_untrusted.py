@@ -19,7 +19,7 @@ import torch
 from tokenizers.models import BPE
 
 from config.job_config import DataSource, Metrics
-from data.tables import HubTable
+from data.hub import HubTable
 from data.tokenizer import load_tokenizer
 from launcher.failures import newest_saved_step, record_failure
 from metrics.logger import MetricsLogger
