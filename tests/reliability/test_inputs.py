@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from config.job_config import Data, Parallelism
+from config.paths import literal_path
 from data.loader import LoaderConfig, Microbatch, MicrobatchLoader
 from data.mixture import Mixture, RowStream
 from data.sources import ShuffledDocuments, build_sources
@@ -323,7 +324,8 @@ def test_hostile_paths_are_only_paths(tmp_path: Path, monkeypatch: pytest.Monkey
         **{
             "training.steps": "1",
             "data.source": "files",
-            "data.path": glob.escape(str(text)),
+            "data.path": literal_path(glob.escape(str(text))),
+            "job.output_dir": literal_path(str(tmp_path / hostile / "out")),
             "validation.enable": "false",
         },
     )
