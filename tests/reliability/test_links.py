@@ -28,7 +28,7 @@ from runtime.filesystem import (
 from tests.lib.saved import write_checkpoint
 from tools import rollback
 
-ROW = pytest.mark.row(32, "No link in a run's folder is followed")
+ROW = pytest.mark.row(34, "No link in a run's folder is followed")
 # Files in folders that are checked at the start.
 INNER = ("control/lock", "control/outcome", "control/failures", "ledger/rank-00000.jsonl")
 PLACES = (*RUN_FILES, *RUN_FOLDERS, *INNER)

@@ -30,7 +30,7 @@ from tests.lib.repository import ROOT
 from tests.lib.saved import write_checkpoint
 from tools import check_ledger, convert, generate, status
 
-# Row 30: code
+# Row 32: code
 
 OUTSIDE = "planted_models:SPEC"
 MODULE = """
@@ -56,7 +56,7 @@ def named(folder: Path, name: str) -> Path:
     return write_checkpoint(folder, config=config)
 
 
-@pytest.mark.row(30, "A checkpoint's model is imported only if the caller names it")
+@pytest.mark.row(32, "A checkpoint's model is imported only if the caller names it")
 def test_model_of_a_checkpoint_is_not_imported(
     tmp_path: Path,
     planted: Path,
@@ -102,10 +102,10 @@ def test_script_of_a_data_set_is_not_run(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["corpus.py"]
 
 
-# Row 31: the current folder
+# Row 33: the current folder
 
 
-@pytest.mark.row(31, "Nothing of the current folder is imported")
+@pytest.mark.row(33, "Nothing of the current folder is imported")
 def test_programs_import_nothing_of_the_current_folder(
     tmp_path: Path, record_result: Callable[[str], None]
 ) -> None:
@@ -135,7 +135,7 @@ def test_programs_import_nothing_of_the_current_folder(
     record_result(f"{len(MODULES)} modules in the folder, {len(programs)} programs: 0 imported")
 
 
-# Row 34: sizes
+# Row 36: sizes
 
 
 def arguments_with(**changed: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ HUGE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.row(34, "Sizes from a file are compared with the file before they are used")
+@pytest.mark.row(36, "Sizes from a file are compared with the file before they are used")
 def test_sizes_of_a_checkpoint_are_not_believed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], record_result: Callable[[str], None]
 ) -> None:
@@ -245,7 +245,7 @@ LEDGERS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.row(34, "Sizes from a file are compared with the file before they are used")
+@pytest.mark.row(36, "Sizes from a file are compared with the file before they are used")
 @pytest.mark.parametrize("name", LEDGERS)
 def test_numbers_of_a_ledger_are_not_believed(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

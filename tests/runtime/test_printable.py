@@ -13,7 +13,7 @@ from runtime.log import OF_LINES, error_text, init_logging, logger, report, say
 from runtime.printable import format_traceback, printable, printable_lines
 from tests.lib.repository import ROOT, python_files
 
-ROW = pytest.mark.row(33, "Nothing printed controls a terminal or forges a line")
+ROW = pytest.mark.row(35, "Nothing printed controls a terminal or forges a line")
 FORGED = "12:00:00 checkpoint: saved outputs/run"
 HOSTILE = {
     "line break": f"x\n{FORGED}",

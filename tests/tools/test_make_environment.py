@@ -210,7 +210,7 @@ def test_killed_installation_is_repeated(clone: Clone, image: Path) -> None:
     assert packages_of(python)["small-one"][0] == "1.2"
 
 
-@pytest.mark.row(31, "Nothing of the current folder is imported")
+@pytest.mark.row(33, "Nothing of the current folder is imported")
 def test_installation_imports_nothing_of_the_current_folder(
     clone: Clone, image: Path, tmp_path: Path
 ) -> None:
