@@ -45,8 +45,9 @@ class Job(Section):
 class Model(Section):
     name: str = "llama3"
     """Model family: a key of models.MODEL_SPECS, or module:attribute of your own ModelSpec."""
-    flavor: str = "debugmodel"
-    """Size within the family, for example debugmodel or 8B."""
+    flavor: PathText = "debugmodel"
+    """Size within the family, for example debugmodel or 8B; or a Hugging Face config.json, or a
+    folder with one."""
     args: dict[str, Any] = {}
     """[model.args]: arguments of the family that differ from the flavor's, for example n_layers,
     dim, n_heads, n_kv_heads, head_dim, hidden_dim, rope_theta or tie_embeddings."""

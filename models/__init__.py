@@ -1,14 +1,19 @@
 """Registry of model families: ``model.name`` and ``model.flavor`` of a config."""
 
 import difflib
+import json
+import os
 import pkgutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from models import llama3, qwen3, qwen3_moe_sharding, qwen3_next_sharding
 from models.arguments import replace_args
 from models.model_spec import ModelSpec
 from models.transformer import TransformerArgs
+
+MAX_CONFIG_BYTES = 1 << 20
 
 MODEL_SPECS: dict[str, ModelSpec] = {
     "llama3": llama3.SPEC,
@@ -23,12 +28,17 @@ def find_model(
 ) -> tuple[ModelSpec, TransformerArgs]:
     """Return a family, and the args of one flavor with ``changes``, a config's ``[model.args]``.
 
-    Raises ``ValueError`` that lists known names.
+    ``flavor`` may be a Hugging Face ``config.json`` or its folder. Raises ``ValueError`` that lists
+    known names.
     """
     spec = find_spec(name)
-    if flavor not in spec.flavors:
+    if flavor in spec.flavors:
+        args = spec.flavors[flavor]
+    elif flavor.endswith(".json") or os.path.isdir(flavor):
+        args = _read_args(spec, Path(flavor))
+    else:
         raise ValueError(_unknown_name(f"model.flavor of {name}", flavor, list(spec.flavors)))
-    return spec, replace_args(spec.flavors[flavor], changes or {})
+    return spec, replace_args(args, changes or {})
 
 
 def find_spec(name: str) -> ModelSpec:
@@ -38,6 +48,24 @@ def find_spec(name: str) -> ModelSpec:
     if name not in MODEL_SPECS:
         raise ValueError(_unknown_name("model.name", name, list(MODEL_SPECS)))
     return MODEL_SPECS[name]
+
+
+def _read_args(spec: ModelSpec, path: Path) -> TransformerArgs:
+    """Read the args of a Hugging Face ``config.json``, or of the one in the folder ``path``."""
+    if path.is_dir():
+        path /= "config.json"
+    try:
+        if spec.hugging_face is None:
+            raise ValueError("the family has no Hugging Face format")
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"larger than {MAX_CONFIG_BYTES:,} bytes")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+        return spec.hugging_face.args(config)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"model.flavor: {path}: {reason}") from None
 
 
 def _import_spec(name: str) -> ModelSpec:

@@ -96,6 +96,7 @@ def value_of(config: JobConfig, key: str) -> str:
 def test_marked_keys_are_those_that_name_files() -> None:
     assert path_keys().keys() == {
         "job.output_dir",
+        "model.flavor",
         "data.path",
         "data.sources[1].path",
         "data.tokenizer",

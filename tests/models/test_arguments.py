@@ -1,5 +1,6 @@
 """``[model.args]``: sizes from a config, and the sizes that come with the families."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -87,3 +88,35 @@ def test_flavors_have_possible_arguments_and_their_size(name: str) -> None:
             model = build_on_meta(MODEL_SPECS[name], args, torch.float32)
             count = sum(parameter.numel() for parameter in model.parameters())
             assert count == pytest.approx(1e6 * int(millions[1]), rel=0.01), flavor
+
+
+@pytest.mark.parametrize("name", MODEL_SPECS)
+def test_flavor_may_be_a_config_of_hugging_face(tmp_path: Path, name: str) -> None:
+    spec = MODEL_SPECS[name]
+    assert spec.hugging_face is not None
+    want = replace(spec.flavors["debugmodel"], n_layers=2, dim=192)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(spec.hugging_face.config(want)))
+    for flavor in (path, tmp_path):
+        assert find_model(name, str(flavor))[1] == want
+    assert find_model(name, str(path), {"n_layers": 3})[1] == replace(want, n_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (None, r"model\.flavor: .*config\.json: No such file"),
+        ("[]", r"config\.json: not a JSON object"),
+        ('{"model_type": "gemma"}', r"config\.json: model_type: 'gemma' \(supported: llama\)"),
+        ("{", r"config\.json: Expecting property name"),
+        ("[" * 100_000, r"config\.json: maximum recursion depth"),
+        (" " * (1 << 20) + "{}", r"config\.json: larger than 1,048,576 bytes"),
+    ],
+)
+def test_wrong_config_of_hugging_face_is_named(
+    tmp_path: Path, content: str | None, error: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=error):
+        find_model("llama3", str(tmp_path))
