@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -31,6 +32,8 @@ from runtime.signals import handle_signals
 # Tokens that a worker writes at once, before it reports progress.
 BLOCK_TOKENS = 1 << 17
 WORKER_TIMEOUT_SECONDS = 5.0
+# Names that ``AtomicFile`` gives to the files of a shard.
+UNFINISHED = re.compile(r"shard-\d{5,}\.(bin|ends|json)\.[0-9a-f]{32}\.tmp")
 
 
 class WorkerDied(Exception):
@@ -151,8 +154,9 @@ def _workers(
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
-        for path in folder.glob("*.tmp"):
-            path.unlink()
+        for path in folder.glob("shard-*.tmp"):
+            if UNFINISHED.fullmatch(path.name):
+                path.unlink()
         signal.signal(signal.SIGINT, handler)
 
 

@@ -96,7 +96,8 @@ def _replicated_tensors(
 
 def _is_tied_pair_equal(fqn: str, tensors: Mapping[str, torch.Tensor], pp_mesh: DeviceMesh) -> bool:
     """True if the first and last stage agree on a parameter and its optimizer state. Collective."""
-    found = [_digest(to_local(t)) for name, t in tensors.items() if name.startswith(fqn)]
+    own = (t for name, t in tensors.items() if name == fqn or name.startswith(f"{fqn}."))
+    found = [_digest(to_local(t)) for t in own]
     # Stages between have neither.
     digest = torch.stack(found) if found else torch.zeros(1, dtype=torch.int64)
     total = _digest(digest).to(pp_mesh.device_type).view(1)

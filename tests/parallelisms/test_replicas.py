@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from config.job_config import ActivationCheckpoint, Optimizer
@@ -17,6 +18,7 @@ from parallelisms.replicas import (
     BLOCK_WORDS,
     GPU_BLOCK_WORDS,
     _digest,
+    _is_tied_pair_equal,
     check_replicas,
     sync_replicas,
 )
@@ -233,3 +235,17 @@ def test_digest_depends_on_order() -> None:
 @pytest.mark.parametrize("layout", REPLICATED, ids=str)
 def test_sync_broadcasts_the_first_replica(ranks: RankPool, layout: Layout) -> None:
     ranks.run(sync, layout.world_size, layout)
+
+
+def tied_pairs_equal() -> list[bool]:
+    """Compare embeddings of two stages, beside a parameter whose name begins alike."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    rank = dist.get_rank()
+    same = {"tok.weight": torch.ones(4), "tok.weight.exp_avg": torch.zeros(4)}
+    other = same | {"tok.weight_scale": torch.full((1,), float(rank))}
+    state = same | {"tok.weight.exp_avg": torch.full((4,), float(rank))}
+    return [_is_tied_pair_equal("tok.weight", tensors, mesh) for tensors in (same, other, state)]
+
+
+def test_tied_pair_is_compared_by_whole_names(ranks: RankPool) -> None:
+    assert ranks.run(tied_pairs_equal, 2) == [[True, True, False]] * 2

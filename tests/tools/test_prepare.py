@@ -579,3 +579,17 @@ def test_markers_are_prepared_and_told_apart(
     build_sources(data, 0, tokenizer=load_tokenizer("bytes", bos=""))
     with pytest.raises(ValueError, match="another tokenizer"):
         build_sources(data, 0, tokenizer=load_tokenizer("bytes"))
+
+
+def test_only_unfinished_shards_are_deleted(tmp_path: Path) -> None:
+    kept = {"notes.tmp", "shard-00000.bin", "shard-00000.bin.tmp", "shard-00001.bin.mine.tmp"}
+    own = [
+        f"shard-{number:05d}.{kind}.{'0a' * 16}.tmp"
+        for number in (0, 123456)
+        for kind in ("bin", "ends", "json")
+    ]
+    for name in (*kept, *own):
+        (tmp_path / name).touch()
+    with write_shards._workers(0, tmp_path, DataSource(), {}):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == kept
