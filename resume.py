@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from build_model import ShardedModel
-from checkpoint.checkpoint_dir import list_checkpoints, step_of
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.hugging_face import is_hugging_face, load_weights
 from checkpoint.manifest import MANIFEST_FILE, read_manifest
@@ -27,6 +26,7 @@ from run_spec import RunSpec
 from runtime.control import RunControl
 from runtime.log import logger
 from runtime.object_collectives import run_on_rank0
+from runtime.run_folder import list_checkpoints, step_of
 from train_step import TrainStep
 
 # Letters, digits, whitespace and non-ASCII text: tokenizers differ in all of them.
@@ -74,6 +74,7 @@ def build_checkpointer(
         },
         metadata=checkpoint_metadata(run),
         validate=partial(validate_resume, run),
+        before_commit=control.check_lock,
         on_saved=lambda step: control.report("progress", str(step)),
     )
 

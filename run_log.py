@@ -1,16 +1,20 @@
-"""Records of a run's steps: metrics, the ledger, and slow ranks."""
+"""Records of a run and its steps: configuration, metrics, the ledger, and slow ranks."""
 
+import os
 from collections.abc import Callable
 
 import torch.distributed as dist
 
 from build_model import ShardedModel
+from config import dump_toml
 from data.step_batches import StepBatch
 from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
 from metrics.stragglers import Stragglers
 from run_spec import RunSpec
 from runtime.distributed import sum_in_order
+from runtime.filesystem import atomic_write_text
+from runtime.run_folder import WriteAlarm
 from train_step import StepResult
 
 
@@ -31,12 +35,14 @@ class RunLog:
         ``detects_spikes``: the loop needs loss and gradient norm of every step.
         """
         config, self._run = run.config.metrics, run
+        self._is_writer, self._alarm = dist.get_rank() == 0, WriteAlarm()
+        self._write_config()
         self._data_mesh = model.dims.data_mesh
         self._reads_every_step = config.enable_ledger or detects_spikes
         self.metrics = MetricsLogger(
             run.folder,
             config,
-            is_writer=dist.get_rank() == 0,
+            is_writer=self._is_writer,
             device=model.device,
             n_devices=dist.get_world_size(),
             flops_per_token=model.flops_per_token,
@@ -87,8 +93,16 @@ class RunLog:
 
     def sync(self) -> None:
         """Make the ledger durable, before the checkpoint that counts on it."""
+        if not os.path.exists(self._run.folder / "config.toml"):
+            self._write_config()
         if self._ledger is not None:
             self._ledger.sync()
+
+    def _write_config(self) -> None:
+        path = self._run.folder / "config.toml"
+        if self._is_writer:
+            with self._alarm.of(path):
+                atomic_write_text(path, dump_toml(self._run.config))
 
     def close(self) -> None:
         self.metrics.close()

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import torch
 
-from checkpoint.checkpoint_dir import list_checkpoints, sizes_of, verify_checkpoint
-from checkpoint.manifest import MANIFEST_FILE
+from checkpoint.checkpoint_dir import verify_checkpoint
+from checkpoint.manifest import MANIFEST_FILE, sizes_of
 from checkpoint.tensor_files import DTYPES, TensorRecord, read_index
 from config.resume_compat import changed_arguments
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
@@ -21,6 +21,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
 from models.meta import build_on_meta
 from runtime.log import say
+from runtime.run_folder import list_checkpoints
 
 # Prefix of weights in a checkpoint, which also has the optimizer's state.
 PREFIX = "model."

@@ -12,13 +12,14 @@ import gc
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from build_model import build_model
-from config import ConfigError, JobConfig, dump_toml, load_config
+from config import ConfigError, JobConfig, load_config
 from kernels.sdpa import sdpa_backend_priority
 from launcher.post_mortem import RankHeartbeat
 from metrics.profiling import profiler
@@ -31,7 +32,6 @@ from run_spec import RunSpec, resolve
 from runtime import exit_codes
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
-from runtime.filesystem import atomic_write_text
 from runtime.log import error_text, init_logging, logger, report
 from runtime.machine import disable_malloc_trim
 from runtime.object_collectives import raise_if_unequal
@@ -77,9 +77,6 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     )
     resumed_step = restore(run, checkpointer, model)
     control.clear_previous_outcome()
-    if dist.get_rank() == 0:
-        # Only now: a start that is rejected changes nothing of the run.
-        atomic_write_text(run.folder / "config.toml", dump_toml(config))
     agreed = check_replicas(model.module, dims.weight_mesh, tied=model.tied)
     logger.info("replica check: %s", agreed or "skipped (no rank has a replica)")
 
@@ -135,7 +132,8 @@ def report_config_error(error: ValueError) -> int:
     """Report an error of the config, and return the exit code for it."""
     # The launcher ends all ranks after the first, before they print: it prints this file instead.
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        Path(path).write_text(json.dumps({"message": error_text(error)}))
+        with suppress(OSError):  # The launcher then reports the exit codes.
+            Path(path).write_text(json.dumps({"message": error_text(error)}))
     else:
         report(error)
     return exit_codes.BAD_CONFIG

@@ -1,10 +1,9 @@
-"""Checkpoint directory of a run: list, verify, write metadata, quarantine and purge, without ranks.
+"""Checkpoint directory of a run: verify, write metadata, quarantine and purge, without ranks.
 
 Nothing is overwritten: a folder that no longer counts as a checkpoint is renamed with the reason.
 """
 
 import json
-import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -12,29 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from checkpoint.manifest import read_manifest, verify_files, write_manifest
+from checkpoint.hashed_file import write_hashed
+from checkpoint.manifest import read_manifest, sizes_of, verify_files, write_manifest
 from checkpoint.tensor_files import (
     TENSOR_INDEX_FILE,
-    HashedFile,
     TensorRecord,
     read_index,
     write_index,
 )
 from runtime.filesystem import read_file
 from runtime.log import logger
+from runtime.run_folder import list_checkpoints, step_of
 
 STATE_FILE = "state.json"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints in ``folder``, newest first."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(folder: Path) -> int:
-    """Training step in the name of a checkpoint's folder."""
-    return int(folder.name.removeprefix("step-"))
 
 
 def verify_checkpoint(folder: Path, first: int = 0, stride: int = 1) -> list[str]:
@@ -84,9 +73,7 @@ def write_metadata(
     writes.
     """
     files = {name: description for name, (description, _) in written.items()}
-    state_file = HashedFile(folder / STATE_FILE)
-    state_file.write(json.dumps(state).encode())
-    files[STATE_FILE] = state_file.close()
+    files[STATE_FILE] = write_hashed(folder / STATE_FILE, json.dumps(state).encode())
     files[TENSOR_INDEX_FILE] = write_index(
         folder / TENSOR_INDEX_FILE, [records for _, records in written.values()]
     )
@@ -138,8 +125,3 @@ def delete(folders: Iterable[Path]) -> None:
             continue
         # The next save deletes what remains, such as files that are open on NFS.
         shutil.rmtree(trash, ignore_errors=True)
-
-
-def sizes_of(manifest: Mapping[str, Any]) -> dict[str, int]:
-    """Size in bytes of each file that the manifest lists."""
-    return {name: description["size"] for name, description in manifest["files"].items()}

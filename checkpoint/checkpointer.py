@@ -24,15 +24,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from checkpoint.checkpoint_dir import (
     STATE_FILE,
     delete,
-    list_checkpoints,
     purge,
     quarantine,
     read_state,
-    sizes_of,
     verify_checkpoint,
     write_metadata,
 )
-from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest
+from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest, sizes_of
 from checkpoint.tensor_files import Reader, TensorRecord, read_index, write_tensor_file
 from config import ConfigError
 from config.job_config import Checkpoint
@@ -44,6 +42,7 @@ from runtime.object_collectives import (
     raise_if_unequal,
     run_on_rank0,
 )
+from runtime.run_folder import list_checkpoints
 
 
 class Stateful(Protocol):
@@ -70,8 +69,9 @@ class Checkpointer:
     ranks' state dicts is saved as JSON, and a save fails if ranks disagree on a key.
 
     ``metadata`` goes into the manifest. ``validate`` is called with the manifest of the checkpoint
-    to resume from, and raises ``ConfigError`` if it belongs to another run. ``on_saved`` is called
-    with the step of each committed checkpoint.
+    to resume from, and raises ``ConfigError`` if it belongs to another run. ``before_commit`` is
+    called on rank 0, and raises ``OSError`` if the folder is another process's by now. ``on_saved``
+    is called with the step of each committed checkpoint.
     """
 
     def __init__(
@@ -83,11 +83,13 @@ class Checkpointer:
         json_states: dict[str, Stateful],
         metadata: dict[str, Any],
         validate: Callable[[dict[str, Any]], None],
+        before_commit: Callable[[], None] = lambda: None,
         on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._folder, self._config = folder, config
         self._tensor_states, self._json_states = tensor_states, json_states
-        self._metadata, self._validate, self._on_saved = metadata, validate, on_saved
+        self._metadata, self._validate = metadata, validate
+        self._before_commit, self._on_saved = before_commit, on_saved
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.attempt: str = run_on_rank0(lambda: uuid.uuid4().hex)
         """ID of this attempt; ``load_latest`` begins another one."""
@@ -138,15 +140,16 @@ class Checkpointer:
         errors, and must be called before the next ``begin``.
         """
         assert self._pending is None, "finish() the pending save first"
+        planner = dcp.DefaultSavePlanner()
+        json_state: dict[str, Any] = {}
         try:
             scratch = run_on_rank0(partial(self._open_scratch, step))
-            tensors = {name: state.state_dict() for name, state in self._tensor_states.items()}
-            planner = dcp.DefaultSavePlanner()
-            planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
+            # Gathered, because an error on one rank only would leave the others waiting for it.
+            gather_to_rank0(partial(self._read_states, planner, json_state))
             # Planned once: a rank writes the same items at every save, perhaps none.
             self._items = _plan_writes(planner) if self._items is None else self._items
-            json_state = {name: deepcopy(s.state_dict()) for name, s in self._json_states.items()}
         except RankFailure as error:
+            # The next save deletes the scratch folder.
             self._log_failure(step, error)
             return
         path = scratch / f"rank-{self._rank:05d}.bin"
@@ -262,10 +265,19 @@ class Checkpointer:
     def _open_scratch(self, step: int) -> Path:
         """Create a temporary folder; first delete those of earlier attempts, to free disk space."""
         make_folder(self._folder)
+        newest = self._folder / f"step-{self.newest_step:08d}"
+        if self.newest_step and not newest.exists():
+            logger.error("ALARM: %s was removed or renamed while the run trains", newest)
         delete([*self._folder.glob(".tmp-step-*"), *self._folder.glob(".trash-*")])
         scratch = self._folder / f".tmp-step-{step:08d}-{uuid.uuid4().hex[:8]}"
         scratch.mkdir(mode=0o700)
         return scratch
+
+    def _read_states(self, planner: dcp.DefaultSavePlanner, json_state: dict[str, Any]) -> None:
+        """Give the tensors to ``planner``, and copy the JSON states to ``json_state``."""
+        tensors = {name: state.state_dict() for name, state in self._tensor_states.items()}
+        planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
+        json_state |= {name: deepcopy(s.state_dict()) for name, s in self._json_states.items()}
 
     def _copy_to_host(
         self, planner: dcp.DefaultSavePlanner, items: list[WriteItem]
@@ -294,6 +306,7 @@ class Checkpointer:
             metadata={**origin, **self._lineage, **self._metadata},
         )
         fsync_folder(save.scratch)
+        self._before_commit()
         folder = self._folder / f"step-{save.step:08d}"
         if os.path.lexists(folder):
             # An earlier save of this step failed after its rename. Never overwrite.

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from checkpoint.tensor_files import HashedFile, describe_file
+from checkpoint.hashed_file import describe_file, write_hashed
 from runtime.filesystem import open_file, read_file
 
 MANIFEST_FILE = "manifest.json"
@@ -34,9 +34,8 @@ def write_manifest(
     Raises ``FileExistsError`` if there is one.
     """
     content = {**metadata, "files": files}
-    file = HashedFile(folder / MANIFEST_FILE)
-    file.write(json.dumps({"checksum": _checksum(content), **content}, indent=1).encode())
-    file.close()
+    text = json.dumps({"checksum": _checksum(content), **content}, indent=1)
+    write_hashed(folder / MANIFEST_FILE, text.encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -74,6 +73,11 @@ def manifest_digest(folder: Path) -> str:
 def _checksum(content: dict[str, Any]) -> str:
     """Hash of the manifest's own content, which its list of files cannot contain."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def sizes_of(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """Size in bytes of each file that the manifest lists."""
+    return {name: description["size"] for name, description in manifest["files"].items()}
 
 
 def verify_files(folder: Path, files: dict[str, Any], names: Iterable[str]) -> list[str]:

@@ -5,7 +5,6 @@ DCP plans what each rank writes and reads. Nothing is pickled, so reading runs n
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +13,6 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
 from torch.futures import Future
 
+from checkpoint.hashed_file import HashedFile, write_hashed
 from runtime.filesystem import open_file, read_file
 
 TENSOR_INDEX_FILE = "tensors.json"
@@ -59,30 +58,6 @@ class TensorRecord:
     shards: list[TensorShard]
 
 
-class HashedFile:
-    """A new file that hashes the bytes in memory as it writes them.
-
-    Raises ``FileExistsError`` if ``path`` exists.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("xb")
-        self._digest = xxhash.xxh3_128()
-        self.size = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._digest.update(data)
-        self._file.write(data)
-        self.size += len(data)
-
-    def close(self) -> dict[str, Any]:
-        """Fsync and close the file; return its size in bytes and its hash."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        return {"size": self.size, "xxh3_128": self._digest.hexdigest()}
-
-
 def write_tensor_file(
     path: Path, items: Iterable[WriteItem], resolve: Callable[[WriteItem], torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
@@ -90,18 +65,18 @@ def write_tensor_file(
 
     ``resolve`` returns the tensor of an item. Raises ``OSError`` if a write fails.
     """
-    file = HashedFile(path)
     records: dict[str, TensorRecord] = {}
-    for item in items:
-        assert item.tensor_data is not None
-        chunk = item.tensor_data.chunk
-        file.write(bytes(-file.size % ALIGNMENT))
-        shard = TensorShard(path.name, file.size, list(chunk.offsets), list(chunk.sizes))
-        dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
-        record = TensorRecord(dtype, list(item.tensor_data.size), [])
-        records.setdefault(item.index.fqn, record).shards.append(shard)
-        file.write(_bytes_of(resolve(item)))
-    return file.close(), records
+    with HashedFile(path) as file:
+        for item in items:
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            file.write(bytes(-file.size % ALIGNMENT))
+            shard = TensorShard(path.name, file.size, list(chunk.offsets), list(chunk.sizes))
+            dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+            record = TensorRecord(dtype, list(item.tensor_data.size), [])
+            records.setdefault(item.index.fqn, record).shards.append(shard)
+            file.write(_bytes_of(resolve(item)))
+        return file.close(), records
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -116,9 +91,7 @@ def write_index(path: Path, written: Iterable[Mapping[str, TensorRecord]]) -> di
         for fqn, record in records.items():
             merged = {"dtype": record.dtype, "shape": record.shape, "parts": []}
             index.setdefault(fqn, merged)["parts"] += [_to_json(shard) for shard in record.shards]
-    file = HashedFile(path)
-    file.write(json.dumps(index).encode())
-    return file.close()
+    return write_hashed(path, json.dumps(index).encode())
 
 
 def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord]:
@@ -160,17 +133,6 @@ def _parse(fqn: str, fields: dict[str, Any], sizes: Mapping[str, int]) -> Tensor
     if total != math.prod(record.shape):
         raise ValueError(f"{fqn}: the shards do not add up to the tensor")
     return record
-
-
-def describe_file(path: Path) -> dict[str, Any]:
-    """Size in bytes and hash of a file, in the form that ``HashedFile.close`` returns."""
-    digest = xxhash.xxh3_128()
-    size = 0
-    with open_file(path) as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            size += len(block)
-    return {"size": size, "xxh3_128": digest.hexdigest()}
 
 
 class Reader(dcp.StorageReader):

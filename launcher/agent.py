@@ -4,6 +4,7 @@ Ranks get torchrun's environment variables. torchrun itself is not used: it give
 and also ranks that hang, 30 seconds; it dies of SIGUSR1 and listens on all interfaces.
 """
 
+import errno
 import json
 import math
 import os
@@ -19,14 +20,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import BinaryIO
 
 import torch.distributed as dist
 
 from config import ConfigError, JobConfig, dump_toml
 from launcher.post_mortem import STORE_SECONDS, FailureReport, diagnose, is_aborted
 from runtime import exit_codes
-from runtime.filesystem import make_folder, open_file, reject_link
+from runtime.filesystem import make_folder, open_file, parse_object, reject_link
 from runtime.imports import import_variables
+from runtime.log import logger
 from runtime.signals import handle_signals
 
 POLL_SECONDS = 0.1
@@ -98,7 +101,7 @@ def run_ranks(
     counts, started = _rendezvous(store, nodes, n_ranks=n_ranks)
     if logs is not None:
         logs = logs / started
-        _make_logs(logs)
+        logs = _make_logs(logs)
     requests: list[signal.Signals] = []
     handle_signals(lambda number, frame: requests.append(signal.Signals(number)))
     with tempfile.TemporaryDirectory() as scratch:
@@ -116,7 +119,8 @@ def run_ranks(
         agent.wait(requests, has_others=nodes.count > 1)
         codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
         config_errors = [
-            str(json.loads(path.read_text())["message"])
+            # "" if a full disk left no room for it.
+            str(parse_object(path.read_bytes()).get("message", ""))
             for rank, path in error_files.items()
             if codes.get(rank) == exit_codes.BAD_CONFIG and path.exists()
         ]
@@ -218,7 +222,7 @@ def _start(
                 if local in shown
                 else subprocess.DEVNULL
                 if logs is None
-                else files.enter_context(open_file(logs / f"rank-{rank}.{suffix}", "wb"))
+                else files.enter_context(_open_log(logs / f"rank-{rank}.{suffix}"))
                 for suffix in ("out", "err")
             )
             processes[rank] = subprocess.Popen(
@@ -231,21 +235,38 @@ def _start(
     return processes
 
 
-def _make_logs(logs: Path) -> None:
-    """Create ``logs`` and its parents. Raises ``ConfigError`` if that fails."""
+def _open_log(path: Path) -> BinaryIO:
+    """Open a rank's log to write, or /dev/null if that fails."""
+    try:
+        return open_file(path, "wb")
+    except OSError as error:
+        logger.error("ALARM: the rank's output is not kept: %s", error)
+        return open(os.devnull, "wb")
+
+
+def _make_logs(logs: Path) -> Path | None:
+    """Create ``logs`` and its parents, and return it; None, with an alarm, on a full disk.
+
+    Raises ``ConfigError`` if they cannot be created for another reason.
+    """
     try:
         make_folder(logs.parent)
         reject_link(logs)
         logs.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise ConfigError([f"job.output_dir: {error}"]) from None
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise ConfigError([f"job.output_dir: {error}"]) from None
+        logger.error("ALARM: the ranks' output is not kept: %s", error)
+        return None
+    return logs
 
 
 def _remove_empty_logs(logs: Path, ranks: list[int]) -> None:
     """Delete the empty logs of this node's ranks."""
     for path in (logs / f"rank-{rank}.{suffix}" for rank in ranks for suffix in ("out", "err")):
-        if path.exists() and path.stat().st_size == 0:
-            path.unlink()
+        with suppress(OSError):  # There may be none.
+            if path.stat().st_size == 0:
+                path.unlink()
 
 
 def _remove_empty_folders(new: list[Path]) -> None:

@@ -9,7 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runtime.filesystem import make_folder, open_file, parse_object, read_file
+from runtime.filesystem import make_folder, quarantine_file
+from runtime.log import logger
+from runtime.run_folder import (
+    LineFile,
+    WriteAlarm,
+    list_checkpoints,
+    read_lines,
+    read_number,
+    step_of,
+)
 
 MOST_ATTEMPTS = 3
 
@@ -36,24 +45,31 @@ def record_end(control: Path, outcome: str) -> None:
 
 
 def newest_saved_step(control: Path) -> int:
-    """Step of the newest checkpoint in ``control/progress``, 0 before the first."""
-    path = control / "progress"
-    try:
-        return int(read_file(path)) if path.exists() else 0
-    except ValueError:  # not what a run wrote
-        return 0
+    """Step of the run's newest checkpoint, 0 before the first.
+
+    ``control/progress`` may be older, if it could not be written.
+    """
+    saved = list_checkpoints(control.parent / "checkpoints")
+    return step_of(saved[0]) if saved else read_number(control / "progress") or 0
 
 
 def _append(control: Path, record: dict[str, Any]) -> None:
     line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | record)
-    with open_file(control / "failures", "ab+") as file:
-        file.write(f"{line}\n".encode())
+    file = LineFile(control / "failures")
+    file.write(line)
+    file.close()
 
 
 def _last(control: Path) -> dict[str, Any]:
-    """Return the newest record, {} if there is none or a full disk truncated it."""
-    path = control / "failures"
-    lines = read_file(path).splitlines() if path.exists() else []
-    record = parse_object(lines[-1]) if lines else {}
-    numbers = [record.get(key, 0) for key in ("attempt", "progress")]
-    return record if all(type(number) is int for number in numbers) else {}
+    """Return the newest record, {} if there is none or it is damaged."""
+    try:
+        lines = read_lines(control / "failures")
+    except OSError as error:
+        # Unread, it would not bound a crash loop.
+        with WriteAlarm().of(control / "failures"):
+            logger.warning("%s", error)
+            quarantine_file(control / "failures")
+        return {}
+    record = lines[-1][1] if lines else {}
+    is_failure = all(type(record.get(key)) is int for key in ("attempt", "progress"))
+    return record if is_failure else {}

@@ -29,6 +29,7 @@ from runtime.control import is_locked
 from runtime.filesystem import check_run_folder
 from runtime.log import report, say
 from runtime.machine import available_cpus, enable_expandable_segments
+from runtime.run_folder import read_text
 
 end_imports()
 
@@ -149,8 +150,7 @@ def report_failure(end: End, control: Path) -> int:
 
 
 def _outcome(control: Path) -> str:
-    path = control / "outcome"
-    return path.read_text().strip() if path.exists() else ""
+    return read_text(control / "outcome")
 
 
 def ranks_per_node(environment: Mapping[str, str]) -> int:

@@ -12,7 +12,7 @@ def history_of(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     kept: list[dict[str, Any]] = []
     for line in lines:
-        if "seconds_per_step" in line:
+        if line.get("seconds_per_step") is not None:
             while kept and kept[-1]["step"] >= line["step"]:
                 kept.pop()
             kept.append(line)
@@ -25,7 +25,7 @@ def goodput(lines: Sequence[dict[str, Any]], end: float) -> float | None:
     ``end``: Unix time in seconds. None with fewer than two lines. Excludes the steps before the
     first line. All other time is repeated or lost steps, restarts, checkpoints and validation.
     """
-    times = [line["time"] for line in lines if "seconds_per_step" in line]
+    times = [line["time"] for line in lines if line.get("seconds_per_step") is not None]
     history = history_of(lines)
     if len(history) < 2 or end <= times[0]:
         return None

@@ -6,18 +6,16 @@ what follows a rollback) with the checkpoint it resumed from, then one line per 
 """
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from runtime.filesystem import make_folder, open_file
+from runtime.run_folder import LineFile
 
 
 class RowState(Protocol):
@@ -61,11 +59,13 @@ class AttemptHeader:
 
 
 class Ledger:
-    """Ledger file of this rank. A step counts only if every rank has a line for it."""
+    """Ledger file of this rank. A step counts only if every rank has a line for it.
+
+    A line that cannot be written is an alarm; ``tools.check_ledger`` names the step as unknown.
+    """
 
     def __init__(self, folder: Path, attempt: AttemptHeader) -> None:
-        make_folder(folder)
-        self._file = _open_after_torn_line(folder / f"rank-{attempt.rank:05d}.jsonl")
+        self._file = LineFile(folder / f"rank-{attempt.rank:05d}.jsonl")
         self.begin(attempt)
 
     def begin(self, attempt: AttemptHeader) -> None:
@@ -88,27 +88,15 @@ class Ledger:
 
     def sync(self) -> None:
         """Flush the file to disk (fsync), as the checkpoint that commits next."""
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        # Once in the kernel's page cache, the line survives a kill of the process.
-        self._file.flush()
+        self._file.write(json.dumps(line, separators=(",", ":")))
 
 
 def _crc32(tokens: np.ndarray, labels: np.ndarray) -> int:
     """Return the CRC-32 of a row's ``tokens`` and last label; both arguments (s,) int64."""
     return zlib.crc32(labels[-1:].data, zlib.crc32(tokens.data))
-
-
-def _open_after_torn_line(path: Path) -> TextIO:
-    """Open ``path`` to append on a new line, because a kill may have left a torn one."""
-    file = open_file(path, "ab+")
-    if file.tell() > 0:
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
-    return TextIOWrapper(file, encoding="ascii")

@@ -8,21 +8,16 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from config.job_config import Metrics
-from runtime.filesystem import (
-    atomic_write_text,
-    make_folder,
-    open_file,
-    parse_object,
-    read_file,
-)
+from metrics.metrics_file import open_metrics
+from runtime.filesystem import make_folder
 from runtime.log import duration, logger
+from runtime.run_folder import LineFile
 
 
 class MetricsLogger:
@@ -42,12 +37,12 @@ class MetricsLogger:
     ) -> None:
         self._config, self._device, self._n_devices = config, device, n_devices
         self._flops, self._peak = flops_per_token, peak_flops
-        has_tensorboard = is_writer and config.enable_tensorboard
-        path = folder / "metrics.jsonl"
-        # Counted before _open_log drops the lines of steps that will be repeated.
-        self._restarts = _count_starts(path) if is_writer else 0
-        self._file = _open_log(path, resumed_step) if is_writer else None
-        self._tensorboard = _open_tensorboard(folder, resumed_step) if has_tensorboard else None
+        self._file: LineFile | None = None
+        self._curves: TensorBoard | None = None
+        if is_writer:
+            self._file, self._restarts = open_metrics(folder / "metrics.jsonl", resumed_step)
+            if config.enable_tensorboard:
+                self._curves = TensorBoard(folder / "tensorboard", resumed_step)
         self._reset()
 
     def is_due(self, step: int) -> bool:
@@ -112,38 +107,23 @@ class MetricsLogger:
         """Append a line, with the time and the number of earlier starts that wrote lines."""
         if self._file is None:
             return
-        with _logging_os_errors(f"metrics of step {record['step']}"):
-            # JSON has no NaN.
-            finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
-            stamp = {"time": time.time(), "restarts": self._restarts}
-            self._file.write(json.dumps(finite | stamp) + "\n")
-            self._file.flush()
-            if self._tensorboard is None:
-                return
-            for name, value in record.items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(name, value, record["step"])
+        # JSON has no NaN.
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
+        stamp = {"time": time.time(), "restarts": self._restarts}
+        self._file.write(json.dumps(finite | stamp))
+        if self._curves is not None:
+            self._curves.write(record)
 
     def close(self) -> None:
-        for writer in (self._file, self._tensorboard):
+        for writer in (self._file, self._curves):
             if writer is not None:
-                with _logging_os_errors("the last metrics"):
-                    writer.close()
+                writer.close()
 
     def _reset(self) -> None:
         self._since, self._tokens, self._data_wait, self._steps = time.perf_counter(), 0, 0.0, 0
 
     def _utilization(self, flops_per_token: float, rate_per_device: float) -> float | None:
         return None if self._peak is None else flops_per_token * rate_per_device / self._peak
-
-
-@contextmanager
-def _logging_os_errors(what: str) -> Iterator[None]:
-    """Log an ``OSError`` and continue, because a full disk may have room again later."""
-    try:
-        yield
-    except OSError as error:
-        logger.error("ALARM: %s were not written: %s", what, error)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -155,40 +135,40 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 2**30
 
 
-def _open_log(path: Path, resumed_step: int | None) -> TextIO:
-    """Open the log to append; drop torn lines and steps that a resumed run will repeat."""
-    if path.exists():
-        steps = ((line + "\n", _step_of(line)) for line in _lines_of(path))
-        last = math.inf if resumed_step is None else resumed_step
-        atomic_write_text(path, "".join(line for line, step in steps if step <= last))
-    return TextIOWrapper(open_file(path, "ab+"), encoding="utf-8")
+class TensorBoard:
+    """Curves of the metrics. Its first error is an alarm, and the curves end there."""
 
+    def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        # The import is slow, and TensorBoard is optional.
+        from torch.utils.tensorboard import SummaryWriter
 
-def _step_of(line: str) -> float:
-    """Return the step of a line; NaN, for which ``<=`` is false, if the line is torn."""
-    step = parse_object(line).get("step")
-    return step if type(step) is int else math.nan
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        purged = None if resumed_step is None else resumed_step + 1
+        with self._ending_at_errors():
+            make_folder(folder)
+            # A random name, because the writer would follow a link of that name.
+            suffix = f".{uuid.uuid4().hex}"
+            self._writer = SummaryWriter(str(folder), purge_step=purged, filename_suffix=suffix)
 
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a point to the curve of each value of a step."""
+        with self._ending_at_errors():
+            for name, value in record.items():
+                if self._writer is not None and name != "step" and value is not None:
+                    self._writer.add_scalar(name, value, record["step"])
 
-def _count_starts(path: Path) -> int:
-    """Count the starts of the run that have written lines."""
-    if not path.exists():
-        return 0
-    records = (parse_object(line) for line in _lines_of(path) if not math.isnan(_step_of(line)))
-    counts = (record.get("restarts", 0) for record in records)
-    return max((count + 1 for count in counts if type(count) is int), default=0)
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        with self._ending_at_errors():
+            if writer is not None:
+                writer.close()
 
-
-def _lines_of(path: Path) -> list[str]:
-    return read_file(path).decode(errors="replace").split("\n")
-
-
-def _open_tensorboard(folder: Path, resumed_step: int | None) -> Any:
-    # The import is slow, and TensorBoard is optional.
-    from torch.utils.tensorboard import SummaryWriter
-
-    purged = None if resumed_step is None else resumed_step + 1
-    make_folder(folder / "tensorboard")
-    # A random name, because the writer would follow a link of that name.
-    suffix = f".{uuid.uuid4().hex}"
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=purged, filename_suffix=suffix)
+    @contextmanager
+    def _ending_at_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # A thread writes; it keeps its error and raises it again.
+            text = "ALARM: %s was not written, and ends here until the next start: %s"
+            logger.error(text, self._folder, error)
+            self._writer = None

@@ -11,6 +11,7 @@ from config.job_config import Profiling
 from runtime.compat import require
 from runtime.filesystem import make_folder, replaced_file
 from runtime.log import logger
+from runtime.run_folder import WriteAlarm
 
 TRACED_STEPS = 2
 
@@ -28,14 +29,15 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
         record = require("torch.cuda.memory:_record_memory_history", key=key)
         dump = require("torch.cuda.memory:_dump_snapshot", key=key)
         record(max_entries=1_000_000)
-    make_folder(folder)
-    last_step = 0
+    alarm, last_step = WriteAlarm(), 0
 
     def write(profile: torch.profiler.profile) -> None:
         path = folder / f"trace-step-{last_step:08d}-rank{rank}.json.gz"
-        with replaced_file(path) as scratch:
-            profile.export_chrome_trace(str(scratch))
-        logger.info("trace: %s", path)
+        with alarm.of(path):
+            make_folder(folder)
+            with replaced_file(path) as scratch:
+                profile.export_chrome_trace(str(scratch))
+            logger.info("trace: %s", path)
 
     trace = _build_profiler(config, write) if config.enable_trace else None
 
@@ -46,8 +48,10 @@ def profiler(folder: Path, config: Profiling, *, rank: int) -> Iterator[Callable
             trace.step()
         if snapshots and step % config.trace_freq == 0:
             path = folder / f"memory-step-{step:08d}-rank{rank}.pickle"
-            with replaced_file(path) as scratch:
-                dump(str(scratch))
+            with alarm.of(path):
+                make_folder(folder)
+                with replaced_file(path) as scratch:
+                    dump(str(scratch))
 
     if trace is not None:
         trace.start()

@@ -26,22 +26,28 @@ from runtime.filesystem import (
     make_folder,
     open_file,
 )
+from runtime.log import logger
 from runtime.object_collectives import run_on_rank0
+from runtime.run_folder import WriteAlarm, is_file_at, read_text, remove_file
 from runtime.signals import SIGNALS, handle_signals
 
 # Slurm's scancel may reach a rank twice, once through the launcher. A later signal ends at once.
 FORCE_EXIT_AFTER_SECONDS = 3.0
+LOST_LOCK = "lost lock"
+# Characters of the lock file that are read to name its holder.
+MAX_HOLDER = 300
 
 
 class RunControl:
     """Collects stop requests. Create it before the process group, so that no signal is lost."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._is_writer = folder, False
+        self._folder, self._is_writer, self._alarm = folder, False, WriteAlarm()
         self._signal: signal.Signals | None = None
         self._received = 0.0
         self.stop: str | None = None
         """Reason to stop: a signal's name or the stop file; None to go on."""
+        self._former_locks: list[TextIO] = []
         handle_signals(self._receive)
 
     def acquire_lock(self) -> None:
@@ -67,11 +73,35 @@ class RunControl:
             return f"job.output_dir: {error}"
         return ""
 
+    def check_lock(self) -> None:
+        """Raise ``OSError`` if another process has locked the run meanwhile. On rank 0 only."""
+        if mistake := self._keep_lock():
+            raise OSError(mistake)
+
+    def _keep_lock(self) -> str:
+        """Make and lock ``control/`` again if it was removed; return why that is impossible."""
+        path = self._folder / "lock"
+        # Some file systems renumber files, so the holder's name counts too.
+        if is_file_at(self._lock.fileno(), path) or read_text(path) == _holder():
+            return ""
+        output_dir = self._folder.parent.parent
+        if not output_dir.is_dir():
+            # Perhaps unmounted: what is made here would hide below the mount point.
+            return f"job.output_dir: {output_dir} was removed while the run trains"
+        # A folder that was renamed stays locked under its new name.
+        self._former_locks.append(self._lock)
+        if not (mistake := self._lock_folder()):
+            text = (
+                "ALARM: %s was removed or renamed while the run trains; it is made and locked again"
+            )
+            logger.error(text, self._folder)
+        return mistake
+
     def clear_previous_outcome(self) -> None:
         """Delete the ``outcome`` and ``stop`` files that the previous attempt left."""
         if self._is_writer:
             for name in ("outcome", "stop"):
-                (self._folder / name).unlink(missing_ok=True)
+                remove_file(self._folder / name)
 
     def end(self, outcome: str) -> None:
         """Report the outcome. Signals are ignored from here on."""
@@ -82,21 +112,35 @@ class RunControl:
         """Return the sums of ``counts`` over all ranks; update ``stop``. Collective, on the CPU.
 
         One all-reduce carries the counts and the stop requests, so ``stop`` is equal on all ranks.
+        Raises ``ConfigError`` on all ranks if another process has locked the run meanwhile.
         """
         requests = {number.name: int(number == self._signal) for number in SIGNALS}
-        has_file = self._is_writer and (self._folder / "stop").exists()
-        own = {**counts, **requests, STOP_FILE.reason: int(has_file)}
+        # Also a folder or a broken link: whoever made it asked the run to stop.
+        has_file = self._is_writer and os.path.lexists(self._folder / "stop")
+        mistake = self._keep_lock() if self._is_writer else ""
+        own = {
+            **counts,
+            **requests,
+            STOP_FILE.reason: int(has_file),
+            LOST_LOCK: int(bool(mistake)),
+        }
         sums = torch.tensor(list(own.values()))
         dist.all_reduce(sums)
         total = dict(zip(own, sums.tolist(), strict=True))
+        if total[LOST_LOCK]:
+            raise ConfigError(
+                [mistake or f"job.name: rank 0 lost the lock of {self._folder.parent}"]
+            )
         reasons = [name for name in (*requests, STOP_FILE.reason) if total[name]]
         self.stop = self.stop or next(iter(reasons), None)
         return {name: total[name] for name in counts}
 
     def report(self, name: str, text: str) -> None:
-        """Write ``control/<name>``."""
+        """Write ``control/<name>``; a failure is an alarm."""
+        path = self._folder / name
         if self._is_writer:
-            atomic_write_text(self._folder / name, text + "\n")
+            with self._alarm.of(path):
+                atomic_write_text(path, text + "\n")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -113,19 +157,24 @@ def lock_run(folder: Path) -> TextIO:
     """
     try:
         check_run_folder(folder.parent)
-        file = TextIOWrapper(open_file(folder / "lock", "ab+"))
+        file = TextIOWrapper(open_file(folder / "lock", "ab+"), errors="replace")
     except OSError as error:
         raise ConfigError([f"job.output_dir: {error}"]) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        who = f"process {file.read().strip()} is writing to {folder.parent} now"
+        who = f"process {file.read(MAX_HOLDER).strip()} is writing to {folder.parent} now"
         raise ConfigError([f"job.name: {who}"]) from None
-    file.truncate(0)
-    file.write(f"{os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    # The lock holds even if a full disk has no room for the name of its holder.
+    with WriteAlarm().of(folder / "lock"):
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"{_holder()}\n".encode())
     return file
+
+
+def _holder() -> str:
+    return f"{os.getpid()} on {socket.gethostname()}"
 
 
 def is_locked(folder: Path) -> bool:

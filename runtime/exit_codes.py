@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.filesystem import atomic_write_text, read_file
+from runtime.filesystem import atomic_write_text
+from runtime.run_folder import WriteAlarm, read_number, remove_file
 
 DONE = 0
 FAILED = 1  # retry
@@ -53,20 +54,17 @@ def write_exit_code(control: Path, code: int) -> None:
 
     Does nothing without the folder: a start rejected before the run exists writes nothing.
     """
-    if not control.exists():
-        return
-    atomic_write_text(control / "exit_code", f"{code}\n")
+    path = control / "exit_code"
+    if control.exists():
+        with WriteAlarm().of(path):
+            atomic_write_text(path, f"{code}\n")
 
 
 def read_exit_code(control: Path) -> int | None:
     """Return the last launcher's exit code, None if it still runs or was killed."""
-    path = control / "exit_code"
-    try:
-        return int(read_file(path)) if path.exists() else None
-    except ValueError:  # not what a launcher wrote
-        return None
+    return read_number(control / "exit_code")
 
 
 def clear_exit_code(control: Path) -> None:
     """Delete the last launcher's exit code, so that there is none until the new one ends."""
-    (control / "exit_code").unlink(missing_ok=True)
+    remove_file(control / "exit_code")

@@ -9,11 +9,14 @@ import errno
 import json
 import os
 import stat
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
+
+from runtime.log import logger
 
 RUN_FILES = ("config.toml", "metrics.jsonl")
 RUN_FOLDERS = ("checkpoints", "control", "ledger", "logs", "tensorboard", "traces")
@@ -45,9 +48,11 @@ def reject_link(path: Path) -> None:
 def make_folder(folder: Path) -> None:
     """Create a folder of a run, such as ``control/``, and its parent, with mode 0700.
 
-    Raises ``OSError`` if ``folder`` is a symbolic link.
+    Quarantines a file in the place of ``folder``. Raises ``OSError`` for a symbolic link.
     """
     reject_link(folder)
+    if folder.exists() and not folder.is_dir():
+        quarantine_file(folder)
     for path in (folder.parent, folder):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -102,6 +107,8 @@ def atomic_write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    if path.is_dir() and not path.is_symlink():
+        quarantine_file(path)
     os.replace(scratch, path)
 
 
@@ -115,6 +122,12 @@ def replaced_file(path: Path) -> Iterator[Path]:
         scratch = Path(folder) / path.name
         yield scratch
         os.replace(scratch, path)
+
+
+def quarantine_file(path: Path) -> None:
+    """Rename what is in the place of a run's file or folder, and cannot be used as such."""
+    renamed = path.rename(path.with_name(f"corrupt-{path.name}-{uuid.uuid4().hex[:8]}"))
+    logger.warning("%s: cannot be used; quarantined as %s", path, renamed.name)
 
 
 def fsync_folder(folder: Path) -> None:

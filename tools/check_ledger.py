@@ -20,6 +20,7 @@ from data.batch_size import batch_size_of
 from metrics.ledger import AttemptHeader
 from runtime import exit_codes
 from runtime.log import say
+from runtime.run_folder import iterate_lines, list_checkpoints, step_of
 from tools.cli import Parser, path_argument, reporting_errors
 
 SHOWN_VIOLATIONS = 20
@@ -133,14 +134,23 @@ def replay(run_folder: Path) -> Lineage:
             _replay_attempt(ranks, lineage)
         elif any(ledger.entries for ledger in ranks.values()):
             lineage.add_violation(f"attempt {name}: no line from rank 0")
+    _check_end(run_folder / "checkpoints", lineage)
     return lineage
+
+
+def _check_end(checkpoints: Path, lineage: Lineage) -> None:
+    """Check that the ledger goes as far as the checkpoints: its last lines may not be written."""
+    saved, last = list_checkpoints(checkpoints), max(lineage.steps, default=0)
+    if saved and step_of(saved[0]) > last:
+        text = "the steps since are unknown"
+        lineage.add_violation(f"{saved[0]} exists, but the ledger ends at step {last}: {text}")
 
 
 def _read_file(path: Path, lineage: Lineage) -> Iterator[RankLedger]:
     """Yield the attempts of one rank. A kill may leave the last line of each torn."""
     ledger: RankLedger | None = None
     torn = 0
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(_lines_of(path, lineage), start=1):
         parsed = _parse(line)
         if isinstance(parsed, AttemptHeader):
             if ledger is not None:
@@ -157,6 +167,13 @@ def _read_file(path: Path, lineage: Lineage) -> Iterator[RankLedger]:
             ledger.entries.append(parsed)
     if ledger is not None:
         yield ledger
+
+
+def _lines_of(path: Path, lineage: Lineage) -> Iterator[bytes]:
+    try:
+        yield from iterate_lines(path)
+    except OSError as error:
+        lineage.add_violation(f"{path}: {error.strerror or error}")
 
 
 def _parse(line: bytes) -> AttemptHeader | LedgerEntry | None:

@@ -1,6 +1,5 @@
 """Plot a run's loss curves: ``python -m tools.plot RUN_FOLDER PICTURE.png``"""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from metrics.metrics_file import read_metrics
 from runtime import exit_codes
-from runtime.filesystem import read_file
+from runtime.log import say
 from tools.cli import Parser, path_argument, reporting_errors
 
 
@@ -26,20 +26,25 @@ def main(arguments: list[str]) -> int:
 
 
 def plot_losses(run_folder: Path, picture: Path) -> None:
-    """Write ``picture`` from metrics.jsonl; raise ``ValueError`` if a line is not JSON."""
+    """Write ``picture`` from metrics.jsonl; say on stderr which lines cannot be read.
+
+    Raises ``ValueError`` if there is none to plot.
+    """
     path = run_folder / "metrics.jsonl"
-    try:
-        records = [json.loads(line) for line in read_file(path).splitlines()]
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    records, problems = read_metrics(path)
+    say(*(f"problem: {text}" for text in problems), file=sys.stderr)
+    if not records:
+        raise ValueError(f"{path}: no line of metrics")
     figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
     curves: list[tuple[str, str, dict[str, Any]]] = [
         ("loss", "training", {"linewidth": 1.0, "color": "0.6"}),
         ("validation_loss", "validation", {"marker": "o", "markersize": 4, "color": "C0"}),
     ]
     for key, label, style in curves:
-        points = [(record["step"], record[key]) for record in records if key in record]
-        axes.plot(*zip(*points, strict=True), label=label, **style)
+        values = [(record["step"], record.get(key)) for record in records]
+        points = [point for point in values if point[1] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=run_folder.name)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -7,11 +7,12 @@ begins a new lineage there. Nothing is deleted.
 import sys
 from pathlib import Path
 
-from checkpoint.checkpoint_dir import list_checkpoints, quarantine, step_of, verify_checkpoint
+from checkpoint.checkpoint_dir import quarantine, verify_checkpoint
 from runtime import exit_codes
 from runtime.control import lock_run
 from runtime.filesystem import atomic_write_text
 from runtime.log import say
+from runtime.run_folder import WriteAlarm, list_checkpoints, step_of
 from tools.cli import Parser, path_argument, reporting_errors
 
 
@@ -44,7 +45,9 @@ def roll_back(run_folder: Path, step: int) -> None:
         # Newest first: an interrupted rollback has still gone back part of the way.
         for later in sorted((number for number in checkpoints if number > step), reverse=True):
             say(f"quarantined as: {quarantine(checkpoints[later], 'abandoned')}")
-        atomic_write_text(run_folder / "control" / "progress", f"{step}\n")
+        path = run_folder / "control" / "progress"
+        with WriteAlarm().of(path):
+            atomic_write_text(path, f"{step}\n")
     say(f"rollback: {run_folder} will resume from step {step}")
 
 

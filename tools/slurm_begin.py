@@ -25,6 +25,7 @@ from runtime import exit_codes
 from runtime.control import lock_run
 from runtime.filesystem import make_folder
 from runtime.log import report, say
+from runtime.run_folder import remove_file
 
 # A file system may hold the locks of a lost node for so long.
 LOCK_SECONDS = 120
@@ -55,14 +56,14 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         report(error)
         return exit_codes.BAD_CONFIG
     control = folder / "control"
-    if is_restart and (control / "stop").exists():
+    if is_restart and os.path.lexists(control / "stop"):
         say(f"stopped: {control / 'stop'} was written while the job was queued", file=sys.stderr)
         return exit_codes.DONE
     # Launchers write their exit code to this folder.
     make_folder(control)
     exit_codes.clear_exit_code(control)
     if not is_restart:
-        (control / "requeues").unlink(missing_ok=True)
+        remove_file(control / "requeues")
     sys.stdout.write("".join(f"{text}\0" for text in [str(folder), *arguments]))
     return exit_codes.DONE
 

@@ -6,13 +6,15 @@ the batch script. Imports no torch, because a preemption's grace time is short.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_failure
 from runtime import exit_codes
-from runtime.filesystem import atomic_write_text, parse_object, read_file
+from runtime.filesystem import atomic_write_text, parse_object
 from runtime.log import say
+from runtime.run_folder import read_text
 
 # Bound on consecutive requeues without a newer checkpoint.
 MOST_REQUEUES = 10
@@ -36,10 +38,10 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
     """Exit code of the job, 75 to requeue it, and the reason. Counts failures and requeues."""
     code = exit_codes.read_exit_code(control)
     if code == exit_codes.DONE:
-        return code, (control / "outcome").read_text().strip()
+        return code, read_text(control / "outcome") or "done"
     if code in ENDS:
         return code, ENDS[code]
-    if (control / "stop").exists():
+    if os.path.lexists(control / "stop"):
         # The user asked the run to stop; never requeue it, even if it ended for another reason.
         is_saved = code == exit_codes.PREEMPTED
         return exit_codes.DONE if is_saved else exit_codes.FAILED, f"{control / 'stop'} exists"
@@ -55,7 +57,11 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
             attempt = record_failure(control, lines=[reason], codes={})
             if attempt >= MOST_ATTEMPTS:
                 return exit_codes.DO_NOT_REQUEUE, f"{reason}; {attempt} attempts without progress"
-    count = count_requeue(control)
+    try:
+        count = count_requeue(control)
+    except OSError as error:
+        # Without a count, a job that saves nothing would be requeued for ever.
+        return exit_codes.DO_NOT_REQUEUE, f"{reason}; cannot count the requeues: {error}"
     if count > MOST_REQUEUES:
         reason += f"; {MOST_REQUEUES} requeues without a newer checkpoint"
         return exit_codes.DO_NOT_REQUEUE, reason
@@ -65,8 +71,8 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
 def count_requeue(control: Path) -> int:
     """Count one more requeue; return the number of requeues since the newest checkpoint."""
     path, step = control / "requeues", newest_saved_step(control)
-    last = parse_object(read_file(path)) if path.exists() else {}
-    before, progress = (last.get(key) for key in ("count", "progress"))
+    last = parse_object(read_text(path).encode())
+    before, progress = last.get("count"), last.get("progress")
     count = 1
     if isinstance(before, int) and isinstance(progress, int) and step <= progress:
         count += before

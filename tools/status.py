@@ -22,14 +22,15 @@ from typing import Any
 
 import tomli
 
-from checkpoint.checkpoint_dir import list_checkpoints, sizes_of, step_of
 from checkpoint.manifest import MANIFEST_FILE as MANIFEST
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import read_manifest, sizes_of
 from launcher.failures import MOST_ATTEMPTS
 from metrics.goodput import goodput, history_of
+from metrics.metrics_file import read_metrics
 from runtime import exit_codes
-from runtime.filesystem import parse_object, read_file
+from runtime.filesystem import read_file
 from runtime.log import duration, say
+from runtime.run_folder import list_checkpoints, read_records, read_text, step_of
 from tools.cli import Parser, path_argument, reporting_errors
 
 LOCKS = Path("/proc/locks")
@@ -84,8 +85,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folders", nargs="+", type=path_argument, metavar="RUN_FOLDER")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)
-    runs = [folder for folder in options.folders if (folder / "control" / "lock").is_file()]
-    found = [read_status(folder, time.time()) for folder in runs]
+    found, others = [], []
+    for folder in options.folders:
+        try:
+            (folder / "control" / "lock").stat()
+            found.append(read_status(folder, time.time()))
+        except FileNotFoundError:
+            others.append(f"{folder}: not a run folder: no control/lock")
+        except OSError as error:
+            others.append(f"{folder}: {error}")
     if options.json:
         lines = [json.dumps(asdict(status)) for status in found]
     elif len(options.folders) == 1:
@@ -93,10 +101,8 @@ def main(arguments: list[str]) -> int:
     else:
         lines = table(found)
     say(*lines)
-    for folder in options.folders:
-        if folder not in runs:
-            say(f"{folder}: not a run folder: no control/lock", file=sys.stderr)
-    return exit_codes.DONE if len(runs) == len(options.folders) else exit_codes.BAD_CONFIG
+    say(*others, file=sys.stderr)
+    return exit_codes.BAD_CONFIG if others else exit_codes.DONE
 
 
 def paragraph(status: Status) -> list[str]:
@@ -153,10 +159,13 @@ def _cells(status: Status) -> dict[str, str]:
 
 def read_status(folder: Path, now: float) -> Status:
     """Read the status of a run at ``now``; missing or torn files go to ``problems``."""
-    problems: list[str] = []
-    lines = _json_lines(folder / "metrics.jsonl", LINE, problems)
-    failures = _json_lines(folder / "control" / "failures", FAILURE, problems)
-    failures = [record for record in failures if "attempt" in record]
+    lines, problems = read_metrics(folder / "metrics.jsonl")
+    lines = [line for line in lines if line.get("time") is not None]
+    records, found = read_records(folder / "control" / "failures")
+    problems += found
+    if os.path.lexists(path := folder / "control" / "outcome") and not _outcome(path.parent)[0]:
+        problems.append(f"{path}: neither done nor stopped")
+    failures = [record for record in records if type(record.get("attempt")) is int]
     failure = failures[-1] if failures else {}
     failed = _seconds(str(failure.get("time")))
     state, why, end = state_of(folder / "control", now, lines, failure)
@@ -168,7 +177,7 @@ def read_status(folder: Path, now: float) -> Status:
         run=str(folder),
         state=state,
         why=why,
-        holder=_text(folder / "control" / "lock"),
+        holder=read_text(folder / "control" / "lock"),
         # The last steps before an early exit may have no line of metrics.
         step=max((n for n in (newest.get("step"), checkpoint) if n is not None), default=None),
         # A run whose first configuration was rejected has no config.toml.
@@ -180,7 +189,7 @@ def read_status(folder: Path, now: float) -> Status:
         line_age=now - lines[-1]["time"] if lines else None,
         checkpoint=checkpoint,
         checkpoint_age=now - saved if checkpoint is not None else None,
-        restarts=max((line.get("restarts", 0) for line in lines), default=0),
+        restarts=max((line.get("restarts") or 0 for line in lines), default=0),
         failures=len(failures),
         last_failure=str(failure.get("reason", "")),
         last_failure_age=now - failed if failed else None,
@@ -199,7 +208,7 @@ def state_of(
     locked_at, ended = _mtime(control / "lock"), _mtime(control / "outcome")
     failed = _seconds(str(failure.get("time")))
     last_line = lines[-1]["time"] if lines else 0.0
-    outcome, _, reason = _text(control / "outcome").partition(" ")
+    outcome, _, reason = _outcome(control)
     runs = "running" if last_line >= locked_at else "starting"
     since = now - max(locked_at, last_line)
     gap = lines[-1]["time"] - lines[-2]["time"] if len(lines) > 1 else 0.0
@@ -214,16 +223,22 @@ def state_of(
     if failed and failed >= int(last_line):
         number = f"attempt {failure['attempt']} of {MOST_ATTEMPTS}"
         return "failed", f"{failure.get('reason')}; {number}", failed
-    if code := _text(control / "exit_code"):
-        is_rejected = code == str(exit_codes.BAD_CONFIG)
+    if (code := exit_codes.read_exit_code(control)) is not None:
+        is_rejected = code == exit_codes.BAD_CONFIG
         why = REJECTED if is_rejected else f"launcher exited with {code}"
         return "failed", why, _mtime(control / "exit_code")
-    host = _text(control / "lock").rpartition(" on ")[2]
+    host = read_text(control / "lock").rpartition(" on ")[2]
     if host == socket.gethostname() and LOCKS.exists():
         return "failed", "process died without an outcome", max(locked_at, last_line)
     if is_quiet:
         return "unknown", f"{quiet}; only {host or 'its host'} can tell", max(locked_at, last_line)
     return runs, "", now
+
+
+def _outcome(control: Path) -> tuple[str, str, str]:
+    """Split ``control/outcome`` into "done" or "stopped", " " and the reason; "" if damaged."""
+    parts = read_text(control / "outcome").partition(" ")
+    return parts if parts[0] in ("done", "stopped") else ("", "", "")
 
 
 def is_locked(lock: Path) -> bool:
@@ -235,7 +250,7 @@ def is_locked(lock: Path) -> bool:
         return False
     status = lock.stat()
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-    process = _text(lock).partition(" ")[0]
+    process = read_text(lock).partition(" ")[0]
     for line in LOCKS.read_text().splitlines():
         # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2408689 0 EOF; "->" marks a waiter.
         fields = line.split()
@@ -268,46 +283,16 @@ def _steps(path: Path, problems: list[str]) -> int | None:
         return int(tomli.loads(read_file(path).decode())["training"]["steps"])
     except KeyError as error:
         problems.append(f"{path}: no key {error}")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     return None
 
 
-def _json_lines(path: Path, kinds: Mapping[str, Any], problems: list[str]) -> list[dict[str, Any]]:
-    """Parse a file of JSON lines, empty if missing; skip lines that are torn or have no time.
-
-    A line is also torn if a key of ``kinds`` has another type.
-    """
-    try:
-        lines = read_file(path).splitlines() if path.exists() else []
-    except OSError as error:
-        problems.append(f"{path}: {error.strerror or error}")
-        return []
-    found = [_object(line, kinds) for line in lines]
-    torn = [number for number, record in enumerate(found, start=1) if not record]
-    if torn:
-        problems.append(f"{path}:{torn[0]}: torn line ({len(torn)} in all)")
-    return [record for record in found if record]
-
-
-def _object(line: bytes, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    record = parse_object(line)
-    known = record.keys() & kinds.keys()
-    is_valid = "time" in record and all(isinstance(record[key], kinds[key]) for key in known)
-    # JSON allows integers that no float holds.
-    numbers = [record[key] for key in known if isinstance(record[key], int)]
-    return record if is_valid and all(abs(number) < 2**63 for number in numbers) else {}
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_file(path).decode(errors="replace").strip()
-    except OSError:  # missing, or no regular file
-        return ""
-
-
 def _mtime(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _seconds(stamp: str) -> float:

@@ -10,15 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from checkpoint.checkpoint_dir import (
-    STATE_FILE,
-    delete,
-    list_checkpoints,
-    purge,
-    step_of,
-    verify_checkpoint,
-    write_metadata,
-)
+from checkpoint.checkpoint_dir import STATE_FILE, delete, purge, verify_checkpoint, write_metadata
+from runtime.run_folder import list_checkpoints, step_of
 
 
 class Killed(BaseException):

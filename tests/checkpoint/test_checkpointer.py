@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint.checkpoint_dir import STATE_FILE, list_checkpoints, purge
+from checkpoint.checkpoint_dir import STATE_FILE, purge
 from checkpoint.checkpointer import Checkpointer, merge
 from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState
@@ -23,6 +23,7 @@ from config import ConfigError
 from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
 from runtime.log import logger
+from runtime.run_folder import list_checkpoints
 from tests.lib.durability import assert_durable, recorded_durability
 from tests.lib.layouts import REPLICATE, TP, Layout
 from tests.lib.ranks import GROUP_TIMEOUT, RankPool

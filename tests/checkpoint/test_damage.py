@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from checkpoint.checkpoint_dir import STATE_FILE, sizes_of, verify_checkpoint
-from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from checkpoint.checkpoint_dir import STATE_FILE, verify_checkpoint
+from checkpoint.hashed_file import describe_file
+from checkpoint.manifest import MANIFEST_FILE, read_manifest, sizes_of, write_manifest
 from checkpoint.tensor_files import (
     TENSOR_INDEX_FILE,
-    describe_file,
     load_single_process,
     read_index,
     write_tensor_file,

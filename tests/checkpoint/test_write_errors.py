@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,8 +16,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from checkpoint.checkpoint_dir import verify_checkpoint
-from checkpoint.tensor_files import ALIGNMENT, HashedFile, write_tensor_file
+from checkpoint.hashed_file import HashedFile
+from checkpoint.tensor_files import ALIGNMENT, write_tensor_file
 from runtime.log import logger
+from tests.lib.durability import file_size_limit
 from tests.lib.layouts import Layout
 from tests.lib.ranks import RankPool
 from tests.lib.small_run import Run
@@ -42,17 +43,6 @@ def failing_write(nth: int, error: int) -> Iterator[None]:
 
     with patch.object(HashedFile, "write", write):
         yield
-
-
-@contextmanager
-def file_size_limit(n_bytes: int) -> Iterator[None]:
-    """Limit the size of any file (RLIMIT_FSIZE): writes beyond it raise EFBIG."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def silent_short_write() -> AbstractContextManager[Any]:
@@ -123,7 +113,7 @@ def test_silent_short_write_is_detected(ranks: RankPool, tmp_path: Path) -> None
 
 def test_close_fsyncs_the_whole_file(tmp_path: Path) -> None:
     sizes: list[int] = []
-    with patch("checkpoint.tensor_files.os.fsync", lambda fd: sizes.append(os.fstat(fd).st_size)):
+    with patch("checkpoint.hashed_file.os.fsync", lambda fd: sizes.append(os.fstat(fd).st_size)):
         file = HashedFile(tmp_path / "file")
         file.write(b"all of it")
         file.close()
@@ -141,3 +131,62 @@ def test_shards_are_aligned_for_any_dtype(tmp_path: Path) -> None:
     items = [item for name, t in tensors.items() for item in _create_write_items(name, t)]
     _, records = write_tensor_file(tmp_path / "file", items, lambda item: tensors[item.index.fqn])
     assert [s.file_offset % ALIGNMENT for r in records.values() for s in r.shards] == [0, 0]
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_failed_write_leaves_no_open_file(tmp_path: Path, nth: int) -> None:
+    items = _create_write_items("weight", torch.ones(1000))
+    before = len(os.listdir("/proc/self/fd"))
+    with failing_write(nth, errno.EIO), pytest.raises(OSError, match="planted") as caught:
+        write_tensor_file(tmp_path / "file", items, lambda item: torch.ones(1000))
+    # The traceback holds no file either.
+    assert len(os.listdir("/proc/self/fd")) == before, caught
+
+
+def save_with_a_broken_state(folder: Path, broken: str, mode: str) -> list[tuple[str, int]]:
+    """Save with a state that only rank 1 cannot read; then without the fault."""
+    run = Run(folder, TWO, async_mode=mode)
+    found = []
+    for step in (1, 3):
+        states = {"tensors": run.model_state, "json": run.values}
+        error = RuntimeError("planted") if dist.get_rank() == 1 else None
+        fault = (
+            patch.object(states[broken], "state_dict", side_effect=error)
+            if error
+            else nullcontext()
+        )
+        with patch.object(logger, "error") as alarm, fault:
+            run.save(step)
+        found.append((str(alarm.call_args), run.checkpointer.newest_step))
+        run.save(step + 1)
+        found.append(("", run.checkpointer.newest_step))
+    run.checkpointer.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("broken", ["tensors", "json"])
+def test_state_that_one_rank_cannot_read_fails_the_save_on_all(
+    ranks: RankPool, tmp_path: Path, broken: str, mode: str
+) -> None:
+    for found in ranks.run(save_with_a_broken_state, 2, tmp_path, broken, mode):
+        assert [step for _, step in found] == [0, 2, 2, 4]
+        assert all("rank 1: RuntimeError: planted" in text for text, _ in found[::2])
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000004"}
+
+
+def save_to_a_folder_that_was_taken(folder: Path) -> list[str]:
+    """Save twice; before the second commit another process has taken the folder."""
+    run = Run(folder, TWO)
+    run.save(1)
+    taken = patch.object(run.checkpointer, "_before_commit", side_effect=OSError("taken"))
+    with taken, patch.object(logger, "error") as alarm:
+        run.save(2)
+    run.checkpointer.close()
+    return [str(alarm.call_args), *sorted(path.name for path in folder.iterdir())]
+
+
+def test_nothing_is_published_in_a_folder_that_was_taken(ranks: RankPool, tmp_path: Path) -> None:
+    alarm, *found = ranks.run(save_to_a_folder_that_was_taken, 2, tmp_path)[0]
+    assert "taken" in alarm
+    assert found == ["step-00000001"]

@@ -51,8 +51,8 @@ def test_requested_end_resets_attempts(tmp_path: Path, outcome: str) -> None:
     assert fail(tmp_path) == 1
 
 
-def test_truncated_line_delays_the_count(tmp_path: Path) -> None:
+def test_truncated_line_restarts_the_count(tmp_path: Path) -> None:
     fail(tmp_path)
     path = tmp_path / "failures"
     path.write_text(path.read_text()[:20])
-    assert [fail(tmp_path) for _ in range(4)] == [1, 1, 2, 3]
+    assert [fail(tmp_path) for _ in range(4)] == [1, 2, 3, 1]

@@ -1,6 +1,7 @@
-"""Order of fsyncs and renames: what survives a power cut."""
+"""Order of fsyncs and renames: what survives a power cut. Writes that fail."""
 
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,3 +34,14 @@ def assert_durable(calls: list[tuple[str, Path]], folder: Path) -> None:
     for path in (scratch, *(scratch / file.name for file in folder.iterdir())):
         assert ("fsync", path) in before, f"{path.name} is not fsynced before its rename"
     assert ("fsync", folder.parent) in after, "the rename is not fsynced"
+
+
+@contextmanager
+def file_size_limit(n_bytes: int) -> Iterator[None]:
+    """Limit the size of any file (RLIMIT_FSIZE): writes beyond it raise EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

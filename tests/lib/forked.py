@@ -17,10 +17,10 @@ import torch
 import torch._dynamo  # FSDP imports it, in each rank
 
 import train
-from checkpoint.checkpoint_dir import list_checkpoints, sizes_of
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import read_manifest, sizes_of
 from checkpoint.tensor_files import DTYPES, read_index
 from optim.spikes import LossSpikeDetector
+from runtime.run_folder import list_checkpoints
 from tests.lib.launch import SMALL
 from tests.lib.repository import ROOT
 

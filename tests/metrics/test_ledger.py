@@ -322,7 +322,7 @@ def test_line_is_flushed_at_once_and_fsynced_by_sync(tmp_path: Path) -> None:
     for step in (1, 2):
         ledger.log(step, [], loss=0.1, grad_norm=0.3)
         assert len((tmp_path / "ledger" / "rank-00000.jsonl").read_text().splitlines()) == 1 + step
-    with patch("metrics.ledger.os.fsync") as fsync:
+    with patch("runtime.run_folder.os.fsync") as fsync:
         ledger.sync()
     fsync.assert_called_once()
     entry = replay(tmp_path).steps[2]

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from config.job_config import Metrics
 from metrics.logger import MetricsLogger
 from runtime.log import logger
+from tests.lib.durability import file_size_limit
 
 VALUES = {"loss": 0.1 + 0.2, "grad_norm": 1 / 3, "lr": 3e-4 * 0.7}
 
@@ -191,24 +192,64 @@ def test_torn_line_loses_no_other_line(tmp_path: Path, resumed: int | None, torn
     assert steps == ([10, 40] if "lo" in torn else [10, 20, 40])
 
 
-def test_full_disk_is_logged_and_not_raised(tmp_path: Path) -> None:
+def test_full_disk_is_one_alarm_and_leaves_no_torn_line(tmp_path: Path) -> None:
     metrics = build(tmp_path)
+    metrics.write({"step": 1})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    with patch.object(logger, "error") as alarm, patch.object(logger, "warning") as warning:
+        # Ten bytes of a line have room.
+        with file_size_limit(size + 10):
+            metrics.write({"step": 2})
+            metrics.write({"step": 3})
+        metrics.write({"step": 4})
+        metrics.write({"step": 5})
+    assert alarm.call_count == 1
+    assert "No space" in str(alarm.call_args) or "too large" in str(alarm.call_args)
+    assert warning.call_args.args[-1] == 2
+    assert [record["step"] for record in records(tmp_path)] == [1, 4, 5]
+    metrics.close()
+
+
+def test_full_disk_ends_the_curves_with_one_alarm(tmp_path: Path) -> None:
+    metrics = build(tmp_path, tensorboard=True)
     with (
-        patch.object(metrics, "_file", Mock(write=Mock(side_effect=OSError("disk full")))),
+        patch.object(metrics._curves._writer, "add_scalar", side_effect=OSError("disk full")),
         patch.object(logger, "error") as alarm,
     ):
-        metrics.write({"step": 1})
+        for step in (1, 2):
+            metrics.write({"step": step, "loss": 1.0})
+    metrics.close()
+    assert alarm.call_count == 1
     assert "disk full" in str(alarm.call_args)
-    metrics.write({"step": 2})
-    assert [record["step"] for record in records(tmp_path)] == [2]
+    assert [record["step"] for record in records(tmp_path)] == [1, 2]
 
 
-def test_full_disk_on_close_is_logged_and_not_raised(tmp_path: Path) -> None:
-    metrics = build(tmp_path)
-    with Path("/dev/full").open("w") as full, patch.object(logger, "error") as alarm:
-        metrics._file = full
-        metrics.write({"step": 1})
-        metrics.close()
-    lines = [str(call) for call in alarm.call_args_list]
-    assert ["metrics of step 1" in lines[0], "the last metrics" in lines[1]] == [True, True]
-    assert all("No space left" in text for text in lines)
+@pytest.mark.parametrize("resumed", [None, 20])
+@pytest.mark.parametrize(
+    "bad", [b"\xff", b"[]", b"7", b'{"step": "abc"}', b'{"step": 10, "time": "abc"}', b"[" * 10**5]
+)
+def test_bad_line_is_moved_and_the_others_kept(
+    tmp_path: Path, resumed: int | None, bad: bytes
+) -> None:
+    lines = [b'{"step": 10, "restarts": 2}', bad, b'{"step": 20}']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    with patch.object(logger, "warning") as warning:
+        build(tmp_path, resumed_step=resumed).write({"step": 40})
+    assert "1 damaged lines" in warning.call_args.args[0] % warning.call_args.args[1:]
+    found = [(record["step"], record.get("restarts")) for record in records(tmp_path)]
+    assert found == [(10, 2), (20, None), (40, 3)]
+    (kept,) = tmp_path.glob("corrupt-metrics.jsonl-*")
+    assert kept.read_bytes() == bad + b"\n"
+
+
+def test_removed_folder_is_logged_and_made_again(tmp_path: Path) -> None:
+    metrics = build(tmp_path / "run")
+    metrics.write({"step": 1})
+    (tmp_path / "run").rename(tmp_path / "other")
+    with patch.object(logger, "error") as alarm:
+        metrics.write({"step": 2})
+        metrics.write({"step": 3})
+    assert "was removed" in str(alarm.call_args)
+    assert alarm.call_count == 1
+    assert [record["step"] for record in records(tmp_path / "run")] == [2, 3]
+    assert [record["step"] for record in records(tmp_path / "other")] == [1]

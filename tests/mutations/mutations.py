@@ -541,7 +541,7 @@ DATA = [
 CHECKPOINT = [
     Mutation(
         "file-fsynced-before-it-is-flushed",
-        "checkpoint/tensor_files.py",
+        "checkpoint/hashed_file.py",
         before="self._file.flush()\n            os.fsync(self._file.fileno())\n",
         after="os.fsync(self._file.fileno())\n            self._file.flush()\n",
         tests=("tests/checkpoint/test_write_errors.py",),
@@ -573,8 +573,8 @@ CHECKPOINT = [
     Mutation(
         "json-state-not-copied-before-they-change",
         "checkpoint/checkpointer.py",
-        before="json_state = {name: deepcopy(s.state_dict()) for",
-        after="json_state = {name: s.state_dict() for",
+        before="json_state |= {name: deepcopy(s.state_dict()) for",
+        after="json_state |= {name: s.state_dict() for",
         tests=("tests/checkpoint/test_checkpointer.py",),
     ),
     Mutation(
@@ -875,6 +875,29 @@ LAUNCHER_AND_RUNTIME = [
             "tests/parallelisms/test_materialize.py",
             cell(tensor=2, context="allgather 2"),
         ),
+    ),
+    Mutation(
+        "failed-write-leaves-a-torn-line",
+        "runtime/run_folder.py",
+        before="                    os.ftruncate(descriptor, size)\n",
+        after="                    pass\n",
+        tests=("tests/metrics/test_logger.py",),
+    ),
+    Mutation(
+        # Another run could start in the folder, and both would write.
+        "removed-lock-not-noticed",
+        "runtime/control.py",
+        before="if is_file_at(self._lock.fileno(), path) or read_text(path) == _holder():",
+        after="if path is not None:",
+        tests=("tests/runtime/test_control.py",),
+    ),
+    Mutation(
+        # A full disk may leave control/progress older than the newest checkpoint.
+        "progress-not-taken-from-checkpoints",
+        "launcher/failures.py",
+        before="return step_of(saved[0]) if saved else read_number(",
+        after="return read_number(",
+        tests=("tests/runtime/test_run_folder.py",),
     ),
 ]
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.checkpoint_dir import step_of, verify_checkpoint
+from checkpoint.checkpoint_dir import verify_checkpoint
+from checkpoint.hashed_file import describe_file
 from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
-from checkpoint.tensor_files import describe_file
+from runtime.run_folder import step_of
 from tests.lib.forked import PATIENCE_SECONDS, checkpoints, codes, differences, log, run, started
 from tests.lib.launch import curve
 from tests.lib.marks import slow

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from checkpoint.tensor_files import HashedFile, describe_file
+from checkpoint.hashed_file import HashedFile, describe_file
 from config.job_config import Numerics, Optimizer, Parallelism
 from data.loader import Microbatch
 from data.mixture import RowState

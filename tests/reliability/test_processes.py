@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint.checkpoint_dir import list_checkpoints, step_of
 from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
+from runtime.run_folder import list_checkpoints, step_of
 from tests.lib.launch import start, wait_for_steps
 from tests.lib.processes import are_gone, is_running, seconds_until
 from tests.lib.repository import ROOT

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 import train_loop
-from checkpoint.checkpoint_dir import step_of, verify_checkpoint
+from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.manifest import read_manifest
 from config import ConfigError, load_config
 from resume import validate_resume
 from run_spec import resolve
 from runtime import exit_codes
 from runtime.log import logger
+from runtime.run_folder import step_of
 from tests.lib.forked import (
     CONFIG,
     PATIENCE_SECONDS,

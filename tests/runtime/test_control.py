@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from runtime import control
 from runtime.control import RunControl, lock_run
 from runtime.exit_codes import DONE, FAILED, PREEMPTED, STOP_FILE, stopped_by
 from runtime.filesystem import atomic_write_text
+from runtime.log import logger
 from runtime.signals import SIGNALS
 from tests.lib.control import control_of
 from tests.lib.durability import recorded_durability
@@ -119,8 +121,12 @@ def test_later_signal_ends_the_process_at_once(tmp_path: Path, after: float, cod
 def write_outcomes(folder: Path) -> None:
     with control_of(folder) as run:
         run.report("outcome", "an old one, and long")
-        with patch("os.replace", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
+        full = OSError("full")
+        with patch("os.replace", side_effect=full), patch.object(logger, "error") as alarm:
             run.report("outcome", "half")
+            run.report("outcome", "half")
+        assert "full" in str(alarm.call_args)
+        assert alarm.call_count == 1
         assert (folder / "outcome").read_text() == "an old one, and long\n"
         run.end("done")
         assert (folder / "outcome").read_text() == "done\n"
@@ -147,6 +153,85 @@ def test_locked_folder_names_the_process(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"^job\.name: {me}$"):
             lock_run(tmp_path)
     lock_run(tmp_path).close()
+
+
+def stop_requested(folder: Path, make: Callable[[Path], None]) -> tuple[str | None, str | None]:
+    """Reason to stop with what ``make`` puts at control/stop, and after the next start."""
+    with control_of(folder) as run:
+        make(folder / "stop")
+        run.all_reduce_counts()
+        first, run.stop = run.stop, None
+        run.clear_previous_outcome()
+        run.all_reduce_counts()
+        return first, run.stop
+
+
+def make_full_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "why.txt").touch()
+
+
+def make_broken_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, make_full_folder, os.mkfifo, make_broken_link])
+def test_anything_named_stop_stops_the_run_once(
+    ranks: RankPool, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    found = ranks.run(stop_requested, 1, tmp_path / "control", make)
+    assert found == [(STOP_FILE.reason, None)]
+
+
+def lose_lock(folder: Path, then: str) -> str:
+    """Rename the run's folder while it trains; return how the next step ends."""
+    with control_of(folder) as run:
+        if dist.get_rank() == 0:
+            folder.parent.rename(folder.parent.with_name("renamed"))
+            if then == "another starts":
+                folder.mkdir(parents=True)
+                other = lock_run(folder)
+                other.truncate(0)
+                other.write("4711 on elsewhere\n")
+                other.flush()
+        try:
+            with patch.object(logger, "error") as alarm:
+                run.all_reduce_counts()
+        except ConfigError as error:
+            return str(error)
+        if dist.get_rank() == 0:
+            with pytest.raises(ConfigError, match="is writing to"):
+                lock_run(folder)
+            with pytest.raises(ConfigError, match="is writing to"):
+                lock_run(folder.parent.with_name("renamed") / "control")
+        return str(alarm.call_args)
+
+
+def test_renamed_folder_is_locked_again_under_both_names(ranks: RankPool, tmp_path: Path) -> None:
+    logged, _ = ranks.run(lose_lock, 2, tmp_path / "run" / "control", "")
+    assert "was removed or renamed" in logged
+
+
+def lose_output_dir(folder: Path) -> str:
+    with control_of(folder) as run:
+        if dist.get_rank() == 0:
+            folder.parent.parent.rename(folder.parent.parent.with_name("renamed"))
+        with pytest.raises(ConfigError) as caught:
+            run.all_reduce_counts()
+    return str(caught.value)
+
+
+def test_run_ends_if_the_output_dir_is_gone(ranks: RankPool, tmp_path: Path) -> None:
+    output_dir = tmp_path / "outputs"
+    errors = ranks.run(lose_output_dir, 2, output_dir / "run" / "control")
+    assert errors[0] == f"job.output_dir: {output_dir} was removed while the run trains"
+    assert not output_dir.exists()
+
+
+def test_run_ends_if_another_one_took_its_folder(ranks: RankPool, tmp_path: Path) -> None:
+    errors = ranks.run(lose_lock, 2, tmp_path / "run" / "control", "another starts")
+    assert "is writing to" in errors[0]
+    assert errors[1].startswith("job.name: rank 0 lost ")
 
 
 def lock_error(folder: Path) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.checkpoint_dir import list_checkpoints, step_of
 from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE
+from runtime.run_folder import list_checkpoints, step_of
 from tests.lib import forked
 from tests.lib.launch import curve
 from tests.lib.repository import ROOT

@@ -10,6 +10,7 @@ import pytest
 
 from runtime import exit_codes
 from tests.lib import ledgers
+from tests.lib.damage import DAMAGES, damage
 from tests.lib.ledgers import Program, Start, source
 from tests.lib.loaders import build
 from tools import check_ledger
@@ -139,3 +140,18 @@ def test_wrong_command_line_is_rejected(
 def test_run_without_ledger_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_ledger.main([str(tmp_path)]) == 2
     assert "metrics.enable_ledger" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_file_is_a_violation(tmp_path: Path, name: str) -> None:
+    program = Program(tmp_path).run(Start(2, last=6))
+    damage(program.folder / "ledger" / "rank-00001.jsonl", name)
+    assert replay(program.folder).violations
+
+
+def test_ledger_that_ends_before_the_newest_checkpoint_is_a_violation(tmp_path: Path) -> None:
+    program = Program(tmp_path).run(Start(2, last=6))
+    for step in (6, 7):
+        (program.folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
+        problems = [text for text in replay(program.folder).violations if "ledger ends" in text]
+        assert len(problems) == (step == 7)

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +17,10 @@ import pytest
 from launcher.failures import record_failure
 from runtime import exit_codes
 from runtime.control import lock_run
+from tests.lib.damage import DAMAGES, damage
 from tests.lib.forked import checkpoints, run, started
 from tests.lib.launch import curve, records
+from tests.lib.repository import ROOT
 from tools import status
 from tools.status import QUIET_SECONDS, Status, is_locked, read_status
 
@@ -322,3 +326,26 @@ def failed_starts_beside(check: Callable[[Path], bool], control: Path) -> int:
     is_over.set()
     thread.join()
     return failed
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_to_one_run_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    healthy = write_run(tmp_path / "healthy", {"step": 1, "age": 10}).parent
+    control = write_run(tmp_path / "damaged", {"step": 1, "age": 10})
+    for file in ("metrics.jsonl", "config.toml"):
+        damage(control.parent / file, name)
+    for file in ("failures", "outcome", "exit_code", "progress"):
+        damage(control / file, name)
+    assert status.main([str(control.parent), str(healthy)]) == exit_codes.DONE
+    out = capsys.readouterr().out.splitlines()
+    assert out[2].startswith(f"{healthy}  ")
+    problems = [line for line in out if line.startswith(f"problem: {control.parent}")]
+    assert 1 <= len(problems) <= 4, "a line for each file"
+    assert status.main([str(control.parent), str(healthy), "--json"]) == exit_codes.DONE
+
+
+def test_status_imports_no_torch() -> None:
+    code = "import sys, tools.status; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

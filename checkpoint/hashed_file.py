@@ -1,0 +1,61 @@
+"""Files of a checkpoint, hashed as they are written and read. Imports no torch."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import xxhash
+
+from runtime.filesystem import open_file
+
+
+class HashedFile:
+    """A new file that hashes the bytes in memory as it writes them.
+
+    A context manager: without ``close`` before, leaving it closes the file. Raises
+    ``FileExistsError`` if ``path`` exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("xb")
+        self._digest = xxhash.xxh3_128()
+        self.size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # After a failed write, closing the file may fail too.
+        with suppress(OSError):
+            self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+        self.size += len(data)
+
+    def close(self) -> dict[str, Any]:
+        """Fsync and close the file; return its size in bytes and its hash."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return {"size": self.size, "xxh3_128": self._digest.hexdigest()}
+
+
+def write_hashed(path: Path, content: bytes) -> dict[str, Any]:
+    """Write and fsync a new file; return its size and hash."""
+    with HashedFile(path) as file:
+        file.write(content)
+        return file.close()
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size in bytes and hash of a file, in the form that ``HashedFile.close`` returns."""
+    digest = xxhash.xxh3_128()
+    size = 0
+    with open_file(path) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            size += len(block)
+    return {"size": size, "xxh3_128": digest.hexdigest()}
