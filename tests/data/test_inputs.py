@@ -223,6 +223,7 @@ def read(folder: Path, given: Input) -> list[str]:
     return [documents[i] for i in range(len(documents))]
 
 
+@pytest.mark.row(43, "Data files are read exactly and once, or rejected by name")
 @pytest.mark.parametrize("given", INPUTS, ids=lambda given: " ".join(given.files)[:40])
 def test_files_are_read_exactly_or_refused(tmp_path: Path, given: Input) -> None:
     write(tmp_path, given.files)
@@ -233,6 +234,7 @@ def test_files_are_read_exactly_or_refused(tmp_path: Path, given: Input) -> None
         assert sorted(read(tmp_path, given)) == sorted(given.right)
 
 
+@pytest.mark.row(43, "Data files are read exactly and once, or rejected by name")
 def test_files_of_several_sources_are_read_once(tmp_path: Path) -> None:
     write(tmp_path, {f"{folder}/{i}.txt": b"x" for folder in "ab" for i in range(9)} | {"c": "a"})
 
@@ -275,6 +277,7 @@ WRITE = {
 }
 
 
+@pytest.mark.row(43, "Data files are read exactly and once, or rejected by name")
 @pytest.mark.parametrize("seed", range(12))
 def test_random_corpora_equal_a_plain_reader(tmp_path: Path, seed: int) -> None:
     """Suffixes in any case, compressions, BOMs, empty files, folders and links."""
@@ -315,6 +318,7 @@ def test_machine_errors_of_the_cache_name_it(
         open_documents(DataSource(path=str(tmp_path / "*.jsonl")))
 
 
+@pytest.mark.row(43, "Data files are read exactly and once, or rejected by name")
 def test_flipped_bit_of_a_page_is_found(tmp_path: Path) -> None:
     content = bytearray(parquet(TEXTS, write_page_checksum=True, compression="none"))
     content[content.index(b"plain")] ^= 1
@@ -348,9 +352,13 @@ def test_row_groups_are_shuffled_and_few_are_decoded(
         assert min(map(len, blocks)) >= 2
 
 
+@pytest.mark.row(44, "A small data file never becomes much memory")
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_memory_is_bounded_by_a_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_result: Callable[[str], None],
+    suffix: str,
 ) -> None:
     """A small file of one endless line, and one of short lines that compress a thousandfold."""
     monkeypatch.setattr("data.records.MAX_RECORD_BYTES", 1 << 20)
@@ -370,3 +378,4 @@ def test_memory_is_bounded_by_a_record(
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 36 << 20, "of 64 MiB of text"
+    record_result(f"{len(content) >> 20} MiB{suffix and f' in {suffix}'}: {peak >> 20} MiB")
