@@ -19,6 +19,20 @@ from tests.lib.repository import ROOT
 from tests.lib.slurm import Cluster, cluster, wait_until
 
 LONG = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
+CRASHING_MODEL = """
+from dataclasses import replace
+
+from models.llama3 import SPEC
+from models.transformer import Transformer
+
+
+class Crashes(Transformer):
+    def forward(self, *inputs):
+        raise RuntimeError("planted")
+
+
+CRASHES = replace(SPEC, model_cls=Crashes)
+"""
 # Time within which a requeued job would have started again.
 SETTLED_SECONDS = 8.0
 
@@ -39,9 +53,10 @@ def finished_jobs() -> list[tuple["Job", str, int]]:
 def crashing(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> "Job":
     """Job that crashes and is requeued while other tests run."""
     folder = tmp_path_factory.mktemp("crashing")
-    # A folder in place of a file crashes the run, although its configuration is valid.
-    (folder / "debug_model" / "config.toml").mkdir(parents=True)
-    return submit(slurm, folder, "--nodelist=n3", **LONG)
+    (folder / "planted.py").write_text(CRASHING_MODEL)
+    environment = {"PYTHONPATH": str(folder)}
+    keys = LONG | {"model.name": "planted:CRASHES"}
+    return submit(slurm, folder, "--nodelist=n3", environment=environment, **keys)
 
 
 @dataclass(frozen=True)
@@ -202,7 +217,7 @@ def test_crash_loop_ends(
     assert slurm.show(crashing.id, "ExitCode") == f"{DO_NOT_REQUEUE}:0"
     lines = (crashing.control / "failures").read_text().splitlines()
     assert [json.loads(line)["attempt"] for line in lines] == list(range(1, MOST_ATTEMPTS + 1))
-    assert "IsADirectoryError" in crashing.log()
+    assert "RuntimeError: planted" in crashing.log()
     finished_jobs.append((crashing, "FAILED", MOST_ATTEMPTS - 1))
 
 
