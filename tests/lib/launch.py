@@ -28,6 +28,27 @@ SMALL = {
     "lr_scheduler.total_steps": "12",
 }
 
+CRASHING_MODEL = """
+from dataclasses import replace
+
+from models.llama3 import SPEC
+from models.transformer import Transformer
+
+
+class Crashes(Transformer):
+    def forward(self, *inputs):
+        raise RuntimeError("planted")
+
+
+CRASHES = replace(SPEC, model_cls=Crashes)
+"""
+
+
+def plant_crashing_model(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Write a model that crashes in its first step; return environment and keys that train it."""
+    (folder / "planted.py").write_text(CRASHING_MODEL)
+    return {"PYTHONPATH": str(folder)}, {"model.name": "planted:CRASHES"}
+
 
 def start(
     folder: Path,

@@ -19,7 +19,7 @@ import pytest
 from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
 from runtime.run_folder import list_checkpoints, step_of
-from tests.lib.launch import start, wait_for_steps
+from tests.lib.launch import plant_crashing_model, start, wait_for_steps
 from tests.lib.processes import are_gone, is_running, seconds_until
 from tests.lib.repository import ROOT
 
@@ -236,17 +236,19 @@ def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.row(13, "A crash loop is bounded")
-def test_crash_loop_is_bounded(tmp_path: Path, record_result: Callable[[str], None]) -> None:
-    # A folder in place of a file crashes the run, although its configuration is valid.
-    (tmp_path / "debug_model" / "config.toml").mkdir(parents=True)
+def test_crash_loop_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_result: Callable[[str], None]
+) -> None:
+    environment, keys = plant_crashing_model(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
     codes: list[int] = []
     while not codes or codes[-1] not in (DONE, BAD_CONFIG, PREEMPTED, DO_NOT_REQUEUE):
         assert len(codes) < MOST_ATTEMPTS, codes
-        process = start(tmp_path, 1, **{"training.steps": "6"})
+        process = start(tmp_path, 1, **{"training.steps": "6"}, **keys)
         output, _ = process.communicate(timeout=240)
         codes.append(process.returncode)
     assert codes == [FAILED] * (MOST_ATTEMPTS - 1) + [DO_NOT_REQUEUE], output
     assert [record["attempt"] for record in failures(tmp_path)] == [1, 2, 3]
-    assert "IsADirectoryError" in failures(tmp_path)[-1]["reason"]
+    assert "RuntimeError: planted" in failures(tmp_path)[-1]["reason"]
     assert output.count("Traceback") == 1
     record_result(f"{len(codes)} attempts, then 93")

@@ -14,25 +14,11 @@ from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE
 from runtime.run_folder import list_checkpoints, step_of
 from tests.lib import forked
-from tests.lib.launch import curve
+from tests.lib.launch import curve, plant_crashing_model
 from tests.lib.repository import ROOT
 from tests.lib.slurm import Cluster, cluster, wait_until
 
 LONG = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
-CRASHING_MODEL = """
-from dataclasses import replace
-
-from models.llama3 import SPEC
-from models.transformer import Transformer
-
-
-class Crashes(Transformer):
-    def forward(self, *inputs):
-        raise RuntimeError("planted")
-
-
-CRASHES = replace(SPEC, model_cls=Crashes)
-"""
 # Time within which a requeued job would have started again.
 SETTLED_SECONDS = 8.0
 
@@ -53,10 +39,8 @@ def finished_jobs() -> list[tuple["Job", str, int]]:
 def crashing(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> "Job":
     """Job that crashes and is requeued while other tests run."""
     folder = tmp_path_factory.mktemp("crashing")
-    (folder / "planted.py").write_text(CRASHING_MODEL)
-    environment = {"PYTHONPATH": str(folder)}
-    keys = LONG | {"model.name": "planted:CRASHES"}
-    return submit(slurm, folder, "--nodelist=n3", environment=environment, **keys)
+    environment, keys = plant_crashing_model(folder)
+    return submit(slurm, folder, "--nodelist=n3", environment=environment, **LONG, **keys)
 
 
 @dataclass(frozen=True)
