@@ -36,7 +36,7 @@ from checkpoint.manifest import FILE_NAME, MANIFEST_FILE
 from checkpoint.tensor_files import Reader
 from config import ConfigError
 from config.resume_compat import changed_arguments
-from runtime.filesystem import fsync_folder, open_file, read_file
+from runtime.filesystem import fsync_folder, open_input, read_input
 from runtime.log import logger
 from runtime.object_collectives import gather_to_rank0, raise_if_unequal, run_on_rank0
 
@@ -379,7 +379,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_file(path.resolve()))
+        content = json.loads(read_input(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(content, dict):
@@ -421,7 +421,7 @@ def _expected_names(path: Path) -> dict[str, set[str] | None]:
 def _open(path: Path) -> Any:
     try:
         # Raises for a pipe, on which safe_open would block.
-        open_file(path.resolve()).close()
+        open_input(path).close()
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from None

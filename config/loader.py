@@ -26,6 +26,10 @@ CONFIG_FILE_KEYS = ("config", "config-file", "config_file", "config_path", "job.
 CONFIG_FILE_HINT = "set the environment variable CONFIG_FILE to the configuration"
 
 
+# Of a TOML file. A device may have no end.
+MAX_CHARACTERS = 1 << 24
+
+
 class ConfigError(ValueError):
     """Invalid configuration; ``messages`` has one text per error."""
 
@@ -119,7 +123,10 @@ def _read_toml(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Tables of a TOML file, and an error for each key outside of them."""
     try:
         # Editors on Windows write a byte-order mark, which TOML does not know.
-        text = Path(expand_path(str(path))).read_text(encoding="utf-8-sig")
+        with Path(expand_path(str(path))).open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"longer than {MAX_CHARACTERS:,} characters")
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))

@@ -5,10 +5,13 @@ A name is None where a file does not say, and "" where it says that there is no 
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from runtime.filesystem import read_input
 
 TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
 # GPT's separator of documents.
@@ -69,10 +72,11 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     for name in (SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE):
         path = folder / name
-        if not path.is_file():
+        # A link to nothing is a mistake, not the absence of a file.
+        if not os.path.lexists(path):
             continue
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_input(path).decode())
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"data.tokenizer: {path}: {error}") from None
         if not isinstance(content, dict):

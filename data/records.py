@@ -196,6 +196,9 @@ def _read_csv(path: Path, file: BinaryIO, text_key: str, delimiter: str) -> Iter
             elif row:
                 problem = f"{len(row)} columns, not {len(header)}"
                 yield Record(None, f"{path}, line {rows.line_num}: {problem}")
+    except UnicodeDecodeError as error:
+        # Many lines are decoded at once.
+        raise ValueError(f"{path}, after line {rows.line_num}: {error}") from None
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}, line {rows.line_num}: {error}") from None
 

@@ -73,10 +73,13 @@ class Tables:
         path = self._files[group.file][0]
         column = self._columns[group.file] if group.file in self._columns else self._decode(number)
         try:
+            if group.file in self._columns and not pa.types.is_dictionary(column.type):
+                # A damaged offset leads out of the mapped file. Checking all at once reads it all.
+                column[row : row + 1].validate(full=True)
             text = column[row].as_py()
-        except UnicodeDecodeError as error:
+        except (UnicodeDecodeError, pa.ArrowInvalid) as error:
             where = f"{path}: row {group.first_row + row}"
-            raise ValueError(f"{where} is not UTF-8: {error}") from None
+            raise ValueError(f"{where} is not UTF-8, or damaged: {error}") from None
         if text is None and not self._skips_bad:
             # Parquet need not say how many are null.
             check_no_null(column[row : row + 1], self._text_key, path, group.first_row + row)
@@ -171,6 +174,7 @@ def _open_column(
         table = (ipc.open_file(source) if is_file else ipc.open_stream(source)).read_all()
         check_column(table.schema, text_key, path)
         column = table.column(text_key)
+        column.validate(full=pa.types.is_dictionary(column.type))
     if not skips_bad:
         check_no_null(column, text_key, path)
     return column

@@ -19,6 +19,7 @@ import numpy as np
 
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced, find_shard, record_hashes, relative_names
 from data.matching import match_paths
+from runtime.filesystem import open_input, read_input
 
 TOKEN_INDEX_FILE = "index.json"
 BEGUN_FILE = "begun.json"
@@ -160,7 +161,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Read and verify ``index.json``; raise ``ValueError`` if it is missing or corrupt."""
     path = folder / TOKEN_INDEX_FILE
     try:
-        index = json.loads(path.read_bytes())
+        index = json.loads(read_input(path))
         version, checksum = index["format"], index.pop("checksum")
     except FileNotFoundError:
         begun = (folder / BEGUN_FILE).exists()
@@ -172,6 +173,9 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise ValueError(f"data.path: {path}: format is {version!r}, not {FORMAT}")
     if checksum != _checksum(index):
         raise ValueError(f"data.path: {path}: checksum mismatch")
+    if not _has_form(index):
+        text = "a key is missing, or its value has another type or range"
+        raise ValueError(f"data.path: {path}: not an index: {text}")
     if index["dtype"] not in DTYPES:
         known = ", ".join(DTYPES)
         raise ValueError(f"data.path: {path}: dtype is {index['dtype']!r}, not one of {known}")
@@ -179,6 +183,20 @@ def read_index(folder: Path) -> dict[str, Any]:
         if not SHARD_FILE.fullmatch(shard["file"]):
             raise ValueError(f"data.path: {path}: {shard['file']!r} is not a shard's name")
     return index
+
+
+def _has_form(index: dict[str, Any]) -> bool:
+    """True if the index has all keys that are read, with their types and ranges."""
+    try:
+        shards = index["shards"]
+        texts = [index["dtype"], index["tokenizer"]["fingerprint"]]
+        texts += [shard[key] for shard in shards for key in ("file", "sha256", "ends_sha256")]
+        counts = [shard[key] for shard in shards for key in ("documents", "tokens")]
+        counts += [shard["max_id"] for shard in shards if shard["max_id"] is not None]
+    except (KeyError, TypeError):
+        return False
+    are_counts = all(type(count) is int and 0 <= count < 2**53 for count in counts)
+    return are_counts and all(isinstance(text, str) for text in texts)
 
 
 def encode_index(index: dict[str, Any]) -> bytes:
@@ -214,7 +232,7 @@ def verify(folder: Path) -> Iterator[tuple[Path, str]]:
         hashes = {path: shard["sha256"], path.with_suffix(".ends"): shard["ends_sha256"]}
         for file, expected in hashes.items():
             try:
-                with file.open("rb") as content:
+                with open_input(file) as content:
                     actual = hashlib.file_digest(content, "sha256").hexdigest()
                 yield file, "" if actual == expected else "SHA-256 mismatch"
             except OSError as error:
@@ -259,7 +277,7 @@ def _prepared_bounds(path: Path, n_tokens: int) -> Bounds:
 
 def _megatron_shard(path: Path, name: str) -> TokenShard:
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             header = file.read(MEGATRON_HEADER.size)
     except OSError as error:
         raise ValueError(f"data.path: {path}: {error.strerror}") from None

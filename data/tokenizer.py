@@ -2,9 +2,11 @@
 
 import base64
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
+from io import TextIOWrapper
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from data.markers import (
     read_tokenizer_config,
 )
 from data.tokenizer_json import SAMPLES, build_codec, mark_special
+from runtime.filesystem import open_input, read_input
 from runtime.log import logger
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -127,7 +130,7 @@ def find_tokenizer_json(name: str) -> Path | None:
     if name == "bytes" or name in tiktoken.list_encoding_names():
         return None
     if path.is_dir():
-        if not (path / TOKENIZER_FILE).is_file():
+        if not os.path.lexists(path / TOKENIZER_FILE):
             found = sorted(file.name for file in path.iterdir())
             there = ", ".join(found[:8]) + (f", ... ({len(found)} in all)" if found[8:] else "")
             text = f"no {TOKENIZER_FILE}, only {there or 'nothing'}; name {KINDS}"
@@ -175,9 +178,9 @@ def _rank_file_encoding(path: Path) -> tiktoken.Encoding:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_input(path).splitlines()
     except OSError as error:
-        raise ValueError(f"data.tokenizer: {error}") from None
+        raise ValueError(f"data.tokenizer: {path}: {error.strerror}") from None
     ranks = {}
     for number, line in enumerate(lines, start=1):
         try:
@@ -203,7 +206,8 @@ def _pattern_of(path: Path, n_ranks: int) -> tuple[str, dict[str, int], str]:
     all other files are treated as Llama 3's.
     """
     companion = path.with_name(f"{path.name}.json")
-    if path.suffix == ".tiktoken" and companion.exists():
+    # A link to nothing is a mistake, not the absence of a file.
+    if path.suffix == ".tiktoken" and os.path.lexists(companion):
         return *_read_companion(companion, n_ranks), companion.name
     if path.suffix == ".tiktoken" and n_ranks in PUBLISHED:
         return *PUBLISHED[n_ranks], "OpenAI's published file"
@@ -214,7 +218,7 @@ def _pattern_of(path: Path, n_ranks: int) -> tuple[str, dict[str, int], str]:
 
 def _read_companion(path: Path, n_ranks: int) -> tuple[str, dict[str, int]]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_input(path).decode())
         pattern, special_tokens = content["pattern"], content["special_tokens"]
         ids = list(special_tokens.values())
         if len(content) > 2 or not isinstance(pattern, str) or {*map(type, ids)} - {int}:
@@ -275,7 +279,8 @@ def _from_tiktoken(encoding: tiktoken.Encoding, bos: str | None, eos: str | None
 
 def _from_tokenizer_json(path: Path, bos: str | None, eos: str | None) -> Tokenizer:
     try:
-        text = path.read_text(encoding="utf-8")
+        with TextIOWrapper(open_input(path), encoding="utf-8") as file:
+            text = file.read()
         tokenizer = HuggingFaceTokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for a malformed file
         raise ValueError(f"data.tokenizer: {path}: {error}") from None
@@ -283,6 +288,9 @@ def _from_tokenizer_json(path: Path, bos: str | None, eos: str | None) -> Tokeni
     post_processor = content.get("post_processor")
     special = {t.content: i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
     vocabulary = Vocabulary(special, tokenizer.get_vocab(with_added_tokens=True), str(path))
+    n_vocab = max(vocabulary.tokens.values(), default=-1) + 1
+    # First, because the library lists all unassigned ids wherever it writes a tokenizer.
+    _check_n_vocab(n_vocab, len(vocabulary.tokens), path)
     if bos is None:
         bos = declared_bos(config, post_processor)
     # It separates documents, and begins one only where the files say so.
@@ -297,8 +305,6 @@ def _from_tokenizer_json(path: Path, bos: str | None, eos: str | None) -> Tokeni
         if i in encode(name):
             text = f"{name!r} is a word of text; set data.bos and data.eos to special tokens"
             raise ValueError(f"data.tokenizer: {path}: {text}")
-    n_vocab = max(vocabulary.tokens.values()) + 1
-    _check_n_vocab(n_vocab, len(vocabulary.tokens), path)
     return Tokenizer(
         encode=encode,
         decode=decode,

@@ -57,6 +57,8 @@ def _read_args(spec: ModelSpec, path: Path) -> TransformerArgs:
     try:
         if spec.hugging_face is None:
             raise ValueError("the family has no Hugging Face format")
+        if path.exists() and not path.is_file():
+            raise ValueError("not a regular file")
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ValueError(f"larger than {MAX_CONFIG_BYTES:,} bytes")
         config = json.loads(path.read_text(encoding="utf-8"))

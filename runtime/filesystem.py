@@ -12,6 +12,7 @@ import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
@@ -87,6 +88,19 @@ def read_file(path: Path) -> bytes:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise OSError(errno.EFBIG, f"{size:,} bytes, more than {MAX_BYTES:,}", str(path))
         return file.read()
+
+
+def open_input(path: Path) -> BufferedReader:
+    """Open a regular file of the user to read, through links.
+
+    Raises ``OSError`` for a pipe or a device, which might never end.
+    """
+    return cast(BufferedReader, open_file(Path(os.path.realpath(path))))
+
+
+def read_input(path: Path) -> bytes:
+    """Read a regular file of the user, through links; raise ``OSError`` as ``open_input`` does."""
+    return read_file(Path(os.path.realpath(path)))
 
 
 def parse_object(line: bytes | str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from data.write_shards import (
     tokenize,
 )
 from runtime import exit_codes
+from runtime.filesystem import read_input
 from runtime.log import say
 from runtime.machine import available_cpus
 from runtime.signals import handle_signals
@@ -227,6 +228,10 @@ def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     else:
         atomic_write_bytes(folder / BEGUN_FILE, json.dumps(plan, indent=1).encode())
         return plan
+    # Older plans have no bos and eos.
+    if not _has_form(begun, plan | {"tokenizer": {"name": "", "fingerprint": ""}}):
+        text = "a key is missing, or its value has another type or range"
+        raise ValueError(f"{folder}: {BEGUN_FILE} or {TOKEN_INDEX_FILE}: {text}")
     then, now = ([p["source"], p["tokenizer"], p["shard_tokens"]] for p in (begun, plan))
     changes = []
     for what, old, new in zip(("documents", "tokenizer"), then, now, strict=False):
@@ -287,9 +292,19 @@ def _publish_index(folder: Path, begun: dict[str, Any], n_shards: int, *, max_ba
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
+        content = json.loads(read_input(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return content
+
+
+def _has_form(value: Any, form: Any) -> bool:
+    """True if ``value`` has the keys and types of ``form``; no integer is 0 or huge."""
+    if isinstance(form, dict) and isinstance(value, dict):
+        return all(key in value and _has_form(value[key], form[key]) for key in form)
+    return type(value) is type(form) and (type(value) is not int or 0 < value < 2**53)
 
 
 if __name__ == "__main__":

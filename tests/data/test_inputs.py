@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import datasets
-import pyarrow as pa
-import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
 from config.job_config import Data, DataSource
 from data.sources import build_sources, open_documents
+from tests.lib.formats import TEXTS, array, arrow, lines, parquet, table
 
-TEXTS = ["plain", "two\nlines", '\N{WAVING HAND SIGN} caf\u00e9, "quoted"']
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
@@ -39,40 +37,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-def lines(texts: list[str]) -> bytes:
-    return "".join(
-        json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)
-    ).encode()
-
-
-def array(texts: list[str], indent: int | None = None) -> bytes:
-    rows = [{"text": text, "more": [i, {"a": "]}"}]} for i, text in enumerate(texts)]
-    return json.dumps(rows, indent=indent).encode()
-
-
 def objects(texts: list[str]) -> bytes:
     return "\n".join(json.dumps({"text": text}, indent=2) for text in texts).encode()
-
-
-def table(texts: list[str], delimiter: str = ",") -> bytes:
-    file = io.StringIO(newline="")
-    csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(texts)])
-    return file.getvalue().encode()
-
-
-def parquet(texts: list[str | None], **options: object) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(
-        pa.table({"id": range(len(texts)), "text": pa.array(texts, pa.string())}), file, **options
-    )
-    return file.getvalue()
-
-
-def arrow(texts: list[str], *, is_stream: bool) -> bytes:
-    file, rows = io.BytesIO(), pa.table({"text": pa.array(texts, pa.large_string())})
-    with (ipc.new_stream if is_stream else ipc.new_file)(file, rows.schema) as writer:
-        writer.write_table(rows, max_chunksize=2)
-    return file.getvalue()
 
 
 def tar(content: bytes) -> bytes:

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
+import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 import zstandard
@@ -309,3 +311,22 @@ def test_hub_dataset_can_be_read_by_index(tmp_path: Path) -> None:
     documents, other = open_documents(source, skips_bad=True)
     assert documents[4] is None
     assert other != fingerprint
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
+def test_text_outside_of_a_damaged_arrow_file_is_not_read(tmp_path: Path, kind: Any) -> None:
+    texts = [f"a text of more than twelve bytes, number {i}" for i in range(9)]
+    table = pa.table({"text": pa.array(texts, kind)})
+    path = tmp_path / "a.arrow"
+    with ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    whole, errors = path.read_bytes(), []
+    for place in range(200, len(whole) - 8, 8):
+        path.write_bytes(whole[:place] + b"\xff" * 4 + b"\x7f" * 4 + whole[place + 8 :])
+        try:
+            tables = tables_of(path)
+            [tables[i] for i in range(len(tables))]
+        except ValueError as error:
+            errors.append(str(error))
+    assert len(errors) > 3
+    assert all("a.arrow" in error for error in errors)

@@ -21,30 +21,10 @@ from data.token_files import (
     smallest_dtype,
     verify,
 )
-from tests.lib.corpora import DOCUMENTS, write_index, write_prepared
+from tests.lib.corpora import CODES, DOCUMENTS, write_index, write_megatron, write_prepared
 
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
-
-
-def write_megatron(path: Path, documents: list[list[list[int]]], dtype: str = "int32") -> Path:
-    """Write documents of sequences in the layout of Megatron-LM's ``IndexedDatasetBuilder``."""
-    sequences = [sequence for document in documents for sequence in document]
-    lengths = [len(sequence) for sequence in sequences]
-    item = np.dtype(dtype).itemsize
-    firsts = np.cumsum([0, *(len(document) for document in documents)])
-    path.parent.mkdir(exist_ok=True)
-    with path.with_suffix(".bin").open("wb") as file:
-        for sequence in sequences:
-            file.write(np.array(sequence, dtype).tobytes())
-    with path.open("wb") as file:
-        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, CODES[dtype]))
-        file.write(struct.pack("<QQ", len(sequences), len(firsts)))
-        file.write(np.array(lengths, "<i4").tobytes())
-        file.write(
-            np.array([item * sum(lengths[:i]) for i in range(len(lengths))], "<i8").tobytes()
-        )
-        file.write(firsts.astype("<i8").tobytes())
-    return path
+SHARD: dict[str, Any] = {"file": "../x.bin", "sha256": "", "ends_sha256": ""}
+SHARD |= {"documents": 1, "tokens": 1, "max_id": 1}
 
 
 def joined(sequences: list[list[int]]) -> list[int]:
@@ -203,7 +183,12 @@ def edit(**changes: Any) -> Callable[[Path], None]:
         ("index.json", lambda p: p.write_text("[]"), r"/p/index\.json: not an index"),
         ("index.json", edit(format=2), r"/p/index\.json: format is 2, not 1"),
         ("index.json", edit(dtype="float32"), r"/p/index\.json: dtype is 'float32', not one"),
-        ("index.json", edit(shards=[{"file": "../x.bin"}]), r"'\.\./x\.bin' is not a shard's name"),
+        ("index.json", edit(shards=[SHARD]), r"'\.\./x\.bin' is not a shard's name"),
+        ("index.json", edit(shards=[SHARD | {"tokens": "1"}]), r"index\.json: .* another type"),
+        ("index.json", edit(shards=[SHARD | {"documents": 2**70}]), r"index\.json: .* or range"),
+        ("index.json", edit(shards=7), r"index\.json: .* another type"),
+        ("index.json", edit(dtype={}), r"index\.json: .* another type"),
+        ("index.json", edit(tokenizer=None), r"index\.json: .* a key is missing"),
         ("shard-00001.bin", Path.unlink, r"/p/shard-00001\.bin: No such file"),
         ("shard-00001.bin", shrink, r"/p/shard-00001\.bin has 19 bytes, not 20"),
         ("shard-00000.ends", Path.unlink, r"/p/shard-00000\.ends: No such file"),

@@ -1,5 +1,6 @@
 import base64
 import json
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,19 @@ def test_first_known_bos_and_eos_are_used(tmp_path: Path) -> None:
     content = json.dumps(COMPANION | {"special_tokens": special})
     tokenizer = load_tokenizer(write_companion(tmp_path, content))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (273, 274)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "t.tiktoken.json"])
+@pytest.mark.parametrize("target", ["", "nothing", "/dev/zero"], ids=["pipe", "nothing", "device"])
+def test_what_is_no_file_is_named(tmp_path: Path, name: str, target: str) -> None:
+    """It does not hang, and is not taken for absent."""
+    tokenizers.Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    write_ranks(tmp_path / "t.tiktoken", BYTES)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if target:
+        path.symlink_to(target)
+    else:
+        os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"data.tokenizer: .*{name}"):
+        load_tokenizer(str(tmp_path / "t.tiktoken" if "tiktoken" in name else tmp_path))

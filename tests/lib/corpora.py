@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import struct
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from config.job_config import Data
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.token_files import encode_index
 
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 
 
@@ -37,6 +39,27 @@ def write_prepared(
     tokenizer = {"name": "bytes", "fingerprint": fingerprint}
     write_index(folder, {"format": 1, "dtype": dtype, "tokenizer": tokenizer, "shards": entries})
     return folder
+
+
+def write_megatron(path: Path, documents: list[list[list[int]]], dtype: str = "int32") -> Path:
+    """Write documents of sequences in the layout of Megatron-LM's ``IndexedDatasetBuilder``."""
+    sequences = [sequence for document in documents for sequence in document]
+    lengths = [len(sequence) for sequence in sequences]
+    item = np.dtype(dtype).itemsize
+    firsts = np.cumsum([0, *(len(document) for document in documents)])
+    path.parent.mkdir(exist_ok=True)
+    with path.with_suffix(".bin").open("wb") as file:
+        for sequence in sequences:
+            file.write(np.array(sequence, dtype).tobytes())
+    with path.open("wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, CODES[dtype]))
+        file.write(struct.pack("<QQ", len(sequences), len(firsts)))
+        file.write(np.array(lengths, "<i4").tobytes())
+        file.write(
+            np.array([item * sum(lengths[:i]) for i in range(len(lengths))], "<i8").tobytes()
+        )
+        file.write(firsts.astype("<i8").tobytes())
+    return path
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
