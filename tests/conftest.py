@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="full counts of trials, not a tenth")
+    parser.addoption("--seed", type=int, help="only this trial of tests with seeds")
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +48,28 @@ def trials(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """Return the number of trials to run: a tenth of the full count, or all with --full."""
     is_full = request.config.getoption("--full")
     return lambda count: count if is_full else max(1, count // 10)
+
+
+@pytest.fixture
+def seeds(
+    request: pytest.FixtureRequest, trials: Callable[[int], int]
+) -> Iterator[Callable[..., Iterator[int]]]:
+    """Iterate over the seeds of ``count`` trials; without --full a tenth of them, or ``usually``.
+
+    With --seed only over that one. If a trial fails, the command that repeats it is printed.
+    """
+    only, unfinished = request.config.getoption("--seed"), list[int]()
+
+    def iterate(count: int, usually: int | None = None) -> Iterator[int]:
+        is_few = usually is not None and not request.config.getoption("--full")
+        for seed in range(usually if is_few else trials(count)) if only is None else [only]:
+            unfinished[:] = [seed]
+            yield seed
+        unfinished.clear()
+
+    yield iterate
+    for seed in unfinished:
+        print(f"reproduce: ./run_tests.sh -n 0 '{request.node.nodeid}' --seed {seed}")
 
 
 @pytest.fixture

@@ -1,52 +1,16 @@
 """Nodes that would not train the same run end by name, as two real launchers on one machine."""
 
-import re
-import shutil
-import socket
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runtime.exit_codes import BAD_CONFIG
-from tests.lib.launch import start
-from tests.lib.repository import ROOT, python_files
+from tests.lib.nodes import DIFFERENCE, HOST, copy_repository, run_nodes
+from tests.lib.repository import ROOT
 
 SAME_RUN = pytest.mark.row(31, "Ranks that would not train the same run are rejected by name")
-HOST = socket.gethostname()
-DIFFERENCE = re.compile(
-    rf"^(.+) must be equal on all ranks: (.+) on rank 0 \({HOST}\), (.+) on rank 1 \({HOST}\)$",
-    re.MULTILINE,
-)
-QUICK = {"training.steps": "1", "validation.enable": "false"}
-
-
-def run_nodes(folder: Path, nodes: list[Mapping[str, Any]]) -> tuple[list[int], list[str]]:
-    """Run a launcher with one rank for each of ``nodes``, keywords of ``start``.
-
-    Returns their exit codes and outputs.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        for number, node in enumerate(nodes):
-            environment = {
-                "NNODES": str(len(nodes)),
-                "NODE_RANK": str(number),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                **node.get("environment", {}),
-            }
-            processes.append(start(folder, 1, **QUICK | node | {"environment": environment}))
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [process.returncode for process in processes], outputs
 
 
 def other_node(folder: Path, *, root: Path, lr: str, text: str, package: str) -> dict[str, Any]:
@@ -66,18 +30,6 @@ def other_node(folder: Path, *, root: Path, lr: str, text: str, package: str) ->
         "data.path": "text/*.txt",
         "optimizer.lr": lr,
     }
-
-
-def copy_repository(to: Path) -> Path:
-    """Copy what a run needs, and change a comment of one file."""
-    for path in [*python_files(), Path("run_train.sh"), Path("tools/find_python.sh")]:
-        (to / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, to / path)
-    shutil.copytree(ROOT / "train_configs", to / "train_configs")
-    shutil.copy(ROOT / "pyproject.toml", to)
-    with (to / "optim" / "loss.py").open("a") as file:
-        file.write("# changed\n")
-    return to
 
 
 @SAME_RUN

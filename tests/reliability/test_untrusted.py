@@ -3,12 +3,10 @@
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from launcher.failures import newest_saved_step, record_failure
 from metrics.logger import MetricsLogger
 from runtime import exit_codes
 from tests.lib.layouts import small_args
+from tests.lib.limits import limited_memory
 from tests.lib.planted import MODULES, imported_modules, plant_modules
 from tests.lib.repository import ROOT
 from tests.lib.saved import write_checkpoint
@@ -192,19 +191,6 @@ def test_sizes_of_a_checkpoint_are_not_believed(
         assert generate.main([str(checkpoint), "--tokens", "2"]) == exit_codes.DONE
     assert slowest < 1.0
     record_result(f"{len(HUGE)} of {len(HUGE)} manifests by name, the slowest in {slowest:.2f} s")
-
-
-@contextmanager
-def limited_memory() -> Iterator[None]:
-    """Limit what this process maps to 4 GiB more."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    most = pages * resource.getpagesize() + (4 << 30)
-    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_checkpoint_without_a_part_is_rejected_by_name(
