@@ -87,10 +87,10 @@ def _recognize(path: Path, head: bytes) -> Format:
         raise ValueError(f"{path} is a tar archive; extract it")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = next((s for s in reversed(suffixes) if s not in _COMPRESSED_SUFFIXES), "")
+    if suffix in _JSON_SUFFIXES or _JSON.match(head):
+        return "json"
     if b"\0" in head:
         raise ValueError(f"{path} is binary: byte {head.index(0)} of it is NUL")
     if suffix in (".parquet", ".arrow"):
         raise ValueError(f"{path} is not {suffix[1:]}: it begins with {head[:16]!r}")
-    if suffix in _JSON_SUFFIXES or _JSON.match(head):
-        return "json"
     return _SUFFIXES.get(suffix, "text")

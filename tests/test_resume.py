@@ -50,7 +50,7 @@ def test_weights_of_another_tokenizer_are_warned_about(
     assert "cannot check the tokenizer" in captured_log.text
 
 
-@pytest.mark.row(45, "Data that changed after the checkpoint are told")
+@pytest.mark.row(45, "Data that changed after the checkpoint are reported")
 def test_files_that_changed_after_the_checkpoint_are_warned_about(
     captured_log: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

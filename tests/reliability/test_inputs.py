@@ -190,7 +190,6 @@ CORRUPTIONS = {
     "lone surrogate": Corruption(
         "x.jsonl", lines(1) + b'{"text": "\\ud800"}\n', "line 2, byte 19: 'utf-8' codec"
     ),
-    "empty table": Corruption("x.jsonl", b"", " is empty"),
     "cut off parquet": Corruption("x.parquet", PARQUET[: len(PARQUET) // 2], "Parquet magic bytes"),
     "null in parquet": Corruption("x.parquet", table(["a", None]), ", row 1, is null"),
     "not UTF-8": Corruption("x.txt", b"fine\n" * 9_000 + b"caf\xe9\n", "byte 45003: not UTF-8"),

@@ -345,6 +345,7 @@ def test_shard_is_synced_before_its_metadata(
 
     monkeypatch.setattr(os, "fsync", record)
     plan = {"documents_per_shard": 1, "source": {"documents": 1}, "dtype": "uint16"}
+    plan |= {"skips_bad": False}
     tokenizer = load_tokenizer("bytes")
     write_shards.write_shard(tmp_path, 0, cast(Any, ["text"]), tokenizer, plan, lambda report: None)
     shard = [f"shard-00000.{suffix}" for suffix in ("bin", "ends", "json")]
@@ -357,6 +358,7 @@ def test_counts_of_a_shard_include_all_blocks(
     monkeypatch.setattr(write_shards, "BLOCK_TOKENS", 4)
     texts = cast(Any, [None, "ab", None, "", "cde", "f", None])
     plan = {"documents_per_shard": 10, "source": {"documents": 7}, "dtype": "uint16"}
+    plan |= {"skips_bad": False}
     reports: list[write_shards.WorkerReport] = []
     write_shards.write_shard(tmp_path, 0, texts, load_tokenizer("bytes"), plan, reports.append)
     metadata = json.loads((tmp_path / "shard-00000.json").read_text())
