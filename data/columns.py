@@ -12,14 +12,14 @@ def check_column(schema: pa.Schema, text_key: str, path: Path | str) -> None:
         text = f"{path} has {problem} {text_key!r}, only {', '.join(schema.names)}"
         raise ValueError(f"data.text_key: {text}")
     dtype = schema.field(text_key).type
-    if not is_text(dtype):
+    if not _is_text(dtype):
         raise ValueError(f"data.text_key: {text_key!r} of {path} is {dtype}, not text")
 
 
-def is_text(dtype: pa.DataType) -> bool:
+def _is_text(dtype: pa.DataType) -> bool:
     """True for strings of any of Arrow's layouts."""
     if pa.types.is_dictionary(dtype):
-        return is_text(dtype.value_type)
+        return _is_text(dtype.value_type)
     types = pa.types
     return types.is_string(dtype) or types.is_large_string(dtype) or types.is_string_view(dtype)
 

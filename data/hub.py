@@ -152,10 +152,12 @@ def hub_streams(
     if "train" not in splits:
         raise ValueError(f"data.path: {name} has no split train, only {', '.join(splits)}")
     build = partial(HubStream, name, subset, text_key=text_key, skips_bad=skips_bad)
+    if with_held_out and "validation" not in splits and percent == 0:
+        text = f"must be greater than 0, because {name} has no split validation"
+        raise ValueError(f"data.validation_percent: {text}")
     if "validation" in splits or percent == 0:
         train = build("train", repeat=config.repeat)
-        has_held_out = with_held_out and "validation" in splits
-        return train, build("validation") if has_held_out else None
+        return train, build("validation") if with_held_out else None
     train = build("train", part=Part(percent, is_held_out=False), repeat=config.repeat)
     held_out = build("train", part=Part(percent, is_held_out=True)) if with_held_out else None
     return train, held_out

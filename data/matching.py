@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from data.files import relative_names
-from data.path_hints import unmatched_hint
 from runtime.log import logger
 
 _WILDCARD = re.compile(r"[*?[]")
+_SOURCES = "give each path its own [[data.sources]]"
+_SEPARATORS = {",": "a comma", ";": "a semicolon", ":": "a colon", " ": "a space"}
 
 # Device and inode; the path where a file system has no inodes.
 FileId = Hashable
@@ -47,7 +48,8 @@ def matching_files(pattern: str, owners: dict[FileId, str], label: str) -> list[
     files = [min(found, key=_link_first) for i, found in matches.items() if i not in owners]
     if not files:
         raise ValueError(f"data.path: {', '.join(taken)} has all files that match {pattern!r}")
-    owners |= dict.fromkeys(matches, label) | owners
+    for identity in matches:
+        owners.setdefault(identity, label)
     return sorted(files)
 
 
@@ -66,6 +68,31 @@ def match_paths(pattern: str) -> list[Path]:
         return sorted({*map(Path, _expand("/" if pattern.startswith("/") else "", parts))})
     except OSError as error:
         raise ValueError(f"data.path: {error.filename}: {error.strerror}") from None
+
+
+def unmatched_hint(pattern: str) -> str:
+    """Say what in ``pattern`` means nothing here, and what to write instead; "" if nothing does.
+
+    Only for a pattern that matches no file: the name of a file may have any character.
+    """
+    if pattern != pattern.strip():
+        return "it begins or ends with white space"
+    if url := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+)://", pattern):
+        return f"only local files are read: a path has no {url[0]}"
+    if len(pattern) > 1 and pattern[0] == pattern[-1] and pattern[0] in "'\"":
+        return "the quotation marks are part of it: remove them"
+    if re.search(r"\{[^{}]*(,|\.\.)[^{}]*\}", pattern):
+        return f"braces are not expanded: {_SOURCES}, or use * and [ab], which match characters"
+    for separator, name in _SEPARATORS.items():
+        parts = pattern.split(separator)
+        # A separator inside of one path is not the reason: each part must look like a path.
+        if len(parts) > 1 and all(re.search(r"[./*]", part) for part in parts if part.strip()):
+            return f"{name} separates nothing: {_SOURCES}"
+    if "\\" in pattern:
+        return "folders are separated by /, not by a backslash"
+    if pattern.endswith("/"):
+        return "it ends with /, which matches only folders"
+    return ""
 
 
 def _expand(folder: str, parts: list[str]) -> Iterator[str]:

@@ -279,7 +279,7 @@ def test_stream_error_names_the_document(
         list(stream.documents(1, 2, 0))
 
 
-def test_hub_dataset_needs_both_splits_and_the_column(tmp_path: Path) -> None:
+def test_hub_dataset_has_held_out_texts_and_the_column(tmp_path: Path) -> None:
     path = tmp_path / "data"
     hub(path, [3], ".jsonl")
     config = Data(source="huggingface", path=str(path))
@@ -293,6 +293,49 @@ def test_hub_dataset_needs_both_splits_and_the_column(tmp_path: Path) -> None:
     (path / "validation-00000-of-00001.jsonl").unlink()
     with pytest.raises(ValueError, match=r"no document for row 0 of 1; see data\.validation_per"):
         next(both(config, 0)[1].documents(0, 1, 0))
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, 8])
+def test_hub_dataset_without_validation_holds_out_rows(tmp_path: Path, n_rows: int) -> None:
+    """By their text: the same ones in other files, and without validation."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, counts in zip(folders, ([150, 50], [200]), strict=True):
+        texts = iter(f"document {i}" for i in range(200))
+        for file, count in enumerate(counts):
+            write(folder / f"train-{file:05}-of-{len(counts):05}.jsonl", [*islice(texts, count)])
+
+    def read(stream: HubStream) -> list[str | None]:
+        rows = (stream.documents(row, n_rows, 0) for row in range(n_rows))
+        return sorted(text for row in rows for text in iter_once(row))
+
+    def iter_once(row: Iterator[str | None]) -> list[str]:
+        texts: list[str] = []
+        for text in row:
+            assert text is not None
+            if text in texts:  # the next epoch
+                break
+            texts.append(text)
+        return texts
+
+    sides = []
+    for folder in folders:
+        config = DataSource(type="huggingface", path=str(folder), repeat=False)
+        train, held_out = hub_streams(config, True, 20.0, skips_bad=False)
+        assert held_out is not None
+        sides.append((read(train), read(held_out)))
+        assert read(hub_streams(config, False, 20.0, skips_bad=False)[0]) == sides[-1][0]
+        with pytest.raises(ValueError, match=r"data\.validation_percent: must be greater than 0"):
+            hub_streams(config, True, 0.0, skips_bad=False)
+    assert sides[0] == sides[1]
+    assert sorted([*sides[0][0], *sides[0][1]]) == sorted(f"document {i}" for i in range(200))
+    assert 20 <= len(sides[0][1]) <= 60
+
+
+def test_hub_dataset_without_train_names_its_splits(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "test-00000-of-00001.jsonl", ["text"])
+    config = DataSource(type="huggingface", path=str(tmp_path / "data"))
+    with pytest.raises(ValueError, match=r"has no split train, only test"):
+        hub_streams(config, True, 20.0, skips_bad=False)
 
 
 def test_hub_dataset_can_be_read_by_index(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.path_hints import unmatched_hint
+from data.matching import unmatched_hint
 
 
 @pytest.mark.parametrize(
