@@ -246,3 +246,13 @@ def test_flag_without_post_processor_is_written_for_transformers(tmp_path: Path)
     reference = transformers.AutoTokenizer.from_pretrained(write(tmp_path / "to", found))
     assert reference("a")["input_ids"] == tokenizer.encode_document("a")[:-1].tolist()
     assert found.files["tokenizer_config.json"] == Path(name, "tokenizer_config.json").read_bytes()
+
+
+def test_dropout_is_not_exported(tmp_path: Path) -> None:
+    name = qwen(tmp_path / "from")
+    path = tmp_path / "from" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(content))
+    found = build_tokenizer_files(name, load_tokenizer(name))
+    assert read(found.files, "tokenizer.json")["model"]["dropout"] is None
