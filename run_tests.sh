@@ -11,14 +11,7 @@
 # versions of constraints.txt, with --lowest the lowest that pyproject.toml allows, with --newest the
 # newest at the time of installation.
 set -euo pipefail
-# Resolve symlinks to find the folder of this script.
-script=${BASH_SOURCE[0]}
-while [[ -L $script ]]; do
-  link=$(readlink "$script")
-  [[ $link == /* ]] || link=$(dirname "$script")/$link
-  script=$link
-done
-source "$(dirname "$script")/tools/find_python.sh"
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/tools/find_python.sh"
 cd "$ROOT"
 
 marks=(-m "not slow")

@@ -201,5 +201,3 @@ def log_outcome(run: RunSpec, step: int, stop: StopReason) -> None:
     logger.info("metrics of all steps: %s", run.folder / "metrics.jsonl")
     if config.checkpoint.enable:
         logger.info("checkpoints: %s", run.folder / "checkpoints")
-    if config.metrics.enable_tensorboard:
-        logger.info("curves: tensorboard --logdir %s", run.folder / "tensorboard")

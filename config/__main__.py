@@ -1,14 +1,36 @@
-"""``python -m config help`` prints all keys; ``python -m config schema`` writes the JSON schema."""
+"""Print all keys or those of a section, or write the JSON schema.
 
+``python -m config help [SECTION ...]``, ``python -m config schema``
+"""
+
+import os
+import pydoc
+import shutil
 import sys
 from pathlib import Path
 
-from config.describe import USAGE, help_text, schema_text
+from config.describe import help_text, schema_text
+from config.loader import ConfigError
+
+BAD_ARGUMENTS, CLOSED_PIPE = 2, 141
+MOST_COLUMNS = 100
 
 match sys.argv[1:]:
     case ["schema"]:
         Path(__file__).with_name("schema.json").write_text(schema_text())
-    case ["help"]:
-        print(help_text())
+    case ["help", *names]:
+        columns = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
+        try:
+            text = help_text(names, width=columns)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            sys.exit(BAD_ARGUMENTS)
+        try:
+            if sys.stdout.isatty():
+                pydoc.pager(text)
+            else:
+                print(text, flush=True)
+        except BrokenPipeError:  # The reader, such as head, has seen enough.
+            os._exit(CLOSED_PIPE)
     case _:
-        sys.exit(USAGE)
+        sys.exit(__doc__)

@@ -1,47 +1,95 @@
 """Help text and JSON schema, both generated from ``JobConfig``."""
 
+import difflib
 import json
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from config.job_config import JobConfig
+from config.loader import ConfigError, config_names
 
 USAGE = """\
-usage: ./run_train.sh [--section.key VALUE | --section.key=VALUE] ...
+usage: ./run_train.sh [CONFIG] [--section.key VALUE | --section.key=VALUE] ...
+       ./run_train.sh --help [SECTION | SECTION.KEY] ...
 
-Trains the model of CONFIG_FILE (default train_configs/debug_model.toml). Each argument overrides
-one key; the last value of a key wins. Values are written as in TOML: 3e-4, true, 100, name. In
-paths, also those of the TOML file, ~, $NAME and ${NAME} are expanded; $$ is a literal $.
+Trains the model of CONFIG, a TOML file or one of these names: {configs}. The
+default is debug_model. Each argument overrides one key; the last value of a key wins. Values are
+written as in TOML: 3e-4, true, 100, name. In paths, also those of the TOML file, ~, $NAME and
+${{NAME}} are expanded; $$ is a literal $.
 
 environment:
-  CONFIG_FILE  TOML file                    NGPU      ranks on this node (default: GPUs, else 2)
-  PYTHON       interpreter to use           LOG_RANK  ranks whose log is shown (default 0): 0,1
+  CONFIG_FILE  CONFIG, if none is given
+  NGPU         ranks on this node; default: its GPUs, else 2
+  LOG_RANK     ranks whose log is shown, such as 0,1; default: 0
+  PYTHON       interpreter to use
+
+sections: {sections}
 """
 
 
-def help_text() -> str:
-    """Usage, then every key with its default, type, range and description."""
-    lines = [USAGE]
-    for section, properties in _sections().items():
-        lines.append(f"[{section}]")
-        for name, field in properties.items():
-            lines += _key_help(f"--{section}.{name}", field)
-        lines.append("")
-        for name, table in _arrays(properties).items():
-            lines.append(f"[[{section}.{name}]]")
-            for key, field in table.items():
-                lines += _key_help(key, field)
-            lines.append("")
+def help_text(names: Sequence[str] = (), *, width: int = 100) -> str:
+    """Usage and every key with its default, type, range and description, or only ``names``.
+
+    ``names``: sections or keys. Raises ``ConfigError`` for one that does not exist.
+    """
+    sections = _sections()
+    known = [*sections, *(f"{s}.{key}" for s, properties in sections.items() for key in properties)]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"sections: {', '.join(sections)}"
+            raise ConfigError([f"--help {name}: no such section or key; {hint}"])
+    lines = [] if names else _usage(list(sections), width)
+    for section, properties in sections.items():
+        shown = {
+            key: field
+            for key, field in properties.items()
+            if not names or section in names or f"{section}.{key}" in names
+        }
+        if shown:
+            lines += _section_help(section, shown, width)
     return "\n".join(lines)
 
 
-def _key_help(key: str, field: dict[str, Any]) -> list[str]:
+def _usage(sections: list[str], width: int) -> list[str]:
+    text = USAGE.format(configs=", ".join(config_names()), sections=", ".join(sections))
+    paragraphs = text.split("\n\n")
+    is_prose = [not p.startswith(("usage:", "environment:")) for p in paragraphs]
+    wrapped = [
+        textwrap.fill(p, width) if prose else p
+        for p, prose in zip(paragraphs, is_prose, strict=True)
+    ]
+    return ["\n\n".join(wrapped), ""]
+
+
+def _section_help(section: str, properties: dict[str, Any], width: int) -> list[str]:
+    lines = [f"[{section}]"]
+    for name, field in properties.items():
+        lines += _key_help(f"--{section}.{name}", field, width)
+    lines.append("")
+    for name, table in _arrays(properties).items():
+        lines.append(f"[[{section}.{name}]]")
+        for key, field in table.items():
+            lines += _key_help(key, field, width)
+        lines.append("")
+    return lines
+
+
+def _key_help(key: str, field: dict[str, Any], width: int) -> list[str]:
     default = field.get("default")
     default_text = "" if default is None else f" = {json.dumps(default)}"
-    text = textwrap.wrap(
-        field["description"], 90, initial_indent=" " * 6, subsequent_indent=" " * 6
-    )
-    return [f"  {key}{default_text}   ({_type_text(field)})", *text]
+    head = f"{key}{default_text}   ({_type_text(field)})"
+    indent = " " * 6
+    return [
+        # Choices may be longer than a line.
+        *textwrap.wrap(
+            head, width, initial_indent="  ", subsequent_indent=indent, break_on_hyphens=False
+        ),
+        *textwrap.wrap(
+            field["description"], width, initial_indent=indent, subsequent_indent=indent
+        ),
+    ]
 
 
 def _arrays(properties: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -64,10 +112,16 @@ def _sections() -> dict[str, dict[str, Any]]:
 
 
 def _type_text(field: dict[str, Any]) -> str:
+    if "$ref" in field:
+        return "table"
     if "anyOf" in field:
         return " or ".join(_type_text(f) for f in field["anyOf"] if f.get("type") != "null")
     if "const" in field or "enum" in field:
         return " | ".join(str(v) for v in field.get("enum", [field.get("const")]))
+    if field["type"] == "array":
+        return f"array of {_type_text(field['items'])}s"
+    if field["type"] == "object":
+        return "table"
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
     limits = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field]
     return " ".join([field["type"], ", ".join(limits)]).strip()

@@ -63,8 +63,8 @@ class DataSource(Section):
     type: Literal["builtin", "files", "text", "tokens", "c4", "huggingface"] = "files"
     """Kind of source. builtin: source code of Python and PyTorch. files: local text, JSON, CSV,
     Parquet or Arrow files, by their content. text: local files as plain text, also JSON and CSV.
-    tokens: output of tools.prepare or Megatron-LM's preprocessing. c4, huggingface: streamed from
-    the Hugging Face Hub."""
+    tokens: output of shardloom prepare or Megatron-LM's preprocessing. c4, huggingface: streamed
+    from the Hugging Face Hub."""
     path: PathText = ""
     """files, text: a glob (** recurses). tokens: a directory, or a glob of .idx files. huggingface:
     the dataset's name."""
@@ -357,7 +357,7 @@ class Metrics(Section):
     log_freq: Count = 10
     """Steps between log lines."""
     enable_ledger: bool = False
-    """Record the data consumed by each step in ledger/, for `python -m tools.check_ledger`."""
+    """Record the data consumed by each step in ledger/, for `./shardloom check-ledger`."""
     straggler_window: NonNegative = 0
     """Steps between comparisons of the ranks' compute times. A rank slow in three consecutive
     windows is logged. 0: off."""

@@ -23,8 +23,9 @@ POINT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 # Arguments of other programs that name the configuration.
 CONFIG_FILE_KEYS = ("config", "config-file", "config_file", "config_path", "job.config_file")
-CONFIG_FILE_HINT = "set the environment variable CONFIG_FILE to the configuration"
-
+CONFIG_FILE_HINT = "name the configuration first: ./run_train.sh FILE.toml --section.key value"
+# Configurations that come with Shardloom, each known by its name without the ending.
+CONFIGS = Path(__file__).absolute().parents[1] / "train_configs"
 
 # Of a TOML file. A device may have no end.
 MAX_CHARACTERS = 1 << 24
@@ -41,8 +42,10 @@ class ConfigError(ValueError):
 def load_config(path: Path, overrides: list[str]) -> JobConfig:
     """Read ``path`` and apply ``overrides``; expand ``~`` and variables in ``path`` and path keys.
 
-    Raises ``ConfigError`` that names every bad key.
+    ``path`` may be the name of a file in train_configs/, such as llama3_8b. Raises ``ConfigError``
+    that names every bad key.
     """
+    path = find_config(path)
     tables, errors = _read_toml(path)
     from_command_line, malformed = parse_overrides(overrides)
     errors += malformed
@@ -72,6 +75,32 @@ def load_config(path: Path, overrides: list[str]) -> JobConfig:
     if errors:
         raise ConfigError(errors)
     return config
+
+
+def config_names() -> list[str]:
+    """Names of the configurations in train_configs/."""
+    return sorted(path.stem for path in CONFIGS.glob("*.toml"))
+
+
+def find_config(path: Path) -> Path:
+    """``path`` with ``~`` and variables expanded, or the file in train_configs/ of that name.
+
+    Raises ``ConfigError`` if it is neither a file nor such a name.
+    """
+    try:
+        file = Path(expand_path(str(path)))
+    except ValueError as error:
+        raise ConfigError([f"{path}: {error}"]) from None
+    section, _, name = str(path).partition(".")
+    if not file.exists() and name in _fields(section):
+        raise ConfigError([f"{path}: is a key, not a configuration; write --{path}=VALUE"])
+    if file.exists() or file.suffix or len(file.parts) != 1:
+        return file
+    if path.name in config_names():
+        return CONFIGS / f"{path}.toml"
+    near = difflib.get_close_matches(path.name, config_names(), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the names are {', '.join(config_names())}"
+    raise ConfigError([f"{path}: neither a file nor a configuration of train_configs/; {hint}"])
 
 
 def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -123,7 +152,7 @@ def _read_toml(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Tables of a TOML file, and an error for each key outside of them."""
     try:
         # Editors on Windows write a byte-order mark, which TOML does not know.
-        with Path(expand_path(str(path))).open(encoding="utf-8-sig") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"longer than {MAX_CHARACTERS:,} characters")

@@ -1,4 +1,4 @@
-"""Pretokenized documents, memory-mapped: folders of tools.prepare, or files of Megatron-LM.
+"""Pretokenized documents, memory-mapped: folders of shardloom prepare, or files of Megatron-LM.
 
 A prepared folder has ``index.json`` and shards: ``shard-00000.bin`` holds the concatenated ids of
 its documents with bos and eos, ``shard-00000.ends`` the end of each document.
@@ -110,7 +110,7 @@ class TokenFiles:
 
 
 def open_token_files(path: str) -> TokenFiles:
-    """Open a folder of tools.prepare, an .idx file of Megatron-LM, or all that match a glob.
+    """Open a folder of shardloom prepare, an .idx file of Megatron-LM, or all that match a glob.
 
     Raises ``ValueError`` for missing files and wrong sizes; does not read the contents.
     """
@@ -152,7 +152,7 @@ def _match_paths(path: str) -> list[tuple[Path, str]]:
         raise ValueError(f"data.path: no folder and no .idx file matches {path!r}")
     for match, _ in matches:
         if match.suffix != ".idx" and not match.is_dir():
-            text = f"{match} is neither a folder of tools.prepare nor an .idx file"
+            text = f"{match} is neither a folder of shardloom prepare nor an .idx file"
             raise ValueError(f"data.path: {text}")
     return matches
 
@@ -165,7 +165,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         version, checksum = index["format"], index.pop("checksum")
     except FileNotFoundError:
         begun = (folder / BEGUN_FILE).exists()
-        hint = "; tools.prepare has not finished it" if begun else ""
+        hint = "; shardloom prepare has not finished it" if begun else ""
         raise ValueError(f"data.path: {folder} has no {TOKEN_INDEX_FILE}{hint}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"data.path: {path}: not an index: {error!r}") from None

@@ -1,4 +1,4 @@
-"""Validate a config, then start its ranks on this node: ``python -m launcher.launch CONFIG ...``
+"""Validate a config, then start its ranks on this node: ``./shardloom train CONFIG ...``
 
 Environment: NGPU (ranks on this node), LOG_RANK, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT;
 inside a Slurm step the node variables default to Slurm's. Exits with the trainer's own code, which
@@ -25,6 +25,7 @@ from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, reco
 from models import find_model
 from parallelisms.constraints import check_constraints
 from runtime import exit_codes
+from runtime.commands import command_text
 from runtime.control import is_locked
 from runtime.filesystem import check_run_folder
 from runtime.log import report, say
@@ -82,8 +83,38 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         code = report_failure(end, control)
     elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
         record_end(control, _outcome(control))
+        say(*next_commands(config, arguments, environment, code, is_alone=nodes.count == 1))
     exit_codes.write_exit_code(control, code)
     return code
+
+
+def next_commands(
+    config: JobConfig,
+    arguments: list[str],
+    environment: Mapping[str, str],
+    code: int,
+    *,
+    is_alone: bool,
+) -> list[str]:
+    """Lines with the commands that usually follow a run that ended with ``code``.
+
+    ``is_alone``: it has one node, so that one command starts it.
+    """
+    folder = config.job.folder
+    ranks = f"NGPU={environment['NGPU']} " if environment.get("NGPU") else ""
+    commands = {}
+    if config.checkpoint.enable and is_alone:
+        longer = ["--training.steps", str(2 * config.training.steps)]
+        more = longer if code == exit_codes.DONE else []
+        commands["resume"] = ranks + command_text("train", *arguments, *more)
+    if config.checkpoint.enable:
+        commands["generate text"] = command_text("generate", folder)
+    if config.metrics.enable_tensorboard:
+        commands["curves"] = command_text("tensorboard", "--logdir", folder / "tensorboard")
+    if config.data.source == "builtin" and not config.data.sources and is_alone:
+        own = ["--data.source", "files", "--data.path", "books/**/*.txt", "--job.name", "books"]
+        commands["your own text"] = ranks + command_text("train", *own)
+    return [f"next: {purpose}: {command}" for purpose, command in commands.items()]
 
 
 def clear_previous_end(control: Path) -> None:

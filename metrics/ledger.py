@@ -2,7 +2,7 @@
 
 Each rank appends to ``ledger/rank-00000.jsonl``: one line per attempt (a start of the program, or
 what follows a rollback) with the checkpoint it resumed from, then one line per finished step.
-``python -m tools.check_ledger RUN_FOLDER`` reads the files.
+``./shardloom check-ledger RUN_FOLDER`` reads the files.
 """
 
 import json

@@ -9,6 +9,7 @@ from runtime.run_folder import WriteAlarm, read_number, remove_file
 DONE = 0
 FAILED = 1  # retry
 BAD_CONFIG = 2
+CLOSED_PIPE = 141  # the reader of a tool's output is gone; what a shell gives for SIGPIPE
 PREEMPTED = 75  # saved; requeue
 DO_NOT_REQUEUE = 93
 

@@ -1,4 +1,4 @@
-"""Replay a run's ledger: ``python -m tools.check_ledger RUN_FOLDER [--against OTHER_RUN_FOLDER]``
+"""Replay a run's ledger: ``shardloom check-ledger RUN_FOLDER [--against OTHER_RUN_FOLDER]``
 
 Proves that every row of every step was consumed exactly once across all restarts of the run, or
 prints each violation. --against also checks that two runs consumed the same tokens, and prints by
@@ -80,7 +80,7 @@ class RankLedger:
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
-    parser = Parser("python -m tools.check_ledger", description=__doc__)
+    parser = Parser("shardloom check-ledger", description=__doc__)
     parser.add_argument("run", type=path_argument, metavar="RUN_FOLDER")
     parser.add_argument("--against", type=path_argument, metavar="OTHER_RUN_FOLDER")
     options = parser.parse_args(arguments)

@@ -1,7 +1,9 @@
 """Command-line parsing and error handling shared by the ``main`` functions of all tools."""
 
 import argparse
+import os
 import re
+import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -24,12 +26,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def reporting_errors(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Wrap ``main`` to print ``OSError`` and ``ValueError`` on stderr and return BAD_CONFIG."""
+    """Wrap ``main`` to print ``OSError`` and ``ValueError`` on stderr and return BAD_CONFIG.
+
+    If the reader of stdout, such as ``head``, is gone, return CLOSED_PIPE.
+    """
 
     @wraps(main)
     def wrapper(arguments: list[str]) -> int:
         try:
-            return main(arguments)
+            code = main(arguments)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            # Python flushes stdout once more at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return exit_codes.CLOSED_PIPE
         except (OSError, ValueError) as error:
             report(error)
             return exit_codes.BAD_CONFIG

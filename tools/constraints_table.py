@@ -13,7 +13,7 @@ INTRO = """\
 
 Every other configuration runs, if its degrees multiply to the number of ranks. The launcher rejects
 those in this table with exit code 2, before any process group or device is touched.
-`python -m tools.constraints_table` writes this page from the tables in
+`./shardloom python -m tools.constraints_table` writes this page from the tables in
 `parallelisms/constraints.py` and `config/constraints.py`.
 
 | key | reason |

@@ -1,7 +1,7 @@
 """Convert checkpoints to Hugging Face folders and back, tensor by tensor and bit for bit.
 
-``python -m tools.convert export CHECKPOINT FOLDER [--dtype DTYPE]``: for transformers.
-``python -m tools.convert import FOLDER CHECKPOINT``: for ``checkpoint.initial_load_path``.
+``shardloom convert export CHECKPOINT FOLDER [--dtype DTYPE]``: for transformers.
+``shardloom convert import FOLDER CHECKPOINT``: for ``checkpoint.initial_load_path``.
 """
 
 import sys
@@ -50,7 +50,7 @@ EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
-    parser = Parser("python -m tools.convert", description=__doc__)
+    parser = Parser("shardloom convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("export", help="write a folder that transformers loads").add_argument
     add(

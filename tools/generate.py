@@ -1,4 +1,4 @@
-"""Generate text: ``python -m tools.generate CHECKPOINT [--prompt TEXT] [--tokens N] [...]``
+"""Generate text: ``shardloom generate CHECKPOINT [--prompt TEXT] [--tokens N] [...]``
 
 Runs in one process, from a checkpoint saved on any mesh. Stops at the end-of-text token, after N
 tokens, or at Ctrl-C.
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line; raise ``ValueError`` that names a wrong argument."""
-    parser = Parser("python -m tools.generate", description=__doc__)
+    parser = Parser("shardloom generate", description=__doc__)
     add = parser.add_argument
     add(
         "checkpoint",

@@ -1,4 +1,4 @@
-"""Plot a run's loss curves: ``python -m tools.plot RUN_FOLDER PICTURE.png``"""
+"""Plot a run's loss curves: ``shardloom plot RUN_FOLDER PICTURE.png``"""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from tools.cli import Parser, path_argument, reporting_errors
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
-    parser = Parser("python -m tools.plot", description=__doc__)
+    parser = Parser("shardloom plot", description=__doc__)
     parser.add_argument("run_folder", type=path_argument)
     parser.add_argument("picture", type=path_argument)
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Check the nodes before a run: ``python -m tools.preflight CONFIG [--section.key value ...]``
+"""Check the nodes before a run: ``shardloom preflight CONFIG [--section.key value ...]``
 
 Start it once per node, in the environment and with the arguments of ``run_train.sh``. Prints a
 table and one line for each problem, with the node or rank; does not change the run. Exits with 0 if

@@ -1,7 +1,7 @@
 """Tokenize a run's documents into a folder that runs read with ``data.source = "tokens"``.
 
-``python -m tools.prepare FOLDER [--config run.toml] [--data.path 'x/*.jsonl' ...] [--workers N]``
-``python -m tools.prepare FOLDER --verify``: hash all files of a folder.
+``shardloom prepare FOLDER [--config run.toml] [--data.path 'x/*.jsonl' ...] [--workers N]``
+``shardloom prepare FOLDER --verify``: hash all files of a folder.
 
 [data] configures documents and tokenizer as in a run. After an interruption, even by SIGKILL, the
 same command resumes. The files are identical for any number of workers.
@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import re
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -45,6 +44,7 @@ from data.write_shards import (
     tokenize,
 )
 from runtime import exit_codes
+from runtime.commands import command_text
 from runtime.filesystem import read_input
 from runtime.log import say
 from runtime.machine import available_cpus
@@ -84,7 +84,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         key = argument.partition("=")[0]
         if key.startswith("--") and not key.startswith("--data."):
             raise ValueError(f"command line: {key} has no effect here; only --data.KEY has")
-    parser = Parser("python -m tools.prepare", description=__doc__)
+    parser = Parser("shardloom prepare", description=__doc__)
     add = parser.add_argument
     add("folder", metavar="FOLDER", type=path_argument, help="folder to write or resume")
     add(
@@ -162,8 +162,8 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
     paths = {"path": str(folder), "tokenizer": named["name"]}
     keys = {"source": "tokens"} | {key: literal_path(path) for key, path in paths.items()}
     keys |= {key: named[key] for key in ("bos", "eos") if named.get(key) is not None}
-    overrides = " ".join(f"--data.{key} {shlex.quote(value)}" for key, value in keys.items())
-    say(f"next: ./run_train.sh {overrides}")
+    overrides = [word for key, value in keys.items() for word in (f"--data.{key}", value)]
+    say(f"next: {command_text('train', *overrides)}")
 
 
 def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder}: locked by another tools.prepare") from None
+            raise ValueError(f"{folder}: locked by another shardloom prepare") from None
         yield
     finally:
         os.close(descriptor)
@@ -218,7 +218,8 @@ def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """Return the plan that ``folder`` was begun with; write ``plan`` if the folder is new."""
     foreign = sorted(path.name for path in folder.iterdir() if not OWNED.fullmatch(path.name))
     if foreign:
-        raise ValueError(f"{folder}: {foreign[0]} is not a file of tools.prepare; use a new folder")
+        text = f"{foreign[0]} is not a file of shardloom prepare; use a new folder"
+        raise ValueError(f"{folder}: {text}")
     if (folder / TOKEN_INDEX_FILE).exists():
         begun = read_index(folder)
     elif (folder / BEGUN_FILE).exists():

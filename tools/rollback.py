@@ -1,4 +1,4 @@
-"""Roll a run back to an older checkpoint: ``python -m tools.rollback RUN_FOLDER STEP``
+"""Roll a run back to an older checkpoint: ``shardloom rollback RUN_FOLDER STEP``
 
 Renames later checkpoints to ``abandoned-step-...``. The next start of the run resumes from STEP and
 begins a new lineage there. Nothing is deleted.
@@ -18,7 +18,7 @@ from tools.cli import Parser, path_argument, reporting_errors
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
-    parser = Parser("python -m tools.rollback", description=__doc__)
+    parser = Parser("shardloom rollback", description=__doc__)
     parser.add_argument("run_folder", type=path_argument)
     parser.add_argument("step", type=int)
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Show the status of runs from their folders: ``python -m tools.status RUN_FOLDER... [--json]``
+"""Show the status of runs from their folders: ``shardloom status RUN_FOLDER... [--json]``
 
 Prints a few lines for one folder and a table for several; --json prints one object per line. Writes
 nothing and takes no lock, so it is safe beside a run that trains or starts.
@@ -81,7 +81,7 @@ class Status:
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
-    parser = Parser("python -m tools.status", description=__doc__)
+    parser = Parser("shardloom status", description=__doc__)
     parser.add_argument("folders", nargs="+", type=path_argument, metavar="RUN_FOLDER")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE: ``python -m tools.train_tokenizer FOLDER --vocab_size N [...]``
+"""Train a byte-level BPE: ``shardloom train-tokenizer FOLDER --vocab_size N [...]``
 
 Reads the training documents of a run with the same ``--config`` and ``--data.*``, in their order.
 Writes the tokenizer in two formats: a Hugging Face tokenizer.json, and tokenizer.tiktoken with its
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from shlex import join, quote
 
 import numpy as np
 from tokenizers import (
@@ -33,6 +32,7 @@ from data.sources import build_sources
 from data.tokenizer import LLAMA3_PATTERN, load_tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime import exit_codes
+from runtime.commands import command_text
 from runtime.log import say
 from tools.cli import Parser, path_argument, reporting_errors, split_overrides
 
@@ -48,7 +48,7 @@ FILES = ("tokenizer.json", "tokenizer.tiktoken", "tokenizer.tiktoken.json")
 @reporting_errors
 def main(arguments: list[str]) -> int:
     parser = Parser(
-        "python -m tools.train_tokenizer",
+        "shardloom train-tokenizer",
         usage="%(prog)s FOLDER --vocab_size N [--config FILE] [--max_bytes N] [--data.KEY VALUE]",
         description=__doc__,
     )
@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> int:
         max_bytes=options.max_bytes,
     )
     tokenizer = literal_path(str(options.folder / FILES[0]))
-    command = ["./run_train.sh", *overrides, "--data.tokenizer", tokenizer]
-    file = "" if str(options.config) == os.devnull else f"CONFIG_FILE={quote(str(options.config))} "
-    say(f"next: {file}{join(command)}")
+    config_file = [] if str(options.config) == os.devnull else [options.config]
+    command = ["train", *config_file, *overrides, "--data.tokenizer", tokenizer]
+    say(f"next: {command_text(*command)}")
     return exit_codes.DONE
 
 

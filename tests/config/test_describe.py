@@ -24,7 +24,7 @@ def test_schema_on_disk_is_current():
 
 @cache
 def help_lines() -> list[str]:
-    return help_text().splitlines()
+    return help_text(width=1000).splitlines()
 
 
 @pytest.mark.parametrize("key", FIELDS)

@@ -1,6 +1,7 @@
 """Precedence and syntax of values, and errors reported together and by name."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -257,10 +258,10 @@ def test_unknown_keys_and_tables_suggest_a_known_one(toml: Path, override: str, 
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["run.toml"], "CONFIG_FILE"),
-        (["--config", "run.toml"], "CONFIG_FILE"),
-        (["--config_file=run.toml"], "CONFIG_FILE"),
-        (["--job.config_file", "run.toml"], "CONFIG_FILE"),
+        (["run.toml"], "name the configuration first"),
+        (["--config", "run.toml"], "name the configuration first"),
+        (["--config_file=run.toml"], "name the configuration first"),
+        (["--job.config_file", "run.toml"], "name the configuration first"),
         (["training.steps=3"], "write --training.steps=3"),
         (["-training.steps", "3"], "write --training.steps=3"),
         (["--data.path", "a.txt", "b.txt", "c.txt"], "(and 1 more); quote"),
@@ -273,6 +274,29 @@ def test_arguments_in_other_forms_are_one_error_with_a_hint(
 ):
     (message,) = errors(toml, *arguments)
     assert hint in message
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lama3_8b", "train_configs/; did you mean llama3_8b?"),
+        ("zzz", "train_configs/; the names are debug_model, "),
+        ("optimizer.lr", "write --optimizer.lr=VALUE"),
+        ("no.toml", "No such file or directory"),
+        ("no/llama3_8b", "No such file or directory"),
+    ],
+)
+def test_config_that_does_not_exist(name: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(Path(name), [])
+
+
+def test_committed_config_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("llama3_8b"), []).model.flavor == "8B"
+    # A file of that name comes first.
+    (tmp_path / "llama3_8b").write_text("[model]\nflavor = '70B'\n")
+    assert load_config(Path("llama3_8b"), []).model.flavor == "70B"
 
 
 def test_no_suggestion_without_a_similar_name(toml: Path):

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-# Of the standard library, packages, Shardloom itself, and what Python imports when it starts; not
-# those that ``python -m tools.NAME`` imports before any file of Shardloom (contextlib, tools, ...).
+# Of the standard library, packages, Shardloom itself, and what Python imports when it starts.
 MODULES = (
-    *("argparse", "ctypes", "fcntl", "gzip", "json", "logging", "platform", "site"),
+    *("argparse", "contextlib", "ctypes", "fcntl", "gzip", "json", "logging", "platform", "site"),
     *("sitecustomize", "socket", "struct", "subprocess", "tempfile", "tomllib", "usercustomize"),
     *("uuid", "zlib", "ensurepip", "pip", "venv"),
     *("numpy", "pydantic", "safetensors", "tensorboard", "tomli", "tomli_w", "torch", "xxhash"),
-    *("checkpoint", "config", "data", "launcher", "models", "runtime", "train"),
+    *("checkpoint", "config", "data", "launcher", "models", "runtime", "tools", "train"),
 )
 SOURCE = """
 import os

@@ -1031,11 +1031,11 @@ ROOT_FILES = [
 
 SECURITY = [
     Mutation(
-        "tool-imports-from-the-current-folder",
-        "tools/__init__.py",
-        before="del sys.path[0]",
-        after="pass",
-        tests=("tests/reliability/test_untrusted.py",),
+        "command-imports-from-the-current-folder",
+        "shardloom.py",
+        before='"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}',
+        after='"PYTHONPATH": path, "PYTHONSAFEPATH": ""}',
+        tests=("tests/test_shardloom.py",),
     ),
     Mutation(
         "model-of-a-checkpoint-is-imported",

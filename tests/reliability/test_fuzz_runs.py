@@ -132,11 +132,11 @@ def right_answers(base: Path, name: str) -> list[Any]:
 
 
 PROGRAMS = {
-    "tools.status": Program(show_status, ("metrics.jsonl", "control/", "config.toml")),
-    "tools.check_ledger": Program(check, ("ledger/",)),
-    "tools.generate": Program(write_text, ()),
-    "tools.convert": Program(export, ()),
-    "tools.rollback": Program(roll_back, ()),
+    "status": Program(show_status, ("metrics.jsonl", "control/", "config.toml")),
+    "check-ledger": Program(check, ("ledger/",)),
+    "generate": Program(write_text, ()),
+    "convert": Program(export, ()),
+    "rollback": Program(roll_back, ()),
     "resume": Program(resume, ()),
 }
 
@@ -173,7 +173,7 @@ def run_trial(name: str, seed: int, base: Path) -> tuple[str, str]:
     else:
         # What was read is the checkpoint before, and it is said why.
         is_older = answer.result == right[-1] or file.endswith(("state.json", "tensors.json"))
-        is_older = is_older or name == "tools.status"
+        is_older = is_older or name == "status"
         outcome = "named"
         wrong = "" if is_older and is_named else f"{where}{answer.result}; {answer.said[:300]}"
     if contents(trial / "outside") != before or contents(base / "intact") != intact:

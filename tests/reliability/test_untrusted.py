@@ -115,12 +115,11 @@ def test_programs_import_nothing_of_the_current_folder(
     (run / "control").mkdir()
     (run / "control" / "lock").touch()
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": ":"}
-    tool = environment | {"PYTHONPATH": str(ROOT)}
     programs = [
         ([ROOT / "run_train.sh", "--help"], environment),
         ([ROOT / "run_train.sh", "--no.key"], environment),
-        ([sys.executable, "-m", "tools.status", run], tool),
-        ([sys.executable, "-P", "-m", "tools.generate", run, "--tokens", "1"], tool),
+        ([ROOT / "shardloom", "status", run], environment),
+        ([ROOT / "shardloom", "generate", run, "--tokens", "1"], environment),
     ]
     for command, variables in programs:
         done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)

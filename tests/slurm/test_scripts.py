@@ -12,7 +12,7 @@ from tests.lib.repository import ROOT
 
 SCRIPTS = sorted(
     path.relative_to(ROOT)
-    for pattern in ("*.sh", "slurm/*", "tools/*.sh")
+    for pattern in ("*.sh", "shardloom", "slurm/*", "tools/*.sh")
     for path in ROOT.glob(pattern)
     if path.name != "site.sh"
 )
@@ -20,7 +20,7 @@ SCRIPTS = sorted(
 
 def test_all_scripts_are_found() -> None:
     names = {"run_train.sh", "run_tests.sh", "slurm/train.sbatch", "slurm/site.example.sh"}
-    assert names | {"tools/find_python.sh"} == set(map(str, SCRIPTS))
+    assert names | {"shardloom", "tools/find_python.sh"} == set(map(str, SCRIPTS))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)

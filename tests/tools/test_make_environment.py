@@ -29,7 +29,7 @@ dependencies = ["torch>=2.11", "numpy>=2.0", "small-one>=1.0"]
 optional-dependencies = { test = ["pytest>=8.0"] }
 """
 CONSTRAINTS = "# Exact versions\nnumpy==2.4\npytest==8.1\nsmall_one==1.2\ntorch==2.13.0\n"
-SCRIPTS = ["run_train.sh", "run_tests.sh"]
+SCRIPTS = ["run_train.sh", "run_tests.sh", "shardloom"]
 TOOLS = ["find_python.sh", "make_environment.py", "missing_requirements.py"]
 PYTEST = """
 import os, sys

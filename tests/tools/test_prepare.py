@@ -234,7 +234,7 @@ def test_folder_of_other_settings_is_rejected(
     options = [*texts, "--shard_tokens", 1000]
     ranks = write_ranks(tmp_path / "r.tiktoken")
     assert run(folder, *options, "--workers", 1) == exit_codes.DONE
-    assert f"./run_train.sh --data.source tokens --data.path {folder}" in capsys.readouterr().out
+    assert f"/shardloom train --data.source tokens --data.path {folder}" in capsys.readouterr().out
 
     def error_of(*arguments: object) -> str:
         before = bytes_of(folder)
@@ -259,7 +259,7 @@ def test_folder_of_other_settings_is_rejected(
     (folder / "index.json").rename(folder / "begun.json")
     check_errors()
     (folder / "mine").write_text("mine")
-    assert "mine is not a file of tools.prepare" in error_of(*options)
+    assert "mine is not a file of shardloom prepare" in error_of(*options)
 
 
 def write_ranks(path: Path, merged: bytes = b"the ") -> str:
@@ -378,7 +378,7 @@ def test_locked_folder_is_rejected(
 ) -> None:
     with prepare._locked(tmp_path / "p"):
         assert run(tmp_path / "p", *texts) == exit_codes.BAD_CONFIG
-    assert "locked by another tools.prepare" in capsys.readouterr().err
+    assert "locked by another shardloom prepare" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

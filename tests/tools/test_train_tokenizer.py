@@ -97,7 +97,7 @@ def test_summary_and_next_command_are_printed(
     ids = load_tokenizer(str(tmp_path / "new" / "own" / FILES[0])).encode("a")
     assert len(ids) == 1
     assert "own: 300 tokens, 1." in output or "own: 300 tokens, 2." in output
-    assert f"next: CONFIG_FILE='{config}' ./run_train.sh {SOURCE[0]}" in output
+    assert f"shardloom train '{config}' {SOURCE[0]}" in output
     assert output.endswith(f"--data.tokenizer {tmp_path}/new/own/tokenizer.json\n")
 
 
