@@ -1,19 +1,23 @@
 """All TOML tables and keys of a run, with types, ranges and defaults.
 
-Sections are frozen and strict: pydantic coerces nothing and rejects unknown keys. The docstring
-under a field is its help text (``./run_train.sh --help``) and its description in
-``config/schema.json``.
+Sections are frozen and strict: pydantic rejects unknown keys and coerces nothing, but the names of
+choices may be in any case. The docstring under a field is its help text (``./run_train.sh --help``)
+and its description in ``config/schema.json``.
 """
 
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float64", "float32", "bfloat16"]
+# Other names of choices.
+ABBREVIATIONS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 # Marks keys that name files. The loader expands ~ and variables in them, see config/paths.py.
 PATH = "path"
 PathText = Annotated[str, PATH]
@@ -28,6 +32,38 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_choices_in_any_case(cls, table: Any) -> Any:
+        """Replace the names of choices, such as AdamW and BF16, by their canonical forms."""
+        if not isinstance(table, dict):
+            return table
+        choices = _choices_of(cls)
+        return {
+            key: choices.get(key, {}).get(value.lower(), value) if isinstance(value, str) else value
+            for key, value in table.items()
+        }
+
+
+@cache
+def _choices_of(section: type[BaseModel]) -> dict[str, dict[str, str]]:
+    """Canonical form of each choice and abbreviation, in lower case, by key."""
+    found = {}
+    for key, field in section.model_fields.items():
+        names = [name for name in literals(field.annotation) if isinstance(name, str)]
+        abbreviated = {short: name for short, name in ABBREVIATIONS.items() if name in names}
+        found[key] = {**abbreviated, **{name.lower(): name for name in names}}
+    return found
+
+
+def literals(annotation: Any) -> Iterator[Any]:
+    """Iterate over the values of all ``Literal`` in a type."""
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    else:
+        for part in get_args(annotation):
+            yield from literals(part)
 
 
 class Job(Section):

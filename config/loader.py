@@ -3,7 +3,6 @@
 Precedence: command line, then file, then defaults. All errors are reported together.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 
 from config.job_config import PATH, JobConfig
 from config.paths import expand_path, literal_path
+from config.synonyms import advice, argument_advice, table_advice
 
 # Numbers that Python and C write, but TOML does not: .001 and 5.
 POINT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -72,6 +72,8 @@ def load_config(path: Path, overrides: list[str]) -> JobConfig:
         config = JobConfig.model_validate(_map_paths(tables, expand))
     except ValidationError as error:
         errors += _messages(error, origin)
+    else:
+        errors += _misnamed_arguments(config, origin)
     if errors:
         raise ConfigError(errors)
     return config
@@ -164,7 +166,7 @@ def _read_toml(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     except (OSError, ValueError, RecursionError) as error:  # not a file, not UTF-8, not TOML
         raise ConfigError([f"{path}: {error}"]) from None
     scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
-    errors = [f"{path}: {key} must be in a [table]" for key in scalars]
+    errors = [f"{path}: {key} must be in a [table]{advice(key)}" for key in scalars]
     return {key: value for key, value in tables.items() if key not in scalars}, errors
 
 
@@ -223,6 +225,8 @@ def _hint(argument: str, value: str) -> str:
         return f"write --{key}={value or 'VALUE'}"
     if key in CONFIG_FILE_KEYS or argument.endswith(".toml"):
         return f"{CONFIG_FILE_HINT}; see --help"
+    if argument.startswith("--") and advice(key):
+        return advice(key).removeprefix("; ")
     if not argument.startswith("-"):
         return "quote a value with spaces, and a pattern such as '*.txt'; see --help"
     return "see --help"
@@ -248,7 +252,7 @@ def _messages(error: ValidationError, origin: Callable[[str], str]) -> list[str]
         key = _key(item["loc"])
         is_unknown = item["type"] == "extra_forbidden"
         value = "" if is_unknown else f", got {item['input']!r}"
-        reason = _unknown(key) if is_unknown else item["msg"]
+        reason = _unknown(key, item["input"]) if is_unknown else item["msg"]
         if item["type"] == "bool_type":
             reason += ", true or false"
         reasons.setdefault(key, {})[value, reason] = None
@@ -272,20 +276,17 @@ def _key(location: tuple[int | str, ...]) -> str:
     return key
 
 
-def _unknown(key: str) -> str:
+def _misnamed_arguments(config: JobConfig, origin: Callable[[str], str]) -> list[str]:
+    """Return an error for each entry of ``[model.args]`` that has another program's name."""
+    # A family of the user's own may have any arguments.
+    names = [] if ":" in config.model.name else config.model.args
+    keys = {f"model.args.{name}": argument_advice(name) for name in names}
+    return [f"{origin(key)}: {key}: unknown argument{hint}" for key, hint in keys.items() if hint]
+
+
+def _unknown(key: str, value: Any) -> str:
     if key in CONFIG_FILE_KEYS:
         return f"unknown key; {CONFIG_FILE_HINT}"
-    section, _, name = key.partition(".")
-    array = _fields(section).get(name.partition("[")[0])
-    if "[" in name and array is not None:
-        names = list(_item_fields(array))
-        near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1)
-        return "unknown key" + (f"; did you mean {near[0]}?" if near else "")
-    if not name:
-        near = difflib.get_close_matches(section, JobConfig.model_fields, n=1)
-        hint = f"; did you mean [{near[0]}]?" if near else ""
-        return f"unknown table{hint}"
-    near = difflib.get_close_matches(name, _fields(section), n=1)
-    other_sections = [s for s in JobConfig.model_fields if name in _fields(s)]
-    candidates = [f"{section}.{n}" for n in near] or [f"{s}.{name}" for s in other_sections[:1]]
-    return "unknown key" + (f"; did you mean {candidates[0]}?" if candidates else "")
+    if "." in key:
+        return f"unknown key{advice(key)}"
+    return f"unknown table{table_advice(key, value if isinstance(value, dict) else ())}"

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from config import ConfigError
 from config.constraints import CONFIG_CONSTRAINTS, Constraint, has_budget, is_float8, is_set
-from config.job_config import Experts, JobConfig
+from config.job_config import JobConfig
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
 from runtime.machine import has_float8
@@ -256,8 +256,12 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             lambda run: _is_not_fsdp2(run) and run.config.parallelism.fsdp_cpu_offload),
     Constraint("parallelism.fsdp_cpu_offload", "requires a GPU to offload from",
             lambda run: run.config.parallelism.fsdp_cpu_offload and not run.has_gpu),
+    # 0 turns it off, so that one file may serve both kinds of models.
     Constraint("experts.balance_loss", "has no effect: the model has no MoE layers",
-            lambda run: not _has_experts(run) and run.config.experts != Experts()),
+            lambda run: not _has_experts(run) and run.config.experts.balance_loss != 0.0
+            and is_set(run.config.experts, "balance_loss")),
+    Constraint("experts.balance_bias_rate", "has no effect: the model has no MoE layers",
+            lambda run: not _has_experts(run) and is_set(run.config.experts, "balance_bias_rate")),
     Constraint("debug.deterministic", '"elastic" is supported for dense models only',
             lambda run: _has_experts(run) and run.config.debug.is_elastic),
     Constraint("parallelism.expert_parallel_degree", "must be 1: the model has no MoE layers",

@@ -2,14 +2,18 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import tomli
+import tomli_w
 import torch
 
 from config import JobConfig, load_config
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.constraints import check_constraints
+from tests.lib.configs import all_keys
 from tests.lib.repository import ROOT
 
 FOLDER = ROOT / "train_configs"
@@ -75,3 +79,53 @@ def test_model_has_the_published_number_of_parameters(name: str):
     parameters = list(model.parameters())
     assert sum(p.numel() for p in parameters) == PUBLISHED_PARAMETERS[name]
     assert {(p.device.type, p.dtype) for p in parameters} == {("meta", dtype)}
+
+
+VARIANTS = {
+    "ddp": "parallelism.data_parallel ddp",
+    "simple_fsdp": "parallelism.data_parallel simple_fsdp",
+    "pipeline": "parallelism.pipeline_parallel_degree 2",
+    "interleaved": "parallelism.pipeline_parallel_degree 2"
+    " parallelism.pipeline_parallel_schedule Interleaved1F1B",
+    "context": "parallelism.context_parallel_degree 2",
+    "muon": "optimizer.name muon",
+    "bfloat16": "training.dtype bfloat16",
+    "float8": "float8.recipe rowwise float8.emulate true",
+    "full": "activation_checkpoint.mode full",
+    "budget": "activation_checkpoint.mode memory_budget compile.enable true",
+    "elastic": "debug.deterministic elastic",
+    "c4": "data.source c4",
+    "skip": "numerics.on_nonfinite skip numerics.on_spike rollback data.on_bad_record skip",
+    "off": "checkpoint.enable false validation.enable false experts.balance_loss 0.0",
+}
+
+
+def variant(typed: str) -> JobConfig:
+    words = typed.split()
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return load_config(FOLDER / "debug_model.toml", [f"--{key}={value}" for key, value in pairs])
+
+
+@pytest.mark.parametrize("name", [*WORLD_SIZES, *VARIANTS])
+def test_a_default_that_is_written_out_changes_nothing(name: str):
+    """So one file may serve several models and meshes, with each key written out."""
+    config = variant(VARIANTS[name]) if name in VARIANTS else load(name)
+    world_size = WORLD_SIZES.get(name, 2)
+    _, args = find_model(config.model.name, config.model.flavor)
+    degrees = check_constraints(config, args, world_size, has_gpu=True)
+    given = config.model_dump(exclude_unset=True)
+    for key in all_keys():
+        section, _, option = key.partition(".")
+        default = getattr(JobConfig.model_fields[section].default, option)
+        tables = {**given, section: {option: default, **given.get(section, {})}}
+        written = JobConfig.model_validate(tomli.loads(tomli_w.dumps(without_none(tables))))
+        assert written == config, key
+        assert check_constraints(written, args, world_size, has_gpu=True) == degrees, key
+
+
+def without_none(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """TOML has no null: such a default is an absent key."""
+    return {
+        section: {key: value for key, value in table.items() if value is not None}
+        for section, table in tables.items()
+    }

@@ -319,6 +319,20 @@ def test_source_label_is_the_end_of_its_path(path: str, label: str):
     assert DataSource(path=path, name="mine").label == "mine"
 
 
+def test_choices_and_their_abbreviations_become_canonical(toml: Path):
+    typed = ["--optimizer.name=AdamW", "--parallelism.data_parallel", "FSDP2"]
+    typed += ["--training.dtype=BF16", "--debug.deterministic=Elastic"]
+    config = load_config(toml, typed)
+    assert (config.optimizer.name, config.parallelism.data_parallel) == ("adamw", "fsdp2")
+    assert (config.training.dtype, config.debug.deterministic) == ("bfloat16", "elastic")
+    # An abbreviation stands only for a choice that the key has.
+    (message,) = errors(toml, "--training.mixed_precision_param=fp64")
+    assert "'fp64'" in message
+    # In each table of an array too.
+    toml.write_text("[[data.sources]]\ntype = 'Text'\npath = 'x.txt'\n")
+    assert load_config(toml, []).data.sources[0].type == "text"
+
+
 def test_sections_are_frozen(toml: Path):
     with pytest.raises(ValueError, match="frozen"):
         load_config(toml, []).training.steps = 3  # type: ignore[misc]

@@ -203,6 +203,7 @@ BAD = [
     Bad(TP, f"{NEXT} --{TP} 4", says="n_key_heads", ranks=4),
     Bad("parallelism.context_parallel_", f"{NEXT} --{CP} 8", says="n_key_heads", ranks=8),
     Bad("experts.balance_loss", "--experts.balance_loss 0.5", says="no MoE layers"),
+    Bad("experts.balance_bias_rate", "--experts.balance_bias_rate 0.5", says="no MoE layers"),
     Bad("debug.deterministic", f"{MOE} {ELASTIC}", says="dense"),
     Bad("parallelism.expert_parallel_degree", f"{MOE} --{EP} 3",
         says="(3 does not divide 8)", ranks=3),

@@ -17,6 +17,7 @@ import pytest
 import tomli_w
 
 from config import ConfigError, JobConfig, dump_toml, load_config
+from config.job_config import literals
 from models import MODEL_SPECS, find_model
 from parallelisms import constraints
 from tests.lib.configs import all_keys
@@ -171,6 +172,20 @@ def test_random_configuration_is_accepted_or_rejected_by_key(
     record_result(
         f"{count:,} random configurations: {ends['rejected']:,} rejected by name, 0 tracebacks"
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choices_are_read_in_any_case(seed: int) -> None:
+    rng = random.Random(seed)
+    for key in KEYS:
+        section, _, name = key.partition(".")
+        owner = type(JobConfig.model_fields[section].default)
+        for choice in literals(owner.model_fields[name].annotation):
+            if isinstance(choice, str):
+                typed = "".join(rng.choice([c.lower(), c.upper()]) for c in choice)
+                assert getattr(owner(**{name: typed}), name) == choice
+                with pytest.raises(ValueError, match="Input should be"):
+                    owner(**{name: f"{typed} "})
 
 
 def names_no_key(*_: Any, **__: Any) -> None:
