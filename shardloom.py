@@ -25,6 +25,7 @@ COMMANDS = {
     "train-tokenizer": ("tools.train_tokenizer", "train a byte-pair tokenizer on text"),
     "prepare": ("tools.prepare", "tokenize text into shards of tokens"),
     "convert": ("tools.convert", "import or export a model of Hugging Face"),
+    "import-config": ("tools.import_config", "translate a TOML file of torchtitan"),
     "rollback": ("tools.rollback", "go back to an older checkpoint of a run"),
     "preflight": ("tools.preflight", "check the nodes before a run"),
     "check-ledger": ("tools.check_ledger", "check which data each step of a run consumed"),

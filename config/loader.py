@@ -3,6 +3,7 @@
 Precedence: command line, then file, then defaults. All errors are reported together.
 """
 
+import difflib
 import re
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -46,7 +47,7 @@ def load_config(path: Path, overrides: list[str]) -> JobConfig:
     that names every bad key.
     """
     path = find_config(path)
-    tables, errors = _read_toml(path)
+    tables, errors = read_toml(path)
     from_command_line, malformed = parse_overrides(overrides)
     errors += malformed
     for key, value in from_command_line.items():
@@ -150,7 +151,7 @@ def dump_toml(config: JobConfig) -> str:
     return tomli_w.dumps(_map_paths(tables, lambda _, path: literal_path(path)))
 
 
-def _read_toml(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def read_toml(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Tables of a TOML file, and an error for each key outside of them."""
     try:
         # Editors on Windows write a byte-order mark, which TOML does not know.
