@@ -39,6 +39,8 @@ def main(arguments: list[str]) -> int:
     if errors:
         raise ConfigError(errors)
     translation = translate(tables, options.file.stem)
+    if translation.problems and is_ours(options.file):
+        raise ValueError(f"{options.file}: is a configuration of Shardloom already")
     report_lines("changes nothing of what is trained", translation.dropped_lines())
     if translation.problems:
         raise ConfigError([f"{options.file}: {problem}" for problem in translation.problems])
@@ -59,6 +61,15 @@ def report_lines(title: str, lines: list[str]) -> None:
     """Print ``lines`` under a title on stderr, if there are any."""
     if lines:
         say(f"{title}:", *(f"  {line}" for line in lines), file=sys.stderr)
+
+
+def is_ours(path: Path) -> bool:
+    """Return True if ``path`` needs no translation."""
+    try:
+        load_config(path, [])
+    except ConfigError:
+        return False
+    return True
 
 
 def config_text(translation: Translation) -> str:

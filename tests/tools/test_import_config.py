@@ -257,7 +257,8 @@ def test_meaning_is_translated(toml: str, key: str, value: Any):
         ("[training]\nsteps = -1", "training.steps = -1: out of range"),
         ("[training]\nsteps = 'ten'", "training.steps: must be of type int, got 'ten'"),
         ("[training]\nbatch_size = 1\nlocal_batch_size = 2", "remove one"),
-        ("[training]\nmuon = true", "training.muon: not a key"),
+        ("[training]\nmuon = true", "training.muon: not a known key"),
+        ("[training]\nseqlen = 8", "did you mean training.seq_len?"),
         ("[lr_scheduler]\ndecay_ratio = nan", "out of range"),
         ("[lr_scheduler]\nwarmup_steps = -1", "out of range"),
         ("[checkpoint]\nenable = true\ninterval_type = 'seconds'", "in steps"),
@@ -369,6 +370,8 @@ def test_command_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.Capture
     capsys.readouterr()
     assert import_config.main([str(source)]) == exit_codes.DONE
     assert capsys.readouterr().out == text
+    assert import_config.main([str(target)]) == exit_codes.BAD_CONFIG
+    assert capsys.readouterr().err.endswith("is a configuration of Shardloom already\n")
 
 
 def test_command_rejects_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,5 +1,6 @@
 """What a TOML file of torchtitan says, and what a translation says about it."""
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,9 +66,11 @@ def read(tables: Mapping[str, Any], result: Translation) -> Given:
         if name.partition(".")[0] in FEATURES:
             _read_feature(name, value, result)
         elif name.startswith(CONVERTERS):
-            result.drop(old, "has no effect without its converter")
+            result.drop(old, "without effect, because its converter is off")
         elif name not in BY_NAME:
-            result.problems.append(f"{old}: not a key of torchtitan's that is known; remove it")
+            near = difflib.get_close_matches(old, [*BY_NAME, *RENAMED], n=1)
+            hint = f"did you mean {near[0]}?" if near else "remove it"
+            result.problems.append(f"{old}: not a known key of torchtitan; {hint}")
         elif type(value) not in BY_NAME[name].kinds:
             kinds = " or ".join(kind.__name__ for kind in BY_NAME[name].kinds)
             result.problems.append(f"{old}: must be of type {kinds}, got {value!r}")
@@ -87,7 +90,7 @@ def _read_feature(name: str, value: Any, result: Translation) -> None:
     if key == switch and value is not False:
         result.problems.append(f"{name}: {reason}; remove the table")
     else:
-        result.drop(name, "has no effect here")
+        result.drop(name, "TorchFT is off")
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

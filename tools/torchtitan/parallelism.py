@@ -48,7 +48,7 @@ def translate_ranks(given: Given, result: Translation) -> None:
         else:
             result.drop(
                 given.written["parallelism.enable_async_tensor_parallel"],
-                "has no effect here without tensor parallel, compile.enable and microbatches of"
+                "without effect here but with tensor parallel, compile.enable and microbatches of"
                 " several sequences",
             )
 

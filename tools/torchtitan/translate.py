@@ -47,7 +47,7 @@ def translate(tables: Mapping[str, Any], run_name: str) -> Translation:
         key = BY_NAME[name]
         is_lost = key.way == "derived" and key.to != "" and key.to not in result.keys
         if is_lost and given[name] != key.default and not result.mentions(old):
-            result.drop(old, "has no effect with the other keys of the file")
+            result.drop(old, "without effect in this file")
     return result
 
 
@@ -226,7 +226,7 @@ def _translate_float8(given: Given, result: Translation) -> None:
     if len(converters) == len(others) and not any(old):
         for name in given.written:
             if name.startswith(FLOAT8) and BY_NAME[name].way == "derived":
-                result.drop(given.written[name], "has no effect without its converter")
+                result.drop(given.written[name], "without effect, because its converter is off")
         return
     recipe = given[f"{FLOAT8}.recipe_name"] or "tensorwise"
     if recipe not in ("tensorwise", "rowwise"):
