@@ -1,4 +1,4 @@
-"""What a TOML file of torchtitan says, and what a translation says about it."""
+"""The values of a TOML file of torchtitan, and the record of its translation."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,14 @@ LAST_MONTH = "2026-02"
 
 @dataclass
 class Translation:
-    """Keys of ours, and what they do not say."""
+    """Keys of ours, and the record of all that they do not say."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     """Values by ``section.key``."""
     dropped: dict[str, list[str]] = field(default_factory=dict)
     """Given keys that change nothing of what is trained, by the reason."""
     notes: list[str] = field(default_factory=list)
-    """What differs although all keys are translated."""
+    """Differences that remain although all keys are translated."""
     problems: list[str] = field(default_factory=list)
     """Keys that change what is trained and have no equivalent, with what to do."""
     description: str = ""

@@ -23,7 +23,7 @@ class Key:
     is trained. rejected: any value but the default."""
     to: str = ""
     remark: str = ""
-    """How it is derived; or why it is not translated, and what to do."""
+    """Way of deriving it; or why it is not translated, and what to do."""
     kind: type | tuple[type, ...] = str
     """Type of its values where the default is None."""
     until: str = ""
