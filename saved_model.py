@@ -14,7 +14,8 @@ import torch
 
 from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.manifest import MANIFEST_FILE, sizes_of
-from checkpoint.tensor_files import DTYPES, TensorRecord, read_index
+from checkpoint.tensor_files import DTYPES
+from checkpoint.tensor_index import TensorRecord, read_index
 from config.resume_compat import changed_arguments
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.tokenizer import Tokenizer, load_tokenizer

@@ -13,12 +13,7 @@ from typing import Any
 
 from checkpoint.hashed_file import write_hashed
 from checkpoint.manifest import read_manifest, sizes_of, verify_files, write_manifest
-from checkpoint.tensor_files import (
-    TENSOR_INDEX_FILE,
-    TensorRecord,
-    read_index,
-    write_index,
-)
+from checkpoint.tensor_index import TENSOR_INDEX_FILE, TensorRecord, read_index, write_index
 from runtime.filesystem import read_file
 from runtime.log import logger
 from runtime.run_folder import list_checkpoints, step_of

@@ -31,7 +31,8 @@ from checkpoint.checkpoint_dir import (
     write_metadata,
 )
 from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest, sizes_of
-from checkpoint.tensor_files import Reader, TensorRecord, read_index, write_tensor_file
+from checkpoint.tensor_files import Reader, write_tensor_file
+from checkpoint.tensor_index import TensorRecord, read_index
 from config import ConfigError
 from config.job_config import Checkpoint
 from runtime.filesystem import fsync_folder, make_folder

@@ -1,13 +1,11 @@
-"""Tensor files of a checkpoint: raw bytes, and a JSON index of each tensor's shards.
+"""Tensor files of a checkpoint: raw bytes; ``tensor_index.py`` has the index of their shards.
 
 DCP plans what each rank writes and reads. Nothing is pickled, so reading runs no code.
 """
 
-import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,39 +21,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, WriteItem
 from torch.futures import Future
 
-from checkpoint.hashed_file import HashedFile, write_hashed
-from runtime.filesystem import open_file, read_file
+from checkpoint.hashed_file import HashedFile
+from checkpoint.tensor_index import ITEM_SIZES, TensorRecord, TensorShard
+from runtime.filesystem import open_file
 
-TENSOR_INDEX_FILE = "tensors.json"
 # In bytes. Tensors are read in place, so they must start at multiples of their element size.
 ALIGNMENT = 64
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
-
-
-@dataclass(frozen=True)
-class TensorShard:
-    """A contiguous, row-major box of a tensor, and its place in a file."""
-
-    file: str
-    file_offset: int
-    """In bytes."""
-    offsets: list[int]
-    sizes: list[int]
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """A tensor of the checkpoint: its shards tile it."""
-
-    dtype: str
-    shape: list[int]
-    shards: list[TensorShard]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES}
 
 
 def write_tensor_file(
@@ -82,57 +54,6 @@ def write_tensor_file(
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def write_index(path: Path, written: Iterable[Mapping[str, TensorRecord]]) -> dict[str, Any]:
-    """Merge the ranks' indices into one file; return its size and hash."""
-    index: dict[str, dict[str, Any]] = {}
-    for records in written:
-        for fqn, record in records.items():
-            merged = {"dtype": record.dtype, "shape": record.shape, "parts": []}
-            index.setdefault(fqn, merged)["parts"] += [_to_json(shard) for shard in record.shards]
-    return write_hashed(path, json.dumps(index).encode())
-
-
-def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord]:
-    """Read the tensor index; ``sizes`` has the size in bytes of each file.
-
-    Raises ``ValueError`` if it is malformed, if a shard lies outside its file or its tensor, or if
-    the shards do not add up to the tensor.
-    """
-    path = folder / TENSOR_INDEX_FILE
-    try:
-        index = json.loads(read_file(path))
-        return {fqn: _parse(fqn, fields, sizes) for fqn, fields in index.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _to_json(shard: TensorShard) -> dict[str, Any]:
-    fields = asdict(shard)
-    return {"start": fields.pop("file_offset"), **fields}
-
-
-def _parse(fqn: str, fields: dict[str, Any], sizes: Mapping[str, int]) -> TensorRecord:
-    shards = [TensorShard(file_offset=part.pop("start"), **part) for part in fields["parts"]]
-    record = TensorRecord(fields["dtype"], fields["shape"], shards)
-    itemsize = DTYPES[record.dtype].itemsize
-    total = 0
-    numbers = [*record.shape, *(n for s in shards for n in (s.file_offset, *s.offsets, *s.sizes))]
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise ValueError(f"{fqn}: shape, start, offsets and sizes must be integers >= 0, < 2**63")
-    for shard in shards:
-        boxes = zip(record.shape, shard.offsets, shard.sizes, strict=True)
-        if not all(offset + size <= n for n, offset, size in boxes):
-            raise ValueError(f"{fqn}: a shard lies outside the tensor")
-        count = math.prod(shard.sizes)
-        end = shard.file_offset + count * itemsize
-        if shard.file_offset % itemsize or end > sizes[shard.file]:
-            raise ValueError(f"{fqn}: a shard is misaligned or lies outside {shard.file}")
-        total += count
-    if total != math.prod(record.shape):
-        raise ValueError(f"{fqn}: the shards do not add up to the tensor")
-    return record
 
 
 class Reader(dcp.StorageReader):

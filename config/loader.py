@@ -15,6 +15,7 @@ import tomli
 import tomli_w
 from pydantic import ValidationError
 
+from config.errors import ConfigError
 from config.job_config import PATH, JobConfig
 from config.paths import expand_path, literal_path
 from config.synonyms import advice, argument_advice, table_advice
@@ -30,14 +31,6 @@ CONFIGS = Path(__file__).absolute().parents[1] / "train_configs"
 
 # Of a TOML file. A device may have no end.
 MAX_CHARACTERS = 1 << 24
-
-
-class ConfigError(ValueError):
-    """Invalid configuration; ``messages`` has one text per error."""
-
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__("\n".join(messages))
-        self.messages = messages
 
 
 def load_config(path: Path, overrides: list[str]) -> JobConfig:

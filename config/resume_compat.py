@@ -7,8 +7,8 @@ training from then on. free: affects neither training nor validation.
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
+from config.errors import ConfigError
 from config.job_config import JobConfig
-from config.loader import ConfigError
 
 
 def _keys(text: str) -> frozenset[str]:

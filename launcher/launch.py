@@ -26,11 +26,11 @@ from models import find_model
 from parallelisms.constraints import check_constraints
 from runtime import exit_codes
 from runtime.commands import command_text
-from runtime.control import is_locked
 from runtime.filesystem import check_run_folder
 from runtime.log import report, say
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import read_text
+from runtime.run_lock import is_locked
 
 end_imports()
 

@@ -10,12 +10,13 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.run_folder import LineFile
+
+if TYPE_CHECKING:  # tools.check_ledger needs no torch.
+    import numpy as np
+    import torch
 
 
 class RowState(Protocol):
@@ -29,9 +30,9 @@ class Microbatch(Protocol):
     """One microbatch of this rank, and the span of its row that each sequence holds."""
 
     @property
-    def tokens(self) -> torch.Tensor: ...  # (b, s) int64, on the CPU
+    def tokens(self) -> "torch.Tensor": ...  # (b, s) int64, on the CPU
     @property
-    def labels(self) -> torch.Tensor: ...
+    def labels(self) -> "torch.Tensor": ...
     @property
     def spans(self) -> Iterable[tuple[int, RowState, RowState]]: ...
 
@@ -97,6 +98,6 @@ class Ledger:
         self._file.write(json.dumps(line, separators=(",", ":")))
 
 
-def _crc32(tokens: np.ndarray, labels: np.ndarray) -> int:
+def _crc32(tokens: "np.ndarray", labels: "np.ndarray") -> int:
     """Return the CRC-32 of a row's ``tokens`` and last label; both arguments (s,) int64."""
     return zlib.crc32(labels[-1:].data, zlib.crc32(tokens.data))

@@ -5,12 +5,9 @@
 step), ``stop`` (anyone may write it: save at the next step and end) and ``failures``.
 """
 
-import fcntl
 import os
 import signal
-import socket
 import time
-from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -20,22 +17,16 @@ import torch.distributed as dist
 
 from config import ConfigError
 from runtime.exit_codes import STOP_FILE
-from runtime.filesystem import (
-    atomic_write_text,
-    check_run_folder,
-    make_folder,
-    open_file,
-)
+from runtime.filesystem import atomic_write_text, make_folder
 from runtime.log import logger
 from runtime.object_collectives import run_on_rank0
 from runtime.run_folder import WriteAlarm, is_file_at, read_text, remove_file
+from runtime.run_lock import lock_holder, lock_run
 from runtime.signals import SIGNALS, handle_signals
 
 # Slurm's scancel may reach a rank twice, once through the launcher. A later signal ends at once.
 FORCE_EXIT_AFTER_SECONDS = 3.0
 LOST_LOCK = "lost lock"
-# Characters of the lock file that are read to name its holder.
-MAX_HOLDER = 300
 
 
 class RunControl:
@@ -82,7 +73,7 @@ class RunControl:
         """Make and lock ``control/`` again if it was removed; return why that is impossible."""
         path = self._folder / "lock"
         # Some file systems renumber files, so the holder's name counts too.
-        if is_file_at(self._lock.fileno(), path) or read_text(path) == _holder():
+        if is_file_at(self._lock.fileno(), path) or read_text(path) == lock_holder():
             return ""
         output_dir = self._folder.parent.parent
         if not output_dir.is_dir():
@@ -148,39 +139,3 @@ class RunControl:
             os._exit(128 + number)
         if self._signal is None:
             self._signal, self._received = signal.Signals(number), now
-
-
-def lock_run(folder: Path) -> TextIO:
-    """Lock the ``control/`` folder until the returned file is closed.
-
-    Raises ``ConfigError`` that names the process that holds it, or a link in the run's folder.
-    """
-    try:
-        check_run_folder(folder.parent)
-        file = TextIOWrapper(open_file(folder / "lock", "ab+"), errors="replace")
-    except OSError as error:
-        raise ConfigError([f"job.output_dir: {error}"]) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        who = f"process {file.read(MAX_HOLDER).strip()} is writing to {folder.parent} now"
-        raise ConfigError([f"job.name: {who}"]) from None
-    # The lock holds even if a full disk has no room for the name of its holder.
-    with WriteAlarm().of(folder / "lock"):
-        os.ftruncate(file.fileno(), 0)
-        os.write(file.fileno(), f"{_holder()}\n".encode())
-    return file
-
-
-def _holder() -> str:
-    return f"{os.getpid()} on {socket.gethostname()}"
-
-
-def is_locked(folder: Path) -> bool:
-    """True if a run has locked the ``control/`` folder; takes the lock for a moment to find out."""
-    try:
-        lock_run(folder).close()
-    except ConfigError:
-        return True
-    return False

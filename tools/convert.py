@@ -30,12 +30,8 @@ from checkpoint.hugging_face import (
     write_folder,
 )
 from checkpoint.manifest import read_manifest
-from checkpoint.tensor_files import (
-    DTYPES,
-    TensorRecord,
-    load_single_process,
-    write_tensor_file,
-)
+from checkpoint.tensor_files import DTYPES, load_single_process, write_tensor_file
+from checkpoint.tensor_index import TensorRecord
 from config.resume_compat import changed_arguments
 from data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from data.tokenizer_export import NotRepresentable, TokenizerFiles, build_tokenizer_files

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from checkpoint.checkpoint_dir import quarantine, verify_checkpoint
 from runtime import exit_codes
-from runtime.control import lock_run
 from runtime.filesystem import atomic_write_text
 from runtime.log import say
 from runtime.run_folder import WriteAlarm, list_checkpoints, step_of
+from runtime.run_lock import lock_run
 from tools.cli import Parser, path_argument, reporting_errors
 
 

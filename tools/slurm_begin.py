@@ -22,10 +22,10 @@ from config import ConfigError, JobConfig, load_config
 from config.paths import expand_path
 from launcher.launch import check_run, ranks_per_node, shown_ranks
 from runtime import exit_codes
-from runtime.control import lock_run
 from runtime.filesystem import make_folder
 from runtime.log import report, say
 from runtime.run_folder import remove_file
+from runtime.run_lock import lock_run
 
 # A file system may hold the locks of a lost node for so long.
 LOCK_SECONDS = 120

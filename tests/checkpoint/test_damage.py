@@ -18,12 +18,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from checkpoint.checkpoint_dir import STATE_FILE, verify_checkpoint
 from checkpoint.hashed_file import describe_file
 from checkpoint.manifest import MANIFEST_FILE, read_manifest, sizes_of, write_manifest
-from checkpoint.tensor_files import (
-    TENSOR_INDEX_FILE,
-    load_single_process,
-    read_index,
-    write_tensor_file,
-)
+from checkpoint.tensor_files import load_single_process, write_tensor_file
+from checkpoint.tensor_index import TENSOR_INDEX_FILE, read_index
 from config import ConfigError
 from tests.lib.layouts import Layout
 from tests.lib.ranks import RankPool

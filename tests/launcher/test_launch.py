@@ -26,8 +26,8 @@ from launcher.launch import (
     shown_ranks,
 )
 from runtime import exit_codes
-from runtime.control import lock_run
 from runtime.machine import available_cpus
+from runtime.run_lock import lock_run
 from runtime.signals import SIGNALS
 from tests.lib.processes import are_gone, seconds_until
 

@@ -18,7 +18,8 @@ import torch._dynamo  # FSDP imports it, in each rank
 
 import train
 from checkpoint.manifest import read_manifest, sizes_of
-from checkpoint.tensor_files import DTYPES, read_index
+from checkpoint.tensor_files import DTYPES
+from checkpoint.tensor_index import read_index
 from optim.spikes import LossSpikeDetector
 from runtime.run_folder import list_checkpoints
 from tests.lib.launch import SMALL

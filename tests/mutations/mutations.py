@@ -549,7 +549,7 @@ CHECKPOINT = [
     Mutation(
         # Would accept an index whose last shard is cut off by one element.
         "shard-may-end-one-element-late",
-        "checkpoint/tensor_files.py",
+        "checkpoint/tensor_index.py",
         before="end = shard.file_offset + count * itemsize",
         after="end = shard.file_offset + (count - 1) * itemsize",
         tests=("tests/checkpoint/test_damage.py",),
@@ -887,7 +887,7 @@ LAUNCHER_AND_RUNTIME = [
         # Another run could start in the folder, and both would write.
         "removed-lock-not-noticed",
         "runtime/control.py",
-        before="if is_file_at(self._lock.fileno(), path) or read_text(path) == _holder():",
+        before="if is_file_at(self._lock.fileno(), path) or read_text(path) == lock_holder():",
         after="if path is not None:",
         tests=("tests/runtime/test_control.py",),
     ),

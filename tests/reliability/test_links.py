@@ -16,7 +16,6 @@ from launcher import launch
 from metrics.logger import MetricsLogger
 from metrics.profiling import profiler
 from runtime import exit_codes
-from runtime.control import lock_run
 from runtime.filesystem import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -28,6 +27,7 @@ from runtime.filesystem import (
 )
 from runtime.log import logger
 from runtime.run_folder import list_checkpoints
+from runtime.run_lock import lock_run
 from tests.lib.saved import write_checkpoint
 from tools import rollback
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from config import ConfigError
 from runtime import control
-from runtime.control import RunControl, lock_run
+from runtime.control import RunControl
 from runtime.exit_codes import DONE, FAILED, PREEMPTED, STOP_FILE, stopped_by
 from runtime.filesystem import atomic_write_text
 from runtime.log import logger
+from runtime.run_lock import lock_run
 from runtime.signals import SIGNALS
 from tests.lib.control import control_of
 from tests.lib.durability import recorded_durability

@@ -7,7 +7,7 @@ import tomli
 
 from config import ConfigError, load_config
 from runtime import exit_codes
-from runtime.control import lock_run
+from runtime.run_lock import lock_run
 from tests.lib.repository import ROOT
 from tools import slurm_begin
 from tools.slurm_begin import main, overrides_of, toml_text

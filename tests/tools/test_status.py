@@ -16,7 +16,7 @@ import pytest
 
 from launcher.failures import record_failure
 from runtime import exit_codes
-from runtime.control import lock_run
+from runtime.run_lock import lock_run
 from tests.lib.damage import DAMAGES, damage
 from tests.lib.forked import checkpoints, run, started
 from tests.lib.launch import curve, records

@@ -1,0 +1,92 @@
+"""JSON index of a checkpoint's tensors: their shards, and the places of those in files.
+
+Imports no torch.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint.hashed_file import write_hashed
+from runtime.filesystem import read_file
+
+TENSOR_INDEX_FILE = "tensors.json"
+# Bytes of an element, by the name of its torch.dtype.
+ITEM_SIZES = {
+    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
+}
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """A contiguous, row-major box of a tensor, and its place in a file."""
+
+    file: str
+    file_offset: int
+    """In bytes."""
+    offsets: list[int]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor of the checkpoint: its shards tile it."""
+
+    dtype: str
+    shape: list[int]
+    shards: list[TensorShard]
+
+
+def write_index(path: Path, written: Iterable[Mapping[str, TensorRecord]]) -> dict[str, Any]:
+    """Merge the ranks' indices into one file; return its size and hash."""
+    index: dict[str, dict[str, Any]] = {}
+    for records in written:
+        for fqn, record in records.items():
+            merged = {"dtype": record.dtype, "shape": record.shape, "parts": []}
+            index.setdefault(fqn, merged)["parts"] += [_to_json(shard) for shard in record.shards]
+    return write_hashed(path, json.dumps(index).encode())
+
+
+def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord]:
+    """Read the tensor index; ``sizes`` has the size in bytes of each file.
+
+    Raises ``ValueError`` if it is malformed, if a shard lies outside its file or its tensor, or if
+    the shards do not add up to the tensor.
+    """
+    path = folder / TENSOR_INDEX_FILE
+    try:
+        index = json.loads(read_file(path))
+        return {fqn: _parse(fqn, fields, sizes) for fqn, fields in index.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _to_json(shard: TensorShard) -> dict[str, Any]:
+    fields = asdict(shard)
+    return {"start": fields.pop("file_offset"), **fields}
+
+
+def _parse(fqn: str, fields: dict[str, Any], sizes: Mapping[str, int]) -> TensorRecord:
+    shards = [TensorShard(file_offset=part.pop("start"), **part) for part in fields["parts"]]
+    record = TensorRecord(fields["dtype"], fields["shape"], shards)
+    itemsize = ITEM_SIZES[record.dtype]
+    total = 0
+    numbers = [*record.shape, *(n for s in shards for n in (s.file_offset, *s.offsets, *s.sizes))]
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"{fqn}: shape, start, offsets and sizes must be integers >= 0, < 2**63")
+    for shard in shards:
+        boxes = zip(record.shape, shard.offsets, shard.sizes, strict=True)
+        if not all(offset + size <= n for n, offset, size in boxes):
+            raise ValueError(f"{fqn}: a shard lies outside the tensor")
+        count = math.prod(shard.sizes)
+        end = shard.file_offset + count * itemsize
+        if shard.file_offset % itemsize or end > sizes[shard.file]:
+            raise ValueError(f"{fqn}: a shard is misaligned or lies outside {shard.file}")
+        total += count
+    if total != math.prod(record.shape):
+        raise ValueError(f"{fqn}: the shards do not add up to the tensor")
+    return record

@@ -1,0 +1,52 @@
+"""The lock of a run's ``control/`` folder: one process writes there. Imports no torch."""
+
+import fcntl
+import os
+import socket
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TextIO
+
+from config import ConfigError
+from runtime.filesystem import check_run_folder, open_file
+from runtime.run_folder import WriteAlarm
+
+# Characters of the lock file that are read to name its holder.
+MAX_HOLDER = 300
+
+
+def lock_run(folder: Path) -> TextIO:
+    """Lock the ``control/`` folder until the returned file is closed.
+
+    Raises ``ConfigError`` that names the process that holds it, or a link in the run's folder.
+    """
+    try:
+        check_run_folder(folder.parent)
+        file = TextIOWrapper(open_file(folder / "lock", "ab+"), errors="replace")
+    except OSError as error:
+        raise ConfigError([f"job.output_dir: {error}"]) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        who = f"process {file.read(MAX_HOLDER).strip()} is writing to {folder.parent} now"
+        raise ConfigError([f"job.name: {who}"]) from None
+    # The lock holds even if a full disk has no room for the name of its holder.
+    with WriteAlarm().of(folder / "lock"):
+        os.ftruncate(file.fileno(), 0)
+        os.write(file.fileno(), f"{lock_holder()}\n".encode())
+    return file
+
+
+def lock_holder() -> str:
+    """Name of this process in the lock file."""
+    return f"{os.getpid()} on {socket.gethostname()}"
+
+
+def is_locked(folder: Path) -> bool:
+    """True if a run has locked the ``control/`` folder; takes the lock for a moment to find out."""
+    try:
+        lock_run(folder).close()
+    except ConfigError:
+        return True
+    return False
