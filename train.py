@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from build_model import build_model
-from config import ConfigError, JobConfig, load_config
+from config import ConfigError, JobConfig, dump_toml, load_config
 from kernels.sdpa import sdpa_backend_priority
 from launcher.post_mortem import RankHeartbeat
 from metrics.profiling import profiler
@@ -30,6 +30,7 @@ from resume import TrainState, attempt_of, build_checkpointer, restore
 from run_log import RunLog
 from run_spec import RunSpec, resolve
 from runtime import exit_codes
+from runtime.attempt import AttemptRecorder
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
 from runtime.log import error_text, init_logging, logger, report
@@ -51,8 +52,10 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     config = run.config
     control = RunControl(run.folder / "control")
     device = init_distributed(config.comm)
-    raise_if_unequal(run.facts(device) | program_facts())
+    facts = program_facts()
+    raise_if_unequal(run.facts(device) | facts)
     control.acquire_lock()
+    recorder = AttemptRecorder(run.folder, dump_toml(config), facts)
     dims = ParallelDims.build(config.parallelism, dist.get_world_size(), device.type)
     set_seed(config.debug)
     if device.type == "cpu":
@@ -76,6 +79,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
         run, model, train_step, control, loader=loader, spikes=spikes, state=state
     )
     resumed_step = restore(run, checkpointer, model)
+    recorder.finish(resumed_step)
     control.clear_previous_outcome()
     agreed = check_replicas(model.module, dims.weight_mesh, tied=model.tied)
     logger.info("replica check: %s", agreed or "skipped (no rank has a replica)")

@@ -10,6 +10,7 @@ from runtime.imports import begin_imports, end_imports
 
 begin_imports()
 
+import json
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, reco
 from models import find_model
 from parallelisms.constraints import check_constraints
 from runtime import exit_codes
-from runtime.commands import command_text
+from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
 from runtime.log import report, say
 from runtime.machine import available_cpus, enable_expandable_segments
@@ -65,9 +66,11 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return exit_codes.BAD_CONFIG
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
     enable_expandable_segments()
-    program = [str(TRAINER)]
+    os.environ[COMMAND_VARIABLE] = json.dumps([program(), "train", *arguments])
     try:
-        end = run_ranks(program, config, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs)
+        end = run_ranks(
+            [str(TRAINER)], config, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs
+        )
     except ConfigError as error:
         report(error)
         return exit_codes.BAD_CONFIG

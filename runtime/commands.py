@@ -5,6 +5,9 @@ import shlex
 
 from runtime.imports import ROOT
 
+# The launcher's command as JSON, for the ranks that it starts.
+COMMAND_VARIABLE = "LAUNCHER_COMMAND"
+
 
 def command_text(*words: object) -> str:
     """Text of a command: ``command_text("status", folder)`` is ``./shardloom status outputs/x``."""

@@ -19,8 +19,10 @@ from typing import Any, BinaryIO, cast
 
 from runtime.log import logger
 
-RUN_FILES = ("config.toml", "metrics.jsonl")
-RUN_FOLDERS = ("checkpoints", "control", "ledger", "logs", "tensorboard", "traces")
+RUN_FILES = ("config.toml", "metrics.jsonl", "samples.jsonl")
+RUN_FOLDERS = (
+    *("checkpoints", "control", "ledger", "logs", "provenance", "tensorboard", "traces"),
+)
 # Bound on files that are read as a whole; a file of any size costs nothing if it is sparse.
 MAX_BYTES = 1 << 30
 FLAGS = {

@@ -30,6 +30,8 @@ from metrics.metrics_file import read_metrics
 from runtime import exit_codes
 from runtime.filesystem import read_file
 from runtime.log import duration, say
+from runtime.provenance import FOLDER as PROVENANCE
+from runtime.provenance import attempt_numbers, changes, describe, read_attempt
 from runtime.run_folder import list_checkpoints, read_records, read_text, step_of
 from tools.cli import Parser, path_argument, reporting_errors
 
@@ -42,6 +44,7 @@ LINE = dict.fromkeys(
 FAILURE = {"time": str, "attempt": int, "reason": str}
 # A run is quiet after this long without a line or, if longer, the time of this many lines.
 QUIET_SECONDS, QUIET_LINES = 600.0, 10
+SHOWN_CHANGES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,10 @@ class Status:
     last_failure: str
     last_failure_age: float | None
     goodput: float | None
+    provenance: dict[str, Any] | None
+    """Provenance of the last attempt: ``runtime.provenance.Attempt``."""
+    provenance_lines: list[str]
+    """The same in words, and what changed since the attempt before."""
     problems: list[str]
     """Files that could not be read, with the reason."""
 
@@ -122,6 +129,7 @@ def paragraph(status: Status) -> list[str]:
         f"  last line {_ago(status.line_age)}  process {status.holder or 'unknown'}",
         f"  checkpoint: {checkpoint}",
         f"  goodput {_number(status.goodput, '.1%')}  restarts {status.restarts}  {failures}",
+        *(f"  {line}" for line in status.provenance_lines),
         *(f"  problem: {text}" for text in status.problems),
     ]
 
@@ -173,6 +181,7 @@ def read_status(folder: Path, now: float) -> Status:
     newest = history[-1] if history else {}
     validations = [line["validation_loss"] for line in lines if "validation_loss" in line]
     checkpoint, saved = _newest_checkpoint(folder / "checkpoints", problems)
+    provenance, provenance_lines = _provenance(folder / PROVENANCE, problems)
     return Status(
         run=str(folder),
         state=state,
@@ -194,6 +203,8 @@ def read_status(folder: Path, now: float) -> Status:
         last_failure=str(failure.get("reason", "")),
         last_failure_age=now - failed if failed else None,
         goodput=goodput(lines, end),
+        provenance=provenance,
+        provenance_lines=provenance_lines,
         problems=problems,
     )
 
@@ -276,6 +287,23 @@ def _newest_checkpoint(folder: Path, problems: list[str]) -> tuple[int | None, f
             if path.exists():
                 problems.append(str(error))
     return None, 0.0
+
+
+def _provenance(folder: Path, problems: list[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Provenance of the last attempt as a record and as lines."""
+    record, lines = None, list[str]()
+    try:
+        *earlier, last = attempt_numbers(folder) or [0]
+        if last:
+            attempt = read_attempt(folder, last)
+            record, lines = asdict(attempt), describe(folder, attempt)
+            if earlier:
+                before = read_attempt(folder, earlier[-1])
+                changed = changes(folder, before, attempt)[:SHOWN_CHANGES]
+                lines += [f"  since attempt {before.number}: {text}" for text in changed]
+    except (OSError, ValueError) as error:
+        problems.append(str(error))
+    return record, lines
 
 
 def _steps(path: Path, problems: list[str]) -> int | None:
