@@ -9,33 +9,47 @@ TEMPERATURE = 0.8
 WINDOW_MULTIPLE = 64
 
 
-def sample(
+def sample_batch(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
-    prompt: list[int],
+    prompts: list[list[int]],
     *,
     count: int,
     n_ids: int,
     seq_len: int,
     multiple_of: int,
-    seed: int,
-) -> list[int]:
-    """Sample ``count`` token ids after ``prompt``, all below ``n_ids``, at a fixed temperature.
+    seeds: list[int],
+) -> list[list[int] | None]:
+    """Sample ``count`` token ids after each prompt, all below ``n_ids``, at a fixed temperature.
 
-    Collective, if ``logits_of`` is; all ranks sample the same tokens. ``logits_of`` maps tokens
-    (1, s) to logits (1, s, vocab), with s at most ``seq_len`` and a multiple of ``multiple_of``.
-    It recomputes the whole window for each token: suitable for short samples only.
+    None for a prompt whose logits were not finite. Collective, if ``logits_of`` is; all ranks
+    sample the same tokens. ``logits_of`` maps tokens (b, s) to logits (b, s, vocab), with s at most
+    ``seq_len`` and a multiple of ``multiple_of``. It recomputes the whole windows for each token:
+    suitable for short samples only.
     """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    # Pad to one length for all tokens; a causal model ignores the padding.
-    total, multiple = len(prompt) + count, math.lcm(WINDOW_MULTIPLE, multiple_of)
-    length = min(seq_len, -(-total // multiple) * multiple)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    rows = [list(prompt) for prompt in prompts]
+    length = window_length(prompts, count, seq_len=seq_len, multiple_of=multiple_of)
+    is_finite = [True] * len(rows)
     for _ in range(count):
-        window = tokens[-length:]
-        padded = torch.tensor([window + [0] * (length - len(window))])
-        logits = logits_of(padded)[0, len(window) - 1, :n_ids]
-        tokens.append(sample_token(logits, generator, temperature=TEMPERATURE))
-    return tokens[len(prompt) :]
+        windows = [row[-length:] for row in rows]
+        padded = torch.tensor([window + [0] * (length - len(window)) for window in windows])
+        logits = logits_of(padded)
+        for index, (row, generator) in enumerate(zip(rows, generators, strict=True)):
+            own = logits[index, len(windows[index]) - 1, :n_ids]
+            # All ranks go on to the last token, because each one is a collective.
+            is_finite[index] &= bool(own.isfinite().all())
+            token = 0
+            if is_finite[index]:
+                token = sample_token(own, generator, temperature=TEMPERATURE)
+            row.append(token)
+    sampled = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
+    return [tokens if ok else None for tokens, ok in zip(sampled, is_finite, strict=True)]
+
+
+def window_length(prompts: list[list[int]], count: int, *, seq_len: int, multiple_of: int) -> int:
+    """Length to which all windows are padded, for all tokens; a causal model ignores the rest."""
+    total, multiple = max(map(len, prompts)) + count, math.lcm(WINDOW_MULTIPLE, multiple_of)
+    return min(seq_len, -(-total // multiple) * multiple)
 
 
 def sample_token(

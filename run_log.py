@@ -1,7 +1,8 @@
-"""Records of a run and its steps: configuration, metrics, the ledger, and slow ranks."""
+"""Records of a run and its steps: configuration, metrics, samples, the ledger, slow ranks."""
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -10,12 +11,18 @@ from config import dump_toml
 from data.step_batches import StepBatch
 from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
+from metrics.samples_file import SamplesFile
 from metrics.stragglers import Stragglers
 from run_spec import RunSpec
 from runtime.distributed import sum_in_order
 from runtime.filesystem import atomic_write_text
+from runtime.log import logger
 from runtime.run_folder import WriteAlarm
 from train_step import StepResult
+from validation import Sample
+
+# Of a sample on the console; samples.jsonl has all.
+SHOWN_CHARACTERS = 80
 
 
 class RunLog:
@@ -49,6 +56,9 @@ class RunLog:
             peak_flops=model.peak_flops,
             resumed_step=resumed_step,
         )
+        self._samples = None
+        if self._is_writer and run.config.validation.sample_tokens > 0:
+            self._samples = SamplesFile(run.folder / "samples.jsonl", resumed_step)
         self._ledger = Ledger(run.folder / "ledger", attempt) if config.enable_ledger else None
         self._stragglers = None
         if config.straggler_window > 0:
@@ -86,6 +96,15 @@ class RunLog:
             self.metrics.log(step, self._run.steps_left(step), values | slowest | metrics())
         return values
 
+    def samples(self, samples: list[Sample]) -> None:
+        """Write samples to ``samples.jsonl``, and show the beginning of each on one line."""
+        for sample in samples:
+            text = sample.prompt + sample.text
+            shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+            logger.info("step %5d  sample: %s", sample.step, shown)
+            if self._samples is not None:
+                self._samples.write(asdict(sample))
+
     def new_attempt(self, attempt: AttemptHeader) -> None:
         """Continue the ledger as another attempt, after a rollback."""
         if self._ledger is not None:
@@ -106,5 +125,6 @@ class RunLog:
 
     def close(self) -> None:
         self.metrics.close()
-        if self._ledger is not None:
-            self._ledger.close()
+        for file in (self._ledger, self._samples):
+            if file is not None:
+                file.close()

@@ -40,7 +40,7 @@ from runtime.program import program_facts
 from runtime.release import warn_if_untested
 from train_loop import TrainLoop
 from train_step import TrainStep
-from validation import Validator
+from validation import Sampler, Validator
 
 end_imports()
 
@@ -52,10 +52,9 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     config = run.config
     control = RunControl(run.folder / "control")
     device = init_distributed(config.comm)
-    facts = program_facts()
-    raise_if_unequal(run.facts(device) | facts)
+    raise_if_unequal(run.facts(device) | (program := program_facts()))
     control.acquire_lock()
-    recorder = AttemptRecorder(run.folder, dump_toml(config), facts)
+    recorder = AttemptRecorder(run.folder, dump_toml(config), program)
     dims = ParallelDims.build(config.parallelism, dist.get_world_size(), device.type)
     set_seed(config.debug)
     if device.type == "cpu":
@@ -88,6 +87,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     # The loader of training first: the first thread that tokenizes is the fastest.
     loader.start()
     validator = Validator(run, dims, device, control) if run.held_out else None
+    sampler = Sampler(run, dims) if config.validation.sample_tokens > 0 else None
     attempt = attempt_of(checkpointer, run, dims)
     log = RunLog(run, model, attempt, resumed_step, detects_spikes=spikes.enabled)
 
@@ -100,7 +100,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     ):
         loop = TrainLoop(
             run, control, loader, batches, model, train_step, spikes, state,
-            checkpointer, log, validator, heartbeat, profile_step,
+            checkpointer, log, validator, sampler, heartbeat, profile_step,
         )  # fmt: skip
         stop = loop.run_steps()
 

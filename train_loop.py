@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -27,7 +27,7 @@ from runtime.exit_codes import StopReason, stopped_by
 from runtime.log import OF_LINES, logger
 from runtime.object_collectives import run_on_rank0
 from train_step import StepResult, TrainStep
-from validation import Validator, generate_sample
+from validation import Sample, Sampler, Validator
 
 
 @dataclass
@@ -45,8 +45,11 @@ class TrainLoop:
     checkpointer: Checkpointer
     log: RunLog
     validator: Validator | None
+    sampler: Sampler | None
     heartbeat: RankHeartbeat
     profile_step: Callable[[int], None]
+    samples: list[Sample] = field(default_factory=list)
+    """Of the latest validation."""
 
     def run_steps(self) -> StopReason:
         """Train until a reason to stop. Collective."""
@@ -139,6 +142,12 @@ class TrainLoop:
                 losses = self.validator.evaluate(self.train_step.runner)
                 bits_per_nat = self.validator.bits_per_nat
                 self.log.metrics.log_validation(self.state.step, losses, bits_per_nat=bits_per_nat)
+                self.sample()
+
+    def sample(self) -> None:
+        if self.sampler is not None:
+            self.samples = self.sampler.sample(self.train_step.runner, self.state.step)
+            self.log.samples(self.samples)
 
     def save(self, *, wait: bool = False) -> None:
         with self.log.metrics.exclude_from_throughput():
@@ -179,11 +188,12 @@ class TrainLoop:
                 self.save(wait=True)
             if checkpointer.newest_step != step:
                 stop = exit_codes.NOT_SAVED
+        if stop in (exit_codes.FINISHED, exit_codes.DATA_ENDED):
+            if step not in (sample.step for sample in self.samples):
+                self.sample()
+            for sample in self.samples:
+                logger.info("sample:\n%s", sample.prompt + sample.text, extra=OF_LINES)
         self.log.close()
-        is_whole = stop in (exit_codes.FINISHED, exit_codes.DATA_ENDED)
-        if is_whole and config.validation.sample_tokens > 0:
-            text = generate_sample(self.run, self.train_step.runner, self.model.dims)
-            logger.info("sample:\n%s", text, extra=OF_LINES)
         log_outcome(self.run, step, stop)
         if stop != exit_codes.NOT_SAVED:
             self.control.end(stop.outcome)

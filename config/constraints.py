@@ -183,4 +183,8 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
             lambda config: config.validation.enable
             and any(s.type in ("builtin", "files", "text", "tokens") for s in config.data.mixture)
             and config.data.validation_percent == 0),
+    Constraint("validation.sample_prompts",
+            "validation.sample_prompt has no effect when it is set",
+            lambda config: len(config.validation.sample_prompts) > 0
+            and is_set(config.validation, "sample_prompt")),
 )  # fmt: skip

@@ -384,9 +384,12 @@ class Validation(Section):
     steps: Count = 10
     """Global batches per validation, the same ones each time."""
     sample_tokens: NonNegative = 0
-    """Tokens to sample from the model at the end of the run. 0: none."""
+    """Tokens of each sample from the model, at every validation and at the end of the run. Each
+    costs a forward pass. 0: no samples."""
     sample_prompt: str = ""
-    """Prompt of that sample."""
+    """Prompt of the sample."""
+    sample_prompts: list[str] = []
+    """Prompts of several samples. Replaces sample_prompt."""
 
 
 class Metrics(Section):

@@ -56,7 +56,7 @@ FREE = _keys("""
     checkpoint: enable interval keep_latest_k keep_every async_mode max_unsaved_steps
     checkpoint: initial_load_path
     numerics: replica_check_freq
-    validation: enable freq sample_tokens sample_prompt
+    validation: enable freq sample_tokens sample_prompt sample_prompts
     metrics: log_freq enable_ledger straggler_window enable_tensorboard peak_tflops
     profiling: enable_trace trace_freq enable_memory_snapshot
     comm: init_timeout_seconds train_timeout_seconds

@@ -2,6 +2,7 @@
 
 import math
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,25 @@ def open_metrics(path: Path, resumed_step: int | None) -> tuple[LineFile, int]:
 
 
 def _clean(path: Path, resumed_step: int | None) -> int:
+    counts = [r.get("restarts") or 0 for r in drop_repeated(path, resumed_step, is_metrics)]
+    return max((int(count) + 1 for count in counts), default=0)
+
+
+def drop_repeated(
+    path: Path, resumed_step: int | None, is_line: Callable[[dict[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    """Drop lines of steps after ``resumed_step``, and move damaged lines to another file.
+
+    Returns the records of all other lines, the dropped ones included. Lines that ``is_line``
+    accepts have a step.
+    """
     try:
         lines = read_lines(path)
     except OSError:
         quarantine_file(path)
-        return 0
-    good = [(line, record) for line, record in lines if is_metrics(record)]
-    bad = [line for line, record in lines if not is_metrics(record)]
+        return []
+    good = [(line, record) for line, record in lines if is_line(record)]
+    bad = [line for line, record in lines if not is_line(record)]
     last = math.inf if resumed_step is None else resumed_step
     kept = [line for line, record in good if record["step"] <= last]
     if bad:
@@ -62,5 +75,4 @@ def _clean(path: Path, resumed_step: int | None) -> int:
         logger.warning("%s: %d damaged lines moved to %s", path, len(bad), damaged.name)
     if len(kept) < len(lines):
         atomic_write_text(path, b"".join(line + b"\n" for line in kept).decode(errors="replace"))
-    counts = [record.get("restarts") or 0 for _, record in good]
-    return max((int(count) + 1 for count in counts), default=0)
+    return [record for _, record in good]

@@ -190,7 +190,7 @@ def changes(folder: Path, before: Attempt, after: Attempt) -> list[str]:
     """
     values = {
         "commit": lambda a: f"{a.commit[:12]} {a.branch}".strip() or "none",
-        "uncommitted changes": lambda a: _diff(a),
+        "uncommitted changes": lambda a: a.diff or "none",
         "version": lambda a: a.version or "none",
         "ranks": lambda a: str(a.world_size),
         "hosts": lambda a: _some([host for node in a.nodes for host in node.hosts]),
@@ -213,10 +213,6 @@ def changes(folder: Path, before: Attempt, after: Attempt) -> list[str]:
         for one in (before, after)
     )
     return found + list(_differences("variable ", *kept))
-
-
-def _diff(attempt: Attempt) -> str:
-    return f"{_some(attempt.changed)} ({attempt.diff})" if attempt.diff else "none"
 
 
 def _differences(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from generation import TEMPERATURE, sample, sample_token
+from generation import TEMPERATURE, sample_batch, sample_token
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
@@ -23,6 +23,10 @@ def model() -> nn.Module:
     model = build_on_meta(spec, args, torch.float64)
     materialize(model, torch.device("cpu"), seed=1)
     return model
+
+
+def sample(model: nn.Module, prompt: list[int], *, seed: int, **options: int) -> list[int] | None:
+    return sample_batch(model, [prompt], seeds=[seed], **options)[0]
 
 
 def sample_plainly(model: nn.Module, prompt: list[int], count: int, seed: int) -> list[int]:
@@ -45,6 +49,33 @@ def test_padding_changes_nothing_and_window_is_the_last(model: nn.Module, length
         model, prompt[-SEQ_LEN:], count=6, n_ids=N_IDS, seq_len=SEQ_LEN, multiple_of=1, seed=3
     )
     assert tokens == cropped
+
+
+@pytest.mark.parametrize("lengths", [(1, 70, 9), (SEQ_LEN - 2, 3 * SEQ_LEN, 1)])
+def test_prompts_of_a_batch_are_sampled_as_alone(model: nn.Module, lengths: list[int]) -> None:
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(N_IDS, (n,), generator=generator).tolist() for n in lengths]
+    seeds = [5, 6, 7]
+    options = {"count": 6, "n_ids": N_IDS, "seq_len": SEQ_LEN, "multiple_of": 1}
+    rows = zip(prompts, seeds, strict=True)
+    alone = [sample_plainly(model, prompt, 6, seed=seed) for prompt, seed in rows]
+    assert sample_batch(model, prompts, seeds=seeds, **options) == alone
+
+
+def test_nonfinite_logits_end_no_other_sample(model: nn.Module) -> None:
+    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens)
+        logits[0, 2] = math.nan
+        calls.append(tokens.shape[0])
+        return logits
+
+    calls = list[int]()
+    options = {"count": 6, "n_ids": N_IDS, "seq_len": SEQ_LEN, "multiple_of": 1}
+    with torch.no_grad():
+        first, second = sample_batch(logits_of, [[1, 2], [3]], seeds=[5, 6], **options)
+    assert (first, second) == (None, sample_plainly(model, [3], 6, seed=6))
+    # A rank that stopped would keep the others waiting.
+    assert calls == [2] * 6
 
 
 def test_samples_depend_on_the_seed_and_stay_below_n_ids(model: nn.Module) -> None:

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forward_backward": LIBRARIES,
     "build_model": LIBRARIES | {"forward_backward", "run_spec"},
     "train_step": LIBRARIES | {"build_model", "run_spec"},
-    "run_log": LIBRARIES | {"build_model", "run_spec", "train_step"},
+    "run_log": LIBRARIES | {"build_model", "run_spec", "train_step", "validation"},
     "resume": LIBRARIES | {"build_model", "run_spec", "train_step"},
     "validation": LIBRARIES | {"forward_backward", "generation", "run_spec"},
     "train_loop": LIBRARIES | ROOT_FILES - {"train_loop"},

@@ -797,7 +797,7 @@ LAUNCHER_AND_RUNTIME = [
         # Each node would train its part of the weights in its own way.
         "ranks-are-not-compared",
         "train.py",
-        before="    raise_if_unequal(run.facts(device) | facts)\n",
+        before="    raise_if_unequal(run.facts(device) | (program := program_facts()))\n",
         after="",
         tests=("tests/reliability/test_nodes.py",),
     ),

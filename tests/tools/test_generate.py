@@ -29,7 +29,7 @@ from checkpoint.manifest import read_manifest, write_manifest
 from checkpoint.tensor_files import Reader
 from config.job_config import Training
 from data.tokenizer import Tokenizer, load_tokenizer
-from generation import sample, sample_token
+from generation import sample_batch, sample_token
 from models import find_model
 from parallelisms import materialize
 from runtime.distributed import compute_dtype
@@ -108,14 +108,14 @@ def unsharded_model(checkpoint: Path) -> nn.Module:
 @cache
 @torch.no_grad()
 def reference_text(checkpoint: Path, seed: int, count: int) -> str:
-    tokens = sample(
+    (tokens,) = sample_batch(
         unsharded_model(checkpoint),
-        [BYTES.bos_id, *PROMPT.encode()],
+        [[BYTES.bos_id, *PROMPT.encode()]],
         count=count,
         n_ids=BYTES.n_vocab,
         seq_len=SEQ_LEN,
         multiple_of=1,
-        seed=seed,
+        seeds=[seed],
     )
     return printed(tokens)
 
