@@ -141,7 +141,9 @@ def read_content(folder: Path, name: str) -> dict[str, dict[str, Any]]:
         tables = tomli.loads(read_file(folder / name).decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{folder / name}: {error}") from None
-    return {key: table for key, table in tables.items() if isinstance(table, dict)}
+    if not all(isinstance(table, dict) for table in tables.values()) or not tables:
+        raise ValueError(f"{folder / name}: damaged")
+    return tables
 
 
 def describe(folder: Path, attempt: Attempt) -> list[str]:

@@ -4,6 +4,7 @@ Validation, samples and consumed tokens are equal too, also if the mesh changes 
 and monitors of the run cover all stages of a pipeline.
 """
 
+import json
 import os
 import re
 import time
@@ -54,7 +55,8 @@ OBSERVED = {
     "validation.steps": "2",
     # Prompt and sample are longer than a sequence, so the window slides.
     "validation.sample_tokens": "12",
-    "validation.sample_prompt": PROMPT,
+    "validation.sample_prompt": "",
+    "validation.sample_prompts": f'["{PROMPT}", "def "]',
     "metrics.enable_ledger": "true",
 }
 STEPS = 6
@@ -100,6 +102,7 @@ def assert_same_run(folder: Path, want: Path) -> None:
     for step, loss in validation_curve(want).items():
         assert got[step] == pytest.approx(loss, rel=1e-9), f"validation after step {step}"
     assert set(samples(folder)) == set(samples(want)), "text"
+    assert written_samples(folder).items() <= written_samples(want).items(), "samples.jsonl"
     runs = [str(path / "debug_model") for path in (folder, want)]
     assert check_ledger.main([runs[0], "--against", runs[1]]) == 0, "ledger"
 
@@ -124,10 +127,17 @@ def samples(folder: Path) -> list[str]:
     return [found[1] if (found := text.search(log)) else "" for log in logs]
 
 
+def written_samples(folder: Path) -> dict[tuple[int, str], str]:
+    """Texts of ``samples.jsonl`` by step and prompt."""
+    lines = (folder / "debug_model" / "samples.jsonl").read_text().splitlines()
+    return {(line["step"], line["prompt"]): line["text"] for line in map(json.loads, lines)}
+
+
 def test_reference_run_has_everything_compared(two_ranks: Reference) -> None:
     folder = two_ranks(UNTIED, **OBSERVED)
     assert list(curve(folder)) == list(range(1, STEPS + 1))
     assert list(validation_curve(folder)) == [0, 3, 6]
+    assert list(written_samples(folder)) == list(product((0, 3, 6), (PROMPT, "def ")))
     first, second = samples(folder)
     assert first == second
     # The lines of a sample are indented.

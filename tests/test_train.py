@@ -5,15 +5,18 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from config import load_config
 from optim.schedule import lr_factor
+from runtime.provenance import attempt_numbers, read_attempt, read_content
 from tests.lib import forked
 from tests.lib.launch import curve, records, run, start, wait_for_steps
 from tests.lib.marks import slow
@@ -42,6 +45,13 @@ def test_extended_run_continues_bitwise(uninterrupted: Path, tmp_path: Path) -> 
     forked.run(tmp_path, 2, **keys, **{"training.steps": "3"})
     output = run(tmp_path, 2, **{"training.steps": "6"})
     assert "resumed from step 3" in output
+    # The first start had no launcher.
+    assert "changed since attempt 1: variable NGPU: absent to 2" in output
+    provenance = tmp_path / "debug_model" / "provenance"
+    before, after = (read_attempt(provenance, number) for number in (1, 2))
+    assert (before.resumed_from, after.resumed_from) == (None, 3)
+    assert before.software == after.software
+    assert before.config != after.config
     assert curve(tmp_path) == curve(uninterrupted)
 
 
@@ -53,6 +63,22 @@ def test_ranks_that_are_not_shown_have_logs(uninterrupted: Path, tmp_path: Path)
     refused = start(tmp_path, 2, **{"data.source": "files", "data.path": "nowhere"})
     assert refused.wait(120) == 2
     assert not (tmp_path / "debug_model").exists()
+
+
+def test_start_records_its_provenance(uninterrupted: Path) -> None:
+    folder = uninterrupted / "debug_model" / "provenance"
+    assert attempt_numbers(folder)[0] == 1
+    attempt = read_attempt(folder, 1)
+    assert attempt.command[1:3] == ["train", "debug_model"]
+    assert "--training.steps" in attempt.command
+    assert attempt.working_directory == os.getcwd()
+    assert attempt.world_size == 2
+    assert [(node.hosts, node.ranks) for node in attempt.nodes] == [([socket.gethostname()], 2)]
+    assert attempt.variables["NGPU"] == "2"
+    assert read_content(folder, attempt.software)["packages"]["torch"] == version("torch")
+    resolved = read_content(folder, attempt.config)
+    assert resolved["training"]["steps"] == 6
+    assert (attempt.commit != "") == (ROOT / ".git").exists()
 
 
 def test_finished_run_does_nothing(uninterrupted: Path) -> None:
