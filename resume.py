@@ -127,6 +127,7 @@ def checkpoint_metadata(run: RunSpec) -> dict[str, Any]:
         "fingerprints": {
             "tokenizer": run.tokenizer.fingerprint,
             "data": run.training_data.fingerprint,
+            "validation": run.validation_fingerprints,
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
@@ -143,8 +144,20 @@ def validate_resume(run: RunSpec, manifest: dict[str, Any]) -> None:
     arguments = changed_arguments(manifest["model_args"], run.model_args)
     if arguments:
         raise ConfigError([f"model.flavor: {text} since the checkpoint" for text in arguments])
+    _check_validation(run, manifest)
     for text in (*changes.recorded, *changes.free, *changes.gone):
         logger.info("changed since the checkpoint: %s", text)
+
+
+def _check_validation(run: RunSpec, manifest: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` if a validation source has other documents than at the checkpoint."""
+    fingerprints = manifest.get("fingerprints")
+    saved = fingerprints.get("validation") if isinstance(fingerprints, dict) else None
+    for name, fingerprint in run.validation_fingerprints.items():
+        before = saved.get(name, fingerprint) if isinstance(saved, dict) else fingerprint
+        if before != fingerprint:
+            text = "its documents changed since the checkpoint: give it another name"
+            raise ConfigError([f"validation.sources, {name}: {text}"])
 
 
 def warn_if_data_changed(run: RunSpec, step: int) -> None:

@@ -1,5 +1,6 @@
 """Resolve a configuration: look up and check everything it names, before ranks connect."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from data.mixture import Mixture
 from data.sources import build_sources
 from data.step_batches import StepBatches
 from data.tokenizer import Tokenizer, load_tokenizer
+from data.validation_sources import build_validation_sources
 from models import ModelSpec, TransformerArgs, find_model
+from optim.outside import outside_optimizer
+from optim.schedule import build_schedule
 from parallelisms.constraints import check_constraints
 from parallelisms.parallel_dims import ParallelDims
 from runtime.control import RunControl
 from runtime.distributed import compute_dtype
-from runtime.log import logger
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class RunSpec:
     global_batch_size: int
     ramp: Ramp
     """(steps, batch size) of each phase before ``global_batch_size``."""
-    total_steps: int
-    """Steps of the learning-rate schedule."""
+    lr_factor: Callable[[int], float]
+    """Factor on the peak learning rate by optimizer step, 1-based."""
 
     @property
     def folder(self) -> Path:
@@ -110,13 +113,21 @@ class RunSpec:
         them are in the one ``config.toml``. A folder that is mounted elsewhere needs a link.
         """
         sources = zip(self.config.data.mixture, self.training_data.sources, strict=True)
+        own = self.validation_fingerprints.items()
         return {
             **{key: shown(value) for key, value in by_key(self.config.model_dump()).items()},
             **{f"model.flavor, {k}": shown(v) for k, v in asdict(self.model_args).items()},
             "dtype of compute": str(compute_dtype(self.config.training, device)),
             "tokenizer": self.tokenizer.fingerprint,
             **{f"documents of {s.label}": documents.fingerprint for s, documents in sources},
+            **{f"documents of validation.sources, {name}": text for name, text in own},
         }
+
+    @property
+    def validation_fingerprints(self) -> dict[str, str]:
+        """Fingerprints of ``[[validation.sources]]`` by name; {} if documents are held out."""
+        has_own = bool(self.config.validation.sources)
+        return {name: m.fingerprint for name, m in self.held_out.items()} if has_own else {}
 
     @property
     def tokenizer_text(self) -> str:
@@ -146,21 +157,10 @@ def resolve(config: JobConfig, world_size: int) -> RunSpec:
     vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
     if vocab_size < tokenizer.n_vocab:
         raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
-    train, held_out = build_sources(
-        config.data,
-        config.debug.seed,
-        with_held_out=config.validation.enable,
-        tokenizer=tokenizer,
-    )
+    training_data, held_out = _build_data(config, tokenizer)
     total_steps = config.lr_scheduler.total_steps or config.training.steps
-    warmup = config.lr_scheduler.warmup_steps
-    if warmup > total_steps:
-        logger.warning(
-            "lr_scheduler.warmup_steps (%d) > total_steps (%d): lr peaks at %.0f %% of its value",
-            warmup, total_steps, 100 * total_steps / warmup,
-        )  # fmt: skip
-    weights = [source.weight for source in config.data.mixture]
-    skips_bad = config.data.on_bad_record == "skip"
+    if ":" in config.optimizer.name:
+        outside_optimizer(config.optimizer)
     one_microbatch = config.training.local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
     parallelism = config.parallelism
@@ -184,14 +184,33 @@ def resolve(config: JobConfig, world_size: int) -> RunSpec:
         model_spec=spec,
         model_args=replace(published_args, **overrides),
         tokenizer=tokenizer,
-        training_data=Mixture(train, weights, skips_bad=skips_bad),
-        held_out={
-            label: Mixture([source], skips_bad=skips_bad) for label, source in held_out.items()
-        },
+        training_data=training_data,
+        held_out=held_out,
         microbatch_size=config.parallelism.pipeline_parallel_microbatch_size
         if degrees.pp > 1
         else config.training.local_batch_size,
         global_batch_size=batch_size,
         ramp=[(p.steps, p.global_batch_size) for p in config.training.batch_size_ramp],
-        total_steps=total_steps,
+        lr_factor=build_schedule(config.lr_scheduler, total_steps),
     )
+
+
+def _build_data(config: JobConfig, tokenizer: Tokenizer) -> tuple[Mixture, dict[str, Mixture]]:
+    """Open the documents of training, and those of validation by the label of their source."""
+    own = build_validation_sources(
+        config.validation.sources, config.data, config.debug.seed, tokenizer
+    )
+    train, held_out = build_sources(
+        config.data,
+        config.debug.seed,
+        with_held_out=config.validation.enable and not own.sources,
+        tokenizer=tokenizer,
+        reserved=own.reserved,
+        excluded=own.excluded,
+    )
+    skips_bad = config.data.on_bad_record == "skip"
+    weights = [source.weight for source in config.data.mixture]
+    return Mixture(train, weights, skips_bad=skips_bad), {
+        label: Mixture([source], skips_bad=skips_bad)
+        for label, source in (own.sources or held_out).items()
+    }

@@ -11,7 +11,6 @@ from optim.muon import hidden_matrices
 from optim.nonfinite import NonfiniteGuard
 from optim.optimizer import build_optimizer
 from optim.router_bias import ExpertBalancer
-from optim.schedule import lr_factor
 from run_spec import RunSpec
 
 
@@ -56,7 +55,10 @@ class TrainStep:
         self._has_moes = model.has_moes
 
     def __call__(self, step: int, batch: StepBatch) -> StepResult:
-        """Make optimizer step ``step``, 1-based. Never waits for the device. Collective."""
+        """Make optimizer step ``step``, 1-based. Collective.
+
+        Never waits for the device, unless ``NonfiniteGuard.step`` does.
+        """
         run, config = self._run, self._run.config
         self._expert_balancer.set_batch_fraction(batch.n_sequences / run.global_batch_size)
         losses = self.runner.forward_backward(batch.microbatches, batch.n_tokens)
@@ -69,11 +71,11 @@ class TrainStep:
             pp_mesh=self._dims.pp_mesh,
             tied_duplicates=self.runner.tied_duplicates,
         )
-        lr = config.optimizer.lr * lr_factor(step, config.lr_scheduler, run.total_steps)
+        lr = config.optimizer.lr * run.lr_factor(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
-        self.optimizer.step()
+        self.nonfinite.step()
         self.optimizer.zero_grad()
         self._expert_balancer.update(self.nonfinite.found_inf)
         return StepResult(losses, grad_norm, lr)

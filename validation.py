@@ -1,10 +1,13 @@
 """Validation loss on held-out documents, and generated samples."""
 
 from dataclasses import dataclass
+from itertools import count
+from typing import Literal
 
 import torch
 
-from data.loader import Microbatch, num_target_tokens
+from config import ConfigError
+from data.loader import Microbatch, MicrobatchLoader, num_target_tokens
 from data.step_batches import next_microbatches
 from forward_backward import ModelRunner
 from generation import sample_batch, window_length
@@ -17,7 +20,7 @@ from runtime.log import logger
 
 
 class Validator:
-    """Evaluates held-out batches, which are read once: every validation uses the same."""
+    """Evaluates batches of held-out documents, which are read once: every validation uses them."""
 
     def __init__(
         self,
@@ -26,43 +29,72 @@ class Validator:
         device: torch.device,
         control: RunControl,
     ) -> None:
-        """Collective. Raises as ``next_microbatches`` does."""
-        self._dims, steps = dims, run.config.validation.steps
+        """Collective. Raises as ``next_microbatches`` does, ``ConfigError`` for no target token."""
+        self._dims = dims
+        # Losses of the user's own sources are looked up by name, also if there is only one.
+        self._is_by_source = len(run.held_out) > 1 or bool(run.config.validation.sources)
         self._batches: dict[str, list[Microbatch]] = {}
         """By source label."""
+        self._n_tokens: dict[str, int] = {}
         for label, mixture in run.held_out.items():
             loader = run.build_loader(mixture, dims, device)
-            self._batches[label], *_ = next_microbatches(
-                loader, steps * loader.n_microbatches, control
-            )
-        self._n_tokens = {
-            label: int(sum_over(torch.tensor(num_target_tokens(batches)), dims.batch_mesh))
-            for label, batches in self._batches.items()
-        }
-        self.bits_per_nat: float | None = None
-        """Factor from nats per token to bits per byte; None if token lengths are unknown."""
-        if run.tokenizer.byte_lengths is not None:
-            labels = (batch.labels for batch in self._all())
-            self.bits_per_nat = bits_per_nat(labels, run.tokenizer.byte_lengths, dims.batch_mesh)
+            batches = _read_batches(loader, run.config.validation.steps, control)
+            own = torch.tensor([num_target_tokens([batch]) for batch in batches], dtype=torch.int64)
+            counts = sum_over(own, dims.batch_mesh).tolist()
+            # Rows whose documents have ended would be evaluated for nothing.
+            pairs = zip(batches, counts, strict=True)
+            self._batches[label] = [batch for batch, n_tokens in pairs if n_tokens > 0]
+            self._n_tokens[label] = sum(counts)
+            if not any(counts):
+                raise ConfigError([f"validation: no document of {label} has text"])
+        sizes = ", ".join(f"{label} {n:,}" for label, n in self._n_tokens.items())
+        logger.info("validation: target tokens = %s", sizes)
+        self.bits_per_nat: dict[str, float] = {}
+        """Factors from nats per token to bits per byte; {} if token lengths are unknown. Keys as of
+        ``evaluate``."""
+        if (lengths := run.tokenizer.byte_lengths) is not None:
+            for label, batches in self._groups().items():
+                labels = (batch.labels for batch in batches)
+                self.bits_per_nat[label] = bits_per_nat(labels, lengths, dims.batch_mesh)
 
     def evaluate(self, runner: ModelRunner) -> dict[str, float]:
         """Return the cross entropy in nats per token. Collective.
 
-        Under "" that of all sources and, if there are several, each under its label.
+        Under "" that of all sources, which is the mean over their target tokens, and each under its
+        label if they are several or the user's own.
         """
         losses = runner.evaluate(self._all())
         found = {"": self._sum(losses) / sum(self._n_tokens.values())}
-        if len(self._batches) > 1:
+        if self._is_by_source:
             parts = losses.split([len(batches) for batches in self._batches.values()])
             for (label, n_tokens), part in zip(self._n_tokens.items(), parts, strict=True):
                 found[label] = self._sum(part) / n_tokens
         return found
+
+    def _groups(self) -> dict[str, list[Microbatch]]:
+        return {"": self._all(), **(self._batches if self._is_by_source else {})}
 
     def _all(self) -> list[Microbatch]:
         return [batch for batches in self._batches.values() for batch in batches]
 
     def _sum(self, losses: torch.Tensor) -> float:
         return sum_in_order(losses, self._dims.data_mesh).item()
+
+
+def _read_batches(
+    loader: MicrobatchLoader, steps: int | Literal["all"], control: RunControl
+) -> list[Microbatch]:
+    """Read this rank's microbatches of ``steps`` global batches, or of all documents. Collective.
+
+    A global batch after the last document has no target tokens on any rank.
+    """
+    batches: list[Microbatch] = []
+    for _ in count() if steps == "all" else range(steps):
+        found, _, sums = next_microbatches(loader, loader.n_microbatches, control)
+        if sums["tokens"] == 0:
+            break
+        batches += found
+    return batches
 
 
 @dataclass(frozen=True)

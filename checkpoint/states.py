@@ -30,18 +30,37 @@ class OptimizerState:
     """``Stateful`` with flat keys (``state.<FQN>.exp_avg``): pipeline stages never collide.
 
     Tensors only: on resume, the learning rate and other options come from the configuration.
+    Numbers in the state, and those that steps add to parameter groups, are saved as tensors.
     """
 
-    _options = StateDictOptions(flatten_optimizer_state_dict=True)
+    _flags = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has made no step yet."""
         self._both = model, optimizer
+        self._options = {key for group in optimizer.param_groups for key in group}
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in self._flat().items() if key.startswith("state.")}
+        return {key: _to_tensor(v) for key, v in self._flat().items() if self._is_state(key)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_optimizer_state_dict(*self._both, self._flat() | state_dict, options=self._options)
+        flat = self._flat()
+        loaded = {key: _like(flat[key], tensor) for key, tensor in state_dict.items()}
+        set_optimizer_state_dict(*self._both, flat | loaded, options=self._flags)
+
+    def _is_state(self, key: str) -> bool:
+        return key.startswith("state.") or key.rpartition(".")[2] not in self._options
 
     def _flat(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(*self._both, options=self._options)
+        return get_optimizer_state_dict(*self._both, options=self._flags)
+
+
+def _to_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _like(value: Any, tensor: torch.Tensor) -> Any:
+    """``tensor`` as the type of ``value``, a tensor or a number."""
+    return tensor if isinstance(value, torch.Tensor) else type(value)(tensor.item())

@@ -4,13 +4,13 @@ Those that do are in ``parallelisms/constraints.py``, which checks both tables.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
-from config.job_config import DataSource, Float8, JobConfig
+from config.job_config import DataSource, DocumentSource, Float8, JobConfig, ValidationSource
 
 T = TypeVar("T")
 # The largest decay at which a bfloat16 moment still shrinks when its gradient is 0. Neighbouring
@@ -57,15 +57,42 @@ def _any_source(violated: Callable[[DataSource], bool]) -> Callable[[JobConfig],
     return lambda config: any(violated(source) for source in config.data.mixture)
 
 
-def _shared_documents(config: JobConfig) -> list[str]:
+def _any_validation_source(
+    violated: Callable[[ValidationSource], bool],
+) -> Callable[[JobConfig], bool]:
+    return lambda config: any(violated(source) for source in config.validation.sources)
+
+
+def _lacks_path(source: DocumentSource) -> bool:
+    return source.type in ("files", "text", "tokens", "huggingface") and not source.path
+
+
+def _has_no_path(source: DocumentSource) -> bool:
+    return source.type in ("builtin", "c4") and source.path != ""
+
+
+def _has_no_subset(source: DocumentSource) -> bool:
+    return source.type != "huggingface" and source.subset != ""
+
+
+def _has_no_text_key(source: DocumentSource) -> bool:
+    has_columns = source.type in ("files", "huggingface")
+    return not has_columns and source.text_key != DataSource().text_key
+
+
+def _has_no_args(source: DocumentSource) -> bool:
+    return not source.is_outside and source.args != {}
+
+
+def _shared_documents(sources: Sequence[DocumentSource]) -> list[str]:
     """Labels of sources that repeat an earlier one."""
-    first = [(s.type, s.path, s.subset, s.text_key) for s in config.data.mixture]
-    sources = enumerate(config.data.mixture)
-    return [source.label for i, source in sources if first[i] in first[:i]]
+    unlike = {"name", "weight", "repeat", "exclude_from_training"}
+    first = [source.model_dump(exclude=unlike) for source in sources]
+    return [source.label for i, source in enumerate(sources) if first[i] in first[:i]]
 
 
-def _shared_labels(config: JobConfig) -> list[str]:
-    counts = Counter(source.label for source in config.data.mixture)
+def _shared_labels(sources: Sequence[DocumentSource]) -> list[str]:
+    counts = Counter(source.label for source in sources)
     return [label for label, count in counts.items() if count > 1]
 
 
@@ -88,6 +115,22 @@ def _has_muon(config: JobConfig) -> bool:
     return config.optimizer.name == "muon"
 
 
+def _is_outside_optimizer(config: JobConfig) -> bool:
+    return ":" in config.optimizer.name
+
+
+def _has_outside_schedule(config: JobConfig) -> bool:
+    return ":" in config.lr_scheduler.decay_type
+
+
+def _only_with_own_optimizer(name: str) -> Constraint[JobConfig]:
+    return _only_with(
+        f"optimizer.{name}",
+        'optimizer.name is "adamw" or "muon"',
+        lambda config: not _is_outside_optimizer(config),
+    )
+
+
 def _has_bfloat16_moments(config: JobConfig) -> bool:
     return config.optimizer.state_dtype == "bfloat16"
 
@@ -98,12 +141,16 @@ def _is_mixed(config: JobConfig) -> bool:
 
 
 CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
+    *(_only_with_own_optimizer(name) for name in ("beta1", "beta2", "eps", "state_dtype")),
+    _only_with("optimizer.args", "optimizer.name is module:attribute", _is_outside_optimizer),
+    _only_with("lr_scheduler.args", "lr_scheduler.decay_type is module:attribute",
+               _has_outside_schedule),
     _only_with("optimizer.muon_momentum", 'optimizer.name = "muon"', _has_muon),
     Constraint("optimizer.muon_momentum", f"must be at most 0.99609375{BFLOAT16_MOMENTS}",
             lambda config: _has_bfloat16_moments(config)
             and config.optimizer.muon_momentum > MAX_BFLOAT16_DECAY),
     Constraint("optimizer.name", 'must be "adamw" with debug.deterministic = "elastic"',
-            lambda config: _has_muon(config) and config.debug.is_elastic),
+            lambda config: config.optimizer.name != "adamw" and config.debug.is_elastic),
     _only_with("optimizer.state_dtype", 'training.dtype = "float32"', _is_mixed),
     Constraint("optimizer.beta1", f"must be at most 0.99609375{BFLOAT16_MOMENTS}",
             lambda config: _has_bfloat16_moments(config)
@@ -158,33 +205,61 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
             "must be at least training.steps: to extend a run, raise both",
             _trains_past_total_steps),
     Constraint("data.sources",
-            "data.source, path, subset and text_key have no effect when it is set",
+            "data.source, path, subset, text_key and args have no effect when it is set",
             lambda config: len(config.data.sources) > 0
-            and is_set(config.data, "source", "path", "subset", "text_key")),
+            and is_set(config.data, "source", "path", "subset", "text_key", "args")),
     Constraint("data.sources", "two sources have the same name: give each its own",
-            lambda config: len(_shared_labels(config)) > 0,
-            lambda config: ", ".join(_shared_labels(config))),
+            lambda config: len(_shared_labels(config.data.mixture)) > 0,
+            lambda config: ", ".join(_shared_labels(config.data.mixture))),
     Constraint("data.sources", "two sources read the same documents: add their weights",
-            lambda config: len(_shared_documents(config)) > 0,
-            lambda config: ", ".join(_shared_documents(config))),
+            lambda config: len(_shared_documents(config.data.mixture)) > 0,
+            lambda config: ", ".join(_shared_documents(config.data.mixture))),
     Constraint("data.path", "must be set for the sources files, text, tokens and huggingface",
-            _any_source(lambda source: source.type in ("files", "text", "tokens", "huggingface")
-                        and not source.path)),
+            _any_source(_lacks_path)),
     Constraint("data.path", "has no effect for the sources builtin and c4",
-            _any_source(lambda source: source.type in ("builtin", "c4") and source.path != "")),
+            _any_source(_has_no_path)),
     Constraint("data.subset", "has no effect unless the source is huggingface",
-            _any_source(lambda source: source.type != "huggingface" and source.subset != "")),
-    Constraint("data.text_key", "has no effect for the sources builtin, text, tokens and c4",
-            _any_source(lambda source: source.type in ("builtin", "text", "tokens", "c4")
-                        and source.text_key != DataSource().text_key)),
+            _any_source(_has_no_subset)),
+    Constraint("data.text_key", "has no effect unless the source is files or huggingface",
+            _any_source(_has_no_text_key)),
+    Constraint("data.args", "has no effect unless the source is module:attribute",
+            _any_source(_has_no_args)),
     _only_with("data.max_bad_records", 'data.on_bad_record = "skip"',
                lambda config: config.data.on_bad_record == "skip"),
-    Constraint("data.validation_percent", "must be greater than 0 with validation.enable",
-            lambda config: config.validation.enable
-            and any(s.type in ("builtin", "files", "text", "tokens") for s in config.data.mixture)
+    Constraint("data.validation_percent",
+            "must be greater than 0 with validation.enable, unless there are validation.sources",
+            lambda config: config.validation.enable and not config.validation.sources
+            and not all(source.is_on_hub for source in config.data.mixture)
             and config.data.validation_percent == 0),
     Constraint("validation.sample_prompts",
             "validation.sample_prompt has no effect when it is set",
             lambda config: len(config.validation.sample_prompts) > 0
             and is_set(config.validation, "sample_prompt")),
+    Constraint("validation.sources", "has no effect without validation.enable",
+            lambda config: len(config.validation.sources) > 0 and not config.validation.enable),
+    Constraint("validation.sources", "two sources have the same name: give each its own",
+            lambda config: len(_shared_labels(config.validation.sources)) > 0,
+            lambda config: ", ".join(_shared_labels(config.validation.sources))),
+    Constraint("validation.sources", "two sources read the same documents",
+            lambda config: len(_shared_documents(config.validation.sources)) > 0,
+            lambda config: ", ".join(_shared_documents(config.validation.sources))),
+    Constraint("validation.sources",
+            "path must be set for the types files, text, tokens and huggingface",
+            _any_validation_source(_lacks_path)),
+    Constraint("validation.sources", "path has no effect for the types builtin and c4",
+            _any_validation_source(_has_no_path)),
+    Constraint("validation.sources", "subset has no effect unless the type is huggingface",
+            _any_validation_source(_has_no_subset)),
+    Constraint("validation.sources",
+            "text_key has no effect unless the type is files or huggingface",
+            _any_validation_source(_has_no_text_key)),
+    Constraint("validation.sources", "args has no effect unless the type is module:attribute",
+            _any_validation_source(_has_no_args)),
+    Constraint("validation.sources", "split has no effect unless the type is c4 or huggingface",
+            _any_validation_source(lambda source: not source.is_on_hub
+                                   and source.split != "validation")),
+    Constraint("validation.sources",
+            "exclude_from_training has no effect unless the type is files or text",
+            _any_validation_source(lambda source: source.exclude_from_training
+                                   and source.type not in ("files", "text"))),
 )  # fmt: skip

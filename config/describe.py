@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from config.job_config import JobConfig
+from config.job_config import OUTSIDE_PATTERN, JobConfig
 from config.loader import ConfigError, config_names
 
 USAGE = """\
@@ -122,6 +122,8 @@ def _type_text(field: dict[str, Any]) -> str:
         return f"array of {_type_text(field['items'])}s"
     if field["type"] == "object":
         return "table"
+    if field.get("pattern") == OUTSIDE_PATTERN:
+        return "module:attribute"
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
     limits = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field]
     return " ".join([field["type"], ", ".join(limits)]).strip()

@@ -21,6 +21,9 @@ ABBREVIATIONS = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16"}
 # Marks keys that name files. The loader expands ~ and variables in them, see config/paths.py.
 PATH = "path"
 PathText = Annotated[str, PATH]
+# module:attribute, code outside of this repository.
+OUTSIDE_PATTERN = r"^[\w.]+:[\w.]+$"
+Outside = Annotated[str, Field(pattern=OUTSIDE_PATTERN)]
 
 
 class Section(BaseModel):
@@ -95,29 +98,38 @@ class Model(Section):
 Packing = Literal["concat", "best_fit"]
 
 
-class DataSource(Section):
-    type: Literal["builtin", "files", "text", "tokens", "c4", "huggingface"] = "files"
+SourceType = Literal["builtin", "files", "text", "tokens", "c4", "huggingface"] | Outside
+
+
+class DocumentSource(Section):
+    """Documents, to train on or for validation."""
+
+    type: SourceType = "files"
     """Kind of source. builtin: source code of Python and PyTorch. files: local text, JSON, CSV,
     Parquet or Arrow files, by their content. text: local files as plain text, also JSON and CSV.
     tokens: output of shardloom prepare or Megatron-LM's preprocessing. c4, huggingface: streamed
-    from the Hugging Face Hub."""
+    from the Hugging Face Hub. module:attribute: a class of your own."""
     path: PathText = ""
     """files, text: a glob (** recurses). tokens: a directory, or a glob of .idx files. huggingface:
-    the dataset's name."""
+    the dataset's name. module:attribute: its argument path, if set."""
     subset: str = ""
     """huggingface: configuration of the dataset, for example "en"."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text in JSON, CSV, Parquet, Arrow and huggingface sources."""
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Relative sampling weight in tokens. The source's fraction is its weight over the sum of
-    weights."""
-    repeat: bool = True
-    """Restart the source when it is exhausted. If false, it drops out of the mixture; training
-    stops when all sources have."""
-
+    args: dict[str, Any] = {}
+    """module:attribute: arguments of the class."""
     name: str = ""
     """Label of the source in messages and metrics. Absent: the last path component without
     wildcards, or the type."""
+
+    @property
+    def is_outside(self) -> bool:
+        """True if the documents come from code outside of this repository."""
+        return ":" in self.type
+
+    @property
+    def is_on_hub(self) -> bool:
+        return self.type in ("c4", "huggingface")
 
     @property
     def label(self) -> str:
@@ -125,8 +137,17 @@ class DataSource(Section):
         return self.name or (parts[-1] if parts else self.path or self.type)
 
 
+class DataSource(DocumentSource):
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Relative sampling weight in tokens. The source's fraction is its weight over the sum of
+    weights."""
+    repeat: bool = True
+    """Restart the source when it is exhausted. If false, it drops out of the mixture; training
+    stops when all sources have."""
+
+
 class Data(Section):
-    source: Literal["builtin", "files", "text", "tokens", "c4", "huggingface"] = "builtin"
+    source: SourceType = "builtin"
     """Type of the only source, as in [[data.sources]]."""
     path: PathText = ""
     """Path of the only source, as in [[data.sources]]."""
@@ -134,8 +155,10 @@ class Data(Section):
     """Configuration of a huggingface dataset."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text."""
+    args: dict[str, Any] = {}
+    """[data.args]: arguments of a source that is module:attribute."""
     sources: list[DataSource] = []
-    """[[data.sources]]: a mixture of sources. Replaces source, path, subset and text_key."""
+    """[[data.sources]]: a mixture of sources. Replaces source, path, subset, text_key and args."""
     tokenizer: Annotated[PathText, Field(min_length=1)] = "bytes"
     """bytes; the name of a tiktoken encoding (cl100k_base); a .tiktoken or .model rank file; or a
     tokenizer.json, or a Hugging Face directory with one."""
@@ -166,7 +189,7 @@ class Data(Section):
     @property
     def mixture(self) -> list[DataSource]:
         """All sources of the run, also if there is only one."""
-        one = {key: getattr(self, key) for key in ("path", "subset", "text_key")}
+        one = {key: getattr(self, key) for key in ("path", "subset", "text_key", "args")}
         return list(self.sources) or [DataSource(type=self.source, **one)]
 
 
@@ -204,9 +227,11 @@ class Training(Section):
 
 
 class Optimizer(Section):
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw; or muon: Muon for hidden matrices and AdamW for all other parameters, with the same lr
-    and weight_decay."""
+    name: Literal["adamw", "muon"] | Outside = "adamw"
+    """adamw; muon: Muon for hidden matrices and AdamW for all other parameters, with the same lr
+    and weight_decay; or module:attribute of your own torch.optim.Optimizer."""
+    args: dict[str, Any] = {}
+    """[optimizer.args]: arguments of your own optimizer besides lr and weight_decay."""
     lr: Annotated[float, Field(gt=0.0)] = 3e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -229,8 +254,11 @@ class LrScheduler(Section):
     decay_ratio: Fraction = 1.0
     """Fraction of total_steps spent decaying, at the end. 1.0 decays from the end of warmup, 0.2 is
     warmup-stable-decay, 0.0 never decays."""
-    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
-    """Shape of the decay."""
+    decay_type: Literal["cosine", "linear", "sqrt"] | Outside = "cosine"
+    """Shape of the decay; or module:attribute of your own function (step, total_steps, ...) that
+    returns the factor on the peak learning rate, and replaces warmup and decay."""
+    args: dict[str, Any] = {}
+    """[lr_scheduler.args]: arguments of your own function."""
     min_lr_factor: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     total_steps: Count | None = None
@@ -376,13 +404,27 @@ class Experts(Section):
     """Step size of the router bias that balances load without a loss (arXiv 2408.15664). 0: off."""
 
 
+class ValidationSource(DocumentSource):
+    name: Annotated[str, Field(min_length=1)]
+    """Label of the source in messages and metrics: its loss is validation_loss/NAME."""
+    split: Annotated[str, Field(min_length=1)] = "validation"
+    """c4, huggingface: split of the dataset."""
+    exclude_from_training: bool = False
+    """files, text: leave these files out of [data], whose patterns may match them too. false: such
+    a file is an error."""
+
+
 class Validation(Section):
     enable: bool = True
-    """Evaluate the loss on held-out documents."""
+    """Evaluate the loss on documents that are not trained on."""
+    sources: list[ValidationSource] = []
+    """[[validation.sources]]: documents to evaluate. Absent: those that data.validation_percent
+    holds out from each source of [data]."""
     freq: Count = 100
     """Steps between validations. One also runs before the first step and after the last."""
-    steps: Count = 10
-    """Global batches per validation, the same ones each time."""
+    steps: Count | Literal["all"] = 10
+    """Global batches per source and validation, the same ones each time, or fewer where the
+    documents end. all: every document once."""
     sample_tokens: NonNegative = 0
     """Tokens of each sample from the model, at every validation and at the end of the run. Each
     costs a forward pass. 0: no samples."""

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from config.errors import ConfigError
-from config.job_config import PATH, JobConfig
+from config.job_config import OUTSIDE_PATTERN, PATH, JobConfig
 from config.paths import expand_path, literal_path
 from config.synonyms import advice, argument_advice, table_advice
 
@@ -196,11 +196,11 @@ def _is_unicode(text: str) -> bool:
 
 def _parse_value(key: str, raw: str) -> Any:
     """Parse ``raw`` as a TOML value, else return it. A string key needs no quotes."""
-    section, _, name = key.partition(".")
+    section, name, *entry = key.split(".")
     field = _fields(section).get(name)
-    annotation = None if field is None else field.annotation
+    annotation = None if field is None or entry else field.annotation
     kinds = [getattr(kind, "__origin__", kind) for kind in (annotation, *get_args(annotation))]
-    if float in kinds and POINT_NUMBER.fullmatch(raw.strip()):
+    if (entry or float in kinds) and POINT_NUMBER.fullmatch(raw.strip()):
         return float(raw)
     try:
         (value,) = tomli.loads(f"value = {raw}").values()
@@ -249,6 +249,8 @@ def _messages(error: ValidationError, origin: Callable[[str], str]) -> list[str]
         reason = _unknown(key, item["input"]) if is_unknown else item["msg"]
         if item["type"] == "bool_type":
             reason += ", true or false"
+        if item.get("ctx", {}).get("pattern") == OUTSIDE_PATTERN:
+            reason = "module:attribute"
         reasons.setdefault(key, {})[value, reason] = None
     return [f"{origin(key)}: {key}: {_join(pairs)}" for key, pairs in reasons.items()]
 

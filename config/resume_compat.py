@@ -27,12 +27,12 @@ FROZEN = _keys("""
 # Documents and tokenizer may move, because the data's state has fingerprints of their contents.
 # model.args may be spelled in another way: ``changed_arguments`` compares what results.
 RECORDED = _keys("""
-    data: path sources tokenizer bos eos on_bad_record
+    data: path args sources tokenizer bos eos on_bad_record
     model: args
     training: steps seq_len local_batch_size batch_size_ramp max_norm
     training: mixed_precision_param mixed_precision_reduce
-    optimizer: lr beta1 beta2 eps weight_decay muon_momentum
-    lr_scheduler: warmup_steps decay_ratio decay_type min_lr_factor total_steps
+    optimizer: args lr beta1 beta2 eps weight_decay muon_momentum
+    lr_scheduler: warmup_steps decay_ratio decay_type args min_lr_factor total_steps
     parallelism: data_parallel data_parallel_replicate_degree data_parallel_shard_degree
     parallelism: tensor_parallel_degree tensor_parallel_async context_parallel_degree
     parallelism: context_parallel_method pipeline_parallel_degree pipeline_parallel_schedule
@@ -46,7 +46,7 @@ RECORDED = _keys("""
     float8: recipe skip skip_small emulate
     numerics: on_nonfinite max_skipped on_spike spike_window spike_sigmas max_rollbacks
     experts: balance_loss balance_bias_rate
-    validation: steps
+    validation: sources steps
     debug: deterministic
 """)
 FREE = _keys("""

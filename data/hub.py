@@ -1,7 +1,7 @@
 """Datasets of the Hugging Face Hub, and the cache of converted files, through ``datasets``."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from config.job_config import DataSource
+from config.job_config import DataSource, DocumentSource, ValidationSource
 from data.columns import check_column, check_no_null
 from data.files import record_hashes
 from data.formats import Format
@@ -45,7 +45,7 @@ class HubTable:
     groups = None
     paths: Sequence[Path] = ()
 
-    def __init__(self, config: DataSource, *, skips_bad: bool = False) -> None:
+    def __init__(self, config: DocumentSource, *, skips_bad: bool = False) -> None:
         name, subset, text_key = _hub_name(config)
         with _loading(f"{name} (train)"):
             table = datasets.load_dataset(name, subset or None, split="train").data
@@ -147,20 +147,42 @@ def hub_streams(
     These are the split "validation", or ``percent`` of "train" where there is none.
     """
     name, subset, text_key = _hub_name(config)
-    with _loading(name):
-        splits = datasets.get_dataset_split_names(name, subset or None)
-    if "train" not in splits:
-        raise ValueError(f"data.path: {name} has no split train, only {', '.join(splits)}")
+    splits = _splits(config, "train")
     build = partial(HubStream, name, subset, text_key=text_key, skips_bad=skips_bad)
     if with_held_out and "validation" not in splits and percent == 0:
         text = f"must be greater than 0, because {name} has no split validation"
         raise ValueError(f"data.validation_percent: {text}")
     if "validation" in splits or percent == 0:
         train = build("train", repeat=config.repeat)
-        return train, build("validation") if with_held_out else None
+        return train, build("validation", repeat=False) if with_held_out else None
     train = build("train", part=Part(percent, is_held_out=False), repeat=config.repeat)
-    held_out = build("train", part=Part(percent, is_held_out=True)) if with_held_out else None
-    return train, held_out
+    if not with_held_out:
+        return train, None
+    return train, build("train", part=Part(percent, is_held_out=True), repeat=False)
+
+
+def validation_stream(
+    config: ValidationSource, trained: Iterable[DataSource], *, skips_bad: bool
+) -> HubStream:
+    """Open one split of a hub dataset, once; it must not be what a source of ``trained`` reads."""
+    name, subset, text_key = _hub_name(config)
+    is_trained = any(
+        source.is_on_hub and _hub_name(source)[:2] == (name, subset) for source in trained
+    )
+    if config.split == "train" and is_trained:
+        raise ValueError(f"data.split: train of {name} is also trained on")
+    _splits(config, config.split)
+    return HubStream(name, subset, config.split, text_key, repeat=False, skips_bad=skips_bad)
+
+
+def _splits(config: DocumentSource, wanted: str) -> list[str]:
+    """Names of a dataset's splits. Raises ``ValueError`` if ``wanted`` is not one of them."""
+    name, subset, _ = _hub_name(config)
+    with _loading(name):
+        splits: list[str] = datasets.get_dataset_split_names(name, subset or None)
+    if wanted not in splits:
+        raise ValueError(f"data.path: {name} has no split {wanted}, only {', '.join(splits)}")
+    return splits
 
 
 def convert_records(
@@ -197,7 +219,7 @@ def _texts(
         yield {text_key: record.text}
 
 
-def _hub_name(config: DataSource) -> tuple[str, str, str]:
+def _hub_name(config: DocumentSource) -> tuple[str, str, str]:
     """(dataset, configuration, text column) of ``config``."""
     return C4 if config.type == "c4" else (config.path, config.subset, config.text_key)
 

@@ -143,6 +143,11 @@ def _stat(path: Path) -> os.stat_result:
         raise ValueError(f"data.path: {path} {what}") from None
 
 
+def file_id(path: Path) -> FileId:
+    """Identity of the file at ``path``, however many names lead to it."""
+    return _identity(path, _stat(path))
+
+
 def _identity(path: Path, status: os.stat_result) -> FileId:
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
 

@@ -14,10 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
-from config.job_config import Data, DataSource
+from config.job_config import Data, DataSource, DocumentSource
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced
 from data.formats import Format, format_of
-from data.matching import FileId, matching_files
+from data.matching import FileId, file_id, matching_files
+from data.outside import OutsideDocuments
 from data.text_files import TextFiles, builtin_files
 from data.token_files import TokenFiles, open_token_files
 from data.tokenizer import Tokenizer
@@ -28,6 +29,8 @@ SHUFFLED_DOCUMENTS = 8192
 
 Document = str | np.ndarray | None
 """Text, or its token ids (s,) with bos and eos; None if it cannot be read."""
+# Labels of sources by the files that are theirs.
+Owners = dict[FileId, str]
 
 
 class Source(Protocol):
@@ -163,22 +166,28 @@ class ShuffledDocuments:
 
 
 def build_sources(
-    config: Data, seed: int, *, with_held_out: bool = True, tokenizer: Tokenizer | None = None
+    config: Data,
+    seed: int,
+    *,
+    with_held_out: bool = True,
+    tokenizer: Tokenizer | None = None,
+    reserved: Owners | None = None,
+    excluded: Owners | None = None,
 ) -> tuple[list[Source], dict[str, Source]]:
     """Build the training sources, and the held-out ones by the source's label.
 
     Sources of token ids must match ``tokenizer``, if it is given. A hash of each file's relative
     path (and table row) decides whether it is held out, so the split is the same on every machine.
+    ``reserved``: files that must not be trained on. ``excluded``: those of them that are omitted.
     Raises ``ValueError`` for missing or bad data, ``OSError`` if reading fails.
     """
     train, held_out = [], {}
     # By text column, because one file may have several.
-    owners: dict[str, dict[FileId, str]] = defaultdict(dict)
+    owners: dict[str, Owners] = defaultdict(lambda: dict(excluded or {}))
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
     for source in config.mixture:
         with with_source_name(source, config):
-            if source.type == "tokens" and tokenizer is not None:
-                check_tokenizer(open_token_files(source.path), tokenizer, config.tokenizer)
+            check_tokens(source, tokenizer, config.tokenizer)
             train_source, held_out_source = _build_source(
                 source,
                 percent,
@@ -186,11 +195,18 @@ def build_sources(
                 owners[source.text_key],
                 with_held_out=with_held_out,
                 skips_bad=skips_bad,
+                reserved=reserved or {},
             )
         train.append(train_source)
         if held_out_source is not None:
             held_out[source.label] = held_out_source
     return train, held_out
+
+
+def check_tokens(source: DocumentSource, tokenizer: Tokenizer | None, name: str) -> None:
+    """Raise ``ValueError`` if ``source`` has token ids of another tokenizer than ``tokenizer``."""
+    if source.type == "tokens" and tokenizer is not None:
+        check_tokenizer(open_token_files(source.path), tokenizer, name)
 
 
 def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer, name: str) -> None:
@@ -220,17 +236,22 @@ def _build_source(
     config: DataSource,
     percent: float,
     seed: int,
-    owners: dict[FileId, str],
+    owners: Owners,
     *,
     with_held_out: bool,
     skips_bad: bool,
+    reserved: Owners,
 ) -> tuple[Source, Source | None]:
-    if config.type in ("c4", "huggingface"):
+    if config.is_on_hub:
         # Imported here, because datasets takes a second to import.
         from data.hub import hub_streams
 
         return hub_streams(config, with_held_out, percent, skips_bad=skips_bad)
     documents, fingerprint = open_documents(config, owners, skips_bad=skips_bad)
+    for path in documents.paths if reserved else ():
+        if owner := reserved.get(file_id(path)):
+            text = f"{path} is also a file of {owner}; see its key exclude_from_training"
+            raise ValueError(f"data.path: {text}")
     hashes = documents.split_hashes
     is_held_out = hashes < np.uint64(percent / 100 * 2**64)
     if percent > 0 and len(hashes) > 1 and not is_held_out.any():
@@ -247,11 +268,11 @@ def _build_source(
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if percent == 0 or not with_held_out:
         return train, None
-    return train, build(np.flatnonzero(is_held_out), name="validation")
+    return train, build(np.flatnonzero(is_held_out), name="validation", repeat=False)
 
 
 def open_documents(
-    config: DataSource, owners: dict[FileId, str] | None = None, *, skips_bad: bool = False
+    config: DocumentSource, owners: Owners | None = None, *, skips_bad: bool = False
 ) -> tuple[Documents, str]:
     """Open a source's documents by index; return them and their fingerprint.
 
@@ -261,7 +282,10 @@ def open_documents(
     if config.type == "tokens":
         tokenized = open_token_files(config.path)
         return SkipBadRecords(tokenized) if skips_bad else tokenized, tokenized.fingerprint
-    if config.type in ("c4", "huggingface"):
+    if config.is_outside:
+        outside = OutsideDocuments(config, skips_bad=skips_bad)
+        return outside, outside.fingerprint
+    if config.is_on_hub:
         from data.hub import HubTable
 
         table = HubTable(config, skips_bad=skips_bad)

@@ -243,7 +243,8 @@ def _blocks(
     n_tokens = n_bad = 0
     for n_read, index in enumerate(indices, start=1):
         text = documents[index]
-        assert text is None or isinstance(text, str), "source of token ids"
+        if not isinstance(text, str | None):
+            raise ValueError("data.source: its documents are token ids, which need no preparing")
         ids = None
         if text:
             try:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,14 +94,19 @@ class MetricsLogger:
         self._reset()
 
     def log_validation(
-        self, step: int, losses: Mapping[str, float], *, bits_per_nat: float | None = None
+        self,
+        step: int,
+        losses: Mapping[str, float],
+        *,
+        bits_per_nat: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Log nats per token by source label; "" is all sources, also in bits per byte."""
+        """Log nats per token by source label, and bits per byte if known; "" is all sources."""
         sources = "".join(f"  {label} {loss:.4f}" for label, loss in losses.items() if label)
         logger.info("step %5d  validation loss %.4f%s", step, losses[""], sources)
         values = {f"validation_loss/{label}": loss for label, loss in losses.items() if label}
-        if bits_per_nat is not None:
-            values["validation_bits_per_byte"] = losses[""] * bits_per_nat
+        for label, factor in bits_per_nat.items():
+            suffix = f"/{label}" if label else ""
+            values[f"validation_bits_per_byte{suffix}"] = losses[label] * factor
         self.write({"step": step, "validation_loss": losses[""]} | values)
 
     def write(self, record: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 import difflib
 import json
 import os
-import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from models import llama3, qwen3, qwen3_moe_sharding, qwen3_next_sharding
 from models.arguments import replace_args
 from models.model_spec import ModelSpec
 from models.transformer import TransformerArgs
+from runtime.outside import import_attribute
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -71,11 +71,7 @@ def _read_args(spec: ModelSpec, path: Path) -> TransformerArgs:
 
 
 def _import_spec(name: str) -> ModelSpec:
-    try:
-        spec = pkgutil.resolve_name(name)
-    except Exception as error:
-        text = f"model.name: {name!r} cannot be imported: {type(error).__name__}: {error}"
-        raise ValueError(text) from error
+    spec = import_attribute("model.name", name)
     if not isinstance(spec, ModelSpec):
         raise ValueError(f"model.name: {name!r} is not a ModelSpec")
     return spec

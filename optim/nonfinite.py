@@ -1,6 +1,7 @@
 """Skip optimizer updates whose loss or gradients are not finite, without a host-device sync."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,11 @@ from runtime.log import logger
 
 
 class NonfiniteGuard:
-    """Skips updates of a fused optimizer: weights, moments and step counts stay unchanged.
+    """Skips updates of an optimizer: weights, moments and step counts stay unchanged.
 
     All ranks skip the same updates. After too many consecutive nonfinite steps it skips all further
-    ones, and ``should_stop`` returns True. Only that and ``state_dict`` wait for the device.
+    ones, and ``should_stop`` returns True. Only that and ``state_dict`` wait for the device, and
+    ``step`` unless the optimizer is PyTorch's fused AdamW or derived from it.
     """
 
     def __init__(
@@ -30,10 +32,15 @@ class NonfiniteGuard:
     ) -> None:
         """``parameters``: those of ``optimizer``, by FQN. ``fqns``: FQNs of the whole model.
 
-        ``weight_mesh`` has every rank. Sets ``optimizer.found_inf``, which makes a fused optimizer
-        skip its update (as in ``torch.amp.GradScaler``).
+        ``weight_mesh`` has every rank. Sets ``found_inf`` of a fused AdamW, which then skips its
+        update (as in ``torch.amp.GradScaler``).
         """
-        assert all(group["fused"] for group in optimizer.param_groups), "found_inf has no effect"
+        is_adamw = isinstance(optimizer, torch.optim.AdamW)
+        obeys = is_adamw and all(group["fused"] for group in optimizer.param_groups)
+        self.step: Callable[[], object] = (
+            optimizer.step if obeys else partial(self._step_on_host, optimizer)
+        )
+        """Update the weights, unless the update is skipped."""
         self._limit = 1 if config.on_nonfinite == "stop" else config.max_skipped
         # The first nonfinite value is logged, so causes come first: a loss before its gradients.
         gradients = [f"the gradient of {fqn}" for fqn in fqns]
@@ -48,7 +55,8 @@ class NonfiniteGuard:
         self._counts = {name: torch.zeros_like(self._no_index) for name in names}
         self.found_inf = torch.zeros((), device=device)
         """0-d, not 0 if the last update was skipped."""
-        optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
+        if obeys:
+            optimizer.found_inf = self.found_inf  # type: ignore[attr-defined]
         sizes = enumerate(weight_mesh.shape)
         self._groups = [weight_mesh.get_group(dim) for dim, size in sizes if size > 1]
         self.skipped = 0
@@ -81,6 +89,10 @@ class NonfiniteGuard:
         is_skipped = is_bad | (counts["longest"] >= self._limit)
         counts["skipped"].add_(is_skipped)
         self.found_inf.copy_(is_skipped)
+
+    def _step_on_host(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.found_inf.item():
+            optimizer.step()
 
     def should_stop(self) -> bool:
         """True if the run must stop without saving. Waits for the device.

@@ -1,4 +1,4 @@
-"""Build the optimizer: parameter groups for AdamW and Muon, with and without weight decay."""
+"""Build the optimizer: parameter groups with and without weight decay."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from config.job_config import Optimizer
 from optim.chunked_adamw import ChunkedAdamW
 from optim.muon import Muon
+from optim.outside import build_outside
 
 
 def build_optimizer(
@@ -19,13 +20,13 @@ def build_optimizer(
     matrices: Sequence[nn.Parameter] = (),
     weight_mesh: DeviceMesh | None = None,
     is_elastic: bool = False,
-) -> torch.optim.AdamW:
-    """Build AdamW (arXiv 1711.05101) or Muon, with weight decay on matrices only.
+) -> torch.optim.Optimizer:
+    """Build AdamW (arXiv 1711.05101), Muon or one outside, with weight decay on matrices only.
 
     Norms, biases, embeddings and an output tied to the embedding do not decay. ``matrices``: the
     ``hidden_matrices``, which Muon updates. ``weight_mesh`` has every rank; None: one rank.
     ``is_elastic``: updates are bitwise identical however parameters are sharded. Raises
-    ``ValueError`` if Muon has no matrices. Collective for Muon.
+    ``ValueError`` if Muon has no matrices, or one outside breaks its contract. Collective for Muon.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     muon_ids = {id(p) for p in matrices} if config.name == "muon" else set()
@@ -39,6 +40,10 @@ def build_optimizer(
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
+    if ":" in config.name:
+        has_stages = weight_mesh is not None and weight_mesh["pp"].size() > 1
+        groups = [group for group in groups if group["params"]]
+        return build_outside(config, groups, has_stages=has_stages)
     betas = (config.beta1, config.beta2)
     options: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": True}
     moment_dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else None

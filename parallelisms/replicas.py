@@ -75,6 +75,7 @@ def _named_tensors(
         (f"{fqn}.{key}", value)
         for fqn, parameter in model.named_parameters()
         for key, value in (optimizer.state.get(parameter, {}) if optimizer else {}).items()
+        if isinstance(value, torch.Tensor)
     ]
     tensors = [*model.named_parameters(), *model.named_buffers(), *state]
     return dict(tensors)

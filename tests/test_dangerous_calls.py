@@ -27,7 +27,13 @@ NEEDED_ARGUMENTS = {
 IMPORTING = {
     "models.find_model": {"launcher/launch.py", "run_spec.py"},
     "models.find_spec": {"saved_model.py"},
-    "pkgutil.resolve_name": {"models/__init__.py", "runtime/compat.py"},
+    "pkgutil.resolve_name": {"runtime/compat.py", "runtime/outside.py"},
+    "runtime.outside.import_attribute": {
+        "data/outside.py",
+        "models/__init__.py",
+        "optim/outside.py",
+        "optim/schedule.py",
+    },
     "runpy.run_path": set[str](),
     "runpy.run_module": set[str](),
 }

@@ -59,6 +59,7 @@ def test_mixture_gives_the_same_run_on_every_mesh(tmp_path: Path, packing: str) 
     *_, last, validation = records(expected)
     assert set(validation) == {
         "step", "time", "restarts", "validation_bits_per_byte",
+        "validation_bits_per_byte/sun", "validation_bits_per_byte/moon",
         "validation_loss", "validation_loss/sun", "validation_loss/moon",
     }  # fmt: skip
     sun, moon = (validation[f"validation_loss/{name}"] for name in ("sun", "moon"))
@@ -76,6 +77,37 @@ def test_mixture_gives_the_same_run_on_every_mesh(tmp_path: Path, packing: str) 
             assert curve(folder)[step] == pytest.approx(values, rel=1e-9), step
         runs = [str(path / "debug_model") for path in (folder, expected)]
         assert check_ledger.main([runs[0], "--against", runs[1]]) == 0
+
+
+def test_validation_sources_give_the_same_loss_on_every_mesh(tmp_path: Path) -> None:
+    texts = {"short": [f"{i} " * 9 for i in range(11)], "long": ["a text of some length. " * 20]}
+    for name, documents in texts.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    sources = ", ".join(f'{{name = "{n}", path = "{tmp_path}/{n}.jsonl"}}' for n in texts)
+    keys = mixture(tmp_path) | {
+        "training.steps": "1",
+        "validation.sources": f"[{sources}]",
+        "validation.steps": "all",
+    }
+    # Each byte and marker is a label, but the first of each of the 4 rows that has a document.
+    sizes = {name: sum(len(t) + 2 for t in ts) - min(4, len(ts)) for name, ts in texts.items()}
+    found = []
+    for number, layout in enumerate([Layout(2), *MESHES]):
+        folder = tmp_path / f"mesh-{number}"
+        run(folder, layout.world_size, **keys, **keys_of(layout, "concat"))
+        assert f"target tokens = short {sizes['short']}, long {sizes['long']}\n" in log(folder)
+        *_, last = records(folder)
+        found.append({key: last[key] for key in last if key.startswith("validation")})
+    assert len(found[0]) == 6
+    mean = sum(found[0][f"validation_loss/{name}"] * size for name, size in sizes.items())
+    assert found[0]["validation_loss"] == pytest.approx(mean / sum(sizes.values()), rel=1e-12)
+    assert all(other == pytest.approx(found[0], rel=1e-9) for other in found)
+    # The name stands for these documents.
+    (tmp_path / "long.jsonl").write_text('{"text": "another"}\n')
+    with started(folder, 2, **keys, **keys_of(Layout(2), "concat")) as processes:
+        assert codes(processes) == {exit_codes.BAD_CONFIG}
+    assert "validation.sources, long: its documents changed since the checkpoint" in log(folder)
 
 
 def test_mixture_resumes_on_other_ranks(tmp_path: Path) -> None:

@@ -117,11 +117,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "web").mkdir()
     with gzip.open(folder / "web" / "pages.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"text": path.read_text()}) + "\n" for path in texts[:20])
-    data, model = (ROOT / "docs" / page for page in ("data.md", "add_a_model.md"))
-    mixture = re.search(r"in `mixture\.toml`,\n\n```toml\n(.*?)```", data.read_text(), re.DOTALL)
+    data, model, extend = (
+        (ROOT / "docs" / page).read_text() for page in ("data.md", "add_a_model.md", "extend.md")
+    )
+    mixture = re.search(r"in `mixture\.toml`,\n\n```toml\n(.*?)```", data, re.DOTALL)
     assert mixture is not None
     (folder / "mixture.toml").write_text(mixture[1])
-    for name, text in re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", model.read_text(), re.M | re.S):
+    for name, text in re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", model + extend, re.M | re.S):
         path = folder / ("" if name.endswith(".toml") else "folder_of_my_models") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -241,7 +241,7 @@ def test_stream_without_repeat_is_read_once(tmp_path: Path) -> None:
     assert list(train.documents(3, 4, 0)) == []
     assert list(train.documents(0, 1, 2)) == texts[2:]
     assert held_out is not None
-    assert [*islice(held_out.documents(0, 1, 0), 2)] == ["held out"] * 2
+    assert [*held_out.documents(0, 1, 0)] == ["held out"]
     assert train.fingerprint != hub_streams(repeating, False, 0.0, skips_bad=False)[0].fingerprint
 
 

@@ -45,6 +45,10 @@ RAMP = (
     " '[{{steps = 1, global_batch_size = {}}}]'"
 )
 FILE = "run.toml"
+OWN = """
+[[validation.sources]]
+name = "own"
+"""
 SOURCES = """
 [[data.sources]]
 type = "files"
@@ -52,6 +56,24 @@ path = "*.txt"
 """
 
 BAD = [
+    # Validation sources
+    Bad("validation.sources", "--validation.enable false", toml=f"{OWN}path = 'a.txt'",
+        says="without validation.enable"),
+    Bad("validation.sources[0].name", toml="[[validation.sources]]\npath = 'a'", says="required"),
+    Bad("validation.sources[0].weight", toml=f"{OWN}weight = 1.0", says="unknown key"),
+    Bad("validation.sources", toml=OWN, says="path must be set"),
+    Bad("validation.sources", toml=f"{OWN}path = 'a'\n{OWN}path = 'b'", says="each its own (own)"),
+    Bad("validation.sources", toml=f"{OWN}path = 'a'\n{OWN.replace('own', 'two')}path = 'a'",
+        says="same documents (two)"),
+    Bad("validation.sources", toml=f"{OWN}type = 'c4'\npath = 'a'", says="path has no effect"),
+    Bad("validation.sources", toml=f"{OWN}path = 'a'\nsubset = 'en'", says="subset"),
+    Bad("validation.sources", toml=f"{OWN}type = 'text'\npath = 'a'\ntext_key = 'x'",
+        says="text_key"),
+    Bad("validation.sources", toml=f"{OWN}path = 'a'\nargs = {{x = 1}}", says="args"),
+    Bad("validation.sources", toml=f"{OWN}path = 'a'\nsplit = 'test'", says="split"),
+    Bad("validation.sources", toml=f"{OWN}type = 'c4'\nexclude_from_training = true",
+        says="exclude_from_training"),
+    Bad("validation.steps", "--validation.steps every", says="'all'"),
     # Wrong types
     Bad("training.steps", "--training.steps ten", says="integer"),
     Bad("training.steps", "--training.steps 10.5", says="10.5"),
@@ -147,7 +169,18 @@ BAD = [
     Bad("parallelism.fsdp_backward_prefetch", f"{DDP} --parallelism.fsdp_backward_prefetch 1"),
     Bad("parallelism.fsdp_cpu_offload", f"{SIMPLE} --parallelism.fsdp_cpu_offload true"),
     Bad("parallelism.data_parallel", "--parallelism.data_parallel fsdp", says="'fsdp2'"),
-    Bad("optimizer.name", "--optimizer.name lion", says="'muon'"),
+    Bad("optimizer.name", "--optimizer.name lion", says="'muon' or module:attribute, got 'lion'"),
+    Bad("optimizer.name", f"--optimizer.name my_optim:Lion {ELASTIC}", says="elastic"),
+    Bad("optimizer.args", "--optimizer.args.beta 0.5", says="module:attribute"),
+    Bad("optimizer.beta1", "--optimizer.name my_optim:Lion --optimizer.beta1 0.5", says="effect"),
+    Bad("optimizer.beta2", "--optimizer.name my_optim:Lion --optimizer.beta2 0.5", says="effect"),
+    Bad("optimizer.eps", "--optimizer.name my_optim:Lion --optimizer.eps 0.5", says="effect"),
+    Bad("optimizer.state_dtype",
+        "--optimizer.name my_optim:Lion --optimizer.state_dtype bfloat16", says="effect"),
+    Bad("lr_scheduler.decay_type", "--lr_scheduler.decay_type exp", says="or module:attribute"),
+    Bad("lr_scheduler.args", "--lr_scheduler.args.floor .5", says="module:attribute"),
+    Bad("data.args", "--data.args.count 5", says="module:attribute"),
+    Bad("data.source", "--data.source my_data.Source", says="or module:attribute"),
     Bad("optimizer.name", f"--optimizer.name muon {ELASTIC}", says="elastic"),
     Bad("parallelism.fsdp_cpu_offload",
         "--optimizer.name muon --parallelism.fsdp_cpu_offload true", says="host"),

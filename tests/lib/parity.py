@@ -68,19 +68,20 @@ class Reference:
 
 def reference_of(cell: Cell) -> Reference:
     """Train the plain model with PyTorch's own gradient clipping, in float64. Cached."""
-    return _reference(cell.model, cell.args, cell.documents, cell.job_config.optimizer)
+    # As text, because a section with a table cannot be hashed.
+    optimizer = cell.job_config.optimizer.model_dump_json()
+    return _reference(cell.model, cell.args, cell.documents, optimizer)
 
 
 @cache
-def _reference(
-    model: str, args: TransformerArgs, documents: bool, optimizer: Optimizer
-) -> Reference:
+def _reference(model: str, args: TransformerArgs, documents: bool, optimizer: str) -> Reference:
     batch = global_batch(args.vocab_size, documents)
     spec, _ = find_model(model, "debugmodel")
     module = build_on_meta(spec, args, torch.float64)
     materialize(module, CPU, seed=SEED)
     matrices = hidden_matrices(spec.blocks(module), spec.moes(module))
-    update = build_optimizer(module, optimizer, matrices=matrices)
+    config = Optimizer.model_validate_json(optimizer)
+    update = build_optimizer(module, config, matrices=matrices)
     runner = SPMDRunner(module, parallelism=Parallelism(), device=CPU)
     found = Reference([runner.logits(batch).numpy()], [], [], [], {})
     for _ in range(STEPS):

@@ -97,13 +97,16 @@ def test_mfu_is_none_for_unknown_peak(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_validation_logged_by_source_and_in_bits_per_byte(tmp_path: Path) -> None:
-    build(tmp_path).log_validation(10, {"": 2.0, "sun": 1.5, "moon": 2.5}, bits_per_nat=0.25)
+    build(tmp_path).log_validation(
+        10, {"": 2.0, "sun": 1.5, "moon": 2.5}, bits_per_nat={"": 0.25, "sun": 0.5}
+    )
     (record,) = records(tmp_path)
     assert {key: value for key, value in record.items() if key.startswith("validation")} == {
         "validation_loss": 2.0,
         "validation_loss/sun": 1.5,
         "validation_loss/moon": 2.5,
         "validation_bits_per_byte": 2.0 * 0.25,
+        "validation_bits_per_byte/sun": 1.5 * 0.5,
     }
 
 

@@ -906,8 +906,8 @@ ROOT_FILES = [
         # Each run and its reference would be late by the same step.
         "learning-rate-of-the-step-before",
         "train_step.py",
-        before="lr_factor(step, config.lr_scheduler, run.total_steps)",
-        after="lr_factor(step - 1, config.lr_scheduler, run.total_steps)",
+        before="run.lr_factor(step)",
+        after="run.lr_factor(step - 1)",
         tests=("tests/test_train.py::test_log_line_says_what_users_look_for",),
     ),
     Mutation(
@@ -922,10 +922,10 @@ ROOT_FILES = [
         "train_step.py",
         before="""\
         self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
-        self.optimizer.step()
+        self.nonfinite.step()
 """,
         after="""\
-        self.optimizer.step()
+        self.nonfinite.step()
         self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
 """,
         tests=(PLANTED,),

@@ -79,6 +79,19 @@ def test_model_of_a_checkpoint_is_not_imported(
     record_result(f"{len(tools)} of {len(tools)} tools: 0 imports, 1 if --model names it")
 
 
+def test_other_code_of_a_checkpoint_is_not_imported(
+    tmp_path: Path, planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables: dict[str, Any] = {"model": {"name": "llama3"}, "optimizer": {"name": OUTSIDE}}
+    tables |= {"lr_scheduler": {"decay_type": OUTSIDE}, "validation": {"sources": [OUTSIDE]}}
+    tables["data"] = {"tokenizer": "bytes", "source": OUTSIDE, "sources": [{"type": OUTSIDE}]}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", config=tables)
+    exported = [str(checkpoint), str(tmp_path / "exported")]
+    assert generate.main([str(checkpoint), "--tokens", "2"]) == exit_codes.DONE
+    assert convert.main(["export", *exported]) == exit_codes.DONE, capsys.readouterr().err
+    assert not planted.exists()
+
+
 @pytest.mark.parametrize("name", ["models:MODEL_SPECS", "venv.__main__:x", "os:", ":", "a:b:c"])
 def test_no_name_with_a_colon_is_imported(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
