@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel
 
 from config.job_config import DataSource, DocumentSource, Float8, JobConfig, ValidationSource
+from config.paths import is_url
 
 T = TypeVar("T")
 # The largest decay at which a bfloat16 moment still shrinks when its gradient is 0. Neighbouring
@@ -214,6 +215,8 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     Constraint("data.sources", "two sources read the same documents: add their weights",
             lambda config: len(_shared_documents(config.data.mixture)) > 0,
             lambda config: ", ".join(_shared_documents(config.data.mixture))),
+    Constraint("job.output_dir", "must be a folder of the file system, not a URL",
+            lambda config: is_url(config.job.output_dir)),
     Constraint("data.path", "must be set for the sources files, text, tokens and huggingface",
             _any_source(_lacks_path)),
     Constraint("data.path", "has no effect for the sources builtin and c4",

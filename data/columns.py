@@ -1,11 +1,11 @@
 """Checks of the column of a table that holds the text."""
 
-from pathlib import Path
-
 import pyarrow as pa
 
+from data.storage import DataPath
 
-def check_column(schema: pa.Schema, text_key: str, path: Path | str) -> None:
+
+def check_column(schema: pa.Schema, text_key: str, path: DataPath | str) -> None:
     """Raise ``ValueError`` if there is not one column ``text_key``, or it is not text."""
     if schema.names.count(text_key) != 1:
         problem = "several columns" if text_key in schema.names else "no column"
@@ -25,7 +25,7 @@ def _is_text(dtype: pa.DataType) -> bool:
 
 
 def check_no_null(
-    column: pa.ChunkedArray, text_key: str, path: Path | str, first_row: int = 0
+    column: pa.ChunkedArray, text_key: str, path: DataPath | str, first_row: int = 0
 ) -> None:
     """Raise ``ValueError`` that names the first row that is null, if one is."""
     row = column.is_null().index(True).as_py()

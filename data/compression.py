@@ -7,8 +7,9 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO, cast
+
+from data.storage import DataPath
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 # A frame that zstd tools may put first: 0x184D2A50 to 0x184D2A5F.
@@ -25,7 +26,7 @@ def compression_of(head: bytes) -> str:
 
 
 @contextmanager
-def open_decompressed(path: Path) -> Iterator[BinaryIO]:
+def open_decompressed(path: DataPath) -> Iterator[BinaryIO]:
     """Open a file for reading, decompressed as its first bytes say; memory is bounded.
 
     Raises ``ValueError`` if it is truncated or corrupt, or its package is not installed.

@@ -4,17 +4,20 @@ import hashlib
 import os
 import re
 from bisect import bisect_right
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
+from data.storage import DataPath
+
 # Number of evenly spaced documents whose contents a fingerprint hashes.
 FINGERPRINT_SAMPLES = 64
+WILDCARD = re.compile(r"[*?[]")
 
 
-def relative_names(pattern: str, paths: list[Path]) -> list[tuple[Path, str]]:
+def relative_names(pattern: str, paths: Sequence[DataPath]) -> list[tuple[DataPath, str]]:
     """(path, name) of each path that a glob found; names are relative to the glob's fixed part."""
-    root = os.path.dirname(re.split(r"[*?[]", pattern)[0])
+    root = os.path.dirname(WILDCARD.split(pattern)[0])
     return [(path, path.relative_to(root).as_posix()) for path in paths]
 
 

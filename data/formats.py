@@ -1,10 +1,10 @@
 """Formats of data files, by their content; those that must not be trained on as text."""
 
 import re
-from pathlib import Path
 from typing import Literal
 
 from data.compression import compression_of, open_decompressed
+from data.storage import DataPath
 
 Format = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
 
@@ -47,7 +47,7 @@ _COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 _JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[\s*)?\{\s*(?:"|\})')
 
 
-def format_of(path: Path, *, as_text: bool = False) -> Format | None:
+def format_of(path: DataPath, *, as_text: bool = False) -> Format | None:
     """Return the format of a file, also a compressed one; None if it is empty.
 
     Its content decides. The suffix, in any case, decides only for CSV, and for JSON that is
@@ -76,7 +76,7 @@ def format_of(path: Path, *, as_text: bool = False) -> Format | None:
     return found
 
 
-def _recognize(path: Path, head: bytes) -> Format:
+def _recognize(path: DataPath, head: bytes) -> Format:
     for magic, table in _TABLES.items():
         if head.startswith(magic):
             return table

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -17,6 +16,7 @@ from data.columns import check_column, check_no_null
 from data.files import record_hashes
 from data.formats import Format
 from data.records import read_records
+from data.storage import DataPath, StorageError, version_keys, versioned_path
 
 C4 = ("allenai/c4", "en", "text")
 
@@ -43,7 +43,7 @@ class HubTable:
     """Split "train" of a hub dataset, downloaded completely and memory-mapped."""
 
     groups = None
-    paths: Sequence[Path] = ()
+    paths: Sequence[DataPath] = ()
 
     def __init__(self, config: DocumentSource, *, skips_bad: bool = False) -> None:
         name, subset, text_key = _hub_name(config)
@@ -95,7 +95,7 @@ class HubStream:
         with _loading(f"{name} ({split})"):
             self._dataset = datasets.load_dataset(name, subset or None, split=split, streaming=True)
 
-    def changed_since(self, seconds: float) -> list[Path]:
+    def changed_since(self, seconds: float) -> list[DataPath]:
         return []
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[str | None]:
@@ -186,18 +186,16 @@ def _splits(config: DocumentSource, wanted: str) -> list[str]:
 
 
 def convert_records(
-    path: Path, file_format: Format, text_key: str, *, skips_bad: bool
+    path: DataPath, file_format: Format, text_key: str, *, skips_bad: bool
 ) -> pa.ChunkedArray:
     """Convert the texts of a JSON or CSV file to Arrow in the cache of ``datasets``; map them.
 
     An earlier conversion is used again. With ``skips_bad``, bad records are null. Raises
     ``ValueError`` for bad records and broken files, ``OSError`` if the cache cannot be written.
     """
-    status = path.stat()
     # datasets finds an earlier conversion by these.
-    keys: dict[str, Any] = {"path": str(path.resolve()), "file_format": file_format}
+    keys = version_keys(path) | {"file_format": file_format}
     keys |= {"text_key": text_key, "skips_bad": skips_bad}
-    keys |= {"size": status.st_size, "time": status.st_mtime_ns}
     if next(_texts(**keys), None) is None:
         # datasets fails without rows.
         return pa.chunked_array([], pa.large_string())
@@ -211,9 +209,9 @@ def convert_records(
 
 
 def _texts(
-    path: str, file_format: Format, text_key: str, skips_bad: bool, **cache_keys: int
+    path: str, file_format: Format, text_key: str, skips_bad: bool, size: int, time: int | str
 ) -> Iterator[dict[str, str | None]]:
-    for record in read_records(Path(path), file_format, text_key):
+    for record in read_records(versioned_path(path, size, time), file_format, text_key):
         if record.error and not skips_bad:
             raise ValueError(record.error)
         yield {text_key: record.text}
@@ -236,8 +234,13 @@ def _loading(what: str) -> Iterator[None]:
 
 
 def _raise_cache_error(error: Exception) -> None:
-    """Raise ``OSError`` that says how to move the cache, if the disk or its permissions failed."""
+    """Raise ``OSError`` that says how to move the cache, if the disk or its permissions failed.
+
+    Raises the ``StorageError`` of a remote file.
+    """
     cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(cause, StorageError):
+        raise cause
     if isinstance(cause, OSError) and cause.errno is not None:
         text = f"the cache {datasets.config.HF_DATASETS_CACHE} cannot be used"
         move = "the environment variable HF_HOME moves it"

@@ -4,29 +4,33 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Hashable, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 
-from data.files import relative_names
+from config.paths import is_url
+from data import remote_matching
+from data.files import WILDCARD, relative_names
+from data.remote_matching import match_urls, name_matches
+from data.storage import DataPath, Facts, RemoteFile
 from runtime.log import logger
 
-_WILDCARD = re.compile(r"[*?[]")
 _SOURCES = "give each path its own [[data.sources]]"
 _SEPARATORS = {",": "a comma", ";": "a semicolon", ":": "a colon", " ": "a space"}
 
-# Device and inode; the path where a file system has no inodes.
+# Device and inode; the path where a file system has no inodes; a URL.
 FileId = Hashable
 
 
-def matching_files(pattern: str, owners: dict[FileId, str], label: str) -> list[tuple[Path, str]]:
+def matching_files(
+    pattern: str, owners: dict[FileId, str], label: str
+) -> list[tuple[DataPath, str]]:
     """(path, name) of the files that the glob matches, sorted; ``**`` also recurses into links.
 
     Names are relative to the glob's fixed part. A file that several names lead to is returned once,
     by a name without links if it has one. ``owners`` has the files of other sources, which are
     omitted, and gets these as those of ``label``. Raises ``ValueError`` if none is left.
     """
-    matches: dict[FileId, list[tuple[Path, str]]] = {}
+    matches: dict[FileId, list[tuple[DataPath, str]]] = {}
     for path, name in relative_names(pattern, match_paths(pattern)):
         status = _stat(path)
         if stat.S_ISREG(status.st_mode):
@@ -45,7 +49,7 @@ def matching_files(pattern: str, owners: dict[FileId, str], label: str) -> list[
     taken = Counter(owners[identity] for identity in matches if identity in owners)
     for owner, count in taken.items():
         logger.warning("data: %s: skipped %d files that %s has", label, count, owner)
-    files = [min(found, key=_link_first) for i, found in matches.items() if i not in owners]
+    files = [_without_links(found) for i, found in matches.items() if i not in owners]
     if not files:
         raise ValueError(f"data.path: {', '.join(taken)} has all files that match {pattern!r}")
     for identity in matches:
@@ -53,12 +57,15 @@ def matching_files(pattern: str, owners: dict[FileId, str], label: str) -> list[
     return sorted(files)
 
 
-def match_paths(pattern: str) -> list[Path]:
+def match_paths(pattern: str, *, folder_file: str = "") -> Sequence[DataPath]:
     """Sorted paths that a glob matches. Unlike ``glob.glob``, ``**`` visits each folder once.
 
-    A path with the very name of the pattern is its only match. Raises ``ValueError`` for a folder
-    that cannot be read, which ``glob.glob`` would omit.
+    A path with the very name of the pattern is its only match. Of remote folders only those match
+    that have a file named ``folder_file``. Raises ``ValueError`` for a folder that cannot be read,
+    which ``glob.glob`` would omit.
     """
+    if is_url(pattern):
+        return match_urls(pattern, folder_file=folder_file)
     if os.path.isfile(pattern):
         return [Path(pattern)]
     parts = [part for part in pattern.split("/") if part]
@@ -77,8 +84,6 @@ def unmatched_hint(pattern: str) -> str:
     """
     if pattern != pattern.strip():
         return "it begins or ends with white space"
-    if url := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+)://", pattern):
-        return f"only local files are read: a path has no {url[0]}"
     if len(pattern) > 1 and pattern[0] == pattern[-1] and pattern[0] in "'\"":
         return "the quotation marks are part of it: remove them"
     if re.search(r"\{[^{}]*(,|\.\.)[^{}]*\}", pattern):
@@ -88,6 +93,8 @@ def unmatched_hint(pattern: str) -> str:
         # A separator inside of one path is not the reason: each part must look like a path.
         if len(parts) > 1 and all(re.search(r"[./*]", part) for part in parts if part.strip()):
             return f"{name} separates nothing: {_SOURCES}"
+    if is_url(pattern):
+        return remote_matching.unmatched_hint(pattern)
     if "\\" in pattern:
         return "folders are separated by /, not by a backslash"
     if pattern.endswith("/"):
@@ -103,10 +110,9 @@ def _expand(folder: str, parts: list[str]) -> Iterator[str]:
     if part == "**":
         for found in _folders(folder):
             yield from _expand(found, rest or ["*"])
-    elif _WILDCARD.search(part):
+    elif WILDCARD.search(part):
         for name in _names(folder):
-            is_hidden = name.startswith(".") and not part.startswith(".")
-            if fnmatchcase(name, part) and not is_hidden:
+            if name_matches(name, part):
                 yield from _expand(os.path.join(folder, name), rest)
     elif os.path.lexists(path := os.path.join(folder, part)):
         yield from _expand(path, rest)
@@ -135,7 +141,9 @@ def _names(folder: str) -> list[str]:
     return sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
 
 
-def _stat(path: Path) -> os.stat_result:
+def _stat(path: DataPath) -> os.stat_result | Facts:
+    if isinstance(path, RemoteFile):
+        return path.stat()
     try:
         return path.stat()
     except OSError as error:
@@ -143,17 +151,23 @@ def _stat(path: Path) -> os.stat_result:
         raise ValueError(f"data.path: {path} {what}") from None
 
 
-def file_id(path: Path) -> FileId:
+def file_id(path: DataPath) -> FileId:
     """Identity of the file at ``path``, however many names lead to it."""
     return _identity(path, _stat(path))
 
 
-def _identity(path: Path, status: os.stat_result) -> FileId:
-    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+def _identity(path: DataPath, status: os.stat_result | Facts) -> FileId:
+    return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(str(path))
 
 
-def _link_first(match: tuple[Path, str]) -> tuple[bool, tuple[Path, str]]:
+def _without_links(found: list[tuple[DataPath, str]]) -> tuple[DataPath, str]:
+    """The one of a file's names that has no link in it, or the first."""
+    return found[0] if len(found) == 1 else min(found, key=_link_first)
+
+
+def _link_first(match: tuple[DataPath, str]) -> tuple[bool, tuple[Path, str]]:
     """Sort key by which names without links come first; the glob's fixed part may be a link."""
     path, name = match
+    assert isinstance(path, Path), "a remote file has one name"
     root = os.path.realpath(path.parents[name.count("/")])
-    return os.path.realpath(path) != os.path.join(root, name), match
+    return os.path.realpath(path) != os.path.join(root, name), (path, name)

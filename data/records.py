@@ -7,12 +7,12 @@ import json
 import re
 import reprlib
 from collections.abc import Iterator
-from pathlib import Path
 from textwrap import shorten
 from typing import Any, BinaryIO, NamedTuple
 
 from data.compression import open_decompressed
 from data.formats import Format
+from data.storage import DataPath
 
 # Longest record in bytes, because a file without line breaks would fill the memory.
 MAX_RECORD_BYTES = 1 << 27
@@ -29,7 +29,7 @@ class Record(NamedTuple):
     error: str = ""
 
 
-def read_records(path: Path, file_format: Format, text_key: str) -> Iterator[Record]:
+def read_records(path: DataPath, file_format: Format, text_key: str) -> Iterator[Record]:
     """Yield the records of a json, csv or tsv file in its order; ``text_key``: column of the text.
 
     JSON has a record per line, or is one array, or records over several lines. Raises
@@ -42,7 +42,7 @@ def read_records(path: Path, file_format: Format, text_key: str) -> Iterator[Rec
             yield from _read_csv(path, file, text_key, "\t" if file_format == "tsv" else ",")
 
 
-def _read_json(path: Path, file: BinaryIO, text_key: str) -> Iterator[Record]:
+def _read_json(path: DataPath, file: BinaryIO, text_key: str) -> Iterator[Record]:
     is_first, start, number = True, 0, 0
     while line := file.readline(MAX_RECORD_BYTES + 1):
         number += 1
@@ -59,7 +59,7 @@ def _read_json(path: Path, file: BinaryIO, text_key: str) -> Iterator[Record]:
         yield _record_of_line(line, text_key, where)
 
 
-def _continues(line: bytes, path: Path) -> bool:
+def _continues(line: bytes, path: DataPath) -> bool:
     """True if the first line begins an array, or an object that goes on in the next line."""
     text = line.removeprefix(codecs.BOM_UTF8).strip()
     if re.match(rb"\[\s*(?:\{|\]|$)", text):
@@ -104,7 +104,7 @@ def _record_of_value(value: Any, text_key: str, where: str) -> Record:
     return Record(text)
 
 
-def _read_values(path: Path, head: bytes, file: BinaryIO, text_key: str) -> Iterator[Record]:
+def _read_values(path: DataPath, head: bytes, file: BinaryIO, text_key: str) -> Iterator[Record]:
     number = 0
     try:
         for value in _values(_JsonText(head, file)):
@@ -180,7 +180,7 @@ class _JsonText:
         return bool(chunk)
 
 
-def _read_csv(path: Path, file: BinaryIO, text_key: str, delimiter: str) -> Iterator[Record]:
+def _read_csv(path: DataPath, file: BinaryIO, text_key: str, delimiter: str) -> Iterator[Record]:
     csv.field_size_limit(MAX_RECORD_BYTES)
     lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
     rows = csv.reader(_bounded_lines(lines), delimiter=delimiter, strict=True)

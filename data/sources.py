@@ -6,10 +6,9 @@ of an endless shuffled order, so a step's data depend only on the seed and the s
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +18,8 @@ from data.files import FINGERPRINT_SAMPLES, evenly_spaced
 from data.formats import Format, format_of
 from data.matching import FileId, file_id, matching_files
 from data.outside import OutsideDocuments
+from data.remote import mistakes_as_value_errors
+from data.storage import DataPath, for_each
 from data.text_files import TextFiles, builtin_files
 from data.token_files import TokenFiles, open_token_files
 from data.tokenizer import Tokenizer
@@ -44,8 +45,8 @@ class Source(Protocol):
         """Iterate over the row's documents from its ``start``-th; endless if the source repeats."""
         ...
 
-    def changed_since(self, seconds: float) -> list[Path]:
-        """Local files whose contents or names changed after this time since the epoch."""
+    def changed_since(self, seconds: float) -> list[DataPath]:
+        """Files whose contents or names changed after this time since the epoch."""
         ...
 
     @property
@@ -58,8 +59,8 @@ class Documents(Protocol):
     """Documents by index, in their order on disk; ``ValueError`` if one cannot be read."""
 
     @property
-    def paths(self) -> Sequence[Path]:
-        """Local files that hold the documents."""
+    def paths(self) -> Sequence[DataPath]:
+        """Files that hold the documents."""
         ...
 
     @property
@@ -83,7 +84,7 @@ class SkipBadRecords:
         self._documents = documents
 
     @property
-    def paths(self) -> Sequence[Path]:
+    def paths(self) -> Sequence[DataPath]:
         return self._documents.paths
 
     @property
@@ -121,7 +122,7 @@ class ShuffledDocuments:
         fingerprint: str,
         repeat: bool = True,
         groups: np.ndarray | None = None,
-        paths: Sequence[Path] = (),
+        paths: Sequence[DataPath] = (),
     ) -> None:
         """``groups``, ``paths``: as in ``Documents``."""
         if len(documents) == 0:
@@ -147,7 +148,7 @@ class ShuffledDocuments:
             yield self._documents[self._order(epoch)[index]]
             counter += n_rows
 
-    def changed_since(self, seconds: float) -> list[Path]:
+    def changed_since(self, seconds: float) -> list[DataPath]:
         # Not the time of modification, which copies keep and programs set.
         return [path for path in self._paths if path.stat().st_ctime > seconds]
 
@@ -185,9 +186,9 @@ def build_sources(
     # By text column, because one file may have several.
     owners: dict[str, Owners] = defaultdict(lambda: dict(excluded or {}))
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
+    check_tokens = partial(check_tokenizer, tokenizer=tokenizer, name=config.tokenizer)
     for source in config.mixture:
         with with_source_name(source, config):
-            check_tokens(source, tokenizer, config.tokenizer)
             train_source, held_out_source = _build_source(
                 source,
                 percent,
@@ -196,6 +197,7 @@ def build_sources(
                 with_held_out=with_held_out,
                 skips_bad=skips_bad,
                 reserved=reserved or {},
+                check_tokens=check_tokens,
             )
         train.append(train_source)
         if held_out_source is not None:
@@ -203,14 +205,10 @@ def build_sources(
     return train, held_out
 
 
-def check_tokens(source: DocumentSource, tokenizer: Tokenizer | None, name: str) -> None:
-    """Raise ``ValueError`` if ``source`` has token ids of another tokenizer than ``tokenizer``."""
-    if source.type == "tokens" and tokenizer is not None:
-        check_tokenizer(open_token_files(source.path), tokenizer, name)
-
-
-def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer, name: str) -> None:
-    """Raise ``ValueError`` if the metadata of ``files`` do not match ``tokenizer``."""
+def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer | None, name: str) -> None:
+    """Raise ``ValueError`` if the metadata of ``files`` do not match ``tokenizer``, if given."""
+    if tokenizer is None:
+        return
     fingerprint = files.tokenizer_fingerprint
     if fingerprint is not None and fingerprint != tokenizer.fingerprint:
         raise ValueError(f"data.path: tokenized with another tokenizer than data.tokenizer {name}")
@@ -241,13 +239,16 @@ def _build_source(
     with_held_out: bool,
     skips_bad: bool,
     reserved: Owners,
+    check_tokens: Callable[[TokenFiles], None],
 ) -> tuple[Source, Source | None]:
     if config.is_on_hub:
         # Imported here, because datasets takes a second to import.
         from data.hub import hub_streams
 
         return hub_streams(config, with_held_out, percent, skips_bad=skips_bad)
-    documents, fingerprint = open_documents(config, owners, skips_bad=skips_bad)
+    documents, fingerprint = open_documents(
+        config, owners, skips_bad=skips_bad, check_tokens=check_tokens
+    )
     for path in documents.paths if reserved else ():
         if owner := reserved.get(file_id(path)):
             text = f"{path} is also a file of {owner}; see its key exclude_from_training"
@@ -271,8 +272,13 @@ def _build_source(
     return train, build(np.flatnonzero(is_held_out), name="validation", repeat=False)
 
 
+@mistakes_as_value_errors()
 def open_documents(
-    config: DocumentSource, owners: Owners | None = None, *, skips_bad: bool = False
+    config: DocumentSource,
+    owners: Owners | None = None,
+    *,
+    skips_bad: bool = False,
+    check_tokens: Callable[[TokenFiles], None] | None = None,
 ) -> tuple[Documents, str]:
     """Open a source's documents by index; return them and their fingerprint.
 
@@ -281,6 +287,8 @@ def open_documents(
     """
     if config.type == "tokens":
         tokenized = open_token_files(config.path)
+        if check_tokens is not None:
+            check_tokens(tokenized)
         return SkipBadRecords(tokenized) if skips_bad else tokenized, tokenized.fingerprint
     if config.is_outside:
         outside = OutsideDocuments(config, skips_bad=skips_bad)
@@ -294,8 +302,7 @@ def open_documents(
     owners = {} if owners is None else owners
     files = builtin_files() if is_builtin else matching_files(config.path, owners, config.label)
     listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
-    as_text = config.type == "text"
-    found = [] if is_builtin else [(*file, format_of(file[0], as_text=as_text)) for file in files]
+    found = [] if is_builtin else _with_formats(files, as_text=config.type == "text")
     tables = [(path, name, form) for path, name, form in found if form not in ("text", None)]
     documents: Documents
     if not tables:
@@ -312,7 +319,15 @@ def open_documents(
     return documents, _fingerprint(listing + rows.footers, documents, rows.samples())
 
 
-def _check_all_are_tables(found: list[tuple[Path, str, Format | None]]) -> None:
+def _with_formats(
+    files: list[tuple[DataPath, str]], *, as_text: bool
+) -> list[tuple[DataPath, str, Format | None]]:
+    paths = [path for path, _ in files]
+    formats = for_each(partial(format_of, as_text=as_text), paths, of=paths[0])
+    return [(*file, found) for file, found in zip(files, formats, strict=True)]
+
+
+def _check_all_are_tables(found: list[tuple[DataPath, str, Format | None]]) -> None:
     texts = [str(path) for path, _, file_format in found if file_format == "text"]
     if texts:
         more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +15,14 @@ import pyarrow.parquet as pq
 from data.columns import check_column, check_no_null
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced, find_shard, record_hashes
 from data.formats import Format
+from data.storage import (
+    DataPath,
+    StorageError,
+    copy_remote,
+    for_each,
+    local_path,
+    open_for_arrow,
+)
 
 # Decoded row groups that a process keeps, in bytes.
 CACHED_BYTES = 1 << 30
@@ -43,15 +50,19 @@ class Tables:
     """
 
     def __init__(
-        self, files: list[tuple[Path, str, Format]], text_key: str, *, skips_bad: bool = False
+        self, files: list[tuple[DataPath, str, Format]], text_key: str, *, skips_bad: bool = False
     ) -> None:
         self._files, self._text_key, self._skips_bad = files, text_key, skips_bad
         self._columns: dict[int, pa.ChunkedArray] = {}
         self._open = lru_cache(maxsize=MAX_OPEN_FILES)(_open_parquet)
         self._groups: list[RowGroup] = []
+        copy_remote(path for path, _, file_format in files if file_format == "arrow")
+        parquet = [i for i, (_, _, file_format) in enumerate(files) if file_format == "parquet"]
+        groups = for_each(self._parquet_groups, parquet, of=files[0][0])
+        groups_of = dict(zip(parquet, groups, strict=True))
         for index, (path, _, file_format) in enumerate(files):
-            if file_format == "parquet":
-                self._groups += self._parquet_groups(index)
+            if index in groups_of:
+                self._groups += groups_of[index]
             else:
                 column = _open_column(path, file_format, text_key, skips_bad)
                 self._columns[index] = column
@@ -61,7 +72,7 @@ class Tables:
         self._decode = lru_cache(maxsize=max(2, CACHED_BYTES // max(1, largest)))(self._read_group)
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[DataPath]:
         return [path for path, _, _ in self._files]
 
     def __len__(self) -> int:
@@ -113,15 +124,9 @@ class Tables:
         """Hash of the metadata of the Parquet files: sizes, statistics, places; "" without any."""
         if self.groups is None:
             return ""
-        digest = hashlib.sha256()
-        for path, _, file_format in self._files:
-            if file_format == "parquet":
-                with path.open("rb") as file:
-                    # The last eight bytes are the length of the footer and a magic number.
-                    end = file.seek(-8, 2)
-                    file.seek(end - int.from_bytes(file.read(4), "little"))
-                    digest.update(file.read())
-        return digest.hexdigest()
+        paths = [path for path, _, file_format in self._files if file_format == "parquet"]
+        footers = for_each(_read_footer, paths, of=paths[0])
+        return hashlib.sha256(b"".join(footers)).hexdigest()
 
     def _parquet_groups(self, index: int) -> list[RowGroup]:
         path = self._files[index][0]
@@ -154,12 +159,21 @@ class Tables:
             return table.column(self._text_key)
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
-    return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+def _read_footer(path: DataPath) -> bytes:
+    with path.open("rb") as file:
+        # The last eight bytes are the length of the footer and a magic number.
+        end = file.seek(-8, 2)
+        file.seek(end - int.from_bytes(file.read(4), "little"))
+        return file.read()
+
+
+def _open_parquet(path: DataPath) -> pq.ParquetFile:
+    source = open_for_arrow(path)
+    return pq.ParquetFile(source, memory_map=True, page_checksum_verification=True)
 
 
 def _open_column(
-    path: Path, file_format: Format, text_key: str, skips_bad: bool
+    path: DataPath, file_format: Format, text_key: str, skips_bad: bool
 ) -> pa.ChunkedArray:
     """Map the text column of an Arrow file, or of the conversion of a JSON or CSV file."""
     if file_format != "arrow":
@@ -168,7 +182,7 @@ def _open_column(
 
         return convert_records(path, file_format, text_key, skips_bad=skips_bad)
     with _reading(path):
-        source = pa.memory_map(str(path))
+        source = pa.memory_map(str(local_path(path)))
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         table = (ipc.open_file(source) if is_file else ipc.open_stream(source)).read_all()
@@ -181,10 +195,12 @@ def _open_column(
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: DataPath) -> Iterator[None]:
     """Name the file in errors of pyarrow."""
     try:
         yield
+    except StorageError:
+        raise
     except pa.ArrowException as error:
         raise ValueError(f"data.path: {path}: {error}") from None
     except OSError as error:

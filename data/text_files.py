@@ -11,13 +11,14 @@ from typing import BinaryIO
 import numpy as np
 
 from data.files import find_shard, name_hash
+from data.storage import DataPath, copy_remote, local_path
 
 # Size of the pieces of long files, so that a row does not read one file for many steps.
 PIECE_BYTES = 1 << 14
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
 
-def builtin_files() -> list[tuple[Path, str]]:
+def builtin_files() -> list[tuple[DataPath, str]]:
     """(path, name) of the Python files of the standard library and of torch, without tests.
 
     Contents vary with the Python and torch versions, so losses are comparable only on one machine.
@@ -42,8 +43,9 @@ class TextFiles:
 
     groups = None
 
-    def __init__(self, files: list[tuple[Path, str]], *, encoding_errors: str) -> None:
+    def __init__(self, files: list[tuple[DataPath, str]], *, encoding_errors: str) -> None:
         self._files, self._errors = files, encoding_errors
+        copy_remote(path for path, _ in files)
         counts = [-(-path.stat().st_size // PIECE_BYTES) for path, _ in files]
         self._ends = list(accumulate(counts))
         hashes = [name_hash(name) for _, name in files]
@@ -56,7 +58,7 @@ class TextFiles:
         """Uniform uint64 per piece: hash of its file's name, and of its number in a single file."""
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[DataPath]:
         return [path for path, _ in self._files]
 
     def __len__(self) -> int:
@@ -65,7 +67,7 @@ class TextFiles:
     def __getitem__(self, index: int) -> str:
         file, piece = find_shard(self._ends, index)
         path, _ = self._files[file]
-        start, content = _read_piece(path, piece)
+        start, content = _read_piece(local_path(path), piece)
         try:
             text = content.decode("utf-8", self._errors)
             return text.removeprefix("\ufeff") if piece == 0 else text

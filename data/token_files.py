@@ -9,7 +9,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
@@ -17,9 +17,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.files import FINGERPRINT_SAMPLES, evenly_spaced, find_shard, record_hashes, relative_names
+from config.paths import is_url
+from data.files import (
+    FINGERPRINT_SAMPLES,
+    WILDCARD,
+    evenly_spaced,
+    find_shard,
+    record_hashes,
+    relative_names,
+)
 from data.matching import match_paths
-from runtime.filesystem import open_input, read_input
+from data.storage import (
+    DataPath,
+    RemoteFile,
+    StorageError,
+    copy_remote,
+    for_each,
+    local_path,
+    open_data,
+    read_data,
+)
+from runtime.filesystem import open_input
 
 TOKEN_INDEX_FILE = "index.json"
 BEGUN_FILE = "begun.json"
@@ -44,7 +62,7 @@ class TokenShard(NamedTuple):
     """A file of token ids, and the bounds of its documents."""
 
     name: str
-    path: Path
+    path: DataPath
     dtype: np.dtype
     n_documents: int
     fingerprint: str
@@ -72,7 +90,7 @@ class TokenFiles:
     groups = None
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[DataPath]:
         return [shard.path for shard in self._shards]
 
     def __len__(self) -> int:
@@ -112,10 +130,11 @@ class TokenFiles:
 def open_token_files(path: str) -> TokenFiles:
     """Open a folder of shardloom prepare, an .idx file of Megatron-LM, or all that match a glob.
 
-    Raises ``ValueError`` for missing files and wrong sizes; does not read the contents.
+    Copies remote files. Raises ``ValueError`` for missing files and wrong sizes; does not read the
+    contents.
     """
     shards: list[TokenShard] = []
-    tokenizers: dict[str, Path] = {}
+    tokenizers: dict[str, DataPath] = {}
     max_ids: list[int | None] = []
     for found, name in _match_paths(path):
         if found.suffix == ".idx":
@@ -139,12 +158,16 @@ def open_token_files(path: str) -> TokenFiles:
     )
 
 
-def _match_paths(path: str) -> list[tuple[Path, str]]:
+def _match_paths(path: str) -> Sequence[tuple[DataPath, str]]:
     """(path, name) of folders and .idx files; names are relative to the glob's fixed part."""
-    if path and os.path.exists(path):
+    matches: Sequence[tuple[DataPath, str]]
+    if is_url(path) and not WILDCARD.search(path):
+        one = RemoteFile(path, is_folder=not path.endswith(".idx"))
+        matches = [(one, "" if one.is_dir() else one.name)]
+    elif path and os.path.exists(path):
         matches = [(Path(path), "" if os.path.isdir(path) else Path(path).name)]
     else:
-        paths = match_paths(path)
+        paths = match_paths(path, folder_file=TOKEN_INDEX_FILE)
         # A glob may match both files of Megatron-LM: a .bin beside an .idx belongs to it.
         paths = [p for p in paths if p.suffix != ".bin" or not p.with_suffix(".idx").exists()]
         matches = relative_names(path, paths)
@@ -157,12 +180,14 @@ def _match_paths(path: str) -> list[tuple[Path, str]]:
     return matches
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def read_index(folder: DataPath) -> dict[str, Any]:
     """Read and verify ``index.json``; raise ``ValueError`` if it is missing or corrupt."""
     path = folder / TOKEN_INDEX_FILE
     try:
-        index = json.loads(read_input(path))
+        index = json.loads(read_data(path))
         version, checksum = index["format"], index.pop("checksum")
+    except StorageError:
+        raise
     except FileNotFoundError:
         begun = (folder / BEGUN_FILE).exists()
         hint = "; shardloom prepare has not finished it" if begun else ""
@@ -214,7 +239,7 @@ def smallest_dtype(n_vocab: int) -> str:
     return next(name for name, dtype in DTYPES.items() if n_vocab - 1 <= np.iinfo(dtype).max)
 
 
-def check_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> None:
+def check_sizes(folder: DataPath, shard: dict[str, Any], dtype: np.dtype) -> None:
     """Raise ``ValueError`` if a file of a shard is missing or does not have its recorded size."""
     path = folder / shard["file"]
     _check_size(path, shard["tokens"] * dtype.itemsize)
@@ -239,10 +264,12 @@ def verify(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield file, error.strerror or str(error)
 
 
-def _prepared_shards(folder: Path, name: str, index: dict[str, Any]) -> Iterator[TokenShard]:
+def _prepared_shards(folder: DataPath, name: str, index: dict[str, Any]) -> Iterator[TokenShard]:
     dtype = DTYPES[index["dtype"]]
+    for_each(lambda shard: check_sizes(folder, shard, dtype), index["shards"], of=folder)
+    paths = [folder / shard["file"] for shard in index["shards"]]
+    copy_remote([*paths, *(path.with_suffix(".ends") for path in paths)])
     for shard in index["shards"]:
-        check_sizes(folder, shard, dtype)
         path, n_tokens = folder / shard["file"], shard["tokens"]
         ends_path = path.with_suffix(".ends")
         # This checks the first and the last end; the others are checked on access.
@@ -257,7 +284,7 @@ def _prepared_shards(folder: Path, name: str, index: dict[str, Any]) -> Iterator
         )
 
 
-def _prepared_bounds(path: Path, n_tokens: int) -> Bounds:
+def _prepared_bounds(path: DataPath, n_tokens: int) -> Bounds:
     ends = _map_file(path, ENDS_DTYPE)
     if len(ends) and (not 0 < ends[0] <= ends[-1] or ends[-1] != n_tokens):
         where = f"data.path: {path}, bytes 0 and {ends.nbytes - ENDS_DTYPE.itemsize}"
@@ -275,10 +302,12 @@ def _prepared_bounds(path: Path, n_tokens: int) -> Bounds:
     return bounds
 
 
-def _megatron_shard(path: Path, name: str) -> TokenShard:
+def _megatron_shard(path: DataPath, name: str) -> TokenShard:
     try:
-        with open_input(path) as file:
+        with open_data(path) as file:
             header = file.read(MEGATRON_HEADER.size)
+    except StorageError:
+        raise
     except OSError as error:
         raise ValueError(f"data.path: {path}: {error.strerror}") from None
     if len(header) < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
@@ -296,6 +325,7 @@ def _megatron_shard(path: Path, name: str) -> TokenShard:
     n_bytes = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize if n_sequences else 0
     ids_path = path.with_suffix(".bin")
     _check_size(ids_path, n_bytes)
+    copy_remote([ids_path])
     shard = TokenShard(
         name=name,
         path=ids_path,
@@ -307,7 +337,7 @@ def _megatron_shard(path: Path, name: str) -> TokenShard:
     return shard._replace(fingerprint=f"{shard.fingerprint} {_sample_hash(shard)}")
 
 
-def _megatron_arrays(path: Path, n_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _megatron_arrays(path: DataPath, n_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(lengths in ids, offsets in bytes) of sequences, and first sequence of each document."""
     raw = _map_file(path, np.dtype(np.uint8))
     lengths = MEGATRON_HEADER.size
@@ -320,7 +350,7 @@ def _megatron_arrays(path: Path, n_sequences: int) -> tuple[np.ndarray, np.ndarr
     )
 
 
-def _megatron_bounds(path: Path, n_sequences: int, itemsize: int, n_bytes: int) -> Bounds:
+def _megatron_bounds(path: DataPath, n_sequences: int, itemsize: int, n_bytes: int) -> Bounds:
     lengths, pointers, indices = _megatron_arrays(path, n_sequences)
 
     def bounds(document: int) -> tuple[int, int]:
@@ -349,22 +379,25 @@ def _sample_hash(shard: TokenShard) -> str:
     return digest.hexdigest()
 
 
-def _check_size(path: Path, size: int) -> None:
+def _check_size(path: DataPath, size: int) -> None:
     try:
         actual = path.stat().st_size
+    except StorageError:
+        raise
     except OSError as error:
         raise ValueError(f"data.path: {path}: {error.strerror}") from None
     if actual != size:
         raise ValueError(f"data.path: {path} has {actual} bytes, not {size}")
 
 
-def _map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+def _map_file(path: DataPath, dtype: np.dtype) -> np.ndarray:
     """Memory-map the file read-only; raise ``ValueError`` if that fails."""
+    local = local_path(path)
     try:
-        if path.stat().st_size == 0:
+        if local.stat().st_size == 0:
             # An empty file cannot be mapped.
             return np.empty(0, dtype)
         # A plain ndarray view, because slicing np.memmap is slow.
-        return np.memmap(path, dtype, mode="r").view(np.ndarray)
+        return np.memmap(local, dtype, mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:
         raise ValueError(f"data.path: {path}: {error}") from error

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from data.sources import (
     Owners,
     ShuffledDocuments,
     Source,
-    check_tokens,
+    check_tokenizer,
     open_documents,
 )
 from data.tokenizer import Tokenizer
@@ -56,8 +57,8 @@ def _build(
         for other in data.mixture
     ):
         raise ValueError("data.type: its documents are also trained on")
-    check_tokens(config, tokenizer, data.tokenizer)
-    documents, fingerprint = open_documents(config, skips_bad=skips_bad)
+    check_tokens = partial(check_tokenizer, tokenizer=tokenizer, name=data.tokenizer)
+    documents, fingerprint = open_documents(config, skips_bad=skips_bad, check_tokens=check_tokens)
     files = {file_id(path): f"validation.sources, {config.name}" for path in documents.paths}
     found.reserved.update(files)
     if config.exclude_from_training:

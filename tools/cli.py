@@ -9,7 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
-from config.paths import expand_path
+from config.paths import expand_path, is_url
 from runtime import exit_codes
 from runtime.log import report
 
@@ -72,8 +72,11 @@ def path_text(text: str) -> str:
 
 
 def path_argument(text: str) -> Path:
-    """Argument type for a path; expands ``~`` and variables."""
-    return Path(path_text(text))
+    """Argument type for a path; expands ``~`` and variables, and rejects URLs."""
+    path = path_text(text)
+    if is_url(path):
+        raise argparse.ArgumentTypeError(f"{path} is a URL, not a path of the file system")
+    return Path(path)
 
 
 def whole_number(least: int, most: int = 10**18 - 1) -> Callable[[str], int]:
