@@ -16,7 +16,8 @@ from data.columns import check_column, check_no_null
 from data.files import record_hashes
 from data.formats import Format
 from data.records import read_records
-from data.storage import DataPath, StorageError, version_keys, versioned_path
+from data.remote_errors import StorageError
+from data.storage import DataPath, version_keys, versioned_path
 
 C4 = ("allenai/c4", "en", "text")
 

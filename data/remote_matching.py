@@ -1,20 +1,54 @@
 """Remote files that a URL's pattern matches: those that the same local pattern would match."""
 
+import hashlib
+import json
 import os
+import socket
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from data.files import WILDCARD
-from data.remote import RemoteFile, StorageError, facts_of, file_system, is_http, repeated
+from data.remote import RemoteFile, facts_of, file_system, is_http
+from data.remote_errors import StorageError, repeated
+from data.storage import CACHE, cache_lock
+from runtime.filesystem import atomic_write_text, parse_object
 
 
 def match_urls(pattern: str, *, folder_file: str = "") -> list[RemoteFile]:
     """Sorted files that ``pattern`` matches, and folders with a file named ``folder_file``.
 
-    A file with the very name of the pattern is its only match. Raises ``ValueError`` for a pattern
-    of a web server and one without a bucket, and as ``repeated`` does.
+    A file with the very name of the pattern is its only match. The ranks that one launcher starts
+    list a bucket once. Raises ``ValueError`` for a pattern of a web server and one without a
+    bucket, and as ``repeated`` does.
     """
+    launch = _launch()
+    if not launch:
+        return _match(pattern, folder_file)
+    key = hashlib.sha256(f"{pattern}\n{folder_file}".encode()).hexdigest()[:32]
+    path = CACHE / f"{key}.json"
+    with cache_lock(path):
+        saved = parse_object(path.read_bytes()) if path.exists() else {}
+        if saved.get("launch") != launch:
+            files = [file.as_json() for file in _match(pattern, folder_file)]
+            saved = {"launch": launch, "files": files}
+            atomic_write_text(path, json.dumps(saved))
+    return [RemoteFile.from_json(*file) for file in saved["files"]]
+
+
+def _launch() -> str:
+    """Name of the launcher that started this rank, unlike that of any other; "" without one."""
+    pid = os.environ.get("LAUNCHER_PID", "")
+    try:
+        # The number of a process may be used again, but not with the time of its start.
+        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return f"{socket.gethostname()} {pid} {fields[19]}"
+
+
+def _match(pattern: str, folder_file: str) -> list[RemoteFile]:
     scheme, _, path = pattern.partition("://")
     if is_http(pattern) and WILDCARD.search(path):
         text = "a web server has no list of its files: give each URL its own [[data.sources]]"

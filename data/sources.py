@@ -18,7 +18,7 @@ from data.files import FINGERPRINT_SAMPLES, evenly_spaced
 from data.formats import Format, format_of
 from data.matching import FileId, file_id, matching_files
 from data.outside import OutsideDocuments
-from data.remote import mistakes_as_value_errors
+from data.remote_errors import mistakes_as_value_errors
 from data.storage import DataPath, for_each
 from data.text_files import TextFiles, builtin_files
 from data.token_files import TokenFiles, open_token_files

@@ -9,8 +9,9 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -18,7 +19,8 @@ from typing import Any, BinaryIO, TypeVar
 from huggingface_hub.constants import HF_HOME
 
 from config.paths import is_url
-from data.remote import MAX_RANGE_BYTES, Facts, RangeReader, RemoteFile, StorageError
+from data.remote import MAX_RANGE_BYTES, Facts, RangeReader, RemoteFile
+from data.remote_errors import StorageError
 from runtime.filesystem import fsync_folder, open_input, read_input
 from runtime.log import logger
 
@@ -84,12 +86,19 @@ def local_path(path: DataPath) -> Path:
         return path
     copy = _copy_of(path)
     if not _is_whole(copy, path):
-        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with copy.with_name(f"{copy.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with cache_lock(copy):
             if not _is_whole(copy, path):
                 _download(path, copy)
     return copy
+
+
+@contextmanager
+def cache_lock(path: Path) -> Iterator[None]:
+    """Wait until no other process of the node is making the file ``path`` of the cache."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def copy_remote(paths: Iterable[DataPath]) -> None:

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from data.columns import check_column, check_no_null
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced, find_shard, record_hashes
 from data.formats import Format
+from data.remote_errors import StorageError
 from data.storage import (
     DataPath,
-    StorageError,
     copy_remote,
     for_each,
     local_path,

@@ -27,10 +27,10 @@ from data.files import (
     relative_names,
 )
 from data.matching import match_paths
+from data.remote_errors import StorageError
 from data.storage import (
     DataPath,
     RemoteFile,
-    StorageError,
     copy_remote,
     for_each,
     local_path,
@@ -275,7 +275,7 @@ def _prepared_shards(folder: DataPath, name: str, index: dict[str, Any]) -> Iter
         # This checks the first and the last end; the others are checked on access.
         _prepared_bounds(ends_path, n_tokens)
         yield TokenShard(
-            name=PurePosixPath(name, path.stem).as_posix(),
+            name=PurePosixPath(name, PurePosixPath(path.name).stem).as_posix(),
             path=path,
             dtype=dtype,
             n_documents=shard["documents"],

@@ -61,19 +61,22 @@ class Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self.send_error(404)
             return
-        content, status = path.read_bytes(), path.stat()
+        status = path.stat()
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted) if self.server.has_ranges else None
-        begin, end = (int(found[1]), int(found[2]) + 1) if found else (0, len(content))
+        begin, end = (int(found[1]), int(found[2]) + 1) if found else (0, status.st_size)
+        with path.open("rb") as file:
+            file.seek(begin)
+            body = file.read(end - begin)
         self.send_response(206 if found else 200)
         if found:
-            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(content)}")
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{status.st_size}")
         if self.server.has_etags:
-            self.send_header("ETag", f'"{status.st_mtime_ns:x}-{len(content):x}"')
+            self.send_header("ETag", f'"{status.st_mtime_ns:x}-{status.st_size:x}"')
             self.send_header("Last-Modified", formatdate(status.st_mtime, usegmt=True))
-        self.send_header("Content-Length", str(len(content[begin:end])))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            body, cut = content[begin:end], self.server.cut_after
+            cut = self.server.cut_after
             self.wfile.write(body if cut is None else body[:cut])
             if cut is not None and len(body) > cut:
                 self.wfile.flush()
