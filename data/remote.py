@@ -116,7 +116,7 @@ class RemoteFile:
         while at < end:
             part = repeated(self.url, partial(self._request, at, _quarters(min(limit, end - at))))
             parts.append(part)
-            at, limit = at + len(part), max(MIN_RANGE_BYTES, 2 * len(part))
+            at, limit = at + len(part), len(part)
         return b"".join(parts)
 
     def _request(self, start: int, sizes: Iterator[int]) -> bytes:

@@ -12,7 +12,7 @@ from runtime.log import logger
 T = TypeVar("T")
 
 # Seconds that requests are repeated without any success, with these seconds between them.
-RETRY_SECONDS, FIRST_DELAY, MAX_DELAY = 60.0, 0.5, 8.0
+RETRY_SECONDS, FIRST_DELAY, MAX_DELAY = 60.0, 0.1, 8.0
 # HTTP: too early, a timeout, too many requests.
 TRANSIENT = (408, 425, 429)
 # Errors of the user in libraries of AWS, by name because they may not be installed.

@@ -12,7 +12,7 @@ from typing import Any
 from data.files import WILDCARD
 from data.remote import RemoteFile, facts_of, file_system, is_http
 from data.remote_errors import StorageError, repeated
-from data.storage import CACHE, cache_lock
+from data.storage import cache_file, cache_lock
 from runtime.filesystem import atomic_write_text, parse_object
 
 
@@ -27,7 +27,7 @@ def match_urls(pattern: str, *, folder_file: str = "") -> list[RemoteFile]:
     if not launch:
         return _match(pattern, folder_file)
     key = hashlib.sha256(f"{pattern}\n{folder_file}".encode()).hexdigest()[:32]
-    path = CACHE / f"{key}.json"
+    path = cache_file(f"{key}.json")
     with cache_lock(path):
         saved = parse_object(path.read_bytes()) if path.exists() else {}
         if saved.get("launch") != launch:

@@ -92,6 +92,11 @@ def local_path(path: DataPath) -> Path:
     return copy
 
 
+def cache_file(name: str) -> Path:
+    """Return a path of the node's cache."""
+    return CACHE / name
+
+
 @contextmanager
 def cache_lock(path: Path) -> Iterator[None]:
     """Wait until no other process of the node is making the file ``path`` of the cache."""
@@ -123,7 +128,7 @@ def copy_remote(paths: Iterable[DataPath]) -> None:
 def _copy_of(path: RemoteFile) -> Path:
     facts = path.stat()
     key = f"{path.url} {facts.st_size} {facts.version}"
-    return CACHE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{path.name[-100:]}"
+    return cache_file(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{path.name[-100:]}")
 
 
 def _is_whole(copy: Path, path: RemoteFile) -> bool:

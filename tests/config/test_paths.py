@@ -168,3 +168,37 @@ def test_config_file_and_tools_expand_their_arguments(
     message = capsys.readouterr().err
     assert "RUN_FOLDER" in message
     assert "ABSENT_FOLDER is not set" in message
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://host/a.txt?X-Amz-Signature=SECRET",
+        "https://host/a.txt?SECRET",
+        "https://me:SECRET@host/a.txt",
+        "https://SECRET@host/a.txt",
+        "s3://key:SECRET@bucket/*.txt",
+        "abfs://data@account.dfs.core.windows.net/*.txt?sig=SECRET",
+        "https://me:$PASSWORD@host/a.txt",
+        "https://host/a.txt$QUERY",
+    ],
+)
+def test_credentials_in_urls_are_rejected_and_not_repeated(url: str) -> None:
+    environment = {"PASSWORD": "SECRET", "QUERY": "?token=SECRET"}
+    with pytest.raises(ValueError, match="paths are logged and saved; credentials") as caught:
+        expand_path(url, environment)
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://bucket/shard-?.jsonl",
+        "abfs://data@account.dfs.core.windows.net/**/*.parquet",
+        "https://host/a@b.txt",
+        "what?a=b@c:d.txt",
+        "C://me:x@y",
+    ],
+)
+def test_other_urls_and_paths_are_accepted(path: str) -> None:
+    assert expand_path(path, {}) == path

@@ -25,9 +25,9 @@ from data.matching import unmatched_hint
         ("'a.txt'", "quotation marks"),
         ('"a.txt"', "quotation marks"),
         ("C:\\data\\*.txt", "backslash"),
-        ("s3://bucket/*.txt", "s3://"),
-        ("https://host/a.txt", "https://"),
-        ("file:///data/a.txt", "file://"),
+        ("s3://bucket/{a,b}.txt", "braces"),
+        ("s3://bucket/a.txt,s3://bucket/b.txt", "a comma"),
+        ("https://host/a.txt", "the server has no such file"),
     ],
 )
 def test_meaningless_part_is_named(pattern: str, hint: str) -> None:
