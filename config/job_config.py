@@ -105,13 +105,14 @@ class DocumentSource(Section):
     """Documents, to train on or for validation."""
 
     type: SourceType = "files"
-    """Kind of source. builtin: source code of Python and PyTorch. files: local text, JSON, CSV,
-    Parquet or Arrow files, by their content. text: local files as plain text, also JSON and CSV.
+    """Kind of source. builtin: source code of Python and PyTorch. files: text, JSON, CSV, Parquet
+    or Arrow files, by their content. text: files as plain text, also JSON and CSV.
     tokens: output of shardloom prepare or Megatron-LM's preprocessing. c4, huggingface: streamed
     from the Hugging Face Hub. module:attribute: a class of your own."""
     path: PathText = ""
-    """files, text: a glob (** recurses). tokens: a directory, or a glob of .idx files. huggingface:
-    the dataset's name. module:attribute: its argument path, if set."""
+    """files, text: a glob (** recurses), or a URL (s3://bucket/**/*.txt). tokens: a directory, or a
+    glob of .idx files, or their URL. huggingface: the dataset's name. module:attribute: its
+    argument path, if set."""
     subset: str = ""
     """huggingface: configuration of the dataset, for example "en"."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
