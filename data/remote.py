@@ -199,10 +199,10 @@ class RangeReader(io.RawIOBase):
 
 def request_facts(url: str) -> Facts:
     """Ask the server for the facts of a file; raise as ``repeated`` does."""
-    return facts_of(url, repeated(url, lambda: file_system(url).info(url)))
+    return parse_info(url, repeated(url, lambda: file_system(url).info(url)))
 
 
-def facts_of(url: str, info: Mapping[str, Any]) -> Facts:
+def parse_info(url: str, info: Mapping[str, Any]) -> Facts:
     """Facts of ``info``, as a file system returns it. Raises ``FileNotFoundError`` for a folder."""
     if info.get("type") == "directory":
         raise FileNotFoundError(errno.ENOENT, "a folder, not a file", url)

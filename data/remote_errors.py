@@ -92,7 +92,7 @@ def mistakes_as_value_errors() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """What an error of the network or a library says, after its name if it is not plain."""
+    """Text of an error of the network or a library, after its name if it is not plain."""
     cause = _cause(error)
     name = "" if isinstance(cause, OSError) and str(cause) else f"{type(cause).__name__}: "
     return masked(f"{name}{cause}".removesuffix(": "))

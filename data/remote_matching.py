@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import WILDCARD
-from data.remote import RemoteFile, facts_of, file_system, is_http
+from data.remote import RemoteFile, file_system, is_http, parse_info
 from data.remote_errors import StorageError, repeated
 from data.storage import cache_file, cache_lock
 from runtime.filesystem import atomic_write_text, parse_object
@@ -64,7 +64,7 @@ def _match(pattern: str, folder_file: str) -> list[RemoteFile]:
         return []
     root = os.path.dirname(WILDCARD.split(pattern)[0])
     parts = [part for part in pattern[len(root) :].split("/") if part]
-    found = [RemoteFile(url, facts_of(url, info)) for url, info in _expand(root, parts)]
+    found = [RemoteFile(url, parse_info(url, info)) for url, info in _expand(root, parts)]
     if folder_file:
         folders = (os.path.dirname(url) for url, _ in _expand(root, [*parts, folder_file]))
         found += [RemoteFile(folder, is_folder=True) for folder in folders]
