@@ -5,6 +5,7 @@ import gzip
 import os
 import random
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ import datasets
 import fsspec
 import pytest
 
-from config.job_config import DataSource
+from config.constraints import CONFIG_CONSTRAINTS
+from config.job_config import DataSource, JobConfig
 from data import remote, remote_errors, storage
 from data.files import relative_names
 from data.matching import match_paths
@@ -25,6 +27,7 @@ from data.storage import copy_remote, local_path
 from tests.lib.formats import lines, parquet
 from tests.lib.stored import SOURCES, assert_same_source, write_every_kind
 from tests.lib.web_server import WebServer, web_server
+from tools.cli import path_argument
 
 LONG = random.Random(0).randbytes(MAX_RANGE_BYTES + 300_000)
 
@@ -248,3 +251,11 @@ def test_secrets_of_a_redirection_are_not_repeated(
         open_documents(DataSource(path=f"{server.url}/x.txt"))
     assert "SECRET" not in str(hit.value) + captured_log.text
     assert masked("at 's3://me:SECRET@h/x'") == "at 's3://me:***@h/x'"
+
+
+def test_folders_that_are_written_are_local() -> None:
+    with pytest.raises(ArgumentTypeError, match="s3://bucket/run is a URL, not a path"):
+        path_argument("s3://bucket/run")
+    config = JobConfig.model_validate({"job": {"output_dir": "s3://bucket/runs"}})
+    violated = [each.message(config) for each in CONFIG_CONSTRAINTS if each.violated(config)]
+    assert violated == ["job.output_dir: must be a folder of the file system, not a URL"]
