@@ -25,7 +25,12 @@ NEEDED_ARGUMENTS = {
 # Functions that import what a name says, and the files that may call them: with names that the
 # caller gave, in a configuration or on the command line, never with names from other files.
 IMPORTING = {
-    "models.find_model": {"launcher/launch.py", "run_spec.py"},
+    "models.find_model": {
+        "launcher/launch.py",
+        "run_spec.py",
+        "tools/import_config.py",
+        "tools/torchtitan/parallelism.py",
+    },
     "models.find_spec": {"saved_model.py"},
     "pkgutil.resolve_name": {"runtime/compat.py", "runtime/outside.py"},
     "runtime.outside.import_attribute": {

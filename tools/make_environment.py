@@ -274,7 +274,7 @@ def pinned() -> list[str]:
 
 def name_of(requirement: str) -> str:
     """Normalize a package name: Jinja_2==3.1 to jinja-2."""
-    return re.sub(r"[-_.]+", "-", re.split("[=>]", requirement)[0].lower())
+    return re.sub(r"[-_.]+", "-", re.split(r"[=>\[]", requirement)[0].lower())
 
 
 def python_of(folder: Path) -> Path:

@@ -16,7 +16,7 @@ def missing(requirements: list[str]) -> list[str]:
     for requirement in requirements:
         name, minimum = requirement.split(">=")
         try:
-            if _numbers(version(name)) < _numbers(minimum):
+            if _numbers(version(name.partition("[")[0])) < _numbers(minimum):
                 found.append(requirement)
         except PackageNotFoundError:
             found.append(requirement)
