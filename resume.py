@@ -15,15 +15,16 @@ from checkpoint.checkpointer import Checkpointer
 from checkpoint.hugging_face import is_hugging_face, load_weights
 from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState, OptimizerState
-from config import ConfigError
+from config import ConfigError, JobConfig
 from config.resume_compat import changed_arguments, compare
 from data.loader import MicrobatchLoader
-from data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from metrics.ledger import AttemptHeader
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
 from run_spec import RunSpec
 from runtime.control import RunControl
+from runtime.hub_names import INITIAL_LOAD_PATH, WEIGHT_FILES, local_path
 from runtime.log import logger
 from runtime.object_collectives import run_on_rank0
 from runtime.run_folder import list_checkpoints, step_of
@@ -92,14 +93,20 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
         if resumed_step >= config.training.steps:
             logger.info("nothing to do: training.steps is %d", config.training.steps)
     elif config.checkpoint.initial_load_path:
-        initial, weights = Path(config.checkpoint.initial_load_path), ModelState(model.module)
+        initial, weights = initial_path(config), ModelState(model.module)
         if run_on_rank0(partial(is_hugging_face, initial)):
             load_weights(initial, weights, run.model_spec.hugging_face, run.model_args)
         else:
             checkpointer.load_initial(weights)
-        logger.info("weights from %s", initial)
+        logger.info("weights from %s", config.checkpoint.initial_load_path)
         run_on_rank0(partial(warn_if_tokenizer_differs, run))
     return resumed_step
+
+
+def initial_path(config: JobConfig) -> Path:
+    """Path of ``checkpoint.initial_load_path``. Raises ``ValueError`` if it is not in the cache."""
+    name = config.checkpoint.initial_load_path
+    return Path(local_path(name, WEIGHT_FILES, key=INITIAL_LOAD_PATH))
 
 
 def attempt_of(
@@ -173,14 +180,10 @@ def warn_if_data_changed(run: RunSpec, step: int) -> None:
 
 def warn_if_tokenizer_differs(run: RunSpec) -> None:
     """Warn if the initial weights were trained with another tokenizer."""
-    folder = Path(run.config.checkpoint.initial_load_path)
+    folder = initial_path(run.config)
     if is_hugging_face(folder):
-        path = folder / TOKENIZER_FILE
-        if not path.is_file():
-            logger.info("initial weights: cannot check the tokenizer, %s is not there", path)
-            return
         try:
-            is_same = _encode_equally(load_tokenizer(str(path)), run.tokenizer)
+            is_same = _encode_equally(load_tokenizer(str(folder)), run.tokenizer)
         except ValueError as error:
             reason = str(error).removeprefix("data.tokenizer: ")
             logger.info("initial weights: cannot check the tokenizer: %s", reason)

@@ -24,6 +24,8 @@ from parallelisms.constraints import check_constraints
 from parallelisms.parallel_dims import ParallelDims
 from runtime.control import RunControl
 from runtime.distributed import compute_dtype
+from runtime.hub_names import CONFIG_FILES, local_path
+from runtime.log import logger
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ class RunSpec:
 
 def resolve(config: JobConfig, world_size: int) -> RunSpec:
     """Return the run that ``config`` describes, before any process group. Raises ``ValueError``."""
-    spec, published_args = find_model(config.model.name, config.model.flavor, config.model.args)
+    flavor = local_path(config.model.flavor, CONFIG_FILES, key="model.flavor")
+    spec, published_args = find_model(config.model.name, flavor, config.model.args)
     has_gpu = torch.cuda.is_available()
     degrees = check_constraints(config, published_args, world_size, has_gpu=has_gpu)
     tokenizer = load_tokenizer(config.data.tokenizer, bos=config.data.bos, eos=config.data.eos)

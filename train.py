@@ -33,6 +33,7 @@ from runtime import exit_codes
 from runtime.attempt import AttemptRecorder
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
+from runtime.hub_names import pin_names
 from runtime.log import error_text, init_logging, logger, report
 from runtime.machine import disable_malloc_trim
 from runtime.object_collectives import raise_if_unequal
@@ -124,7 +125,8 @@ def start(arguments: list[str]) -> int:
 def resolve_or_raise_on_all_ranks(config: JobConfig) -> RunSpec:
     """Resolve ``config`` before any process group exists. Raises ``ConfigError``."""
     try:
-        return resolve(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        # The launcher has pinned the names; torchrun has not.
+        return resolve(pin_names(config), world_size=int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
         # Ranks of another node may have no error: they would wait in ``main`` for this one.
         init_distributed(config.comm)

@@ -18,17 +18,18 @@ def _keys(text: str) -> frozenset[str]:
 
 
 FROZEN = _keys("""
-    model: name flavor vocab_size
+    model: name vocab_size
     data: source subset text_key packing document_mask validation_percent
     training: global_batch_size dtype
     optimizer: name state_dtype
     debug: seed
 """)
 # Documents and tokenizer may move, because the data's state has fingerprints of their contents.
-# model.args may be spelled in another way: ``changed_arguments`` compares what results.
+# model.flavor and model.args may be spelled in another way: ``changed_arguments`` compares what
+# results.
 RECORDED = _keys("""
     data: path args sources tokenizer bos eos on_bad_record
-    model: args
+    model: flavor args
     training: steps seq_len local_batch_size batch_size_ramp max_norm
     training: mixed_precision_param mixed_precision_reduce
     optimizer: args lr beta1 beta2 eps weight_decay muon_momentum

@@ -21,7 +21,10 @@ FORMER_BOS_NAMES = ("<|begin_of_text|>", "<s>", END_OF_TEXT)
 FORMER_EOS_NAMES = ("<|end_of_text|>", "</s>", END_OF_TEXT)
 BOS_NAMES = (*FORMER_BOS_NAMES, "<bos>", "<｜begin▁of▁sentence｜>", "[BOS]", "[CLS]")
 EOS_NAMES = (*FORMER_EOS_NAMES, "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]")
+ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 MAX_LISTED = 12
+# Unassigned ids that a vocabulary may have besides as many as its tokens.
+MAX_GAP = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,16 @@ class Vocabulary:
         names = sorted(self.special, key=lambda name: self.special[name])
         more = f", ... ({len(names)} in all)" if len(names) > MAX_LISTED else ""
         return f"its special tokens: {', '.join(names[:MAX_LISTED]) or '(none)'}{more}"
+
+
+def check_n_vocab(n_vocab: int, n_tokens: int, path: Path) -> None:
+    """Raise ``ValueError`` if most ids have no token: a vocabulary of all ids would be allocated.
+
+    Published tokenizers leave few ids unassigned.
+    """
+    if n_vocab > 2 * n_tokens + MAX_GAP:
+        text = f"the largest id is {n_vocab - 1:,}, but there are only {n_tokens:,} tokens"
+        raise ValueError(f"data.tokenizer: {path}: {text}")
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -137,6 +150,13 @@ def token_name(config: Mapping[str, Any], key: str) -> str:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"data.tokenizer: {TOKENIZER_CONFIG_FILE}: {key}: {value!r} is no token")
     return value or ""
+
+
+def declared_special(config: Mapping[str, Any]) -> set[str]:
+    """Names of the tokens to which ``tokenizer_config.json`` gives a role, such as padding."""
+    named = {token_name(config, f"{role}_token") for role in ROLES}
+    more = config.get("additional_special_tokens") or []
+    return named | {token_name({"token": token}, "token") for token in more}
 
 
 def _single(names: Sequence[str], key: str) -> str:

@@ -1,6 +1,5 @@
-"""Tokenizers: bytes, tiktoken encodings, rank files and Hugging Face tokenizer.json."""
+"""Tokenizers: bytes, tiktoken encodings, rank files, tokenizer.json and SentencePiece models."""
 
-import base64
 import json
 import os
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import tiktoken
@@ -18,53 +18,27 @@ from data.markers import (
     END_OF_TEXT,
     Vocabulary,
     add_markers,
+    check_n_vocab,
     declared_bos,
     declared_eos,
     read_tokenizer_config,
 )
-from data.tokenizer_json import SAMPLES, build_codec, mark_special
-from runtime.filesystem import open_input, read_input
-from runtime.log import logger
+from data.rank_files import load_rank_file
+from data.tokenizer_json import build_codec, check_reading, mark_special
+from runtime.filesystem import open_input
+from runtime.hub_names import TOKENIZER_FILES, local_path
 
-TOKENIZER_FILE = "tokenizer.json"
+if TYPE_CHECKING:
+    from data.sentence_piece import SentencePieceModel
+
+TOKENIZER_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
+# Of rank files and SentencePiece models.
+MODEL_SUFFIXES = (".tiktoken", ".model")
 KINDS = "a .tiktoken or .model file, a tokenizer.json or a folder with one"
-# The published pre-tokenization pattern of Llama 3.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_RESERVED = 256
-# Unassigned ids that a vocabulary may have besides as many as its tokens.
-MAX_GAP = 1 << 16
+# Bytes of a file that tell its kind.
+HEAD_BYTES, LFS_POINTER = 64, b"version https://git-lfs"
 # Chunk size for texts that exceed the stack of tiktoken's regex engine.
 CHUNK_CHARACTERS = 1 << 16
-# Pattern and special tokens of the published .tiktoken files, by number of ranks. Source:
-# tiktoken_ext/openai_public.py of tiktoken 0.14.
-PUBLISHED = {
-    50_256: (  # gpt2, r50k_base
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        {"<|endoftext|>": 50256},
-    ),
-    100_256: (  # cl100k_base
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"
-        r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        {
-            "<|endoftext|>": 100257,
-            "<|fim_prefix|>": 100258,
-            "<|fim_middle|>": 100259,
-            "<|fim_suffix|>": 100260,
-            "<|endofprompt|>": 100276,
-        },
-    ),
-    199_998: (  # o200k_base
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        {"<|endoftext|>": 199999, "<|endofprompt|>": 200018},
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -115,40 +89,71 @@ def load_tokenizer(name: str, *, bos: str | None = None, eos: str | None = None)
     ``bos`` and ``eos``: names of the tokens around a document; None: those that the tokenizer's
     files name; "": none.
     """
-    path = find_tokenizer_json(name)
-    if path is not None:
-        return _from_tokenizer_json(path, bos, eos)
+    file = find_tokenizer_file(name)
+    if file is not None and file.kind == "json":
+        return _from_tokenizer_json(file.path, bos, eos)
+    if file is not None and file.kind == "sentencepiece":
+        return _from_sentence_piece(file.path, bos, eos)
     return _from_tiktoken(load_encoding(name), bos, eos)
 
 
-def find_tokenizer_json(name: str) -> Path | None:
-    """Path of the tokenizer.json that ``data.tokenizer`` names; None if it names another kind.
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A file of ``tokenizers``, a SentencePiece model, or a rank file of tiktoken."""
 
-    Raises ``ValueError`` for a folder without one.
+    path: Path
+    kind: Literal["json", "sentencepiece", "ranks"]
+
+
+def find_tokenizer_file(name: str) -> TokenizerFile | None:
+    """Find the file that ``data.tokenizer`` names; None for bytes and for encodings of tiktoken.
+
+    The content tells its kind. Raises ``ValueError`` for an unknown name, and for a folder without
+    a tokenizer.
     """
-    path = Path(name)
     if name == "bytes" or name in tiktoken.list_encoding_names():
         return None
+    path = Path(local_path(name, TOKENIZER_FILES, key="data.tokenizer"))
     if path.is_dir():
-        if not os.path.lexists(path / TOKENIZER_FILE):
-            found = sorted(file.name for file in path.iterdir())
-            there = ", ".join(found[:8]) + (f", ... ({len(found)} in all)" if found[8:] else "")
-            text = f"no {TOKENIZER_FILE}, only {there or 'nothing'}; name {KINDS}"
-            raise ValueError(f"data.tokenizer: {path} has {text}")
-        return path / TOKENIZER_FILE
-    return path if path.suffix == ".json" else None
+        path = _file_in(path)
+    if path.suffix == ".json":
+        return TokenizerFile(path, "json")
+    if path.suffix not in MODEL_SUFFIXES and not path.exists():
+        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+        raise ValueError(f"data.tokenizer: {name!r} is not one of {known}, nor {KINDS}")
+    try:
+        with open_input(path) as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        raise ValueError(f"data.tokenizer: {path}: {error.strerror}") from None
+    if head.startswith(LFS_POINTER):
+        raise ValueError(f"data.tokenizer: {path}: a pointer of Git LFS: run git lfs pull")
+    if head.lstrip().startswith(b"{"):
+        return TokenizerFile(path, "json")
+    # The tag of a model's pieces in Protocol Buffers; no rank file begins with a line break.
+    return TokenizerFile(path, "sentencepiece" if head.startswith(b"\n") else "ranks")
+
+
+def _file_in(folder: Path) -> Path:
+    """Path of the tokenizer in a folder: its tokenizer.json, else its only model or rank file."""
+    if os.path.lexists(folder / TOKENIZER_FILE):
+        return folder / TOKENIZER_FILE
+    names = sorted(file.name for file in folder.iterdir())
+    models = [name for name in names if Path(name).suffix in MODEL_SUFFIXES]
+    if len(models) == 1 or MODEL_FILE in models:
+        return folder / (MODEL_FILE if MODEL_FILE in models else models[0])
+    there = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if names[8:] else "")
+    text = f"no {TOKENIZER_FILE}, only {there or 'nothing'}; name {KINDS}"
+    raise ValueError(f"data.tokenizer: {folder} has {text}")
 
 
 def load_encoding(name: str) -> tiktoken.Encoding:
-    """Load a tokenizer that is not a tokenizer.json; raise ``ValueError`` if that fails."""
-    path = Path(name)
+    """Load a tokenizer that runs on tiktoken; raise ``ValueError`` if that fails."""
+    file = find_tokenizer_file(name)
+    if file is not None:
+        return load_rank_file(file.path)
     if name == "bytes":
         return _byte_encoding()
-    if path.suffix in (".tiktoken", ".model"):
-        return _rank_file_encoding(path)
-    if name not in tiktoken.list_encoding_names():
-        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise ValueError(f"data.tokenizer: {name!r} is not one of {known}, nor {KINDS}")
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:
@@ -164,86 +169,6 @@ def _byte_encoding() -> tiktoken.Encoding:
         mergeable_ranks={bytes([value]): value for value in range(256)},
         special_tokens={"<|begin_of_text|>": 256, "<|end_of_text|>": 257},
     )
-
-
-def _rank_file_encoding(path: Path) -> tiktoken.Encoding:
-    """Encoding of a base64 rank file, with its pattern and special tokens."""
-    ranks = _read_ranks(path)
-    pattern, special_tokens, origin = _pattern_of(path, len(ranks))
-    logger.info("tokenizer: %s: %s ranks, pattern of %s", path, f"{len(ranks):,}", origin)
-    return tiktoken.Encoding(
-        name=path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
-    )
-
-
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    try:
-        lines = read_input(path).splitlines()
-    except OSError as error:
-        raise ValueError(f"data.tokenizer: {path}: {error.strerror}") from None
-    ranks = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:
-            where = f"{path}, line {number}"
-            raise ValueError(f"data.tokenizer: {where}: not a token and its rank") from None
-    # tiktoken would panic at a missing byte, and decode a duplicate rank wrongly.
-    if any(bytes([value]) not in ranks for value in range(256)):
-        raise ValueError(f"data.tokenizer: {path}: not all 256 single bytes have a rank")
-    if sorted(ranks.values()) != list(range(len(lines))):
-        raise ValueError(f"data.tokenizer: {path}: the ranks are not 0 to {len(lines) - 1}")
-    return ranks
-
-
-def _pattern_of(path: Path, n_ranks: int) -> tuple[str, dict[str, int], str]:
-    """Pattern that splits text into words, special tokens, and the origin of both.
-
-    A rank file contains neither. ``.model`` files are Llama 3's. ``NAME.tiktoken`` may have a
-    companion ``NAME.tiktoken.json`` from tools/train_tokenizer.py: ``{"pattern": ...,
-    "special_tokens": {...}}``. Without one, the number of ranks identifies the published files;
-    all other files are treated as Llama 3's.
-    """
-    companion = path.with_name(f"{path.name}.json")
-    # A link to nothing is a mistake, not the absence of a file.
-    if path.suffix == ".tiktoken" and os.path.lexists(companion):
-        return *_read_companion(companion, n_ranks), companion.name
-    if path.suffix == ".tiktoken" and n_ranks in PUBLISHED:
-        return *PUBLISHED[n_ranks], "OpenAI's published file"
-    names = ["<|begin_of_text|>", "<|end_of_text|>"]
-    names += [f"<|reserved_special_token_{i}|>" for i in range(LLAMA3_RESERVED - len(names))]
-    return LLAMA3_PATTERN, {name: n_ranks + i for i, name in enumerate(names)}, "Llama 3"
-
-
-def _read_companion(path: Path, n_ranks: int) -> tuple[str, dict[str, int]]:
-    try:
-        content = json.loads(read_input(path).decode())
-        pattern, special_tokens = content["pattern"], content["special_tokens"]
-        ids = list(special_tokens.values())
-        if len(content) > 2 or not isinstance(pattern, str) or {*map(type, ids)} - {int}:
-            raise TypeError
-    except (AttributeError, KeyError, TypeError):
-        form = '{"pattern": TEXT, "special_tokens": {NAME: ID}}'
-        raise ValueError(f"data.tokenizer: {path}: not of the form {form}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"data.tokenizer: {path}: {error}") from None
-    if len({*ids}) < len(ids) or any(not n_ranks <= i < 2**31 for i in ids):
-        text = f"special tokens need unique ids, from {n_ranks} on"
-        raise ValueError(f"data.tokenizer: {path}: {text}")
-    _check_n_vocab(max([n_ranks - 1, *ids]) + 1, n_ranks + len(ids), path)
-    ranks = {bytes([value]): value for value in range(256)}
-    try:
-        words = tiktoken.Encoding(
-            "words", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
-        )
-        unmatched = [text for text in SAMPLES if words.decode(words.encode_ordinary(text)) != text]
-    except ValueError as error:
-        raise ValueError(f"data.tokenizer: {path}: the pattern: {error}") from None
-    if unmatched:
-        text = f"the pattern does not match all of {unmatched[0][:40]!r}"
-        raise ValueError(f"data.tokenizer: {path}: {text}")
-    return pattern, special_tokens
 
 
 def _from_tiktoken(encoding: tiktoken.Encoding, bos: str | None, eos: str | None) -> Tokenizer:
@@ -290,7 +215,7 @@ def _from_tokenizer_json(path: Path, bos: str | None, eos: str | None) -> Tokeni
     vocabulary = Vocabulary(special, tokenizer.get_vocab(with_added_tokens=True), str(path))
     n_vocab = max(vocabulary.tokens.values(), default=-1) + 1
     # First, because the library lists all unassigned ids wherever it writes a tokenizer.
-    _check_n_vocab(n_vocab, len(vocabulary.tokens), path)
+    check_n_vocab(n_vocab, len(vocabulary.tokens), path)
     if bos is None:
         bos = declared_bos(config, post_processor)
     # It separates documents, and begins one only where the files say so.
@@ -316,14 +241,37 @@ def _from_tokenizer_json(path: Path, bos: str | None, eos: str | None) -> Tokeni
     )
 
 
-def _check_n_vocab(n_vocab: int, n_tokens: int, path: Path) -> None:
-    """Raise ``ValueError`` if most ids have no token: a vocabulary of all ids would be allocated.
+def load_sentence_piece(path: Path) -> "SentencePieceModel":
+    """Load a SentencePiece model; raise ``ValueError`` if that fails, or without its package."""
+    try:
+        # Imported here, because the package is optional.
+        from data.sentence_piece import load_model
+    except ImportError as error:
+        text = f"a SentencePiece model needs a package: pip install sentencepiece ({error})"
+        raise ValueError(f"data.tokenizer: {path}: {text}") from None
+    return load_model(path)
 
-    Published tokenizers leave few ids unassigned.
-    """
-    if n_vocab > 2 * n_tokens + MAX_GAP:
-        text = f"the largest id is {n_vocab - 1:,}, but there are only {n_tokens:,} tokens"
+
+def _from_sentence_piece(path: Path, bos: str | None, eos: str | None) -> Tokenizer:
+    model = load_sentence_piece(path)
+    check_n_vocab(model.n_vocab, len(model.tokens), path)
+    vocabulary = Vocabulary(model.special, model.tokens, str(path))
+    bos_id = vocabulary.find_bos(model.declared_bos() if bos is None else bos, ())
+    eos_id = vocabulary.find_eos(eos or model.declared_eos() or None)
+    words = [name for name, i in model.tokens.items() if i in (bos_id, eos_id)]
+    if ordinary := [name for name in words if name not in model.special]:
+        text = f"{ordinary[0]!r} is a word of text; set data.bos and data.eos to special tokens"
         raise ValueError(f"data.tokenizer: {path}: {text}")
+    check_reading(model.encode, model.decode, path)
+    digest = sha256(model.content + repr(sorted(model.added.items())).encode()).hexdigest()
+    return Tokenizer(
+        encode=model.encode,
+        decode=model.decode,
+        n_vocab=model.n_vocab,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        fingerprint=add_markers(digest, model.special, bos_id, eos_id),
+    )
 
 
 def _byte_lengths(encoding: tiktoken.Encoding, n_vocab: int) -> np.ndarray:

@@ -23,22 +23,31 @@ from data.markers import (
     read_tokenizer_config,
     token_name,
 )
-from data.tokenizer import TOKENIZER_FILE, Tokenizer, find_tokenizer_json, load_encoding
+from data.tokenizer import (
+    MODEL_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    find_tokenizer_file,
+    load_encoding,
+    load_sentence_piece,
+)
 from data.tokenizer_json import BYTE_OF, mark_special, sample_texts
 
 GENERATION_FILE = "generation_config.json"
+CHAT_FILES = ("chat_template.jinja", "chat_template.json")
 # Other files of a Hugging Face folder that belong to its tokenizer.
 COMPANION_FILES = (
     TOKENIZER_CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
     GENERATION_FILE,
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *CHAT_FILES,
     "merges.txt",
-    "tokenizer.model",
+    MODEL_FILE,
     "vocab.json",
 )
+# What the files of a SentencePiece model keep of its tokenizer_config.json.
+KEPT_KEYS = ("chat_template", "model_max_length", "pad_token", "unk_token")
 # More free ids than this are not worth their names.
 MAX_UNASSIGNED = 1000
 CHAR_OF = {value: char for char, value in BYTE_OF.items()}
@@ -68,14 +77,16 @@ def build_tokenizer_files(name: str, tokenizer: Tokenizer) -> TokenizerFiles:
     ``NotRepresentable`` for ranks with a pattern that ``tokenizers`` interprets otherwise, and
     ``ValueError`` if the files of a tokenizer.json do not give the ids of ``tokenizer``.
     """
-    path = find_tokenizer_json(name)
-    if path is not None:
-        found = _from_folder(path, tokenizer)
-        _check(found, tokenizer, str(path), tokens=[bytes([value]) for value in range(256)])
+    file = find_tokenizer_file(name)
+    if file is not None and file.kind == "json":
+        found = _from_folder(file.path, tokenizer)
+        _check(found, tokenizer, str(file.path), tokens=[bytes([value]) for value in range(256)])
         return found
-    encoding = load_encoding(name)
-    found = _from_ranks(encoding, tokenizer)
     try:
+        if file is not None and file.kind == "sentencepiece":
+            return _from_sentence_piece(file.path, tokenizer)
+        encoding = load_encoding(name)
+        found = _from_ranks(encoding, tokenizer)
         _check(found, tokenizer, name, tokens=[*encoding._mergeable_ranks])
     except ValueError as error:
         raise NotRepresentable(str(error)) from None
@@ -128,6 +139,32 @@ def _from_ranks(encoding: tiktoken.Encoding, tokenizer: Tokenizer) -> TokenizerF
         GENERATION_FILE: _encoded({key: i for key, i in ids.items() if i is not None}),
     }
     return TokenizerFiles(files, ids)
+
+
+def _from_sentence_piece(path: Path, tokenizer: Tokenizer) -> TokenizerFiles:
+    """Files with the ids of a SentencePiece model, and what is beside it."""
+    # Imported here, because sentencepiece is optional.
+    from data.sentence_piece_export import texts_with_symbols, tokenizer_json
+
+    model = load_sentence_piece(path)
+    names = {i: name for name, i in model.tokens.items()}
+    bos = None if tokenizer.bos_id is None else names[tokenizer.bos_id]
+    try:
+        content = tokenizer_json(model, _template(bos, tokenizer.bos_id))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    kept = {key: model.config[key] for key in KEPT_KEYS if key in model.config}
+    files = {
+        TOKENIZER_FILE: _encoded(mark_special(content, model.special)),
+        TOKENIZER_CONFIG_FILE: _encoded(kept | _own_config(bos, names[tokenizer.eos_id])),
+        MODEL_FILE: model.content,
+    }
+    beside = (path.parent / name for name in (GENERATION_FILE, *CHAT_FILES))
+    files |= {file.name: file.read_bytes() for file in beside if file.is_file()}
+    found = _with_ids(path.parent, files, tokenizer, begins=bos is not None)
+    tokens = [name.encode() for name in model.tokens]
+    _check(found, tokenizer, str(path), tokens=tokens, texts=texts_with_symbols(model))
+    return found
 
 
 def _without_gaps(encoding: tiktoken.Encoding) -> dict[str, int]:
@@ -249,9 +286,17 @@ def _template(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
 
 
 def _check(
-    found: TokenizerFiles, tokenizer: Tokenizer, name: str, *, tokens: Iterable[bytes]
+    found: TokenizerFiles,
+    tokenizer: Tokenizer,
+    name: str,
+    *,
+    tokens: Iterable[bytes],
+    texts: Iterable[str] = (),
 ) -> None:
-    """Raise ``ValueError`` unless ``found`` encodes texts and begins documents as ``tokenizer``."""
+    """Raise ``ValueError`` unless ``found`` encodes texts and begins documents as ``tokenizer``.
+
+    ``texts``: of this tokenizer, besides the texts for all.
+    """
     try:
         written = HuggingFaceTokenizer.from_str(found.files[TOKENIZER_FILE].decode())
     except Exception as error:  # the library raises bare Exception, for example for a pattern
@@ -263,7 +308,7 @@ def _check(
     if n_vocab != tokenizer.n_vocab:
         raise ValueError(f"{name}: {n_vocab} tokens in transformers, not {tokenizer.n_vocab}")
     special = [token.content for token in written.get_added_tokens_decoder().values()]
-    for text in sample_texts(tokens, special):
+    for text in [*texts, *sample_texts(tokens, special)]:
         document = tokenizer.encode_document(text).tolist()[:-1]
         ids = document if tokenizer.bos_id is None else document[1:]
         if written.encode(text, add_special_tokens=False).ids != ids:

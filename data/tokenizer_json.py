@@ -89,7 +89,7 @@ def build_codec(
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    _check_reading(encode, decode, path)
+    check_reading(encode, decode, path)
     content = json.loads(tokenizer.to_str())
     try:
         encoding = _build_tiktoken(content, tokenizer)
@@ -115,7 +115,7 @@ def build_codec(
     return _build_fast_encode(unused, content, tokenizer, encode), fast_decode, encoding
 
 
-def _check_reading(
+def check_reading(
     encode: Callable[[str], np.ndarray], decode: Callable[[list[int]], str], path: Path
 ) -> None:
     """Log the first text that the tokenizer changes. Raises ``ValueError`` if its ids vary."""

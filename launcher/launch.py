@@ -28,6 +28,7 @@ from parallelisms.constraints import check_constraints
 from runtime import exit_codes
 from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
+from runtime.hub_names import CONFIG_FILES, local_path, pin_names
 from runtime.log import report, say
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import read_text
@@ -51,7 +52,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         report(error)
         return exit_codes.BAD_CONFIG
     try:
-        config = load_config(Path(arguments[0]), arguments[1:])
+        config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
         n_ranks = ranks_per_node(environment)
         check_run(config, n_ranks, nodes.count)
         # All ranks log the same lines, so one rank is shown.
@@ -134,7 +135,8 @@ def check_run(config: JobConfig, n_ranks: int, n_nodes: int) -> None:
 
     ``n_ranks``: ranks on each of ``n_nodes``.
     """
-    _, args = find_model(config.model.name, config.model.flavor, config.model.args)
+    flavor = local_path(config.model.flavor, CONFIG_FILES, key="model.flavor")
+    _, args = find_model(config.model.name, flavor, config.model.args)
     has_gpu = torch.cuda.is_available()
     check_constraints(config, args, n_ranks * n_nodes, has_gpu=has_gpu, n_nodes=n_nodes)
 

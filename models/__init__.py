@@ -50,6 +50,15 @@ def find_spec(name: str) -> ModelSpec:
     return MODEL_SPECS[name]
 
 
+def find_family(config: Mapping[str, Any]) -> str:
+    """Return the family of a Hugging Face ``config.json``. Raises ``ValueError`` for others."""
+    model_type = config.get("model_type")
+    families = {s.hugging_face.model_type: n for n, s in MODEL_SPECS.items() if s.hugging_face}
+    if not isinstance(model_type, str) or model_type not in families:
+        raise ValueError(f"model_type: {model_type!r} is not one of {', '.join(families)}")
+    return families[model_type]
+
+
 def _read_args(spec: ModelSpec, path: Path) -> TransformerArgs:
     """Read the args of a Hugging Face ``config.json``, or of the one in the folder ``path``."""
     if path.is_dir():
@@ -84,4 +93,4 @@ def _unknown_name(key: str, value: str, known: list[str]) -> str:
     return f"{key}: {value!r} is not one of {', '.join(known)}{hint}"
 
 
-__all__ = ["MODEL_SPECS", "ModelSpec", "TransformerArgs", "find_model", "find_spec"]
+__all__ = ["MODEL_SPECS", "ModelSpec", "TransformerArgs", "find_family", "find_model", "find_spec"]

@@ -33,10 +33,12 @@ from checkpoint.manifest import read_manifest
 from checkpoint.tensor_files import DTYPES, load_single_process, write_tensor_file
 from checkpoint.tensor_index import TensorRecord
 from config.resume_compat import changed_arguments
-from data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from data.rank_files import companion_of
+from data.tokenizer import TokenizerFile, find_tokenizer_file, load_tokenizer
 from data.tokenizer_export import NotRepresentable, TokenizerFiles, build_tokenizer_files
-from models import MODEL_SPECS, ModelSpec, TransformerArgs
+from models import MODEL_SPECS, ModelSpec, TransformerArgs, find_family
 from runtime import exit_codes
+from runtime.hub_names import WEIGHT_FILES, is_hub_name, local_path, pinned_name
 from runtime.log import say
 from saved_model import PREFIX, find_checkpoint, saved_model, saved_tokenizer, shapes_of
 from tools.cli import Parser, path_argument, path_text, reporting_errors
@@ -64,7 +66,7 @@ def main(arguments: list[str]) -> int:
     add("--dtype", choices=EXPORT_DTYPES, help="dtype of all weights; default: as saved")
     add("--model", metavar="MODULE:ATTRIBUTE", help="the run's model.name, if outside of Shardloom")
     add = commands.add_parser("import", help="read a folder with safetensors").add_argument
-    add("folder", type=path_argument, help="folder with config.json and safetensors")
+    add("folder", type=path_text, help="folder with config.json and safetensors, or hf:OWNER/NAME")
     add("checkpoint", type=path_argument, help="checkpoint to write; must not exist")
     options = parser.parse_args(arguments)
     if options.command == "export":
@@ -76,7 +78,10 @@ def main(arguments: list[str]) -> int:
             model_name=options.model,
         )
     else:
-        import_folder(options.folder, options.checkpoint)
+        folder = local_path(options.folder, WEIGHT_FILES, key="argument folder")
+        is_hub = is_hub_name(options.folder)
+        name = str(pinned_name(options.folder, folder)) if is_hub else None
+        import_folder(Path(folder), options.checkpoint, tokenizer_name=name)
     return exit_codes.DONE
 
 
@@ -143,33 +148,50 @@ def _tokenizer_files(
         say("tokenizer: not written, the checkpoint names none and --tokenizer is not set")
         return TokenizerFiles({}, {"bos_token_id": None, "eos_token_id": None})
     name, tokenizer = found
-    path = Path(name)
-    companion = path.with_name(f"{path.name}.json")
     # The run's own file and its pattern also identify the tokenizer of the checkpoint.
-    paths = [each for each in (path, companion) if path.suffix == ".tiktoken" and each.is_file()]
-    own = {each.name: each.read_bytes() for each in paths}
+    file = find_tokenizer_file(name)
+    own = {} if file is None else _own_files(file)
     try:
         written = build_tokenizer_files(name, tokenizer)
     except NotRepresentable as error:
         say(f"tokenizer: AutoTokenizer cannot load this folder, no tokenizer.json: {error}")
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         return TokenizerFiles(own, ids)
-    return replace(written, files={**written.files, **own})
+    is_ranks = file is not None and file.kind == "ranks"
+    return replace(written, files={**written.files, **own}) if is_ranks else written
 
 
-def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYTES) -> None:
+def _own_files(file: TokenizerFile) -> dict[str, bytes]:
+    """A rank file with its companion, or a SentencePiece model.
+
+    Under names from which transformers does not make a tokenizer, which may be another one.
+    """
+    if file.kind == "json":
+        return {}
+    suffix = ".tiktoken" if file.kind == "ranks" else ".sentencepiece"
+    name, companion = file.path.with_suffix(suffix).name, companion_of(file.path)
+    own = {name: file.path.read_bytes()}
+    return own | ({f"{name}.json": companion.read_bytes()} if companion.is_file() else {})
+
+
+def import_folder(
+    folder: Path,
+    checkpoint: Path,
+    *,
+    tokenizer_name: str | None = None,
+    file_bytes: int = SHARD_BYTES,
+) -> None:
     """Write the weights of a Hugging Face folder as a new checkpoint of step 0.
 
-    Writes files of at most ``file_bytes``. Raises ``ValueError`` for an unsupported model, for
+    ``tokenizer_name``: of its tokenizer; None: that of its file. Writes files of at most
+    ``file_bytes``. Raises ``ValueError`` for an unsupported model, for
     missing or unknown tensors and for damaged files.
     """
     source = Folder(folder)
-    model_type = source.config.get("model_type")
-    families = {s.hugging_face.model_type: n for n, s in MODEL_SPECS.items() if s.hugging_face}
-    name = families.get(model_type) if isinstance(model_type, str) else None
-    if name is None:
-        known = ", ".join(families)
-        raise ValueError(f"{folder}: model_type: {model_type!r} is not one of {known}")
+    try:
+        name = find_family(source.config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     spec, family = MODEL_SPECS[name], MODEL_SPECS[name].hugging_face
     assert family is not None
     try:
@@ -180,7 +202,7 @@ def import_folder(folder: Path, checkpoint: Path, *, file_bytes: int = SHARD_BYT
         raise ValueError(f"{folder}: {len(source.names)} tensors for {args.n_layers} layers")
     pairs, (shapes, _) = family.tensors(args), shapes_of(spec, args)
     source.check(family, args, shapes)
-    metadata = _metadata(folder, name, spec, args)
+    metadata = _metadata(folder, name, spec, args, tokenizer_name)
     by_name = {pair.fqn: pair for pair in pairs}
     # A tied tensor is read from the one whose weight it shares.
     sources = {pair.fqn: by_name[pair.tied_to or pair.fqn] for pair in pairs}
@@ -224,7 +246,9 @@ def _groups(items: Iterable[WriteItem], file_bytes: int) -> Iterator[list[WriteI
     yield group
 
 
-def _metadata(folder: Path, name: str, spec: ModelSpec, args: TransformerArgs) -> dict[str, Any]:
+def _metadata(
+    folder: Path, name: str, spec: ModelSpec, args: TransformerArgs, tokenizer_name: str | None
+) -> dict[str, Any]:
     """Manifest metadata for a checkpoint that no run saved."""
     flavors = (
         flavor
@@ -235,13 +259,13 @@ def _metadata(folder: Path, name: str, spec: ModelSpec, args: TransformerArgs) -
         "model": {"name": name, "flavor": next(flavors, None), "vocab_size": args.vocab_size}
     }
     metadata: dict[str, Any] = {"config": config, "model_args": asdict(args)}
-    path = folder / TOKENIZER_FILE
-    if path.exists():
-        try:
-            metadata["fingerprints"] = {"tokenizer": load_tokenizer(str(path)).fingerprint}
-            config["data"] = {"tokenizer": str(path.absolute())}
-        except ValueError as error:
-            say(f"tokenizer: skipped: {error}")
+    try:
+        file = find_tokenizer_file(str(folder.absolute()))
+        assert file is not None, "a folder names a file"
+        metadata["fingerprints"] = {"tokenizer": load_tokenizer(str(file.path)).fingerprint}
+        config["data"] = {"tokenizer": tokenizer_name or str(file.path.absolute())}
+    except ValueError as error:
+        say(f"tokenizer: skipped: {error}")
     attempt = uuid.uuid4().hex
     lineage = {"run": attempt, "parent": None, "attempt": attempt}
     return {"step": 0, "world_size": 1, **lineage, **metadata}

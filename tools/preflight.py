@@ -24,6 +24,7 @@ from config import load_config
 from launcher.agent import Nodes, open_store, run_ranks
 from launcher.launch import check_run, cpu_threads, find_nodes, ranks_per_node
 from runtime import exit_codes
+from runtime.hub_names import pin_names
 from runtime.log import report, say
 from tools.preflight_rank import HAS_FINDINGS
 
@@ -38,7 +39,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(__doc__, file=sys.stderr)
         return exit_codes.DONE if arguments else exit_codes.BAD_CONFIG
     try:
-        config = load_config(Path(arguments[0]), arguments[1:])
+        config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
         n_ranks, nodes = ranks_per_node(environment), find_nodes(environment)
         check_run(config, n_ranks, nodes.count)
     except ValueError as error:

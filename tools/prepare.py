@@ -46,6 +46,7 @@ from data.write_shards import (
 from runtime import exit_codes
 from runtime.commands import command_text
 from runtime.filesystem import read_input
+from runtime.hub_names import pin_names
 from runtime.log import say
 from runtime.machine import available_cpus
 from runtime.signals import handle_signals
@@ -65,7 +66,8 @@ def main(arguments: list[str]) -> int:
         options, overrides = parse(arguments)
         if options.verify:
             return verify_folder(options.folder)
-        data = load_config(options.config or CONFIG_FILE, overrides).data
+        config = load_config(options.config or CONFIG_FILE, overrides)
+        data = pin_names(config, ["data.tokenizer"]).data
         n_workers = options.workers or available_cpus()
         prepare(options.folder, data, n_workers=n_workers, shard_tokens=options.shard_tokens)
     except KeyboardInterrupt:

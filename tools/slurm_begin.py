@@ -23,6 +23,7 @@ from config.paths import expand_path
 from launcher.launch import check_run, ranks_per_node, shown_ranks
 from runtime import exit_codes
 from runtime.filesystem import make_folder
+from runtime.hub_names import pin_names
 from runtime.log import report, say
 from runtime.run_folder import remove_file
 from runtime.run_lock import lock_run
@@ -47,7 +48,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             config = load_swept(sweep, task, arguments)
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
         n_ranks = ranks_per_node(environment)
-        check_run(config, n_ranks, n_nodes)
+        check_run(pin_names(config), n_ranks, n_nodes)
         if log_rank := environment.get("LOG_RANK"):
             shown_ranks(log_rank, n_ranks)
         folder = config.job.folder

@@ -28,8 +28,9 @@ from tokenizers import (
 from config import load_config
 from config.job_config import Data
 from config.paths import literal_path
+from data.rank_files import LLAMA3_PATTERN
 from data.sources import build_sources
-from data.tokenizer import LLAMA3_PATTERN, load_tokenizer
+from data.tokenizer import load_tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime import exit_codes
 from runtime.commands import command_text
