@@ -16,6 +16,7 @@ from checkpoint.hugging_face import is_hugging_face, load_weights
 from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig
+from config.hub_names import INITIAL_LOAD_PATH, WEIGHT_FILES
 from config.resume_compat import changed_arguments, compare
 from data.loader import MicrobatchLoader
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -24,7 +25,7 @@ from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
 from run_spec import RunSpec
 from runtime.control import RunControl
-from runtime.hub_names import INITIAL_LOAD_PATH, WEIGHT_FILES, local_path
+from runtime.hub_paths import local_path
 from runtime.log import logger
 from runtime.object_collectives import run_on_rank0
 from runtime.run_folder import list_checkpoints, step_of

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from config import JobConfig
+from config.hub_names import CONFIG_FILES
 from config.resume_compat import by_key, shown
 from data.batch_size import Ramp, batch_size_of, sequences_in
 from data.loader import LoaderConfig, MicrobatchLoader
@@ -24,7 +25,7 @@ from parallelisms.constraints import check_constraints
 from parallelisms.parallel_dims import ParallelDims
 from runtime.control import RunControl
 from runtime.distributed import compute_dtype
-from runtime.hub_names import CONFIG_FILES, local_path
+from runtime.hub_paths import local_path
 from runtime.log import logger
 
 

@@ -16,12 +16,12 @@ from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.manifest import MANIFEST_FILE, sizes_of
 from checkpoint.tensor_files import DTYPES
 from checkpoint.tensor_index import TensorRecord, read_index
+from config.hub_names import is_hub_name
 from config.resume_compat import changed_arguments
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
 from models.meta import build_on_meta
-from runtime.hub_names import is_hub_name
 from runtime.log import say
 from runtime.run_folder import list_checkpoints
 

@@ -33,7 +33,7 @@ from runtime import exit_codes
 from runtime.attempt import AttemptRecorder
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
-from runtime.hub_names import pin_names
+from runtime.hub_paths import pin_names
 from runtime.log import error_text, init_logging, logger, report
 from runtime.machine import disable_malloc_trim
 from runtime.object_collectives import raise_if_unequal

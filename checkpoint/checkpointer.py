@@ -348,6 +348,8 @@ class Checkpointer:
         for name in self._json_states.keys() - skip:
             try:
                 self._json_states[name].load_state_dict(state[name])
+            except ConfigError:
+                raise
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 text = f"{folder / STATE_FILE}: the state of {name!r} is invalid: {error!r}"
                 raise ConfigError([text]) from error

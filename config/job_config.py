@@ -85,8 +85,8 @@ class Model(Section):
     name: str = "llama3"
     """Model family: a key of models.MODEL_SPECS, or module:attribute of your own ModelSpec."""
     flavor: PathText = "debugmodel"
-    """Size within the family, for example debugmodel or 8B; or a Hugging Face config.json, or a
-    folder with one."""
+    """Size within the family, for example debugmodel or 8B; or a Hugging Face config.json, a folder
+    with one, or hf:OWNER/NAME as in data.tokenizer."""
     args: dict[str, Any] = {}
     """[model.args]: arguments of the family that differ from the flavor's, for example n_layers,
     dim, n_heads, n_kv_heads, head_dim, hidden_dim, rope_theta or tie_embeddings."""
@@ -161,8 +161,9 @@ class Data(Section):
     sources: list[DataSource] = []
     """[[data.sources]]: a mixture of sources. Replaces source, path, subset, text_key and args."""
     tokenizer: Annotated[PathText, Field(min_length=1)] = "bytes"
-    """bytes; the name of a tiktoken encoding (cl100k_base); a .tiktoken or .model rank file; or a
-    tokenizer.json, or a Hugging Face directory with one."""
+    """bytes; the name of a tiktoken encoding (cl100k_base); a tokenizer.json, a SentencePiece model,
+    a rank file, or a directory with one; or a repository of the Hugging Face Hub, hf:OWNER/NAME or
+    hf:OWNER/NAME@REVISION, in the local cache: ./shardloom fetch hf:OWNER/NAME downloads it."""
     bos: str | None = None
     """Name of the token that begins each document; "": none does. Absent: the one that the
     tokenizer's files put there."""
@@ -374,8 +375,8 @@ class Checkpoint(Section):
     """Failed saves are logged. If no checkpoint succeeds for this many steps, stop with exit code
     1. Absent: 3 * interval."""
     initial_load_path: PathText = ""
-    """Checkpoint or Hugging Face model directory to load initial weights from. Ignored if the run
-    has a checkpoint."""
+    """Checkpoint or Hugging Face model directory to load initial weights from, or hf:OWNER/NAME as in
+    data.tokenizer. Ignored if the run has a checkpoint."""
 
 
 class Numerics(Section):

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from config.errors import ConfigError
+from config.hub_names import is_hub_name
 from config.job_config import JobConfig
 
 
@@ -18,18 +19,17 @@ def _keys(text: str) -> frozenset[str]:
 
 
 FROZEN = _keys("""
-    model: name vocab_size
+    model: name flavor vocab_size
     data: source subset text_key packing document_mask validation_percent
     training: global_batch_size dtype
     optimizer: name state_dtype
     debug: seed
 """)
 # Documents and tokenizer may move, because the data's state has fingerprints of their contents.
-# model.flavor and model.args may be spelled in another way: ``changed_arguments`` compares what
-# results.
+# model.args may be spelled in another way: ``changed_arguments`` compares what results.
 RECORDED = _keys("""
     data: path args sources tokenizer bos eos on_bad_record
-    model: flavor args
+    model: args
     training: steps seq_len local_batch_size batch_size_ramp max_norm
     training: mixed_precision_param mixed_precision_reduce
     optimizer: args lr beta1 beta2 eps weight_decay muon_momentum
@@ -106,12 +106,20 @@ def compare(saved: dict[str, Any], now: JobConfig) -> Changes:
         for key, value in after.items()
         if before[key] != value
     }
+    # Its contents are compared as those of paths are, by ``changed_arguments`` and fingerprints.
+    moved = {key for key in changed if _is_other_commit(before[key], after[key])}
     frozen, recorded, free = (
         tuple(text for key, text in changed.items() if key in keys)
-        for keys in (FROZEN, RECORDED, FREE)
+        for keys in (FROZEN - moved, RECORDED | moved & FROZEN, FREE)
     )
     gone = tuple(f"{key}: {shown(known[key])}" for key in known if key not in after)
     return Changes(frozen, recorded, free, gone)
+
+
+def _is_other_commit(before: Any, after: Any) -> bool:
+    """True if both are names of one repository of the hub, ``hf:OWNER/NAME@COMMIT``."""
+    one, other = (str(value).partition("@")[0] for value in (before, after))
+    return one == other and is_hub_name(one)
 
 
 def changed_arguments(saved: dict[str, Any], now: Any) -> list[str]:

@@ -33,7 +33,7 @@ LLAMA3_NAMES = (
 
 
 class Published(NamedTuple):
-    """What belongs to a published rank file, but is not in it."""
+    """Facts of a published rank file that are not in it."""
 
     pattern: str
     special_tokens: dict[str, int]

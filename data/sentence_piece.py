@@ -23,6 +23,7 @@ from runtime.filesystem import read_input
 
 SPACE = "\u2581"
 """Stands for a blank in pieces."""
+MOST_BLANKS = 1 << 31
 Kind = ModelProto.SentencePiece
 ADDED_TOKENS_FILE = "added_tokens.json"
 # Families of transformers whose tokenizers put bos before a text unless a file says otherwise.
@@ -89,10 +90,10 @@ class SentencePieceModel:
         return self.proto.pieces[i].piece if i >= 0 else ""
 
     @property
-    def strips(self) -> bool:
-        """True if the blank before the first word is not part of the text."""
+    def n_stripped(self) -> int:
+        """Most blanks before the first word that are not part of the text."""
         spec = self.proto.normalizer_spec
-        return spec.add_dummy_prefix or spec.remove_extra_whitespaces
+        return MOST_BLANKS if spec.remove_extra_whitespaces else int(spec.add_dummy_prefix)
 
     def encode(self, text: str) -> np.ndarray:
         """Text to ids (s,) int64, those of the library. Raises ``ValueError`` for surrogates."""
@@ -106,8 +107,10 @@ class SentencePieceModel:
             run = [*group]
             parts += [names[i] for i in run] if is_special else [self._text(run)]
         text = "".join(parts)
-        begins = self.strips and ids and ids[0] not in names
-        return text.removeprefix(" ") if begins else text
+        if not ids or ids[0] in names:
+            return text
+        n_blanks = len(text) - len(text.lstrip(" "))
+        return text[min(n_blanks, self.n_stripped) :]
 
     def _text(self, ids: list[int]) -> str:
         pieces = self.proto.pieces

@@ -13,7 +13,6 @@ from tokenizers import models
 from data.sentence_piece import SPACE, Kind, SentencePieceModel
 
 UNIGRAM, BPE = 1, 2
-STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 def tokenizer_json(
@@ -39,7 +38,8 @@ def tokenizer_json(
     split = {"type": "Split", "pattern": {"Regex": "|".join(isolated)}, "behavior": "Isolated"}
     unknown = model.proto.pieces[model.processor.unk_id()].piece
     parts = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
-    parts += [{"type": "ByteFallback"}, {"type": "Fuse"}, *([STRIP] if model.strips else [])]
+    parts += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    parts += [{"type": "Strip", "content": " ", "start": model.n_stripped, "stop": 0}]
     return {
         "version": "1.0",
         "truncation": None,

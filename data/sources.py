@@ -6,23 +6,26 @@ of an endless shuffled order, so a step's data depend only on the seed and the s
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from typing import Protocol
+from itertools import product
+from typing import Any, Protocol
 
 import numpy as np
 
 from config.job_config import Data, DataSource, DocumentSource
+from config.resume_compat import shown
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced
 from data.formats import Format, format_of
+from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.matching import FileId, file_id, matching_files
 from data.outside import OutsideDocuments
 from data.remote_errors import mistakes_as_value_errors
 from data.storage import DataPath, for_each
 from data.text_files import TextFiles, builtin_files
 from data.token_files import TokenFiles, open_token_files
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from runtime.log import logger
 
 # Documents of as many row groups as have these are shuffled together, so that few are decoded.
@@ -186,7 +189,7 @@ def build_sources(
     # By text column, because one file may have several.
     owners: dict[str, Owners] = defaultdict(lambda: dict(excluded or {}))
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
-    check_tokens = partial(check_tokenizer, tokenizer=tokenizer, name=config.tokenizer)
+    check_tokens = partial(check_tokenizer, tokenizer=tokenizer, config=config)
     for source in config.mixture:
         with with_source_name(source, config):
             train_source, held_out_source = _build_source(
@@ -205,16 +208,34 @@ def build_sources(
     return train, held_out
 
 
-def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer | None, name: str) -> None:
+def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer | None, config: Data) -> None:
     """Raise ``ValueError`` if the metadata of ``files`` do not match ``tokenizer``, if given."""
     if tokenizer is None:
         return
-    fingerprint = files.tokenizer_fingerprint
-    if fingerprint is not None and fingerprint != tokenizer.fingerprint:
-        raise ValueError(f"data.path: tokenized with another tokenizer than data.tokenizer {name}")
+    name, saved = config.tokenizer, files.tokenizer
+    if saved is not None and files.tokenizer_fingerprint != tokenizer.fingerprint:
+        text = f"another tokenizer than data.tokenizer {name}"
+        if (markers := _other_markers(saved, name)) is not None:
+            here = f"data.bos = {shown(config.bos)}, data.eos = {shown(config.eos)}"
+            there = f"data.bos = {shown(markers[0])}, data.eos = {shown(markers[1])}"
+            text = f"other tokens around documents: set {there} (here {here})"
+        raise ValueError(f"data.path: tokenized with {text}")
     if files.max_id is not None and files.max_id >= tokenizer.n_vocab:
         text = f"token id {files.max_id} exceeds data.tokenizer {name} of size {tokenizer.n_vocab}"
         raise ValueError(f"data.path: {text}")
+
+
+def _other_markers(saved: Mapping[str, Any], name: str) -> tuple[str | None, str | None] | None:
+    """(data.bos, data.eos) that make ``name`` the tokenizer ``saved``; None if it is another."""
+    markers = [(saved.get("bos"), saved.get("eos"))]
+    if "bos" not in saved:
+        # From before they were keys.
+        markers = [*product(FORMER_BOS_NAMES, FORMER_EOS_NAMES)]
+    for bos, eos in markers:
+        with suppress(TypeError, ValueError):
+            if load_tokenizer(name, bos=bos, eos=eos).fingerprint == saved["fingerprint"]:
+                return bos, eos
+    return None
 
 
 @contextmanager

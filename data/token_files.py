@@ -74,12 +74,12 @@ class TokenFiles:
     """Documents of token ids. Memory-maps the most recently used files."""
 
     def __init__(
-        self, shards: list[TokenShard], *, tokenizer_fingerprint: str | None, max_id: int | None
+        self, shards: list[TokenShard], *, tokenizer: dict[str, Any] | None, max_id: int | None
     ) -> None:
         self._shards = shards
         self._ends = list(accumulate(shard.n_documents for shard in shards))
-        self.tokenizer_fingerprint = tokenizer_fingerprint
-        """Of ``Tokenizer``; None if the files do not store it."""
+        self.tokenizer = tokenizer
+        """``fingerprint``, ``name``, ``bos`` and ``eos``; None if the files do not store them."""
         self.max_id = max_id
         """Largest id of all documents; None if the files do not store it."""
         self._mapped = lru_cache(maxsize=MAX_MAPPED_SHARDS)(self._map)
@@ -88,6 +88,11 @@ class TokenFiles:
         """Equal for files with the same documents in the same order."""
 
     groups = None
+
+    @property
+    def tokenizer_fingerprint(self) -> str | None:
+        """Of ``Tokenizer``; None if the files do not store it."""
+        return None if self.tokenizer is None else self.tokenizer["fingerprint"]
 
     @property
     def paths(self) -> list[DataPath]:
@@ -134,7 +139,7 @@ def open_token_files(path: str) -> TokenFiles:
     contents.
     """
     shards: list[TokenShard] = []
-    tokenizers: dict[str, DataPath] = {}
+    tokenizers: dict[str, tuple[DataPath, dict[str, Any]]] = {}
     max_ids: list[int | None] = []
     for found, name in _match_paths(path):
         if found.suffix == ".idx":
@@ -143,17 +148,17 @@ def open_token_files(path: str) -> TokenFiles:
             continue
         index = read_index(found)
         shards += _prepared_shards(found, name, index)
-        tokenizers.setdefault(index["tokenizer"]["fingerprint"], found)
+        tokenizers.setdefault(index["tokenizer"]["fingerprint"], (found, index["tokenizer"]))
         max_ids += [shard["max_id"] for shard in index["shards"] if shard["documents"]]
     if len(tokenizers) > 1:
-        first, second = list(tokenizers.values())[:2]
+        first, second = [folder for folder, _ in tokenizers.values()][:2]
         raise ValueError(f"data.path: {first} and {second} have different tokenizers")
     if not any(shard.n_documents for shard in shards):
         raise ValueError(f"data.path: {path} has no documents")
     known = [max_id for max_id in max_ids if max_id is not None]
     return TokenFiles(
         shards,
-        tokenizer_fingerprint=next(iter(tokenizers), None),
+        tokenizer=next((tokenizer for _, tokenizer in tokenizers.values()), None),
         max_id=max(known) if len(known) == len(max_ids) else None,
     )
 

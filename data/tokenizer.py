@@ -13,6 +13,7 @@ import numpy as np
 import tiktoken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from config.hub_names import TOKENIZER_FILES
 from data.markers import (
     BOS_NAMES,
     END_OF_TEXT,
@@ -26,7 +27,7 @@ from data.markers import (
 from data.rank_files import load_rank_file
 from data.tokenizer_json import build_codec, check_reading, mark_special
 from runtime.filesystem import open_input
-from runtime.hub_names import TOKENIZER_FILES, local_path
+from runtime.hub_paths import local_path
 
 if TYPE_CHECKING:
     from data.sentence_piece import SentencePieceModel
@@ -246,8 +247,8 @@ def load_sentence_piece(path: Path) -> "SentencePieceModel":
     try:
         # Imported here, because the package is optional.
         from data.sentence_piece import load_model
-    except ImportError as error:
-        text = f"a SentencePiece model needs a package: pip install sentencepiece ({error})"
+    except Exception as error:  # protobuf raises its own if it is too old
+        text = f"a SentencePiece model needs packages: pip install sentencepiece protobuf ({error})"
         raise ValueError(f"data.tokenizer: {path}: {text}") from None
     return load_model(path)
 

@@ -57,7 +57,7 @@ def _build(
         for other in data.mixture
     ):
         raise ValueError("data.type: its documents are also trained on")
-    check_tokens = partial(check_tokenizer, tokenizer=tokenizer, name=data.tokenizer)
+    check_tokens = partial(check_tokenizer, tokenizer=tokenizer, config=data)
     documents, fingerprint = open_documents(config, skips_bad=skips_bad, check_tokens=check_tokens)
     files = {file_id(path): f"validation.sources, {config.name}" for path in documents.paths}
     found.reserved.update(files)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from config import ConfigError, JobConfig, load_config
+from config.hub_names import CONFIG_FILES
 from launcher.agent import End, Nodes, end_other_nodes, run_ranks
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, record_failure
 from models import find_model
@@ -28,7 +29,7 @@ from parallelisms.constraints import check_constraints
 from runtime import exit_codes
 from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
-from runtime.hub_names import CONFIG_FILES, local_path, pin_names
+from runtime.hub_paths import local_path, pin_names
 from runtime.log import report, say
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import read_text

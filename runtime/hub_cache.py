@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import disable_progress_bars
 
-from runtime.hub_names import WEIGHT_FILES, HubName
+from config.hub_names import WEIGHT_FILES, HubName
 
 # The cache names a file of Git LFS by its SHA-256, others by a hash of Git.
 SHA256_DIGITS = 64

@@ -57,7 +57,16 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Files of models/ besides *_sharding.py that may import torch.distributed.
 MAY_IMPORT_DISTRIBUTED = {"dtensor.py", "model_spec.py"}
 # Optional packages, each imported only in the module that wraps it.
-HEAVY = {"datasets", "transformers", "wandb", "fla", "torchao", "matplotlib"}
+HEAVY = {
+    "datasets",
+    "transformers",
+    "wandb",
+    "fla",
+    "torchao",
+    "matplotlib",
+    "huggingface_hub",
+    "sentencepiece",
+}
 
 
 def imports(source: str) -> Iterator[str]:

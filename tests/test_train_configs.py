@@ -2,17 +2,20 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
 import tomli_w
 import torch
+from huggingface_hub import constants
 
-from config import JobConfig, load_config
+from config import ConfigError, JobConfig, load_config
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.constraints import check_constraints
+from runtime.hub_paths import pin_names
 from tests.lib.configs import all_keys
 from tests.lib.repository import ROOT
 
@@ -66,6 +69,22 @@ def test_config_fits_its_hardware(name: str):
 @pytest.mark.parametrize("name", WORLD_SIZES)
 def test_job_name_is_the_file_name(name: str):
     assert load(name).job.name == name
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_config_says_how_to_get_its_tokenizer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config, text = load(name), (FOLDER / f"{name}.toml").read_text()
+    if config.data.tokenizer == "bytes":
+        return
+    assert config.data.tokenizer.startswith("hf:")
+    assert f"# ./shardloom fetch train_configs/{name}.toml\ntokenizer = " in text
+    assert ("hf:meta-llama/" in text) == ("# Gated: accept its terms at https://" in text)
+    command = f"run ./shardloom fetch {config.data.tokenizer}. Without network"
+    with pytest.raises(ConfigError, match=rf"^data\.tokenizer: .*{command}"):
+        pin_names(config)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)

@@ -32,13 +32,14 @@ from checkpoint.hugging_face import (
 from checkpoint.manifest import read_manifest
 from checkpoint.tensor_files import DTYPES, load_single_process, write_tensor_file
 from checkpoint.tensor_index import TensorRecord
+from config.hub_names import WEIGHT_FILES, is_hub_name
 from config.resume_compat import changed_arguments
 from data.rank_files import companion_of
 from data.tokenizer import TokenizerFile, find_tokenizer_file, load_tokenizer
 from data.tokenizer_export import NotRepresentable, TokenizerFiles, build_tokenizer_files
 from models import MODEL_SPECS, ModelSpec, TransformerArgs, find_family
 from runtime import exit_codes
-from runtime.hub_names import WEIGHT_FILES, is_hub_name, local_path, pinned_name
+from runtime.hub_paths import local_path, pinned_name
 from runtime.log import say
 from saved_model import PREFIX, find_checkpoint, saved_model, saved_tokenizer, shapes_of
 from tools.cli import Parser, path_argument, path_text, reporting_errors

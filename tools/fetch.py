@@ -12,13 +12,7 @@ from pathlib import Path
 
 from checkpoint.hugging_face import CONFIG_FILE, Folder
 from config import load_config
-from config.job_config import Data
-from data.tokenizer import load_tokenizer
-from models import MODEL_SPECS, find_family
-from runtime import exit_codes
-from runtime.filesystem import read_input
-from runtime.hub_cache import NoNetwork, cached_folder, download, files_in
-from runtime.hub_names import (
+from config.hub_names import (
     CONFIG_FILES,
     FILES,
     PREFIX,
@@ -28,6 +22,12 @@ from runtime.hub_names import (
     is_hub_name,
     parse_hub_name,
 )
+from config.job_config import Data
+from data.tokenizer import load_tokenizer
+from models import MODEL_SPECS, find_family
+from runtime import exit_codes
+from runtime.filesystem import read_input
+from runtime.hub_cache import NoNetwork, cached_folder, download, files_in
 from runtime.log import say
 from tools.cli import Parser, path_text, reporting_errors
 

@@ -24,7 +24,7 @@ from config import load_config
 from launcher.agent import Nodes, open_store, run_ranks
 from launcher.launch import check_run, cpu_threads, find_nodes, ranks_per_node
 from runtime import exit_codes
-from runtime.hub_names import pin_names
+from runtime.hub_paths import pin_names
 from runtime.log import report, say
 from tools.preflight_rank import HAS_FINDINGS
 

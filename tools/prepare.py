@@ -46,7 +46,7 @@ from data.write_shards import (
 from runtime import exit_codes
 from runtime.commands import command_text
 from runtime.filesystem import read_input
-from runtime.hub_names import pin_names
+from runtime.hub_paths import pin_names
 from runtime.log import say
 from runtime.machine import available_cpus
 from runtime.signals import handle_signals

@@ -23,7 +23,7 @@ from config.paths import expand_path
 from launcher.launch import check_run, ranks_per_node, shown_ranks
 from runtime import exit_codes
 from runtime.filesystem import make_folder
-from runtime.hub_names import pin_names
+from runtime.hub_paths import pin_names
 from runtime.log import report, say
 from runtime.run_folder import remove_file
 from runtime.run_lock import lock_run

@@ -179,3 +179,28 @@ def test_builtin_files_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.Mo
 def test_builtin_source_needs_no_files() -> None:
     train, _ = both(Data(), 0)
     assert "import" in "".join(epoch(train, 20))
+
+
+@pytest.mark.parametrize(
+    ("markers", "text"),
+    [
+        ({"bos": "", "eos": None}, r"set data\.bos = '', data\.eos = unset \(here .*bos = unset"),
+        (
+            {"bos": "<|end_of_text|>", "eos": "<|end_of_text|>"},
+            r"set data\.bos = '<\|end_of_text\|>'",
+        ),
+        ({"bos": "<absent>", "eos": None}, "another tokenizer than data.tokenizer bytes"),
+        ({"bos": 3, "eos": []}, "another tokenizer than data.tokenizer bytes"),
+    ],
+)
+def test_ids_with_other_markers_name_the_keys(
+    tmp_path: Path, markers: dict[str, str | None], text: str
+) -> None:
+    try:
+        fingerprint = load_tokenizer("bytes", **markers).fingerprint
+    except (TypeError, ValueError):
+        fingerprint = "unknown"
+    folder = write_prepared(tmp_path / "a", [[[1]]], fingerprint=fingerprint, **markers)
+    config = Data(source="tokens", path=str(folder), validation_percent=0.0)
+    with pytest.raises(ValueError, match=rf"^data\.path: tokenized with .*{text}"):
+        build_sources(config, 0, tokenizer=BYTES)

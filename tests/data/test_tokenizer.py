@@ -11,7 +11,8 @@ import tiktoken_ext.openai_public
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from data.tokenizer import PUBLISHED, load_tokenizer
+from data.rank_files import LLAMA3_PATTERN, LLAMA3_RANKS, PUBLISHED
+from data.tokenizer import load_tokenizer
 from tests.lib.tokenization import BYTES, TEXTS, assert_round_trips, load_json
 
 MERGES = [b"th", b"he", b"the", b" the", b"12", b"123", b"1234"]
@@ -34,10 +35,26 @@ def write_ranks(path: Path, tokens: list[bytes]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".model", ".tiktoken"])
-def test_rank_file_is_treated_as_llama3(tmp_path: Path, suffix: str) -> None:
-    tokens = BYTES + MERGES
+def write_own(path: Path, tokens: list[bytes], pattern: str = LLAMA3_PATTERN) -> str:
+    """Write a rank file with its companion."""
+    special = {"<s>": len(tokens), "</s>": len(tokens) + 1}
+    content = {"pattern": pattern, "special_tokens": special}
+    path.with_name(f"{path.name}.json").write_text(json.dumps(content))
+    return write_ranks(path, tokens)
+
+
+def padded(tokens: list[bytes], count: int) -> list[bytes]:
+    """``tokens``, and as many more as make ``count``."""
+    return [*tokens, *(b"%08d" % i for i in range(count - len(tokens)))]
+
+
+@pytest.mark.parametrize("suffix", [".model", ".tiktoken", ""])
+def test_file_with_as_many_ranks_as_llama3_is_treated_as_such(
+    tmp_path: Path, suffix: str, captured_log: pytest.LogCaptureFixture
+) -> None:
+    tokens = padded(BYTES + MERGES, LLAMA3_RANKS)
     tokenizer = load_tokenizer(write_ranks(tmp_path / f"tokenizer{suffix}", tokens))
+    assert "is not the published file of Llama 3, but has as many ranks" in captured_log.text
     assert_round_trips(tokenizer)
     # As published: 256 special tokens follow the ranks, bos and eos first.
     assert tokenizer.n_vocab == len(tokens) + 256
@@ -53,7 +70,7 @@ def test_rank_file_is_treated_as_llama3(tmp_path: Path, suffix: str) -> None:
     [
         ([*rank_lines(BYTES), b"!! 256"], "line 257: not a token and its rank"),
         ([b"YQ== x", *rank_lines(BYTES)], "line 1: not a token and its rank"),
-        ([b"\x0a\x0e\x0a\x05<unk>", *rank_lines(BYTES)], "line 1: not a token and its rank"),
+        ([b"\x0a\x0e\x0a\x05<unk>", *rank_lines(BYTES)], "neither a rank file nor|needs a package"),
         (rank_lines(BYTES)[:-1], "not all 256 single bytes"),
         ([], "not all 256 single bytes"),
         ([*rank_lines(BYTES), b"dGg= 255"], "ranks are not 0 to 256"),
@@ -68,7 +85,7 @@ def test_malformed_rank_file_is_named(tmp_path: Path, lines: list[bytes], messag
         load_tokenizer(str(path))
 
 
-GPT2, CL100K, O200K = PUBLISHED
+GPT2, CL100K, O200K, _ = PUBLISHED
 
 
 @pytest.mark.parametrize(("n_ranks", "name"), [(GPT2, "gpt2"), (CL100K, "cl100k_base")])
@@ -76,10 +93,9 @@ def test_published_rank_file_is_recognized_by_its_length(
     tmp_path: Path, n_ranks: int, name: str
 ) -> None:
     pairs = [bytes(pair) for pair in product(range(256), repeat=2)]
-    longer = [b"%08d" % i for i in range(n_ranks)]
-    path = write_ranks(tmp_path / f"{name}.tiktoken", [*BYTES, *pairs, *longer][:n_ranks])
+    path = write_ranks(tmp_path / f"{name}.model", padded([*BYTES, *pairs][:n_ranks], n_ranks))
     tokenizer = load_tokenizer(path)
-    pattern, special = PUBLISHED[n_ranks]
+    pattern, special, *_ = PUBLISHED[n_ranks]
     end = special["<|endoftext|>"]
     assert (tokenizer.bos_id, tokenizer.eos_id) == (end, end)
     assert tokenizer.n_vocab == max(special.values()) + 1
@@ -107,8 +123,39 @@ def test_published_patterns_equal_tiktokens(monkeypatch: pytest.MonkeyPatch) -> 
     for n_ranks, functions in sources.items():
         for function in functions:
             arguments = function()
-            assert PUBLISHED[n_ranks] == (arguments["pat_str"], arguments["special_tokens"])
+            assert PUBLISHED[n_ranks][:2] == (arguments["pat_str"], arguments["special_tokens"])
             assert n_ranks == min(arguments["special_tokens"].values()) - (n_ranks != GPT2)
+
+
+@pytest.mark.parametrize("count", [151_643, 163_584, LLAMA3_RANKS - 1, 263])
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tiktoken.model"])
+def test_foreign_rank_file_is_not_taken_for_another(tmp_path: Path, count: int, name: str) -> None:
+    """Those of Qwen 1 and Kimi K2 have as many ranks; a truncated file has one less."""
+    path = write_ranks(tmp_path / name, padded(BYTES + MERGES, count))
+    text = rf"^data\.tokenizer: {path}: {count:,} ranks, .* Llama 3 128,000.*tokenizer\.json"
+    with pytest.raises(ValueError, match=rf"{text}, or write {path}\.json"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("name", ["t.model", "t.tiktoken"])
+def test_companion_of_a_foreign_rank_file_is_read(tmp_path: Path, name: str) -> None:
+    tokenizer = load_tokenizer(write_own(tmp_path / name, BYTES + MERGES))
+    assert_round_trips(tokenizer)
+    assert tokenizer.n_vocab == len(BYTES + MERGES) + 2
+    again = load_tokenizer(str(tmp_path))
+    assert again.fingerprint == tokenizer.fingerprint
+
+
+def test_content_tells_the_kind(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_text('{"model": 3}')
+    with pytest.raises(ValueError, match=r"tokenizer\.model: .*"):
+        load_tokenizer(str(path))
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.model: a pointer of Git LFS: run git lfs pull"
+    ):
+        load_tokenizer(str(path))
 
 
 COMPANION = {"pattern": r"[\s\S]", "special_tokens": {"<s>": 270, "</s>": 263}}
@@ -206,7 +253,7 @@ def test_missing_tokenizer_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_million_blanks_can_be_encoded(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_ranks(tmp_path / "a.model", BYTES + MERGES))
+    tokenizer = load_tokenizer(write_own(tmp_path / "a.model", BYTES + MERGES))
     for text in (" " * 1_200_000 + "a", "a \t" * 3 + " \t" * 600_000):
         assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
 
@@ -237,7 +284,7 @@ def test_unassigned_ids_decode_to_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_fingerprint_changes_with_the_merges(tmp_path: Path, trained: dict[str, Any]) -> None:
     swapped = [*MERGES[:2], MERGES[3], MERGES[2], *MERGES[4:]]
     ranks = [
-        load_tokenizer(write_ranks(tmp_path / f"{i}.model", BYTES + merges)).fingerprint
+        load_tokenizer(write_own(tmp_path / f"{i}.model", BYTES + merges)).fingerprint
         for i, merges in enumerate([MERGES, swapped, MERGES])
     ]
     merges = trained["model"]["merges"]

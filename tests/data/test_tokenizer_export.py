@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from data import tokenizer_export
-from data.tokenizer import PUBLISHED, Tokenizer, load_tokenizer
+from data.rank_files import PUBLISHED
+from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_export import NotRepresentable, TokenizerFiles, build_tokenizer_files
 from data.tokenizer_json import SAMPLES
 from tests.lib.tokenization import BYTES, TEXTS
@@ -71,22 +72,24 @@ KINDS: dict[str, Any] = {
     "bytes": lambda folder, trained: "bytes",
     "tokenizer.json": lambda folder, trained: str(trained),
     "own .tiktoken": lambda folder, trained: str(trained / "tokenizer.tiktoken"),
-    "Llama 3": lambda folder, trained: write_ranks(folder / "tokenizer.model", trained),
+    "own .model": lambda folder, trained: companion(folder, trained, r"\S+|\s+", "own.model"),
     "gaps": lambda folder, trained: companion(folder, trained, r"\S+|\s+"),
     "possessive": lambda folder, trained: companion(folder, trained, r"\d{1,2}+|[^\d]{3,}+|\D"),
     "end of text": lambda folder, trained: companion(folder, trained, r"(?s)\s+$|.{1,9}"),
     "GPT-2": lambda folder, trained: write_ranks(folder / "p.tiktoken", trained, min(PUBLISHED)),
     **{
-        f"pattern of {n}": lambda folder, trained, n=n: companion(folder, trained, PUBLISHED[n][0])
+        f"pattern of {n}": lambda folder, trained, n=n: companion(
+            folder, trained, PUBLISHED[n].pattern
+        )
         for n in PUBLISHED
     },
 }
 
 
-def companion(folder: Path, trained: Path, pattern: str) -> str:
+def companion(folder: Path, trained: Path, pattern: str, name: str = "own.tiktoken") -> str:
     content = {"pattern": pattern, "special_tokens": SPECIAL}
-    (folder / "own.tiktoken.json").write_text(json.dumps(content))
-    return write_ranks(folder / "own.tiktoken", trained, 5_000)
+    (folder / f"{name}.json").write_text(json.dumps(content))
+    return write_ranks(folder / name, trained, 5_000)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +104,7 @@ def test_encoding_of_tiktoken_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     ranks = {byte: rank for rank, byte in enumerate([*BYTES, b"th", b"he", b"the"])}
     encoding = tiktoken.Encoding(
         name="cl100k_base",
-        pat_str=PUBLISHED[100_256][0],
+        pat_str=PUBLISHED[100_256].pattern,
         mergeable_ranks=ranks,
         special_tokens={"<|endoftext|>": 300},
     )

@@ -13,7 +13,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from data import tokenizer_json
 from data.mixture import Mixture, RowState, RowStream
-from data.tokenizer import LLAMA3_PATTERN, Tokenizer
+from data.rank_files import LLAMA3_PATTERN
+from data.tokenizer import Tokenizer
 from data.tokenizer_json import BYTE_OF
 from runtime.log import logger
 from tests.lib.corpora import source

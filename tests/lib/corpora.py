@@ -22,8 +22,13 @@ def _digest(path: Path) -> str:
 
 
 def write_prepared(
-    folder: Path, shards: list[list[list[int]]], dtype: str = "uint16", fingerprint: str = "f"
+    folder: Path,
+    shards: list[list[list[int]]],
+    dtype: str = "uint16",
+    fingerprint: str = "f",
+    **markers: str | None,
 ) -> Path:
+    """``markers``: data.bos and data.eos with which the documents were tokenized."""
     folder.mkdir(parents=True)
     entries = []
     for number, documents in enumerate(shards):
@@ -36,7 +41,7 @@ def write_prepared(
         limits = {"min_id": min(ids, default=None), "max_id": max(ids, default=None)}
         counts = {"documents": len(documents), "tokens": len(ids), "skipped": 0}
         entries.append({"file": path.name, **counts, **limits, **hashes})
-    tokenizer = {"name": "bytes", "fingerprint": fingerprint}
+    tokenizer = {"name": "bytes", "fingerprint": fingerprint, **markers}
     write_index(folder, {"format": 1, "dtype": dtype, "tokenizer": tokenizer, "shards": entries})
     return folder
 
