@@ -161,8 +161,8 @@ class Data(Section):
     sources: list[DataSource] = []
     """[[data.sources]]: a mixture of sources. Replaces source, path, subset, text_key and args."""
     tokenizer: Annotated[PathText, Field(min_length=1)] = "bytes"
-    """bytes; the name of a tiktoken encoding (cl100k_base); a tokenizer.json, a SentencePiece model,
-    a rank file, or a directory with one; or a repository of the Hugging Face Hub, hf:OWNER/NAME or
+    """bytes; the name of a tiktoken encoding (cl100k_base); a tokenizer.json, SentencePiece model,
+    rank file or directory with one; or a repository of the Hugging Face Hub, hf:OWNER/NAME or
     hf:OWNER/NAME@REVISION, in the local cache: ./shardloom fetch hf:OWNER/NAME downloads it."""
     bos: str | None = None
     """Name of the token that begins each document; "": none does. Absent: the one that the
@@ -375,8 +375,8 @@ class Checkpoint(Section):
     """Failed saves are logged. If no checkpoint succeeds for this many steps, stop with exit code
     1. Absent: 3 * interval."""
     initial_load_path: PathText = ""
-    """Checkpoint or Hugging Face model directory to load initial weights from, or hf:OWNER/NAME as in
-    data.tokenizer. Ignored if the run has a checkpoint."""
+    """Checkpoint or Hugging Face model directory to load initial weights from, or hf:OWNER/NAME as
+    in data.tokenizer. Ignored if the run has a checkpoint."""
 
 
 class Numerics(Section):

@@ -216,13 +216,16 @@ def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer | None, config: Data
     if saved is not None and files.tokenizer_fingerprint != tokenizer.fingerprint:
         text = f"another tokenizer than data.tokenizer {name}"
         if (markers := _other_markers(saved, name)) is not None:
-            here = f"data.bos = {shown(config.bos)}, data.eos = {shown(config.eos)}"
-            there = f"data.bos = {shown(markers[0])}, data.eos = {shown(markers[1])}"
-            text = f"other tokens around documents: set {there} (here {here})"
+            here, there = _markers_text(config.bos, config.eos), _markers_text(*markers)
+            text += f" with {here}: set {there}"
         raise ValueError(f"data.path: tokenized with {text}")
     if files.max_id is not None and files.max_id >= tokenizer.n_vocab:
         text = f"token id {files.max_id} exceeds data.tokenizer {name} of size {tokenizer.n_vocab}"
         raise ValueError(f"data.path: {text}")
+
+
+def _markers_text(bos: str | None, eos: str | None) -> str:
+    return f"data.bos = {shown(bos)} and data.eos = {shown(eos)}"
 
 
 def _other_markers(saved: Mapping[str, Any], name: str) -> tuple[str | None, str | None] | None:

@@ -184,13 +184,10 @@ def test_builtin_source_needs_no_files() -> None:
 @pytest.mark.parametrize(
     ("markers", "text"),
     [
-        ({"bos": "", "eos": None}, r"set data\.bos = '', data\.eos = unset \(here .*bos = unset"),
-        (
-            {"bos": "<|end_of_text|>", "eos": "<|end_of_text|>"},
-            r"set data\.bos = '<\|end_of_text\|>'",
-        ),
-        ({"bos": "<absent>", "eos": None}, "another tokenizer than data.tokenizer bytes"),
-        ({"bos": 3, "eos": []}, "another tokenizer than data.tokenizer bytes"),
+        ({"bos": "", "eos": None}, r"bos = unset .*: set data\.bos = '' and data\.eos = unset$"),
+        ({"bos": "<|end_of_text|>", "eos": None}, r": set data\.bos = '<\|end_of_text\|>' and"),
+        ({"bos": "<absent>", "eos": None}, r"another tokenizer than data\.tokenizer bytes$"),
+        ({"bos": 3, "eos": []}, r"another tokenizer than data\.tokenizer bytes$"),
     ],
 )
 def test_ids_with_other_markers_name_the_keys(

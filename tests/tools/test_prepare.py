@@ -579,7 +579,7 @@ def test_markers_are_prepared_and_told_apart(
     assert "tokenizer: bytes with data.bos '', not bytes" in capsys.readouterr().err
     data = Data(source="tokens", path=str(folder))
     build_sources(data, 0, tokenizer=load_tokenizer("bytes", bos=""))
-    with pytest.raises(ValueError, match="another tokenizer"):
+    with pytest.raises(ValueError, match=r"another tokenizer .*: set data\.bos = '' and data\.eos"):
         build_sources(data, 0, tokenizer=load_tokenizer("bytes"))
 
 
