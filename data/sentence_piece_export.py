@@ -37,9 +37,12 @@ def tokenizer_json(
         isolated += _boundaries(model)
     split = {"type": "Split", "pattern": {"Regex": "|".join(isolated)}, "behavior": "Isolated"}
     unknown = model.proto.pieces[model.processor.unk_id()].piece
-    parts = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
-    parts += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    parts += [{"type": "Strip", "content": " ", "start": model.n_stripped, "stop": 0}]
+    parts: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": model.n_stripped, "stop": 0},
+    ]
     return {
         "version": "1.0",
         "truncation": None,
