@@ -22,6 +22,7 @@ from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
 from models.meta import build_on_meta
+from runtime.commands import command_text
 from runtime.log import say
 from runtime.run_folder import list_checkpoints
 
@@ -208,7 +209,7 @@ def find_checkpoint(path: Path) -> Path:
     """
     if is_hub_name(str(path)):
         text = "not a checkpoint of Shardloom, but of Hugging Face; this makes one of it"
-        raise ValueError(f"{path}: {text}: ./shardloom convert import {path} CHECKPOINT")
+        raise ValueError(f"{path}: {text}: {command_text('convert', 'import', path, 'CHECKPOINT')}")
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder")
     checkpoints = (

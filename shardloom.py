@@ -20,6 +20,7 @@ ROOT = Path(__file__).absolute().parent
 # Module and purpose of each command.
 COMMANDS = {
     "train": ("launcher.launch", "train a model, or resume its run; also ./run_train.sh"),
+    "fetch": ("tools.fetch", "download tokenizers and models of the Hugging Face Hub"),
     "status": ("tools.status", "show the status of runs"),
     "generate": ("tools.generate", "generate text from a checkpoint"),
     "train-tokenizer": ("tools.train_tokenizer", "train a byte-pair tokenizer on text"),

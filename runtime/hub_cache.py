@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import disable_progress_bars
 
 from config.hub_names import WEIGHT_FILES, HubName
+from runtime.commands import command_text
 
 # The cache names a file of Git LFS by its SHA-256, others by a hash of Git.
 SHA256_DIGITS = 64
@@ -48,8 +49,9 @@ def cached_folder(name: HubName, files: Sequence[str]) -> Path:
         # Without the list of the repository's files, nobody knows whether the folder is complete.
         get_cached_repo_tree(name.repository, revision=Path(folder).name)
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
-        command = f"{'--weights ' if tuple(files) == WEIGHT_FILES else ''}{name}"
-        text = f"{name} is not completely in the local cache: run ./shardloom fetch {command}"
+        options = ["--weights"] if tuple(files) == WEIGHT_FILES else []
+        command = command_text("fetch", *options, name)
+        text = f"{name} is not completely in the local cache: run {command}"
         raise ValueError(f"{text}. {_without_network(name)}") from None
     except OSError as error:
         raise ValueError(f"{name}: {_cache_error(error)}") from None

@@ -43,7 +43,7 @@ class Wanted:
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
-    parser = Parser("./shardloom fetch", description=__doc__)
+    parser = Parser("shardloom fetch", description=__doc__)
     add = parser.add_argument
     add(
         "names", metavar="NAME_OR_CONFIG", nargs="+", type=path_text, help="hf:NAME, or a TOML file"

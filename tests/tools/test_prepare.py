@@ -24,6 +24,7 @@ import pytest
 
 from config.job_config import Data, DataSource
 from data import write_shards
+from data.rank_files import LLAMA3_PATTERN, companion_of
 from data.sources import build_sources, open_documents
 from data.token_files import open_token_files, read_index
 from data.tokenizer import load_tokenizer
@@ -266,6 +267,9 @@ def write_ranks(path: Path, merged: bytes = b"the ") -> str:
     lines = [b"%s %d" % (base64.b64encode(bytes([value])), value) for value in range(256)]
     lines.append(base64.b64encode(merged) + b" 256")
     path.write_bytes(b"\n".join(lines))
+    special = {"<|begin_of_text|>": 257, "<|end_of_text|>": 258}
+    companion = {"pattern": LLAMA3_PATTERN, "special_tokens": special}
+    path.with_name(f"{path.name}.json").write_text(json.dumps(companion))
     return str(path)
 
 
@@ -549,6 +553,7 @@ def test_moved_tokenizer_is_read_from_its_new_path(
     assert run(*begin, "--data.tokenizer", old) == exit_codes.BAD_CONFIG
     assert list(folder.glob("shard-*.json")), "no shard was finished before"
     old.rename(moved)
+    companion_of(old).rename(companion_of(moved))
     write_ranks(old, b"def ")
     # Documents of unfinished shards may be skipped from here on.
     policy = ["--data.on_bad_record", "skip"]
