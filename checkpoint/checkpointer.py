@@ -250,6 +250,8 @@ class Checkpointer:
         folder = Path(self._config.initial_load_path)
         if not run_on_rank0((folder / MANIFEST_FILE).exists):
             text = f"{folder} has no {MANIFEST_FILE} (Shardloom), nor config.json (Hugging Face)"
+            if str(folder).count("/") == 1 and not run_on_rank0(folder.exists):
+                text += f"; did you mean hf:{folder}?"
             raise ConfigError([f"checkpoint.initial_load_path: {text}"])
         problems = _verify(folder)
         if problems:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE, MODEL_FILE = "tokenizer.json", "tokenizer.model"
 # Of rank files and SentencePiece models.
 MODEL_SUFFIXES = (".tiktoken", ".model")
-KINDS = "a .tiktoken or .model file, a tokenizer.json or a folder with one"
+KINDS = "a .tiktoken or .model file, a tokenizer.json, a folder with one, or hf:OWNER/NAME"
 # Bytes of a file that tell its kind.
 HEAD_BYTES, LFS_POINTER = 64, b"version https://git-lfs"
 # Chunk size for texts that exceed the stack of tiktoken's regex engine.
@@ -121,7 +121,8 @@ def find_tokenizer_file(name: str) -> TokenizerFile | None:
         return TokenizerFile(path, "json")
     if path.suffix not in MODEL_SUFFIXES and not path.exists():
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise ValueError(f"data.tokenizer: {name!r} is not one of {known}, nor {KINDS}")
+        hint = f"; did you mean hf:{name}?" if name.count("/") == 1 else ""
+        raise ValueError(f"data.tokenizer: {name!r} is not one of {known}, nor {KINDS}{hint}")
     try:
         with open_input(path) as file:
             head = file.read(HEAD_BYTES)

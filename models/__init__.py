@@ -37,7 +37,8 @@ def find_model(
     elif flavor.endswith(".json") or os.path.isdir(flavor):
         args = _read_args(spec, Path(flavor))
     else:
-        raise ValueError(_unknown_name(f"model.flavor of {name}", flavor, list(spec.flavors)))
+        text = _unknown_name(f"model.flavor of {name}", flavor, list(spec.flavors))
+        raise ValueError(text + (f"; did you mean hf:{flavor}?" if flavor.count("/") == 1 else ""))
     return spec, replace_args(args, changes or {})
 
 

@@ -56,12 +56,17 @@ ELSEWHERE = {
     "./shardloom python -m config schema": "writes a file: tests/config/test_describe.py",
     "./shardloom python -m tools.constraints_table": "writes a page: test_constraints.py",
     "./shardloom python -m tests.reliability.scorecard": "takes an hour",
+    "./shardloom fetch": "needs the Hub: tests/runtime/test_hub.py",
     "./shardloom COMMAND": "a pattern",
     "./shardloom python ...": "a pattern",
     "python -m": "a pattern",
 }
 # What a command needs that this machine lacks, by the key that its error must name.
-LACKS = {"llama3_8b": "data.tokenizer: ", "~/Llama-3.2-1B": "data.tokenizer: "}
+LACKS = {
+    "llama3_8b": "data.tokenizer: ",
+    "~/Llama-3.2-1B": "data.tokenizer: ",
+    "hf:Qwen/Qwen3-0.6B": "model.flavor: ",
+}
 
 
 @dataclass(frozen=True)

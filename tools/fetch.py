@@ -54,7 +54,8 @@ def main(arguments: list[str]) -> int:
         if text.endswith(".toml"):
             wanted = named_by(Path(text))
         else:
-            name = parse_hub_name(text if is_hub_name(text) or ":" in text else PREFIX + text)
+            is_bare = text.count("/") == 1 and ":" not in text
+            name = parse_hub_name(PREFIX + text if is_bare else text)
             files = WEIGHT_FILES if options.weights else TOKENIZER_FILES
             wanted = [Wanted(name, files, Data())]
         for each in wanted:
