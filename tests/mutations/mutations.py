@@ -428,6 +428,20 @@ DATA = [
         tests=("tests/data/test_tokenizer_export.py",),
     ),
     Mutation(
+        "foreign-rank-file-taken-for-llama3",
+        "data/rank_files.py",
+        before="    found = PUBLISHED.get(n_ranks)\n",
+        after="    found = PUBLISHED.get(n_ranks, PUBLISHED[LLAMA3_RANKS])\n",
+        tests=("tests/data/test_tokenizer.py",),
+    ),
+    Mutation(
+        "half-fetched-repository-used",
+        "runtime/hub_cache.py",
+        before="        get_cached_repo_tree(name.repository, revision=Path(folder).name)\n",
+        after="",
+        tests=("tests/runtime/test_hub.py",),
+    ),
+    Mutation(
         "rank-reads-consecutive-microbatches",
         "data/loader.py",
         before="firsts = [(a * dp_degree + config.dp_rank) * size for a",
