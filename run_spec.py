@@ -26,7 +26,6 @@ from parallelisms.parallel_dims import ParallelDims
 from runtime.control import RunControl
 from runtime.distributed import compute_dtype
 from runtime.hub_paths import local_path
-from runtime.log import logger
 
 
 @dataclass(frozen=True)
