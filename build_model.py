@@ -21,7 +21,7 @@ from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
 from parallelisms.tied_weights import tied_fqns
 from run_spec import RunSpec
-from runtime.log import logger
+from runtime.log import logger, show_phase
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class ShardedModel:
 
 def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
     """Build and initialize the model of ``run``, on this device's kernels. Collective."""
+    show_phase("building the model")
     spec, args = run.model_spec, run.model_args
 
     def apply_kernels(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -26,7 +26,7 @@ from parallelisms.parallel_dims import ParallelDims
 from run_spec import RunSpec
 from runtime.control import RunControl
 from runtime.hub_paths import local_path
-from runtime.log import logger
+from runtime.log import logger, show_phase
 from runtime.object_collectives import run_on_rank0
 from runtime.run_folder import list_checkpoints, step_of
 from train_step import TrainStep
@@ -87,6 +87,7 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
     Without one, load ``checkpoint.initial_load_path``, if any, and return None.
     """
     config = run.config
+    show_phase("loading the newest checkpoint, if any")
     resumed_step = checkpointer.load_latest()
     if resumed_step is not None:
         logger.info("resumed from step %d of %s", resumed_step, config.job.folder)

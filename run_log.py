@@ -13,6 +13,8 @@ from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
 from metrics.samples_file import SamplesFile
 from metrics.stragglers import Stragglers
+from metrics.tracker import TrackedRun
+from metrics.trackers import Trackers, run_id, tracker_classes
 from run_spec import RunSpec
 from runtime.distributed import sum_in_order
 from runtime.filesystem import atomic_write_text
@@ -55,6 +57,7 @@ class RunLog:
             flops_per_token=model.flops_per_token,
             peak_flops=model.peak_flops,
             resumed_step=resumed_step,
+            trackers=self._start_trackers(resumed_step) if self._is_writer else None,
         )
         self._samples = None
         if self._is_writer and run.config.validation.sample_tokens > 0:
@@ -66,6 +69,18 @@ class RunLog:
             self._stragglers = Stragglers(
                 blocks, window=config.straggler_window, device=model.device
             )
+
+    def _start_trackers(self, resumed_step: int | None) -> Trackers:
+        config, folder = self._run.config, self._run.folder
+        tracked = TrackedRun(
+            id=run_id(folder),
+            name=config.job.name,
+            project=config.metrics.project,
+            folder=folder,
+            config=config.model_dump(mode="json"),
+            resumed_step=resumed_step,
+        )
+        return Trackers(tracker_classes(config.metrics.trackers), tracked)
 
     def is_due(self, step: int) -> bool:
         """True if the metrics of ``step`` are logged: by ``metrics.log_freq``, and the last."""

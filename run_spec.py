@@ -18,6 +18,7 @@ from data.sources import build_sources
 from data.step_batches import StepBatches
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.validation_sources import build_validation_sources
+from metrics.trackers import check_installed
 from models import ModelSpec, TransformerArgs, find_model
 from optim.outside import outside_optimizer
 from optim.schedule import build_schedule
@@ -155,6 +156,7 @@ def resolve(config: JobConfig, world_size: int) -> RunSpec:
     spec, published_args = find_model(config.model.name, flavor, config.model.args)
     has_gpu = torch.cuda.is_available()
     degrees = check_constraints(config, published_args, world_size, has_gpu=has_gpu)
+    check_installed(config.metrics.trackers)
     tokenizer = load_tokenizer(config.data.tokenizer, bos=config.data.bos, eos=config.data.eos)
     # Multiples of 64 suit tensor cores, and tensor parallel degrees of powers of two.
     vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64

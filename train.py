@@ -29,12 +29,13 @@ from parallelisms.replicas import check_replicas
 from resume import TrainState, attempt_of, build_checkpointer, restore
 from run_log import RunLog
 from run_spec import RunSpec, resolve
+from run_summary import log_machine, log_plan
 from runtime import exit_codes
 from runtime.attempt import AttemptRecorder
 from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
 from runtime.hub_paths import pin_names
-from runtime.log import error_text, init_logging, logger, report
+from runtime.log import error_text, init_logging, logger, report, show_phase
 from runtime.machine import disable_malloc_trim
 from runtime.object_collectives import raise_if_unequal
 from runtime.program import program_facts
@@ -52,6 +53,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     # --- Ranks: signal handlers before the process group, so that no early signal is lost
     config = run.config
     control = RunControl(run.folder / "control")
+    show_phase("connecting the ranks")
     device = init_distributed(config.comm)
     raise_if_unequal(run.facts(device) | (program := program_facts()))
     control.acquire_lock()
@@ -60,7 +62,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     set_seed(config.debug)
     if device.type == "cpu":
         disable_malloc_trim()
-    logger.info("ranks: %d on %s, %s", dist.get_world_size(), device.type, dims.degrees)
+    log_machine(dims, config, device)
     warn_if_untested()
 
     # --- Data: this data-parallel rank's rows of every global batch
@@ -86,10 +88,12 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
 
     # --- Observers
     # The loader of training first: the first thread that tokenizes is the fastest.
+    show_phase("reading the first batches")
     loader.start()
     validator = Validator(run, dims, device, control) if run.held_out else None
     sampler = Sampler(run, dims) if config.validation.sample_tokens > 0 else None
     attempt = attempt_of(checkpointer, run, dims)
+    log_plan(run, model, train_step.optimizer, resumed_step)
     log = RunLog(run, model, attempt, resumed_step, detects_spikes=spikes.enabled)
 
     # --- Loop
@@ -116,6 +120,7 @@ def start(arguments: list[str]) -> int:
     with RankHeartbeat(os.environ) as heartbeat:
         try:
             config = load_config(Path(arguments[0]), arguments[1:])
+            show_phase("finding the data")
             run = resolve_or_raise_on_all_ranks(config)
             return main(run, heartbeat) or exit_codes.DONE
         except ConfigError as error:

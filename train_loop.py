@@ -24,7 +24,7 @@ from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.control import RunControl
 from runtime.exit_codes import StopReason, stopped_by
-from runtime.log import OF_LINES, logger
+from runtime.log import OF_LINES, logger, show_progress
 from runtime.object_collectives import run_on_rank0
 from train_step import StepResult, TrainStep
 from validation import Sample, Sampler, Validator
@@ -57,6 +57,7 @@ class TrainLoop:
         first_step = state.step + 1
         if first_step == 1:
             self.validate()
+        self.show("first step" + ", compiling" * config.compile.enable)
         while state.step < config.training.steps:
             # May this step start? All ranks read the answer off the same all-reduce.
             batch, sync = self.batches.next(state.step + 1, is_writing=checkpointer.is_writing)
@@ -94,6 +95,7 @@ class TrainLoop:
             if state.step == first_step:
                 # It compiles and connects; later steps must not take as long.
                 set_timeout(timedelta(seconds=config.comm.train_timeout_seconds))
+            self.show()
             self.periodic_work()
             if save_is_due:
                 self.save()
@@ -101,6 +103,10 @@ class TrainLoop:
             if checkpointer.is_overdue(state.step):
                 return exit_codes.NOT_SAVED
         return exit_codes.FINISHED
+
+    def show(self, activity: str = "") -> None:
+        """Show the newest step, and what is done besides training, on the console's live line."""
+        show_progress(self.state.step, self.run.config.training.steps, activity)
 
     def is_spike(self, values: dict[str, float] | None) -> bool:
         """True if this step's logged loss is a spike. Collective where spikes are looked for."""
@@ -138,6 +144,7 @@ class TrainLoop:
 
     def validate(self) -> None:
         if self.validator is not None:
+            self.show("validation")
             with self.log.metrics.exclude_from_throughput():
                 losses = self.validator.evaluate(self.train_step.runner)
                 bits_per_nat = self.validator.bits_per_nat
@@ -146,10 +153,12 @@ class TrainLoop:
 
     def sample(self) -> None:
         if self.sampler is not None:
+            self.show("sampling")
             self.samples = self.sampler.sample(self.train_step.runner, self.state.step)
             self.log.samples(self.samples)
 
     def save(self, *, wait: bool = False) -> None:
+        self.show("saving a checkpoint")
         with self.log.metrics.exclude_from_throughput():
             self.log.sync()
             self.checkpointer.save(self.state.step, wait=wait)
@@ -193,6 +202,8 @@ class TrainLoop:
                 self.sample()
             for sample in self.samples:
                 logger.info("sample:\n%s", sample.prompt + sample.text, extra=OF_LINES)
+                self.log.metrics.text("sample", sample.prompt + sample.text)
+        self.show("ending")
         self.log.close()
         log_outcome(self.run, step, stop)
         if stop != exit_codes.NOT_SAVED:

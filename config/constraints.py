@@ -229,6 +229,10 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
             _any_source(_has_no_args)),
     _only_with("data.max_bad_records", 'data.on_bad_record = "skip"',
                lambda config: config.data.on_bad_record == "skip"),
+    Constraint("metrics.trackers", "names a tracker twice",
+            lambda config: len(set(config.metrics.trackers)) < len(config.metrics.trackers)),
+    _only_with("metrics.project", "metrics.trackers has wandb, mlflow or trackio",
+               lambda config: bool({"wandb", "mlflow", "trackio"} & {*config.metrics.trackers})),
     Constraint("data.validation_percent",
             "must be greater than 0 with validation.enable, unless there are validation.sources",
             lambda config: config.validation.enable and not config.validation.sources

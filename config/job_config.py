@@ -444,8 +444,11 @@ class Metrics(Section):
     straggler_window: NonNegative = 0
     """Steps between comparisons of the ranks' compute times. A rank slow in three consecutive
     windows is logged. 0: off."""
-    enable_tensorboard: bool = True
-    """Write TensorBoard events in addition to metrics.jsonl."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ["tensorboard"]
+    """Destinations of metrics, samples and alarms besides metrics.jsonl. wandb, mlflow and trackio
+    need their package; docs/observability.md has their environment variables."""
+    project: Annotated[str, Field(min_length=1)] = "shardloom"
+    """Project of wandb and trackio, experiment of mlflow, in which the run is called job.name."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
     """Peak TFLOP/s of one device, for MFU. Absent: a built-in value for common GPUs, else MFU is
     n/a."""

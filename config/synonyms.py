@@ -97,7 +97,7 @@ experts.balance_bias_rate: load_balance_coeff moe_router_bias_update_rate
 validation.freq: eval_every eval_freq eval_interval val_interval
 validation.steps: eval_iters eval_steps val_steps
 metrics.log_freq: log_every log_interval logging_steps log_every_n_steps
-metrics.enable_tensorboard: tensorboard tensorboard_dir report_to
+metrics.trackers: enable_tensorboard tensorboard tensorboard_dir report_to
 profiling.enable_trace: profile profiler enable_profiling run_profiler
 profiling.trace_freq: profile_freq
 comm.train_timeout_seconds: timeout ddp_timeout distributed_timeout_minutes

@@ -16,20 +16,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
+from types import FrameType
 
 import torch.distributed as dist
 
 from config import ConfigError, JobConfig, dump_toml
+from launcher.console import Console
 from launcher.post_mortem import STORE_SECONDS, FailureReport, diagnose, is_aborted
+from launcher.rank_output import RankOutput
 from runtime import exit_codes
-from runtime.filesystem import make_folder, open_file, parse_object, reject_link
+from runtime.filesystem import make_folder, parse_object, reject_link
 from runtime.imports import import_variables
-from runtime.log import logger
+from runtime.log import logger, show_phase
 from runtime.signals import handle_signals
 
 POLL_SECONDS = 0.1
@@ -86,15 +88,18 @@ def run_ranks(
     n_ranks: int,
     nodes: Nodes,
     shown: set[int],
+    console: Console,
     logs: Path | None = None,
 ) -> End:
     """Run Python on ``program`` once per rank of this node; return when all have exited.
 
-    Its last argument is a file with the keys of ``config``. The output of the local ranks ``shown``
-    is shown. That of the others goes to a new folder in ``logs``, or to /dev/null. Raises
+    Its last argument is a file with the keys of ``config``. The output of all ranks goes to a new
+    folder in ``logs``, and that of the local ranks ``shown`` to the ``console``. Raises
     ``ConfigError`` if the folder cannot be created, or if another node has a mistake. Installs
     signal handlers.
     """
+    if nodes.count > 1:
+        show_phase(f"waiting for {nodes.count} nodes at {nodes.address}:{nodes.port}")
     store = open_store(nodes, RENDEZVOUS_SECONDS)
     # Before the rendezvous, after which another node may create them.
     parents = [] if logs is None else [f for f in (logs, *logs.parents) if not f.exists()]
@@ -114,9 +119,13 @@ def run_ranks(
         config_path.write_text(dump_toml(config), encoding="utf-8")
         program = [*program, str(config_path)]
         environment = _environment(store, nodes, counts, logs)
-        processes = _start(program, environment, error_files, shown=shown, logs=logs)
-        agent = Agent(processes, store, sum(counts))
+        show_phase(f"{sum(counts)} ranks import PyTorch")
+        followed, is_head = first + min(shown, default=0), nodes.rank == 0
+        output = RankOutput(console, logs, followed=followed, shows_warnings=is_head)
+        processes = _start(program, environment, error_files, shown=shown, output=output)
+        agent = Agent(processes, store, sum(counts), console)
         agent.wait(requests, has_others=nodes.count > 1)
+        output.finish()
         codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
         config_errors = [
             # "" if a full disk left no room for it.
@@ -125,8 +134,6 @@ def run_ranks(
             if codes.get(rank) == exit_codes.BAD_CONFIG and path.exists()
         ]
     received = requests[0] if requests else None
-    if logs is not None:
-        _remove_empty_logs(logs, list(codes))
     if exit_codes.BAD_CONFIG in codes.values():
         _exit_barrier(store, nodes, requests, READ_SECONDS)
     elif received is None and agent.failure is None and set(codes.values()) == {exit_codes.DONE}:
@@ -210,38 +217,27 @@ def _start(
     error_files: dict[int, Path],
     *,
     shown: set[int],
-    logs: Path | None,
+    output: RankOutput,
 ) -> dict[int, subprocess.Popen[bytes]]:
     """Start this node's ranks, each as leader of a process group; return processes by rank."""
     processes = {}
     for local, (rank, path) in enumerate(error_files.items()):
         own = {"RANK": str(rank), "LOCAL_RANK": str(local), "TORCHELASTIC_ERROR_FILE": str(path)}
-        with ExitStack() as files:
-            out, err = (
-                None
-                if local in shown
-                else subprocess.DEVNULL
-                if logs is None
-                else files.enter_context(_open_log(logs / f"rank-{rank}.{suffix}"))
-                for suffix in ("out", "err")
-            )
-            processes[rank] = subprocess.Popen(
-                [sys.executable, "-u", *program],
-                env=environment | own,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+        out, err = (
+            output.open(rank, is_error=is_error, is_shown=local in shown)
+            for is_error in (False, True)
+        )
+        processes[rank] = subprocess.Popen(
+            [sys.executable, "-u", *program],
+            env=environment | own,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        os.close(out)
+        os.close(err)
+    output.start()
     return processes
-
-
-def _open_log(path: Path) -> BinaryIO:
-    """Open a rank's log to write, or /dev/null if that fails."""
-    try:
-        return open_file(path, "wb")
-    except OSError as error:
-        logger.error("ALARM: the rank's output is not kept: %s", error)
-        return open(os.devnull, "wb")
 
 
 def _make_logs(logs: Path) -> Path | None:
@@ -259,14 +255,6 @@ def _make_logs(logs: Path) -> Path | None:
         logger.error("ALARM: the ranks' output is not kept: %s", error)
         return None
     return logs
-
-
-def _remove_empty_logs(logs: Path, ranks: list[int]) -> None:
-    """Delete the empty logs of this node's ranks."""
-    for path in (logs / f"rank-{rank}.{suffix}" for rank in ranks for suffix in ("out", "err")):
-        with suppress(OSError):  # There may be none.
-            if path.stat().st_size == 0:
-                path.unlink()
 
 
 def _remove_empty_folders(new: list[Path]) -> None:
@@ -298,9 +286,14 @@ class Agent:
     """Supervises this node's ranks: diagnoses failures, forwards signals, kills ranks that hang."""
 
     def __init__(
-        self, processes: dict[int, subprocess.Popen[bytes]], store: dist.TCPStore, world_size: int
+        self,
+        processes: dict[int, subprocess.Popen[bytes]],
+        store: dist.TCPStore,
+        world_size: int,
+        console: Console,
     ) -> None:
         self._processes, self._store, self._world_size = processes, store, world_size
+        self._console, self._is_stop_asked = console, False
         self._is_aborted, self._is_finished = threading.Event(), threading.Event()
         self.failure: FailureReport | None = None
 
@@ -317,11 +310,15 @@ class Agent:
         listener = threading.Thread(target=self._watch_abort, daemon=True)
         if has_others:
             listener.start()
+        signal.signal(signal.SIGTSTP, self._ask_to_stop)
         n_forwarded, deadline = 0, math.inf
         while (
             None in self.exit_codes().values() and time.monotonic() < deadline and len(requests) < 3
         ):
+            if self._is_stop_asked:
+                self._stop_until_continued()
             if n_forwarded < len(requests):
+                logger.info("launcher: %s, forwarded to the ranks", requests[n_forwarded].name)
                 self._send(signal.SIGTERM if n_forwarded else requests[0], self._processes)
                 n_forwarded += 1
                 deadline = time.monotonic() + SHUTDOWN_SECONDS
@@ -342,6 +339,22 @@ class Agent:
         self._is_finished.set()
         if has_others:
             listener.join(2 * ABORT_POLL_SECONDS)
+
+    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
+        self._is_stop_asked = True
+
+    def _stop_until_continued(self) -> None:
+        """Stop the ranks and this process, as Ctrl-Z asks, until the shell continues it."""
+        text = (
+            "launcher: stopped, with the ranks here; fg or bg continues. Ranks that wait for them"
+            " may time out after comm.train_timeout_seconds"
+        )
+        with self._console.suspended(text):
+            self._is_stop_asked = False
+            self._send(signal.SIGSTOP, self._processes)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._send(signal.SIGCONT, self._processes)
+        logger.info("launcher: continued")
 
     def _diagnose_failure(self) -> None:
         """After the first failure of a rank, find its cause and kill the ranks that hang."""

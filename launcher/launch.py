@@ -8,7 +8,8 @@ torchrun would flatten to 1, and with 93 if a retry would not help.
 # ruff: noqa: E402
 from runtime.imports import begin_imports, end_imports
 
-begin_imports()
+IS_PROGRAM = __name__ == "__main__"
+begin_imports(announcement="start: importing PyTorch" if IS_PROGRAM else "")
 
 import json
 import os
@@ -23,19 +24,21 @@ import torch
 from config import ConfigError, JobConfig, load_config
 from config.hub_names import CONFIG_FILES
 from launcher.agent import End, Nodes, end_other_nodes, run_ranks
+from launcher.console import Console, PlainScreen, is_terminal
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, record_failure
+from launcher.screen import TerminalScreen
 from models import find_model
 from parallelisms.constraints import check_constraints
 from runtime import exit_codes
 from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
-from runtime.log import report, say
+from runtime.log import red, report, say
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import read_text
 from runtime.run_lock import is_locked
 
-end_imports()
+end_imports(was_announced=IS_PROGRAM)
 
 DONE_REASONS = (exit_codes.FINISHED, exit_codes.STOP_FILE, exit_codes.DATA_ENDED)
 TRAINER = Path(__file__).parents[1] / "train.py"
@@ -70,15 +73,17 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     enable_expandable_segments()
     os.environ[COMMAND_VARIABLE] = json.dumps([program(), "train", *arguments])
     try:
-        end = run_ranks(
-            [str(TRAINER)], config, n_ranks=n_ranks, nodes=nodes, shown=shown, logs=logs
-        )
+        with open_console(config.job.name) as console:
+            end = run_ranks(
+                [str(TRAINER)], config, n_ranks=n_ranks, nodes=nodes, shown=shown, console=console,
+                logs=logs,
+            )  # fmt: skip
     except ConfigError as error:
         report(error)
         return exit_codes.BAD_CONFIG
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
-        print(end.message or f"exit codes by rank: {end.codes}", file=sys.stderr)
+        print(red(end.message or f"exit codes by rank: {end.codes}"), file=sys.stderr)
     if nodes.rank > 0:
         return code
     if code == exit_codes.BAD_CONFIG and control.exists() and is_locked(control):
@@ -114,12 +119,17 @@ def next_commands(
         commands["resume"] = ranks + command_text("train", *arguments, *more)
     if config.checkpoint.enable:
         commands["generate text"] = command_text("generate", folder)
-    if config.metrics.enable_tensorboard:
+    if "tensorboard" in config.metrics.trackers:
         commands["curves"] = command_text("tensorboard", "--logdir", folder / "tensorboard")
     if config.data.source == "builtin" and not config.data.sources and is_alone:
         own = ["--data.source", "files", "--data.path", "books/**/*.txt", "--job.name", "books"]
         commands["your own text"] = ranks + command_text("train", *own)
     return [f"next: {purpose}: {command}" for purpose, command in commands.items()]
+
+
+def open_console(title: str) -> Console:
+    """Console on stdout, with a live line if that is a terminal."""
+    return Console(TerminalScreen(title) if is_terminal(1) else PlainScreen())
 
 
 def clear_previous_end(control: Path) -> None:
@@ -171,7 +181,7 @@ def report_failure(end: End, control: Path) -> int:
         print(end.verdict.traceback, end="", file=sys.stderr)
     if end.verdict is not None or end.signal is None:
         first, *others = lines
-        say(f"the run failed: {first}", *(f"  {line}" for line in others), file=sys.stderr)
+        say(f"the run failed: {first}", *(f"  {line}" for line in others), is_error=True)
     if end.signal is not None:
         # The run was asked to stop, so it is unknown whether a retry would fail.
         return exit_codes.FAILED
@@ -181,7 +191,7 @@ def report_failure(end: End, control: Path) -> int:
     say(
         f"{attempt} attempts failed without a checkpoint newer than step"
         f" {newest_saved_step(control)}: not retrying. See {control / 'failures'}",
-        file=sys.stderr,
+        is_error=True,
     )
     return exit_codes.DO_NOT_REQUEUE
 
@@ -251,7 +261,7 @@ def shown_ranks(text: str, n_ranks: int) -> set[int]:
     return shown
 
 
-if __name__ == "__main__":
+if IS_PROGRAM:
     try:
         sys.exit(main(sys.argv[1:], os.environ))
     except KeyboardInterrupt:

@@ -1,11 +1,10 @@
-"""Metrics of logged steps, on the console, in metrics.jsonl and in TensorBoard."""
+"""Metrics of logged steps, on the console, in metrics.jsonl and in trackers."""
 
 import json
 import math
 import resource
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +15,16 @@ import torch
 
 from config.job_config import Metrics
 from metrics.metrics_file import open_metrics
-from runtime.filesystem import make_folder
+from metrics.trackers import Trackers
 from runtime.log import duration, logger
 from runtime.run_folder import LineFile
 
 
 class MetricsLogger:
-    """Measures throughput and writes metrics. Only the rank with ``is_writer`` opens files."""
+    """Measures throughput and writes metrics. Only the rank with ``is_writer`` opens files.
+
+    ``trackers``: closed with this logger; None on other ranks, and if none is configured.
+    """
 
     def __init__(
         self,
@@ -35,15 +37,14 @@ class MetricsLogger:
         flops_per_token: tuple[float, float],
         peak_flops: float | None,
         resumed_step: int | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         self._config, self._device, self._n_devices = config, device, n_devices
         self._flops, self._peak = flops_per_token, peak_flops
         self._file: LineFile | None = None
-        self._curves: TensorBoard | None = None
+        self._trackers = trackers
         if is_writer:
             self._file, self._restarts = open_metrics(folder / "metrics.jsonl", resumed_step)
-            if config.enable_tensorboard:
-                self._curves = TensorBoard(folder / "tensorboard", resumed_step)
         self._reset()
 
     def is_due(self, step: int) -> bool:
@@ -90,6 +91,7 @@ class MetricsLogger:
             step, values["loss"], values["grad_norm"], values["lr"], f"{rate:,.0f}",
             "n/a" if palm is None else f"{100 * palm:.1f}%", record["memory_gib"],
             100 * record["data_wait"], duration(seconds_left),
+            extra={"event": {"metrics": record | {"seconds_left": seconds_left}}},
         )  # fmt: skip
         self._reset()
 
@@ -117,13 +119,21 @@ class MetricsLogger:
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
         stamp = {"time": time.time(), "restarts": self._restarts}
         self._file.write(json.dumps(finite | stamp))
-        if self._curves is not None:
-            self._curves.write(record)
+        if self._trackers is not None:
+            values = {name: value for name, value in record.items() if name != "step"}
+            self._trackers.log(record["step"], values)
+
+    def text(self, name: str, text: str) -> None:
+        """Add a text to the trackers, such as a sample."""
+        if self._trackers is not None:
+            self._trackers.text(name, text)
 
     def close(self) -> None:
-        for writer in (self._file, self._curves):
-            if writer is not None:
-                writer.close()
+        """Close the file, and let the trackers finish."""
+        if self._file is not None:
+            self._file.close()
+        if self._trackers is not None:
+            self._trackers.finish()
 
     def _reset(self) -> None:
         self._since, self._tokens, self._data_wait, self._steps = time.perf_counter(), 0, 0.0, 0
@@ -139,42 +149,3 @@ def peak_memory_gib(device: torch.device) -> float:
     # ru_maxrss is in KiB on Linux, in bytes on macOS.
     bytes_per_unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 2**30
-
-
-class TensorBoard:
-    """Curves of the metrics. Its first error is an alarm, and the curves end there."""
-
-    def __init__(self, folder: Path, resumed_step: int | None) -> None:
-        # The import is slow, and TensorBoard is optional.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._folder = folder
-        self._writer: SummaryWriter | None = None
-        purged = None if resumed_step is None else resumed_step + 1
-        with self._ending_at_errors():
-            make_folder(folder)
-            # A random name, because the writer would follow a link of that name.
-            suffix = f".{uuid.uuid4().hex}"
-            self._writer = SummaryWriter(str(folder), purge_step=purged, filename_suffix=suffix)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Add a point to the curve of each value of a step."""
-        with self._ending_at_errors():
-            for name, value in record.items():
-                if self._writer is not None and name != "step" and value is not None:
-                    self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        writer, self._writer = self._writer, None
-        with self._ending_at_errors():
-            if writer is not None:
-                writer.close()
-
-    @contextmanager
-    def _ending_at_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # A thread writes; it keeps its error and raises it again.
-            text = "ALARM: %s was not written, and ends here until the next start: %s"
-            logger.error(text, self._folder, error)
-            self._writer = None

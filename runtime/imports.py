@@ -4,6 +4,8 @@ import atexit
 import gc
 import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +16,15 @@ from runtime.release import add_release_note
 ROOT = Path(__file__).absolute().parents[1]
 
 
-def begin_imports() -> None:
-    """Disable gc, and add the PyTorch release to uncaught errors, import errors included."""
+# Seconds of imports after which a pipe learns of them too; a terminal does at once.
+SLOW_SECONDS = 2.0
+
+
+def begin_imports(*, announcement: str = "") -> None:
+    """Disable gc, and add the PyTorch release to uncaught errors, import errors included.
+
+    ``announcement``: line that says what takes time; of the process that owns the terminal.
+    """
     # Objects of imports are never freed, and collecting among them takes a sixth of import time.
     gc.disable()
     report = sys.excepthook
@@ -28,14 +37,37 @@ def begin_imports() -> None:
             report(kind, error, trace)
 
     sys.excepthook = hook
+    if announcement:
+        _announce(announcement)
 
 
-def end_imports() -> None:
-    """Enable gc, and exclude the objects of imports from it."""
+def end_imports(*, was_announced: bool = False) -> None:
+    """Enable gc, and exclude the objects of imports from it. ``was_announced``: erase that line."""
     gc.freeze()
     gc.enable()
     # Python collects once more at exit, and extension modules warn about objects left over.
     atexit.register(gc.unfreeze)
+    if was_announced and _is_terminal():
+        print("\r\x1b[K", end="", flush=True)
+
+
+def _announce(text: str) -> None:
+    """Print ``text``: on a terminal until the end of imports, elsewhere if they are slow."""
+    if _is_terminal():
+        print(text, end="\r", flush=True)
+        return
+
+    def print_if_slow() -> None:
+        if not gc.isenabled():  # the imports have not ended
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), text, flush=True)
+
+    timer = threading.Timer(SLOW_SECONDS, print_if_slow)
+    timer.daemon = True
+    timer.start()
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def import_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Logger setup, printing of untrusted text, silenced library warnings, and duration formatting."""
 
+import json
 import logging
+import os
 import sys
 import warnings
 from typing import TextIO
@@ -10,6 +12,9 @@ from runtime.printable import printable, printable_lines
 
 # ``extra`` of a record whose lines are to be kept, such as a sample of text.
 OF_LINES = {"is_of_lines": True}
+# First character of a line of stdout that is a record for the launcher: a record separator, as in
+# RFC 7464.
+RECORD_MARK = "\x1e"
 
 
 class PrintableFormatter(logging.Formatter):
@@ -25,13 +30,40 @@ class PrintableFormatter(logging.Formatter):
         return printable(text)
 
 
+class RecordFormatter(logging.Formatter):
+    """Formats every record as one line of JSON, from which the launcher makes the record again."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"msg": super().format(record), "levelno": record.levelno}
+        more = {name: getattr(record, name, None) for name in ("is_of_lines", "event")}
+        fields |= {"created": record.created} | {k: v for k, v in more.items() if v is not None}
+        return RECORD_MARK + json.dumps(fields)
+
+
+def read_record(line: str) -> logging.LogRecord | None:
+    """Make a record of a line of ``RecordFormatter``; None if it is another line, or torn."""
+    if not line.startswith(RECORD_MARK):
+        return None
+    try:
+        fields = json.loads(line.removeprefix(RECORD_MARK))
+    except ValueError:
+        return None
+    return logging.makeLogRecord(fields)
+
+
 def init_logging() -> None:
-    """Log to stdout on every rank; the launcher selects the ranks that are shown."""
+    """Log to stdout: records for the launcher, which shows those of some ranks, or plain lines.
+
+    Of torchrun's ranks, whose output is shown together, all but the first log warnings only.
+    """
+    environment = os.environ
+    is_launched = "LAUNCHER_PID" in environment
+    is_shown = environment.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in environment
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(PrintableFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(RecordFormatter() if is_launched else plain_formatter())
     logger = logging.getLogger("shardloom")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG if is_launched else logging.INFO if is_shown else logging.WARNING)
     logger.propagate = False
     # True under tensor parallel, but harmless: no model mutates its activations.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -39,15 +71,45 @@ def init_logging() -> None:
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
 
-def say(*lines: str, file: TextIO | None = None) -> None:
-    """Print each of ``lines`` as one printable line, by default to stdout."""
+def plain_formatter() -> PrintableFormatter:
+    """Formatter of lines that start with date and time, as pipes and files get them."""
+    return PrintableFormatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+
+def show_phase(text: str) -> None:
+    """Name what the start does next. The launcher shows it while it takes time."""
+    logger.info("start: %s", text, extra={"event": {"phase": text}})
+
+
+def show_progress(step: int, steps: int, activity: str = "") -> None:
+    """Tell the launcher's live line the newest of ``steps``, and what is done besides training."""
+    event = {"step": step, "steps": steps, "activity": activity}
+    logger.debug("", extra={"event": event})
+
+
+def has_colors(file: TextIO) -> bool:
+    """True if ``file`` is a terminal that shows colors, and the user has not declined them."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in ("", "dumb", "unknown")
+    return not is_plain and file.isatty()
+
+
+def say(*lines: str, file: TextIO | None = None, is_error: bool = False) -> None:
+    """Print each of ``lines`` as one printable line; with ``is_error`` in red, on stderr."""
     for line in lines:
-        print(printable(line), file=file)
+        if is_error:
+            print(red(printable(line)), file=sys.stderr)
+        else:
+            print(printable(line), file=file)
 
 
 def report(error: BaseException) -> None:
     """Print the message of ``error`` on stderr, or each message of a ``ConfigError``."""
-    print(error_text(error), file=sys.stderr)
+    print(red(error_text(error)), file=sys.stderr)
+
+
+def red(text: str) -> str:
+    """``text`` for stderr: red if that is a terminal."""
+    return f"\x1b[31m{text}\x1b[0m" if has_colors(sys.stderr) else text
 
 
 def error_text(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import signal
 import socket
 import sys
@@ -22,6 +23,16 @@ def cpu_is_intel() -> bool:
     """True if this is an Intel CPU; False outside Linux."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text()
+
+
+def device_name(device: torch.device) -> str:
+    """Model of the GPU or CPU; the CPU's architecture where the OS does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def has_float8() -> bool:

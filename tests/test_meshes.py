@@ -122,7 +122,7 @@ def validation_curve(folder: Path) -> dict[int, float]:
 def samples(folder: Path) -> list[str]:
     """Final text sample in the log of each rank."""
     # The next log line begins with the time.
-    text = re.compile(r"sample:\n(.*?)^\d\d:\d\d:\d\d ", re.DOTALL | re.MULTILINE)
+    text = re.compile(r"sample:\n(.*?)^[\d-]+ \d\d:\d\d:\d\d ", re.DOTALL | re.MULTILINE)
     logs = [path.read_text() for path in sorted(folder.glob("rank-*.log"))]
     return [found[1] if (found := text.search(log)) else "" for log in logs]
 

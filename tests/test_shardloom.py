@@ -24,7 +24,7 @@ SMALL = {
     "training.global_batch_size": 2,
     "validation.enable": False,
     "validation.sample_tokens": 0,
-    "metrics.enable_tensorboard": False,
+    "metrics.trackers": [],
 }
 TRAIN = """
 from shardloom import TrainingError, train

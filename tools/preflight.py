@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from config import load_config
 from launcher.agent import Nodes, open_store, run_ranks
+from launcher.console import Console, PlainScreen
 from launcher.launch import check_run, cpu_threads, find_nodes, ranks_per_node
 from runtime import exit_codes
 from runtime.hub_paths import pin_names
@@ -58,7 +59,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             say(*findings, file=sys.stderr)
             return exit_codes.FAILED
     os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
-    end = run_ranks(PROGRAM, config, n_ranks=n_ranks, nodes=nodes, shown={0})
+    with Console(PlainScreen()) as console:
+        end = run_ranks(PROGRAM, config, n_ranks=n_ranks, nodes=nodes, shown={0}, console=console)
     codes = set(end.codes.values())
     if exit_codes.BAD_CONFIG in codes:
         return exit_codes.BAD_CONFIG

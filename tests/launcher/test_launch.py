@@ -2,11 +2,13 @@
 
 import json
 import os
+import pty
+import select
 import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -306,9 +308,10 @@ def test_ranks_get_torchruns_and_the_users_environment(
         assert (found["OMP_NUM_THREADS"], found["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("1", "1")
         assert found["NCCL_DEBUG"] == "INFO"
         assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{logs}/flight-record-"
-    # Rank 0 is shown, and only rank 1's output goes to a file.
+    # Rank 0 is shown, and the output of both is kept.
     assert capfd.readouterr().out.startswith("rank 0\nnext: ")
-    assert {path.name: path.read_text() for path in logs.iterdir()} == {"rank-1.out": "rank 1\n"}
+    kept = {path.name: path.read_text() for path in logs.iterdir()}
+    assert kept == {"rank-0.out": "rank 0\n", "rank-1.out": "rank 1\n"}
 
 
 LOADS_CONFIG = """
@@ -479,7 +482,7 @@ def test_second_signal_restarts_the_time_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agent, "time", clock)
     monkeypatch.setattr(agent, "os", clock)
     processes: Any = {0: clock}
-    agent.Agent(processes, None, 1).wait(clock.requests, has_others=False)
+    agent.Agent(processes, None, 1, None).wait(clock.requests, has_others=False)
     assert clock.sent == [signal.SIGUSR1, signal.SIGTERM]
 
 
@@ -576,3 +579,51 @@ def test_hung_rank_is_named_and_killed(
     error = capsys.readouterr().err
     assert error.count("ArithmeticError: a real error\n") == 2
     assert error.count("Traceback") == 1
+
+
+TALKS = """
+from runtime.log import init_logging, logger, show_progress
+init_logging()
+logger.info('model: planted')
+show_progress(3, 10)
+if rank == '0':
+    while not os.path.exists(control + '/end'):
+        time.sleep(0.01)
+    logger.error('ALARM: planted')
+"""
+
+
+def test_terminal_after_ctrl_z_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The whole launcher on a terminal of its own, stopped and continued."""
+    pyte = pytest.importorskip("pyte")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    process, master = pty.fork()
+    if process == 0:
+        os._exit(run_trainer(TALKS, tmp_path, monkeypatch))
+    screen = pyte.Screen(80, 24)
+    stream = pyte.ByteStream(screen)
+
+    def shows(text: str) -> bool:
+        with suppress(OSError):  # The other end is closed.
+            if select.select([master], [], [], 0.1)[0]:
+                stream.feed(os.read(master, 1 << 16))
+        return any(line.startswith(text) for line in screen.display)
+
+    seconds_until(lambda: shows("step 3/10"), limit=30.0)
+    assert shows("model                 planted")
+    os.write(master, b"\x1a")
+    assert os.WIFSTOPPED(os.waitpid(process, os.WUNTRACED)[1])
+    seconds_until(lambda: not shows("step 3/10"), limit=5.0)
+    os.kill(process, signal.SIGCONT)
+    seconds_until(lambda: shows("step 3/10"), limit=5.0)
+    (tmp_path / "default" / "control" / "end").touch()
+    ended = 0, 0
+    while ended[0] == 0:
+        shows("")
+        ended = os.waitpid(process, os.WNOHANG)
+    os.close(master)
+    assert os.waitstatus_to_exitcode(ended[1]) == exit_codes.DONE
+    lines = [line.rstrip() for line in screen.display if line.strip()]
+    assert lines[-1].endswith("ALARM: planted")
+    assert "launcher: continued" in lines[-2]
+    assert screen.cursor.x == 0

@@ -20,7 +20,7 @@ SMALL = {
     "training.global_batch_size": "8",
     "training.dtype": "float64",
     "metrics.log_freq": "1",
-    "metrics.enable_tensorboard": "false",
+    "metrics.trackers": "[]",
     "validation.freq": "1000",
     "validation.steps": "1",
     "validation.sample_tokens": "0",

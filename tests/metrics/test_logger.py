@@ -7,9 +7,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from config.job_config import Metrics
 from metrics.logger import MetricsLogger
+from metrics.tracker import TrackedRun
+from metrics.trackers import Trackers, tracker_classes
 from runtime.log import logger
 from tests.lib.durability import file_size_limit
 
@@ -40,8 +43,10 @@ def build(folder: Path, *, tensorboard: bool = False, **changes: Any) -> Metrics
         "flops_per_token": (6e6, 5e6),
         "peak_flops": 1e9,
     }
-    config = Metrics(log_freq=10, enable_tensorboard=tensorboard)
-    return MetricsLogger(folder, config, **(keywords | changes))
+    if tensorboard:
+        tracked = TrackedRun("id", "run", "project", folder, {}, changes.get("resumed_step"))
+        keywords["trackers"] = Trackers(tracker_classes(["tensorboard"]), tracked)
+    return MetricsLogger(folder, Metrics(log_freq=10), **(keywords | changes))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -120,7 +125,7 @@ def test_resumed_run_appends_lines(tmp_path: Path) -> None:
 
 
 def test_only_the_writer_writes(tmp_path: Path, clock: Clock) -> None:
-    metrics = build(tmp_path, is_writer=False, tensorboard=True)
+    metrics = build(tmp_path, is_writer=False)
     metrics.count(tokens=1, data_wait=0.0)
     clock.now += 1.0
     metrics.log(1, 1, VALUES)
@@ -213,17 +218,19 @@ def test_full_disk_is_one_alarm_and_leaves_no_torn_line(tmp_path: Path) -> None:
     metrics.close()
 
 
-def test_full_disk_ends_the_curves_with_one_alarm(tmp_path: Path) -> None:
+def test_full_disk_is_one_alarm_of_the_curves(tmp_path: Path) -> None:
     metrics = build(tmp_path, tensorboard=True)
     with (
-        patch.object(metrics._curves._writer, "add_scalar", side_effect=OSError("disk full")),
+        patch.object(SummaryWriter, "add_scalar", side_effect=OSError("disk full")),
         patch.object(logger, "error") as alarm,
+        patch.object(logger, "warning") as warning,
     ):
         for step in (1, 2):
             metrics.write({"step": step, "loss": 1.0})
-    metrics.close()
+        metrics.close()
     assert alarm.call_count == 1
     assert "disk full" in str(alarm.call_args)
+    assert warning.call_args.args[1:] == ("tensorboard", 2)
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
 
 

@@ -33,7 +33,7 @@ KEYS = {
     "model.args.n_layers": "1",
     "checkpoint.interval": "2",
     "metrics.enable_ledger": "true",
-    "metrics.enable_tensorboard": "true",
+    "metrics.trackers": '["tensorboard"]',
 }
 AGES = ("line_age", "checkpoint_age", "last_failure_age")
 

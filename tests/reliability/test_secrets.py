@@ -28,7 +28,7 @@ NAMES = [
 ALL_OUTPUTS = {
     "training.steps": "4",
     "checkpoint.interval": "2",
-    "metrics.enable_tensorboard": "true",
+    "metrics.trackers": '["tensorboard"]',
     "metrics.enable_ledger": "true",
     "profiling.enable_trace": "true",
     "profiling.trace_freq": "3",

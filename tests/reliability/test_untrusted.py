@@ -286,7 +286,7 @@ def test_lines_of_a_run_folder_stop_no_program(
     assert newest_saved_step(tmp_path / "control") == 0
     assert record_failure(tmp_path / "control", lines=["x"], codes={}) == 1
     assert record_failure(tmp_path / "control", lines=["x"], codes={}) == 2
-    MetricsLogger(tmp_path, Metrics(enable_tensorboard=False), is_writer=True, n_devices=1,
+    MetricsLogger(tmp_path, Metrics(trackers=[]), is_writer=True, n_devices=1,
                   device=torch.device("cpu"), flops_per_token=(1.0, 1.0), peak_flops=None,
                   resumed_step=5).close()  # fmt: skip
 

@@ -272,7 +272,7 @@ KEYS: tuple[Key, ...] = (
               validation__seq_len=2048),
     # What is seen
     _copied("metrics.log_freq", 10),
-    _derived("metrics.enable_tensorboard", False, "metrics.enable_tensorboard", "if given"),
+    _derived("metrics.enable_tensorboard", False, "metrics.trackers", "if given"),
     *_dropped("metrics.jsonl and tensorboard/ are in the run's folder",
               metrics__save_tb_folder="tb", metrics__save_for_all_ranks=False,
               metrics__disable_color_printing=False),

@@ -271,8 +271,10 @@ def _translate_checkpoint(given: Given, result: Translation) -> None:
 
 def _translate_observation(given: Given, result: Translation) -> None:
     """Write what decides when something is seen, where the file says so or enables it."""
-    for name in ("metrics.enable_tensorboard", "comm.init_timeout_seconds",
-                 "comm.train_timeout_seconds", "debug.seed"):  # fmt: skip
+    if "metrics.enable_tensorboard" in given:
+        trackers = ["tensorboard"] if given["metrics.enable_tensorboard"] else []
+        result.keys["metrics.trackers"] = trackers
+    for name in ("comm.init_timeout_seconds", "comm.train_timeout_seconds", "debug.seed"):
         if name in given:
             result.keys[name] = given[name]
     if given["profiling.enable_profiling"] or given["profiling.enable_memory_snapshot"]:

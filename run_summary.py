@@ -1,0 +1,152 @@
+"""The plan of a run in a few log lines before its first step: what it does, and what is off."""
+
+import math
+import platform
+
+import torch
+import torch.nn as nn
+
+from build_model import ShardedModel
+from config import JobConfig
+from data.batch_size import sequences_in
+from parallelisms.parallel_dims import ParallelDims
+from run_spec import RunSpec
+from runtime.dtensor import to_local
+from runtime.log import logger
+from runtime.machine import available_cpus, device_name
+
+# Documents whose length stands for that of all, and characters after which no more are read.
+PROBED_DOCUMENTS, PROBED_CHARACTERS = 64, 1 << 22
+
+
+def log_machine(dims: ParallelDims, config: JobConfig, device: torch.device) -> None:
+    """Log what the run runs on: the hardware, and the mesh of its ranks."""
+    n_ranks = dims.weight_mesh.size()
+    threads = f", {available_cpus()} cores" if device.type == "cpu" else ""
+    logger.info(
+        "hardware: %d rank%s on %s (%s%s); PyTorch %s, Python %s",
+        n_ranks, "s" * (n_ranks > 1), device.type, device_name(device), threads,
+        torch.__version__, platform.python_version(),
+    )  # fmt: skip
+    degrees = {**vars(dims.degrees), "ep": config.parallelism.expert_parallel_degree}
+    used = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    logger.info("mesh: %s", ", ".join(used) or "one rank")
+
+
+def log_plan(
+    run: RunSpec, model: ShardedModel, optimizer: torch.optim.Optimizer, resumed_step: int | None
+) -> None:
+    """Log batch, tokens, learning rate, memory, folder, and what is off with the key for it."""
+    training, schedule = run.config.training, run.config.lr_scheduler
+    policy = model.mp_policy
+    logger.info(
+        "precision: weights %s, compute %s, gradient reduction %s",
+        training.dtype, _name(policy.param_dtype), _name(policy.reduce_dtype),
+    )  # fmt: skip
+    logger.info("memory: %s", memory_text(model.module, optimizer, model.device))
+    per_step = run.global_batch_size * training.seq_len
+    per_rank = run.global_batch_size // model.dims.degrees.batch
+    logger.info(
+        "batch: %s tokens per step, %d sequences of %s; %d microbatches of %d on each rank%s",
+        f"{per_step:,}", run.global_batch_size, f"{training.seq_len:,}",
+        math.ceil(per_rank / run.microbatch_size), run.microbatch_size,
+        f", after a ramp from {run.ramp[0][1]} sequences" if run.ramp else "",
+    )  # fmt: skip
+    n_tokens = sequences_in(training.steps, run.ramp, run.global_batch_size) * training.seq_len
+    epochs = epochs_text(run, n_tokens)
+    logger.info("training: %s steps, %s tokens%s", f"{training.steps:,}", f"{n_tokens:,}", epochs)
+    peak = run.config.optimizer.lr
+    decay = (
+        f"{schedule.decay_type} to {peak * schedule.min_lr_factor:g} at step {schedule.total_steps}"
+    )
+    logger.info(
+        "learning rate: %g after %d steps of warmup, %s; %s",
+        peak, schedule.warmup_steps, decay if schedule.decay_ratio else "constant",
+        run.config.optimizer.name,
+    )  # fmt: skip
+    start = "from step 1" if resumed_step is None else f"resumed after step {resumed_step}"
+    logger.info("folder: %s, %s", run.folder, start)
+    logger.info("off: %s", ", ".join(f"{what} ({why})" for what, why in off(run, model).items()))
+
+
+def off(run: RunSpec, model: ShardedModel) -> dict[str, str]:
+    """Return what this run does without, and the key that turns it on, or the reason."""
+    config, has_gpu = run.config, model.device.type == "cuda"
+    features = {
+        "compile": (config.compile.enable, "compile.enable"),
+        "float8": (config.float8.recipe != "none", "float8.recipe"),
+        "activation checkpoint": (
+            config.activation_checkpoint.mode != "none",
+            "activation_checkpoint.mode",
+        ),
+        "SDPA backend priority": (has_gpu, "no GPU"),
+        "mfu": (
+            model.peak_flops is not None,
+            "metrics.peak_tflops: the device's peak is not known",
+        ),
+        "checkpoints": (config.checkpoint.enable, "checkpoint.enable"),
+        "async saves": (config.checkpoint.async_mode != "disabled", "checkpoint.async_mode"),
+        "validation": (config.validation.enable, "validation.enable"),
+        "rollback of spikes": (config.numerics.on_spike != "ignore", "numerics.on_spike"),
+        "straggler detection": (config.metrics.straggler_window > 0, "metrics.straggler_window"),
+        "ledger": (config.metrics.enable_ledger, "metrics.enable_ledger"),
+        "traces": (config.profiling.enable_trace, "profiling.enable_trace"),
+    }
+    return {what: why for what, (is_on, why) in features.items() if not is_on}
+
+
+def memory_text(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """Sizes of this rank's weights, gradients and optimizer state, which are known beforehand."""
+    parameters = [to_local(parameter.detach()) for parameter in module.parameters()]
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    state = 0
+    for group in optimizer.param_groups:
+        n_values = 1 if "muon_momentum" in group else 2  # Muon's momentum, or AdamW's moments
+        for parameter in group["params"]:
+            dtype = getattr(optimizer, "moment_dtype", None) or parameter.dtype
+            state += n_values * to_local(parameter.detach()).numel() * dtype.itemsize
+    capacity = ""
+    if device.type == "cuda":
+        capacity = f", of {size_text(torch.cuda.get_device_properties(device).total_memory)}"
+    return (
+        f"weights {size_text(weights)}, gradients {size_text(weights)}, optimizer"
+        f" {size_text(state)} on this rank, and activations{capacity}"
+    )
+
+
+def epochs_text(run: RunSpec, n_tokens: int) -> str:
+    """Epochs of ``n_tokens``, from the length of the first documents; "" if it is not known."""
+    if len(run.training_data.sources) > 1:
+        return ""
+    (source,) = run.training_data.sources
+    if source.n_documents is None:
+        return ""
+    lengths: list[int] = []
+    n_characters = 0
+    try:
+        for document in source.documents(0, 1, 0):
+            if document is not None:
+                ids = run.tokenizer.encode(document) if isinstance(document, str) else document
+                lengths.append(len(ids))
+                n_characters += len(document)
+            if len(lengths) == PROBED_DOCUMENTS or n_characters > PROBED_CHARACTERS:
+                break
+    except (OSError, ValueError):  # Training will report it, or skip it.
+        return ""
+    mean = sum(lengths) / max(1, len(lengths))
+    if mean == 0:
+        return ""
+    return f", about {n_tokens / (mean * source.n_documents):.2g} epochs"
+
+
+def size_text(n_bytes: float) -> str:
+    """Return a size such as 3.3 MiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.{0 if unit == 'bytes' else 1}f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
