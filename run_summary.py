@@ -14,6 +14,7 @@ from run_spec import RunSpec
 from runtime.dtensor import to_local
 from runtime.log import logger
 from runtime.machine import available_cpus, device_name
+from runtime.release import warn_if_untested
 
 # Documents whose length stands for that of all, and characters after which no more are read.
 PROBED_DOCUMENTS, PROBED_CHARACTERS = 64, 1 << 22
@@ -31,6 +32,7 @@ def log_machine(dims: ParallelDims, config: JobConfig, device: torch.device) -> 
     degrees = {**vars(dims.degrees), "ep": config.parallelism.expert_parallel_degree}
     used = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     logger.info("mesh: %s", ", ".join(used) or "one rank")
+    warn_if_untested()
 
 
 def log_plan(

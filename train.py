@@ -39,7 +39,6 @@ from runtime.log import error_text, init_logging, logger, report, show_phase
 from runtime.machine import disable_malloc_trim
 from runtime.object_collectives import raise_if_unequal
 from runtime.program import program_facts
-from runtime.release import warn_if_untested
 from train_loop import TrainLoop
 from train_step import TrainStep
 from validation import Sampler, Validator
@@ -53,7 +52,6 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     # --- Ranks: signal handlers before the process group, so that no early signal is lost
     config = run.config
     control = RunControl(run.folder / "control")
-    show_phase("connecting the ranks")
     device = init_distributed(config.comm)
     raise_if_unequal(run.facts(device) | (program := program_facts()))
     control.acquire_lock()
@@ -63,7 +61,6 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     if device.type == "cpu":
         disable_malloc_trim()
     log_machine(dims, config, device)
-    warn_if_untested()
 
     # --- Data: this data-parallel rank's rows of every global batch
     loader = run.build_loader(run.training_data, dims, device)
@@ -88,7 +85,6 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
 
     # --- Observers
     # The loader of training first: the first thread that tokenizes is the fastest.
-    show_phase("reading the first batches")
     loader.start()
     validator = Validator(run, dims, device, control) if run.held_out else None
     sampler = Sampler(run, dims) if config.validation.sample_tokens > 0 else None

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from config.job_config import Comm, Debug, Training
 from runtime.compat import limit_gloo_to_one_thread, set_default_timeout
+from runtime.log import show_phase
 from runtime.machine import cpu_has_bfloat16, loopback_interface
 
 
@@ -17,6 +18,7 @@ def init_distributed(comm: Comm) -> torch.device:
 
     Reads torchrun's environment variables; without them, creates a group of one rank.
     """
+    show_phase("connecting the ranks")
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         # All ranks are on this machine, so no other machine needs to reach their ports.
         for library in ("GLOO", "NCCL"):
