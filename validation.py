@@ -16,7 +16,7 @@ from parallelisms.parallel_dims import ParallelDims, sequence_multiple
 from run_spec import RunSpec
 from runtime.control import RunControl
 from runtime.distributed import sum_in_order, sum_over
-from runtime.log import logger
+from runtime.log import logger, show_phase
 
 
 class Validator:
@@ -30,6 +30,7 @@ class Validator:
         control: RunControl,
     ) -> None:
         """Collective. Raises as ``next_microbatches`` does, ``ConfigError`` for no target token."""
+        show_phase("reading the validation batches")
         self._dims = dims
         # Losses of the user's own sources are looked up by name, also if there is only one.
         self._is_by_source = len(run.held_out) > 1 or bool(run.config.validation.sources)
