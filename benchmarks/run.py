@@ -24,7 +24,7 @@ from benchmarks.rows import MEASURED, ROOT, Row, append_rows, environment, is_me
 from benchmarks.table import CONFIGS, table_of
 from runtime.machine import enable_expandable_segments
 
-BENCHMARKS = ("ceilings", "checkpoint", "data", "loss", "sharding", "startup", "step")
+BENCHMARKS = ("ceilings", "checkpoint", "data", "loss", "sharding", "spinning", "startup", "step")
 
 
 def main(arguments: list[str]) -> int:

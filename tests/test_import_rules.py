@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Imported by users' own programs.
     "shardloom": set(),
     "tools": LIBRARIES | ROOT_FILES,
-    "benchmarks": LIBRARIES | ROOT_FILES | {"tools", "train"},
+    "benchmarks": LIBRARIES | ROOT_FILES | {"shardloom", "tools", "train"},
     "tests": LIBRARIES | ROOT_FILES | {"benchmarks", "shardloom", "tools", "train"},
 }
 # Files of models/ besides *_sharding.py that may import torch.distributed.

@@ -64,6 +64,7 @@ def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFix
         ("checkpoint", [*SHAPE, "--rounds", "1", "--only", "1 rank"]),
         ("loss", ["--tokens", "64", "--vocab_size", "256", "--turns", "1", "--only", "4096"]),
         slow("scale", ["--turns", "1", "--shape.dim", "64", "--only", "2 ranks"]),
+        slow("spinning", ["--steps", "1", "--spin_counts", "[0]", "--busy", "[1]"]),
         slow("startup", ["--repetitions", "1"]),
         slow("data", ["--turns", "2", "--documents", "50", "--waiting_steps", "2"]),
     ],
