@@ -83,30 +83,28 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         code = report_failure(end, control)
     elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
         record_end(control, _outcome(control))
-        say(*next_commands(config, arguments, environment, code, is_alone=nodes.count == 1))
+        say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
     exit_codes.write_exit_code(control, code)
     return code
 
 
 def next_commands(
-    config: JobConfig,
-    arguments: list[str],
-    environment: Mapping[str, str],
-    code: int,
-    *,
-    is_alone: bool,
+    config: JobConfig, outcome: str, environment: Mapping[str, str], *, is_alone: bool
 ) -> list[str]:
-    """Lines with the commands that usually follow a run that ended with ``code``.
+    """Lines with the commands that usually follow a run that ended with ``outcome``.
 
     ``is_alone``: it has one node, so that one command starts it.
     """
     folder = config.job.folder
     ranks = f"NGPU={environment['NGPU']} " if environment.get("NGPU") else ""
     commands = {}
-    if config.checkpoint.enable and is_alone:
-        longer = ["--training.steps", str(2 * config.training.steps)]
-        more = longer if code == exit_codes.DONE else []
-        commands["resume"] = ranks + command_text("train", *arguments, *more)
+    # A run that consumed its data would end at once.
+    if config.checkpoint.enable and is_alone and outcome != exit_codes.DATA_ENDED.outcome:
+        is_whole = outcome == exit_codes.FINISHED.outcome
+        longer = ["--training.steps", 2 * config.training.steps] if is_whole else []
+        # The resolved configuration: the one that was named may be a pipe, or change.
+        resume = command_text("train", folder / "config.toml", *longer)
+        commands["train on" if is_whole else "resume"] = ranks + resume
     if config.checkpoint.enable:
         commands["generate text"] = command_text("generate", folder)
     if config.metrics.enable_tensorboard:

@@ -576,3 +576,19 @@ def test_hung_rank_is_named_and_killed(
     error = capsys.readouterr().err
     assert error.count("ArithmeticError: a real error\n") == 2
     assert error.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_alone", "first"),
+    [
+        ("done", True, "next: train on: NGPU=2 "),
+        ("stopped SIGTERM", True, "next: resume: NGPU=2 "),
+        (exit_codes.DATA_ENDED.outcome, True, "next: generate text: "),
+        ("done", False, "next: generate text: "),
+    ],
+)
+def test_next_commands_fit_the_end_of_the_run(outcome: str, is_alone: bool, first: str) -> None:
+    lines = launch.next_commands(JobConfig(), outcome, {"NGPU": "2"}, is_alone=is_alone)
+    assert lines[0].startswith(first)
+    assert ("config.toml --training.steps" in lines[0]) == lines[0].startswith("next: train on")
+    assert any("your own text" in line for line in lines) == is_alone
