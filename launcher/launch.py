@@ -101,7 +101,11 @@ def next_commands(
     # A run that consumed its data would end at once.
     if config.checkpoint.enable and is_alone and outcome != exit_codes.DATA_ENDED.outcome:
         is_whole = outcome == exit_codes.FINISHED.outcome
-        longer = ["--training.steps", 2 * config.training.steps] if is_whole else []
+        steps = 2 * config.training.steps
+        longer = ["--training.steps", steps] if is_whole else []
+        if is_whole and (config.lr_scheduler.total_steps or 0) < steps:
+            # The resolved configuration has the former number of steps.
+            longer += ["--lr_scheduler.total_steps", steps]
         # The resolved configuration: the one that was named may be a pipe, or change.
         resume = command_text("train", folder / "config.toml", *longer)
         commands["train on" if is_whole else "resume"] = ranks + resume

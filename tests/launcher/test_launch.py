@@ -592,3 +592,10 @@ def test_next_commands_fit_the_end_of_the_run(outcome: str, is_alone: bool, firs
     assert lines[0].startswith(first)
     assert ("config.toml --training.steps" in lines[0]) == lines[0].startswith("next: train on")
     assert any("your own text" in line for line in lines) == is_alone
+
+
+def test_longer_run_has_a_longer_schedule() -> None:
+    config = JobConfig.model_validate({"lr_scheduler": {"total_steps": 5000}})
+    for given, is_raised in ((JobConfig(), True), (config, False)):
+        line = launch.next_commands(given, "done", {}, is_alone=True)[0]
+        assert ("--lr_scheduler.total_steps 2000" in line) == is_raised
