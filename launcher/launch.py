@@ -28,7 +28,7 @@ from runtime import exit_codes
 from runtime.commands import command_text
 from runtime.control import is_locked
 from runtime.filesystem import check_run_folder
-from runtime.log import report, say
+from runtime.log import discard_stdout, report, say
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import read_text
 
@@ -83,8 +83,13 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         code = report_failure(end, control)
     elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
         record_end(control, _outcome(control))
-        say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
     exit_codes.write_exit_code(control, code)
+    if code in (exit_codes.DONE, exit_codes.PREEMPTED):
+        try:
+            say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
+            sys.stdout.flush()
+        except OSError:  # The terminal may have closed.
+            discard_stdout()
     return code
 
 

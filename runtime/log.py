@@ -1,6 +1,7 @@
 """Logger setup, printing of untrusted text, silenced library warnings, and duration formatting."""
 
 import logging
+import os
 import sys
 import warnings
 from typing import TextIO
@@ -43,6 +44,14 @@ def say(*lines: str, file: TextIO | None = None) -> None:
     """Print each of ``lines`` as one printable line, by default to stdout."""
     for line in lines:
         print(printable(line), file=file)
+
+
+def discard_stdout() -> None:
+    """Discard what is still to be written to stdout, because its reader or terminal is gone.
+
+    Python writes it at exit, and would change the exit code if that fails.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def report(error: BaseException) -> None:
