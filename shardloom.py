@@ -33,14 +33,15 @@ COMMANDS = {
     "plot": ("tools.plot", "draw the loss curves of a run"),
     "tensorboard": ("tensorboard.main", "TensorBoard; --logdir outputs/NAME/tensorboard"),
 }
+# As in runtime/exit_codes.py.
 BAD_ARGUMENTS, CLOSED_PIPE = 2, 141
 USAGE = """\
-usage: {program} COMMAND [arguments]
+usage: shardloom COMMAND [arguments]
 
 {commands}
-  {python:<16} run the interpreter of all commands: {program} python -m pip list
+  python ...       run the interpreter of all commands, for example python -m pip list
 
-{program} COMMAND --help explains a command; {program} train --help SECTION the keys of a table."""
+shardloom COMMAND --help explains a command; shardloom train --help SECTION the keys of a table."""
 
 
 class TrainingError(RuntimeError):
@@ -72,28 +73,28 @@ def train(
         command, env=variables, start_new_session=True, text=True, errors="replace",
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+    last_lines: deque[str] = deque(maxlen=20)
     with process:
-        last_lines = _follow(process, show=show)
+        while True:
+            try:
+                _read(process, last_lines, show=show)
+                break
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+            except BaseException:  # The run would go on without a reader.
+                process.terminate()
+                raise
     if process.returncode:
-        raise TrainingError(process.returncode, last_lines)
+        raise TrainingError(process.returncode, list(last_lines))
 
 
-def _follow(process: subprocess.Popen[str], *, show: bool) -> list[str]:
-    """Read the output of ``process`` to its end and forward interrupts; return the last lines."""
+def _read(process: subprocess.Popen[str], last_lines: deque[str], *, show: bool) -> None:
+    """Read the output of ``process`` to its end."""
     assert process.stdout is not None
-    lines: deque[str] = deque(maxlen=20)
-    while True:
-        try:
-            for line in process.stdout:
-                lines.append(line.rstrip("\n"))
-                if show:
-                    print(line, end="", flush=True)
-            return list(lines)
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-        except BaseException:
-            process.terminate()
-            raise
+    for line in process.stdout:
+        last_lines.append(line.rstrip("\n"))
+        if show:
+            print(line, end="", flush=True)
 
 
 def _toml(key: str, value: Any) -> str:
@@ -117,7 +118,7 @@ def command_line(name: str, arguments: list[str]) -> list[str]:
         return [sys.executable, *arguments]
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"{program()} --help lists all"
+        hint = f"did you mean {near[0]}?" if near else "shardloom --help lists all"
         raise ValueError(f"{name!r} is not a command; {hint}")
     if name == "train":
         return [sys.executable, "-m", *train_module(arguments)]
@@ -143,15 +144,10 @@ def is_assignment(word: str) -> bool:
     return "=" in word and not word.endswith(".toml")
 
 
-def program() -> str:
-    """Name of this program as it can be typed."""
-    return "./shardloom" if (ROOT / "shardloom").is_file() else "shardloom"
-
-
 def usage() -> str:
     """Help of this program."""
     commands = "\n".join(f"  {name:<16} {purpose}" for name, (_, purpose) in COMMANDS.items())
-    return USAGE.format(program=program(), commands=commands, python="python ...")
+    return USAGE.format(commands=commands)
 
 
 def main() -> NoReturn:
@@ -168,7 +164,7 @@ def main() -> NoReturn:
     try:
         command = command_line(name, arguments)
     except ValueError as error:
-        print(f"{program()}: {error}", file=sys.stderr)
+        print(f"shardloom: {error}", file=sys.stderr)
         sys.exit(BAD_ARGUMENTS)
     os.execve(command[0], command, environment())
 

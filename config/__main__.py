@@ -12,6 +12,7 @@ from pathlib import Path
 from config.describe import help_text, schema_text
 from config.loader import ConfigError
 
+# As in runtime/exit_codes.py.
 BAD_ARGUMENTS, CLOSED_PIPE = 2, 141
 MOST_COLUMNS = 100
 
@@ -27,6 +28,8 @@ match sys.argv[1:]:
             sys.exit(BAD_ARGUMENTS)
         try:
             if sys.stdout.isatty():
+                # Without a key press if the text fits the screen.
+                os.environ.setdefault("LESS", "FRX")
                 pydoc.pager(text)
             else:
                 print(text, flush=True)

@@ -33,7 +33,7 @@ from runtime import exit_codes
 from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
-from runtime.log import red, report, say
+from runtime.log import discard_stdout, red, report, say
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import read_text
 from runtime.run_lock import is_locked
@@ -93,30 +93,37 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         code = report_failure(end, control)
     elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
         record_end(control, _outcome(control))
-        say(*next_commands(config, arguments, environment, code, is_alone=nodes.count == 1))
     exit_codes.write_exit_code(control, code)
+    if code in (exit_codes.DONE, exit_codes.PREEMPTED):
+        try:
+            say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
+            sys.stdout.flush()
+        except OSError:  # The terminal may have closed.
+            discard_stdout()
     return code
 
 
 def next_commands(
-    config: JobConfig,
-    arguments: list[str],
-    environment: Mapping[str, str],
-    code: int,
-    *,
-    is_alone: bool,
+    config: JobConfig, outcome: str, environment: Mapping[str, str], *, is_alone: bool
 ) -> list[str]:
-    """Lines with the commands that usually follow a run that ended with ``code``.
+    """Lines with the commands that usually follow a run that ended with ``outcome``.
 
     ``is_alone``: it has one node, so that one command starts it.
     """
     folder = config.job.folder
     ranks = f"NGPU={environment['NGPU']} " if environment.get("NGPU") else ""
     commands = {}
-    if config.checkpoint.enable and is_alone:
-        longer = ["--training.steps", str(2 * config.training.steps)]
-        more = longer if code == exit_codes.DONE else []
-        commands["resume"] = ranks + command_text("train", *arguments, *more)
+    # A run that consumed its data would end at once.
+    if config.checkpoint.enable and is_alone and outcome != exit_codes.DATA_ENDED.outcome:
+        is_whole = outcome == exit_codes.FINISHED.outcome
+        steps = 2 * config.training.steps
+        longer = ["--training.steps", steps] if is_whole else []
+        if is_whole and (config.lr_scheduler.total_steps or 0) < steps:
+            # The resolved configuration has the former number of steps.
+            longer += ["--lr_scheduler.total_steps", steps]
+        # The resolved configuration: the one that was named may be a pipe, or change.
+        resume = command_text("train", folder / "config.toml", *longer)
+        commands["train on" if is_whole else "resume"] = ranks + resume
     if config.checkpoint.enable:
         commands["generate text"] = command_text("generate", folder)
     if "tensorboard" in config.metrics.trackers:

@@ -45,7 +45,8 @@ def clip_grad_norm_(
     norm = exact_norm(shards, n_elements) if is_exact else _norm(norms_by_group, pp_mesh)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for local in shards.values():
-        foreach("mul_", local, scale)
+        # Only a scale of their dtype is multiplied in one kernel for many gradients on GPUs.
+        foreach("mul_", local, scale.to(local[0].dtype))
     return norm
 
 

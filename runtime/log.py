@@ -102,6 +102,14 @@ def say(*lines: str, file: TextIO | None = None, is_error: bool = False) -> None
             print(printable(line), file=file)
 
 
+def discard_stdout() -> None:
+    """Discard what is still to be written to stdout, because its reader or terminal is gone.
+
+    Python writes it at exit, and would change the exit code if that fails.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def report(error: BaseException) -> None:
     """Print the message of ``error`` on stderr, or each message of a ``ConfigError``."""
     print(red(error_text(error)), file=sys.stderr)

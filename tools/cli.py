@@ -1,7 +1,6 @@
 """Command-line parsing and error handling shared by the ``main`` functions of all tools."""
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 from config.paths import expand_path, is_url
 from runtime import exit_codes
-from runtime.log import report
+from runtime.log import discard_stdout, report
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,8 +37,7 @@ def reporting_errors(main: Callable[[list[str]], int]) -> Callable[[list[str]], 
             sys.stdout.flush()
             return code
         except BrokenPipeError:
-            # Python flushes stdout once more at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_stdout()
             return exit_codes.CLOSED_PIPE
         except (OSError, ValueError) as error:
             report(error)

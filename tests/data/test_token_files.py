@@ -296,7 +296,7 @@ def test_path_without_token_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^data\.path: .* has no documents"):
         open_token_files(str(write_prepared(tmp_path / "p", [[]])))
     (tmp_path / "p" / "index.json").rename(tmp_path / "p" / "begun.json")
-    with pytest.raises(ValueError, match=r"no index\.json; tools\.prepare has not finished it"):
+    with pytest.raises(ValueError, match=r"no index\.json; shardloom prepare has not finished it"):
         open_token_files(str(tmp_path / "p"))
 
 

@@ -627,3 +627,26 @@ def test_terminal_after_ctrl_z_and_at_the_end(tmp_path: Path, monkeypatch: pytes
     assert lines[-1].endswith("ALARM: planted")
     assert "launcher: continued" in lines[-2]
     assert screen.cursor.x == 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_alone", "first"),
+    [
+        ("done", True, "next: train on: NGPU=2 "),
+        ("stopped SIGTERM", True, "next: resume: NGPU=2 "),
+        (exit_codes.DATA_ENDED.outcome, True, "next: generate text: "),
+        ("done", False, "next: generate text: "),
+    ],
+)
+def test_next_commands_fit_the_end_of_the_run(outcome: str, is_alone: bool, first: str) -> None:
+    lines = launch.next_commands(JobConfig(), outcome, {"NGPU": "2"}, is_alone=is_alone)
+    assert lines[0].startswith(first)
+    assert ("config.toml --training.steps" in lines[0]) == lines[0].startswith("next: train on")
+    assert any("your own text" in line for line in lines) == is_alone
+
+
+def test_longer_run_has_a_longer_schedule() -> None:
+    config = JobConfig.model_validate({"lr_scheduler": {"total_steps": 5000}})
+    for given, is_raised in ((JobConfig(), True), (config, False)):
+        line = launch.next_commands(given, "done", {}, is_alone=True)[0]
+        assert ("--lr_scheduler.total_steps 2000" in line) == is_raised

@@ -45,9 +45,12 @@ def run_nodes(folder: Path, nodes: list[Mapping[str, Any]]) -> tuple[list[int], 
     return [process.returncode for process in processes], outputs
 
 
+SCRIPTS = [Path("run_train.sh"), Path("shardloom"), Path("tools/find_python.sh")]
+
+
 def copy_repository(to: Path, changed: str | None = "optim/loss.py") -> Path:
     """Copy what a run needs, and append a comment to the file ``changed``."""
-    for path in [*python_files(), Path("run_train.sh"), Path("tools/find_python.sh")]:
+    for path in [*python_files(), *SCRIPTS]:
         (to / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, to / path)
     shutil.copytree(ROOT / "train_configs", to / "train_configs")
