@@ -30,6 +30,7 @@ COMMANDS = {
     "rollback": ("tools.rollback", "go back to an older checkpoint of a run"),
     "preflight": ("tools.preflight", "check the nodes before a run"),
     "check-ledger": ("tools.check_ledger", "check which data each step of a run consumed"),
+    "profile": ("tools.profile_summary", "summarize profiler traces: why a step is slow"),
     "plot": ("tools.plot", "draw the loss curves of a run"),
     "tensorboard": ("tensorboard.main", "TensorBoard; --logdir outputs/NAME/tensorboard"),
 }

@@ -12,7 +12,7 @@ import gc
 import json
 import os
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from build_model import build_model
 from config import ConfigError, JobConfig, dump_toml, load_config
 from kernels.sdpa import sdpa_backend_priority
 from launcher.post_mortem import RankHeartbeat
-from metrics.profiling import profiler
+from metrics.profiling import StepProfiler
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.replicas import check_replicas
@@ -91,17 +91,18 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     attempt = attempt_of(checkpointer, run, dims)
     log_plan(run, model, train_step.optimizer, resumed_step)
     log = RunLog(run, model, attempt, resumed_step, detects_spikes=spikes.enabled)
+    profiler = StepProfiler(run.folder / "traces", config.profiling, rank=dist.get_rank())
 
     # --- Loop
     gc.disable()  # Ranks that collect at different times wait for each other.
     heads = run.model_args.n_heads, run.model_args.n_kv_heads
     with (
         sdpa_backend_priority(heads=heads, head_dim=run.model_args.head_dim),
-        profiler(run.folder / "traces", config.profiling, rank=dist.get_rank()) as profile_step,
+        closing(profiler),
     ):
         loop = TrainLoop(
             run, control, loader, batches, model, train_step, spikes, state,
-            checkpointer, log, validator, sampler, heartbeat, profile_step,
+            checkpointer, log, validator, sampler, heartbeat, profiler,
         )  # fmt: skip
         stop = loop.run_steps()
 

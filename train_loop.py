@@ -1,12 +1,12 @@
 """The loop over steps: when a step may start, what follows it, and how a run ends."""
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from build_model import ShardedModel
 from checkpoint.checkpointer import Checkpointer
@@ -14,6 +14,7 @@ from config import ConfigError
 from data.loader import MicrobatchLoader
 from data.step_batches import StepBatches, StepSync
 from launcher.post_mortem import RankHeartbeat
+from metrics.profiling import StepProfiler
 from metrics.source_fractions import source_fractions
 from optim.spikes import LossSpikeDetector
 from parallelisms.replicas import check_replicas
@@ -47,7 +48,7 @@ class TrainLoop:
     validator: Validator | None
     sampler: Sampler | None
     heartbeat: RankHeartbeat
-    profile_step: Callable[[int], None]
+    profiler: StepProfiler
     samples: list[Sample] = field(default_factory=list)
     """Of the latest validation."""
 
@@ -59,8 +60,11 @@ class TrainLoop:
             self.validate()
         self.show("first step" + ", compiling" * config.compile.enable)
         while state.step < config.training.steps:
+            with self.log.metrics.exclude_from_throughput():
+                self.profiler.begin_step(state.step + 1)
             # May this step start? All ranks read the answer off the same all-reduce.
             batch, sync = self.batches.next(state.step + 1, is_writing=checkpointer.is_writing)
+            self.profiler.request(sync.wanted)
             if sync.n_writing == 0:
                 # Commit an async save once all ranks have written it.
                 checkpointer.finish()
@@ -132,20 +136,22 @@ class TrainLoop:
         """Do the work that is due only every so many steps, except saving. Collective."""
         step, config, model = self.state.step, self.run.config, self.model
         with self.log.metrics.exclude_from_throughput():
-            self.profile_step(step)
+            self.profiler.end_step(step)
         if step % config.training.gc_freq == 0:
-            gc.collect(1)
+            with record_function("gc"):
+                gc.collect(1)
         check_freq = config.numerics.replica_check_freq
         if check_freq and step % check_freq == 0:
             optimizer = self.train_step.optimizer
-            check_replicas(model.module, model.dims.weight_mesh, optimizer, tied=model.tied)
+            with record_function("replica check"):
+                check_replicas(model.module, model.dims.weight_mesh, optimizer, tied=model.tied)
         if step == config.training.steps or step % config.validation.freq == 0:
             self.validate()
 
     def validate(self) -> None:
         if self.validator is not None:
             self.show("validation")
-            with self.log.metrics.exclude_from_throughput():
+            with self.log.metrics.exclude_from_throughput(), record_function("validation"):
                 losses = self.validator.evaluate(self.train_step.runner)
                 bits_per_nat = self.validator.bits_per_nat
                 self.log.metrics.log_validation(self.state.step, losses, bits_per_nat=bits_per_nat)
@@ -159,7 +165,7 @@ class TrainLoop:
 
     def save(self, *, wait: bool = False) -> None:
         self.show("saving a checkpoint")
-        with self.log.metrics.exclude_from_throughput():
+        with self.log.metrics.exclude_from_throughput(), record_function("checkpoint"):
             self.log.sync()
             self.checkpointer.save(self.state.step, wait=wait)
 

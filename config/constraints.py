@@ -202,6 +202,11 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
             'has no effect, like spike_window and max_rollbacks, unless on_spike = "rollback"',
             lambda config: config.numerics.on_spike != "rollback"
             and is_set(config.numerics, "spike_sigmas", "spike_window", "max_rollbacks")),
+    _only_with("profiling.trace_freq", "enable_trace or enable_memory_snapshot is true",
+               lambda config: is_set(config.profiling, "enable_trace", "enable_memory_snapshot")),
+    Constraint("profiling.trace_freq", "must be at most training.steps, or nothing is traced",
+            lambda config: is_set(config.profiling, "enable_trace", "enable_memory_snapshot")
+            and config.profiling.trace_freq > config.training.steps),
     Constraint("lr_scheduler.total_steps",
             "must be at least training.steps: to extend a run, raise both",
             _trains_past_total_steps),

@@ -456,9 +456,10 @@ class Metrics(Section):
 
 class Profiling(Section):
     enable_trace: bool = False
-    """Write torch.profiler traces of every rank to traces/."""
+    """Write torch.profiler traces of every rank to traces/, for shardloom profile."""
     trace_freq: Annotated[int, Field(ge=3)] = 100
-    """Steps between traces, each of which covers the last 2 steps, and between memory snapshots."""
+    """Steps between traces, and between memory snapshots. A trace covers the last 2 steps, without
+    the validation and saving between them."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots to traces/ (view at pytorch.org/memory_viz)."""
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
+from torch.profiler import record_function
+
 from config import ConfigError
 from data.loader import Microbatch, MicrobatchLoader, num_target_tokens
 from runtime.control import RunControl
@@ -37,6 +39,8 @@ class StepSync:
     """Ranks that are still writing a checkpoint."""
     stop: str | None
     """Reason to stop: a signal's name or the stop file; None to go on."""
+    wanted: frozenset[str]
+    """Profiles that were requested: ``runtime.control.TRACE`` or ``SNAPSHOT``."""
 
 
 class StepBatches:
@@ -81,7 +85,12 @@ class StepBatches:
         is_end = self._n_empty_rows >= self._global_batch_size
         return (
             StepBatch(microbatches, data_wait, n_sequences, n_tokens, is_end_of_data=is_end),
-            StepSync(n_bad_records=n_bad, n_writing=sums["writing"], stop=self._control.stop),
+            StepSync(
+                n_bad_records=n_bad,
+                n_writing=sums["writing"],
+                stop=self._control.stop,
+                wanted=self._control.wanted,
+            ),
         )
 
 
@@ -97,17 +106,19 @@ def next_microbatches(
     """
     begin, microbatches, problem = time.perf_counter(), [], None
     try:
-        microbatches = list(islice(loader, count))
+        with record_function("data wait"):
+            microbatches = list(islice(loader, count))
     except (ValueError, OSError) as error:
         problem = error
     data_wait = time.perf_counter() - begin
-    sums = control.all_reduce_counts(
-        tokens=num_target_tokens(microbatches),
-        unread=int(problem is not None),
-        mistakes=int(isinstance(problem, ValueError)),
-        bad=loader.n_bad,
-        writing=int(is_writing),
-    )
+    with record_function("step sync"):
+        sums = control.all_reduce_counts(
+            tokens=num_target_tokens(microbatches),
+            unread=int(problem is not None),
+            mistakes=int(isinstance(problem, ValueError)),
+            bad=loader.n_bad,
+            writing=int(is_writing),
+        )
     if sums["unread"]:
         raise_on_all_ranks(problem, is_mistake=sums["mistakes"] > 0)
     return microbatches, data_wait, sums

@@ -2,7 +2,8 @@
 
 ``torchrun`` and ``srun`` flatten exit codes, so the state that launchers need is in files:
 ``outcome`` (done, or stopped and why; absent means failure), ``progress`` (newest checkpoint's
-step), ``stop`` (anyone may write it: save at the next step and end) and ``failures``.
+step), ``failures``, and what anyone may write: ``stop`` (save at the next step and end), ``trace``
+and ``snapshot`` (profile the next steps).
 """
 
 import os
@@ -27,6 +28,8 @@ from runtime.signals import SIGNALS, handle_signals
 # Slurm's scancel may reach a rank twice, once through the launcher. A later signal ends at once.
 FORCE_EXIT_AFTER_SECONDS = 3.0
 LOST_LOCK = "lost lock"
+# Files that anyone may write: profile the next steps, or write a memory snapshot of them.
+TRACE, SNAPSHOT = "trace", "snapshot"
 
 
 class RunControl:
@@ -38,6 +41,8 @@ class RunControl:
         self._received = 0.0
         self.stop: str | None = None
         """Reason to stop: a signal's name or the stop file; None to go on."""
+        self.wanted: frozenset[str] = frozenset()
+        """``TRACE`` and ``SNAPSHOT`` files found by the last all-reduce, which removes them."""
         self._former_locks: list[TextIO] = []
         handle_signals(self._receive)
 
@@ -100,7 +105,7 @@ class RunControl:
         handle_signals(signal.SIG_IGN)
 
     def all_reduce_counts(self, **counts: int) -> dict[str, int]:
-        """Return the sums of ``counts`` over all ranks; update ``stop``. Collective, on the CPU.
+        """Return the sums over all ranks; update ``stop`` and ``wanted``. Collective, on the CPU.
 
         One all-reduce carries the counts and the stop requests, so ``stop`` is equal on all ranks.
         Raises ``ConfigError`` on all ranks if another process has locked the run meanwhile.
@@ -109,11 +114,16 @@ class RunControl:
         # Also a folder or a broken link: whoever made it asked the run to stop.
         has_file = self._is_writer and os.path.lexists(self._folder / "stop")
         mistake = self._keep_lock() if self._is_writer else ""
+        profiles = {
+            name: int(self._is_writer and os.path.lexists(self._folder / name))
+            for name in (TRACE, SNAPSHOT)
+        }
         own = {
             **counts,
             **requests,
             STOP_FILE.reason: int(has_file),
             LOST_LOCK: int(bool(mistake)),
+            **profiles,
         }
         sums = torch.tensor(list(own.values()))
         dist.all_reduce(sums)
@@ -124,6 +134,9 @@ class RunControl:
             )
         reasons = [name for name in (*requests, STOP_FILE.reason) if total[name]]
         self.stop = self.stop or next(iter(reasons), None)
+        self.wanted = frozenset(name for name in profiles if total[name])
+        for name in self.wanted if self._is_writer else ():
+            remove_file(self._folder / name)
         return {name: total[name] for name in counts}
 
     def report(self, name: str, text: str) -> None:

@@ -67,8 +67,6 @@ def init_logging() -> None:
     logger.propagate = False
     # True under tensor parallel, but harmless: no model mutates its activations.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # Harmless: each trace is exported at the end of its cycle.
-    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
 
 def plain_formatter() -> PrintableFormatter:

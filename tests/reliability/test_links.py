@@ -11,10 +11,9 @@ import torch
 
 from checkpoint.checkpoint_dir import delete, purge
 from config import ConfigError
-from config.job_config import Metrics, Profiling
+from config.job_config import Metrics
 from launcher import launch
 from metrics.logger import MetricsLogger
-from metrics.profiling import profiler
 from runtime import exit_codes
 from runtime.filesystem import (
     RUN_FILES,
@@ -29,6 +28,7 @@ from runtime.log import logger
 from runtime.run_folder import list_checkpoints
 from runtime.run_lock import lock_run
 from tests.lib.saved import write_checkpoint
+from tests.metrics.test_profiling import run_steps
 from tools import rollback
 
 ROW = pytest.mark.row(34, "No link in a run's folder is followed")
@@ -142,10 +142,7 @@ def test_traces_and_curves_follow_no_link(tmp_path: Path, victim: Path) -> None:
     make_folder(traces)
     trace = traces / "trace-step-00000004-rank0.json.gz"
     trace.symlink_to(victim / "file")
-    with profiler(traces, Profiling(enable_trace=True, trace_freq=4), rank=0) as finish_step:
-        for step in range(1, 5):
-            torch.ones(2).sum()
-            finish_step(step)
+    run_steps(traces, range(1, 5), rank=0, enable_trace=True, trace_freq=4)
     assert trace.stat().st_size > 0
     assert [path.name for path in traces.iterdir()] == [trace.name]
     (tmp_path / "run" / "tensorboard").symlink_to(victim)
