@@ -12,6 +12,7 @@ from data.step_batches import StepBatch
 from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
 from metrics.samples_file import SamplesFile
+from metrics.slow_steps import SlowSteps
 from metrics.stragglers import Stragglers
 from metrics.tracker import TrackedRun
 from metrics.trackers import Trackers, run_id, tracker_classes
@@ -62,6 +63,7 @@ class RunLog:
         self._samples = None
         if self._is_writer and run.config.validation.sample_tokens > 0:
             self._samples = SamplesFile(run.folder / "samples.jsonl", resumed_step)
+        self._slow_steps = SlowSteps(model.device, is_writer=self._is_writer)
         self._ledger = Ledger(run.folder / "ledger", attempt) if config.enable_ledger else None
         self._stragglers = None
         if config.straggler_window > 0:
@@ -99,6 +101,7 @@ class RunLog:
         ``metrics``: returns the other metrics of the step; called if it is logged.
         """
         self.metrics.count(batch.n_tokens, batch.data_wait)
+        self._slow_steps.end_step()
         slowest = {} if self._stragglers is None else self._stragglers.end_step()
         is_due = self.is_due(step)
         if not is_due and not self._reads_every_step:
@@ -108,7 +111,10 @@ class RunLog:
         if self._ledger is not None:
             self._ledger.log(step, batch.microbatches, **values)
         if is_due:
-            self.metrics.log(step, self._run.steps_left(step), values | slowest | metrics())
+            seconds, data_wait = self.metrics.window()
+            gpus = self._slow_steps.end_window(seconds=seconds, data_wait=data_wait)
+            record = values | slowest | gpus | metrics()
+            self.metrics.log(step, self._run.steps_left(step), record)
         return values
 
     def samples(self, samples: list[Sample]) -> None:
@@ -143,3 +149,4 @@ class RunLog:
         for file in (self._ledger, self._samples):
             if file is not None:
                 file.close()
+        self._slow_steps.close()

@@ -22,6 +22,7 @@ from build_model import build_model
 from config import ConfigError, JobConfig, dump_toml, load_config
 from kernels.sdpa import sdpa_backend_priority
 from launcher.post_mortem import RankHeartbeat
+from metrics.memory_report import explained_out_of_memory
 from metrics.profiling import StepProfiler
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
@@ -99,6 +100,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     with (
         sdpa_backend_priority(heads=heads, head_dim=run.model_args.head_dim),
         closing(profiler),
+        explained_out_of_memory(model.module, train_step.optimizer, config),
     ):
         loop = TrainLoop(
             run, control, loader, batches, model, train_step, spikes, state,

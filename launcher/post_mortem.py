@@ -7,6 +7,7 @@ ranks, reports a rank that does not answer as dead or hung.
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ from runtime.printable import format_traceback
 from runtime.release import add_release_note
 
 ROOT = Path(__file__).parents[1]
+DISTRIBUTED = Path(dist.__file__).absolute().parent
 PREFIX = "post_mortem"
 ABORT = "abort"
 HEARTBEAT_SECONDS = 5.0
@@ -55,6 +57,8 @@ class RankReport:
     traceback: str = ""
     order: int = 0
     """Order among failed ranks, from 1; 0: it did not fail."""
+    collective: str = ""
+    """Function of torch.distributed that ``place`` is in, such as all_reduce; "": in none."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +142,11 @@ class RankHeartbeat:
             os._exit(exit_codes.FAILED)
 
     def _report_error(self, error: Exception) -> None:
-        innermost_first = reversed(list(traceback.walk_tb(error.__traceback__)))
+        innermost_first = list(traceback.walk_tb(error.__traceback__))[::-1]
         report = replace(
             self._snapshot(),
             place=_place(innermost_first),
+            collective=_collective(innermost_first),
             error=f"{type(error).__name__}: {error}".partition("\n")[0],
             traceback=format_traceback(error),
             order=self._store.add("failures", 1),
@@ -158,6 +163,7 @@ class RankHeartbeat:
             time=time.strftime("%H:%M:%S"),
             step=self.step,
             place=_place(traceback.walk_stack(frame)),
+            collective=_collective(traceback.walk_stack(frame)),
         )
 
     def _put(self, key: str, report: RankReport) -> None:
@@ -197,16 +203,14 @@ def diagnose(
     errors = sorted((r for r in reports.values() if r.error), key=lambda report: report.order)
     # Ranks that exited without an error report, listed only if no other cause is known.
     unexplained = [] if killed or silent or errors else [r for r in ended if ended[r]]
-    waiting: dict[str, list[int]] = {}
-    for report in reports.values():
-        if not report.error:
-            waiting.setdefault(_where(report), []).append(report.rank)
+    waiting, absent = _group_by_place(reports, errors[:1])
     lines = [
         *(f"{_who([rank], known)} {_exit_text(ended[rank])}" for rank in [*killed, *unexplained]),
         *(f"{_who([rank], known)} did not answer{_last_heartbeat(rank, known)}" for rank in silent),
+        *(f"{_who(ranks, known)} did not join the others: {where}" for where, ranks in absent),
         *(f"{_who([e.rank], known)} failed {_where(e)}: {e.error}" for e in errors[:1]),
         *(f"{_who([rank], known)} {_exit_text(ended[rank])}" for rank in aborted),
-        *(f"{_who(ranks, known)}: {where}" for where, ranks in waiting.items()),
+        *(f"{_who(ranks, known)}: {where}" for where, ranks in waiting),
     ]
     rest = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return FailureReport(
@@ -214,6 +218,23 @@ def diagnose(
         traceback=errors[0].traceback if errors and not killed else "",
         silent=silent,
     )
+
+
+def _group_by_place(
+    reports: Mapping[int, RankReport], first_error: list[RankReport]
+) -> tuple[list[tuple[str, list[int]]], list[tuple[str, list[int]]]]:
+    """Group ranks without an error by their place: those that wait, and those that are absent.
+
+    If a collective timed out, a rank that is in none is what the others waited for.
+    """
+    timed_out = any(e.collective and re.search("timed? ?out", e.error, re.I) for e in first_error)
+    waiting: dict[str, list[int]] = {}
+    absent: dict[str, list[int]] = {}
+    for report in reports.values():
+        if not report.error:
+            groups = absent if timed_out and not report.collective else waiting
+            groups.setdefault(_where(report), []).append(report.rank)
+    return list(waiting.items()), list(absent.items())
 
 
 def is_aborted(store: dist.Store) -> bool:
@@ -233,7 +254,8 @@ def _who(ranks: list[int], known: Mapping[int, RankReport]) -> str:
 
 
 def _where(report: RankReport) -> str:
-    return f"in step {report.step} at {report.place}"
+    collective = f" in {report.collective}" if report.collective else ""
+    return f"in step {report.step} at {report.place}{collective}"
 
 
 def _last_heartbeat(rank: int, known: Mapping[int, RankReport]) -> str:
@@ -247,11 +269,26 @@ def _exit_text(code: int) -> str:
     return f"was killed by {names.get(-code, -code)}" if code < 0 else f"exited with {code}"
 
 
+def _collective(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Innermost function of torch.distributed before the first Shardloom line of ``frames``."""
+    for frame, _ in frames:
+        path = Path(os.path.abspath(frame.f_code.co_filename))
+        if path.is_relative_to(DISTRIBUTED):
+            return frame.f_code.co_name
+        if _is_shardloom(path):
+            break
+    return ""
+
+
+def _is_shardloom(path: Path) -> bool:
+    is_inside = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+    return is_inside and path != Path(__file__)
+
+
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
     """First Shardloom source line of ``frames``, which are ordered innermost first."""
     for frame, line in frames:
         path = Path(os.path.abspath(frame.f_code.co_filename))
-        is_shardloom = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-        if is_shardloom and path != Path(__file__):
+        if _is_shardloom(path):
             return f"{path.relative_to(ROOT)}:{line}"
     return "an unknown place"

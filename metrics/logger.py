@@ -56,6 +56,10 @@ class MetricsLogger:
         self._data_wait += data_wait
         self._steps += 1
 
+    def window(self) -> tuple[float, float]:
+        """Seconds since the last logged step, and those of them that this rank waited for data."""
+        return time.perf_counter() - self._since, self._data_wait
+
     @contextmanager
     def exclude_from_throughput(self) -> Iterator[None]:
         """Exclude the time inside the context from throughput: validation, checkpoints."""
@@ -70,7 +74,7 @@ class MetricsLogger:
 
         ``steps_left``: remaining work, in steps of the latest step's size.
         """
-        elapsed = time.perf_counter() - self._since
+        elapsed, data_wait = self.window()
         rate = self._tokens / elapsed
         palm, causal = (self._utilization(flops, rate / self._n_devices) for flops in self._flops)
         record: dict[str, Any] = {
@@ -81,7 +85,7 @@ class MetricsLogger:
             "mfu": palm,
             "mfu_causal": causal,
             "memory_gib": peak_memory_gib(self._device),
-            "data_wait": self._data_wait / elapsed,
+            "data_wait": data_wait / elapsed,
         }
         seconds_left = record["seconds_per_step"] * steps_left
         self.write(record)

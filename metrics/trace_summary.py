@@ -1,4 +1,4 @@
-"""Where the time of traced steps went, for one rank and between ranks. Needs no PyTorch.
+"""Breakdown of the time of traced steps, for one rank and between ranks. Needs no PyTorch.
 
 At each moment a step does one of these: it computes; it communicates while nothing is computed
 (exposed communication); it waits for data; or the host has nothing running (Python between

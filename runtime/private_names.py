@@ -141,6 +141,9 @@ PRIVATE: Mapping[str, PrivateName] = {
     **{f"torch:ops.{name}": PrivateName(RECOMPUTED) for name in (*MATMULS, *SAVED)},
     **{f"torch:ops.{name}": PrivateName(PROFILED) for name in IGNORED},
     "torch.utils.checkpoint:SAC_IGNORED_OPS": PrivateName(PROFILED, lambda found: found | set()),
+    "torch._dynamo.utils:get_compilation_metrics": PrivateName(
+        "steps that recompile are not reported", _accepts()
+    ),
     # Memory snapshots and CPU features
     "torch.cuda.memory:_record_memory_history": PrivateName(
         UNSUPPORTED, _accepts(max_entries=1, enabled=None)

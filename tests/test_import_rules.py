@@ -71,6 +71,7 @@ HEAVY = {
     "matplotlib",
     "huggingface_hub",
     "sentencepiece",
+    "pynvml",
 }
 
 

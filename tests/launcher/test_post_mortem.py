@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -62,6 +62,29 @@ def test_killed_rank_is_the_cause_before_errors_of_others() -> None:
     assert found.lines[1].startswith("rank 1 (host) failed in step 12 at train.py:1: RuntimeError")
     assert len(found.lines) == 2
     assert (found.traceback, found.silent) == ("", [])
+
+
+def test_rank_that_did_not_join_a_collective_is_the_cause() -> None:
+    waits = {"place": "optim/grad_norm.py:66", "collective": "all_reduce"}
+    reports = [
+        replace(report(0, order=1), **waits),
+        replace(report(1), place="train_step.py:64"),
+        replace(report(2), **waits),
+        replace(report(3, order=2), **waits),
+    ]
+    found = failure_report(4, dict.fromkeys(range(4), 1), reports=reports)
+    assert found.lines[0] == (
+        "rank 1 (host) did not join the others: in step 12 at train_step.py:64"
+    )
+    at = "in step 12 at optim/grad_norm.py:66 in all_reduce"
+    assert found.lines[1].startswith(f"rank 0 (host) failed {at}: RuntimeError: Timed out")
+    assert found.lines[2:] == [f"rank 2 (host): {at}"]
+
+
+def test_rank_outside_of_collectives_is_not_blamed_for_another_error() -> None:
+    failed = replace(report(0, order=1), error="ValueError: bad", collective="all_reduce")
+    found = failure_report(2, {0: 1, 1: 1}, reports=[failed, report(1)])
+    assert found.lines[1] == "rank 1 (host): in step 12 at train.py:1"
 
 
 def test_unresponsive_rank_is_named_with_its_position() -> None:

@@ -2,14 +2,12 @@
 
 import gzip
 import json
-from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.profiler import record_function
 
 from config.job_config import Profiling
 from metrics import profiling
@@ -20,26 +18,7 @@ from runtime.control import SNAPSHOT, TRACE
 from runtime.log import logger
 from tests.lib.control import control_of
 from tests.lib.ranks import RankPool
-
-
-def run_steps(
-    folder: Path,
-    steps: Iterable[int],
-    *,
-    rank: int = 3,
-    requests: dict[int, set[str]] | None = None,
-    **config: bool | int,
-) -> list[str]:
-    """Profile steps of one matmul, each followed by a validation; return the files' names."""
-    with closing(StepProfiler(folder, Profiling(**config), rank=rank)) as profiler:
-        for step in steps:
-            profiler.begin_step(step)
-            profiler.request((requests or {}).get(step, set()))
-            torch.ones(4, 4) @ torch.ones(4, 4)
-            profiler.end_step(step)
-            with record_function("validation"):
-                torch.ones(4) * torch.ones(4)
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+from tests.lib.traces import run_steps
 
 
 def traced(path: Path) -> list[str]:

@@ -5,7 +5,6 @@ there are only these.
 """
 
 import gzip
-import json
 import sys
 from pathlib import Path
 from subprocess import run
@@ -19,63 +18,18 @@ from metrics.trace_advice import advice
 from metrics.trace_file import read_trace
 from metrics.trace_summary import RankSummary, compare_ranks, summarize
 from tests.lib.repository import ROOT
-
-Event = dict[str, Any]
-HOST, LOADER, COMPUTE, COMM = 100, 101, 7, 20
-
-
-def event(cat: str, name: str, begin: float, end: float, tid: int = HOST, **args: Any) -> Event:
-    times = {"ts": 4.8e12 + 1000 * begin, "dur": 1000 * (end - begin)}
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, **times, "args": args}
-
-
-def annotation(name: str, begin: float, end: float) -> Event:
-    return event("user_annotation", name, begin, end)
-
-
-def step(number: int, begin: float, end: float) -> Event:
-    return annotation(f"ProfilerStep#{number}", begin, end)
-
-
-def device_step(number: int, begin: float, end: float, tid: int = COMPUTE) -> Event:
-    return event("gpu_user_annotation", f"ProfilerStep#{number}", begin, end, tid)
-
-
-def kernel(begin: float, end: float, name: str = "gemm") -> Event:
-    return event("kernel", name, begin, end, COMPUTE, stream=COMPUTE)
-
-
-def nccl(begin: float, end: float, kind: str = "AllGather", dim: str = "dp_shard") -> Event:
-    args = {
-        "Collective name": f"_{kind.lower()}_base",
-        "Process Group Name": "1",
-        "Process Group Description": f"mesh_{dim}",
-        "Process Group Ranks": "[0, 1]",
-    }
-    name = f"ncclDevKernel_{kind}_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-    return event("kernel", name, begin, end, COMM, **args)
-
-
-def write(
-    path: Path, *events: Event, rank: int = 0, gpus: int = 1, groups: list[list[int]] | None = None
-) -> Path:
-    """Write a trace as Kineto does: indented, in no order of time."""
-    trace = {
-        "schemaVersion": 1,
-        "deviceProperties": [{"id": index} for index in range(gpus)],
-        "distributedInfo": {
-            "backend": "nccl" if gpus else "gloo",
-            "rank": rank,
-            "world_size": 2,
-            "pg_config": [{"ranks": ranks} for ranks in (groups or [[0, 1]])],
-        },
-        "traceEvents": [{"ph": "M", "name": "process_name", "pid": 1}, *reversed(events)],
-        "traceName": str(path),
-    }
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "wt") as file:
-        json.dump(trace, file, indent=2)
-    return path
+from tests.lib.traces import (
+    COMM,
+    LOADER,
+    Event,
+    annotation,
+    device_step,
+    event,
+    kernel,
+    nccl,
+    step,
+    write,
+)
 
 
 def read(path: Path) -> RankSummary:

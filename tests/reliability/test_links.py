@@ -28,7 +28,7 @@ from runtime.log import logger
 from runtime.run_folder import list_checkpoints
 from runtime.run_lock import lock_run
 from tests.lib.saved import write_checkpoint
-from tests.metrics.test_profiling import run_steps
+from tests.lib.traces import run_steps
 from tools import rollback
 
 ROW = pytest.mark.row(34, "No link in a run's folder is followed")

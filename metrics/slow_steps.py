@@ -1,0 +1,159 @@
+"""Reasons why steps are slow, from what is measured anyway: one log line each, with its key.
+
+``./shardloom profile`` explains the rest, from a trace.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from metrics.gpu_telemetry import GpuTelemetry, summarize_gpus
+from runtime.commands import command_text
+from runtime.compat import find
+from runtime.log import logger
+from runtime.object_collectives import all_gather_object
+
+# Shares of the time between two logged steps from which on a line is logged.
+DATA_WAIT, GC = 0.1, 0.05
+# A line is repeated only after this long, and if its cause was absent in between.
+QUIET_SECONDS = 600.0
+COMPILATIONS = "torch._dynamo.utils:get_compilation_metrics"
+
+
+class SlowSteps:
+    """Watches for slow data, garbage collection, recompilation, a full GPU and throttled clocks."""
+
+    def __init__(self, device: torch.device, *, is_writer: bool) -> None:
+        """``is_writer``: logs what was measured on all ranks."""
+        self._device, self._is_writer = device, is_writer
+        self._telemetry = GpuTelemetry.open(device)
+        self._notices = Notices()
+        self._gc_seconds, self._gc_begin = 0.0, 0.0
+        gc.callbacks.append(self._on_gc)
+        self._compilations: list[Any] = []
+        # The first step compiles, and waits for data that were not read ahead.
+        self._is_first_window, self._n_steps, self._recompiled_in = True, 0, -1
+        self._n_retries = self._alloc_retries()
+
+    def end_step(self) -> None:
+        """End a step. Raises the alarm if this rank compiles in consecutive steps."""
+        self._n_steps += 1
+        new = self._new_compilations()
+        reasons = [each for each in new if getattr(each, "recompile_reason", None)]
+        if not reasons or self._n_steps == 1:
+            return
+        if self._recompiled_in == self._n_steps - 1 and self._notices.is_new("recompilation", True):
+            last = reasons[-1]
+            logger.error(
+                "ALARM: torch.compile recompiles in every step, which is slow and soon fails: %s"
+                " (%s:%s): %s; keep it constant, or set compile.enable = false",
+                last.co_name, last.co_filename, last.co_firstlineno, last.recompile_reason,
+            )  # fmt: skip
+        self._recompiled_in = self._n_steps
+
+    def end_window(self, *, seconds: float, data_wait: float) -> dict[str, float]:
+        """Compare the ranks' last ``seconds``; return metrics of the GPUs. Collective, on the CPU.
+
+        ``data_wait``: seconds that this rank waited for data in that time.
+        """
+        retries = self._alloc_retries()
+        own = {
+            "data_wait": data_wait / seconds,
+            "gc": self._gc_seconds / seconds,
+            "retries": retries - self._n_retries,
+            **({} if self._telemetry is None else self._telemetry.sample()),
+        }
+        self._gc_seconds, self._n_retries = 0.0, retries
+        ranks: list[Mapping[str, float]] = all_gather_object(own)
+        if self._is_writer and not self._is_first_window:
+            for kind, (is_slow, text) in hints(ranks).items():
+                if self._notices.is_new(kind, is_slow):
+                    logger.warning("slow: %s", text)
+        self._is_first_window = False
+        metrics, alarms = summarize_gpus(ranks)
+        for kind, (is_bad, text) in alarms.items():
+            if self._notices.is_new(kind, is_bad) and self._is_writer:
+                logger.error("ALARM: %s", text)
+        return metrics
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._on_gc in gc.callbacks:
+            gc.callbacks.remove(self._on_gc)
+        if self._telemetry is not None:
+            self._telemetry.close()
+
+    def _on_gc(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._gc_begin = time.perf_counter()
+        else:
+            self._gc_seconds += time.perf_counter() - self._gc_begin
+
+    def _new_compilations(self) -> list[Any]:
+        # The import is slow, and nothing compiles before it.
+        read = find(COMPILATIONS) if COMPILATIONS.partition(":")[0] in sys.modules else None
+        found = [] if read is None else read()
+        # Only the newest are kept, so their number does not say which are new.
+        known = {id(each) for each in self._compilations}
+        new = [each for each in found if id(each) not in known]
+        self._compilations = found
+        return new
+
+    def _alloc_retries(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+
+class Notices:
+    """Selects what is worth a line: what begins, not what goes on."""
+
+    def __init__(self) -> None:
+        self._present: set[str] = set()
+        self._logged: dict[str, float] = {}
+
+    def is_new(self, kind: str, is_present: bool) -> bool:
+        """True if ``kind`` is present, was absent before, and was not logged for a while."""
+        was_present = kind in self._present
+        if not is_present:
+            self._present.discard(kind)
+            return False
+        self._present.add(kind)
+        now = time.monotonic()
+        if was_present or now - self._logged.get(kind, -QUIET_SECONDS) < QUIET_SECONDS:
+            return False
+        self._logged[kind] = now
+        return True
+
+
+def hints(ranks: list[Mapping[str, float]]) -> dict[str, tuple[bool, str]]:
+    """Of each kind: is it slow, and the line that says so; from the values of every rank."""
+    rank = {
+        name: max(range(len(ranks)), key=lambda r: ranks[r][name])
+        for name in ("data_wait", "gc", "retries")
+    }
+    worst = {name: ranks[rank[name]][name] for name in rank}
+    tokens = command_text("prepare")
+    return {
+        "data": (
+            worst["data_wait"] > DATA_WAIT,
+            f"rank {rank['data_wait']} waited for data in {100 * worst['data_wait']:.0f} % of the"
+            f" time since the last logged step: raise data.prefetch if its reads are bursts; else"
+            f' tokenize once with {tokens} and read data.source = "tokens"',
+        ),
+        "gc": (
+            worst["gc"] > GC,
+            f"Python's garbage collection took {100 * worst['gc']:.0f} % of the time since the last"
+            f" logged step on rank {rank['gc']}: raise training.gc_freq",
+        ),
+        "memory": (
+            worst["retries"] > 0,
+            f"GPU memory of rank {rank['retries']} was full, and its allocator freed its cache"
+            f" {worst['retries']:.0f} times since the last logged step: lower"
+            ' training.local_batch_size, or set activation_checkpoint.mode = "full"',
+        ),
+    }
