@@ -57,6 +57,7 @@ ELSEWHERE = {
     "./shardloom python -m tools.constraints_table": "writes a page: test_constraints.py",
     "./shardloom python -m tests.reliability.scorecard": "takes an hour",
     "./shardloom fetch": "needs the Hub: tests/runtime/test_hub.py",
+    "./shardloom profile": "needs a traced run: tests/tools/test_profile_summary.py",
     "./shardloom COMMAND": "a pattern",
     "./shardloom python ...": "a pattern",
     "python -m": "a pattern",
