@@ -22,7 +22,6 @@ from build_model import build_model
 from config import ConfigError, JobConfig, dump_toml, load_config
 from kernels.sdpa import sdpa_backend_priority
 from launcher.post_mortem import RankHeartbeat
-from metrics.memory_report import explained_out_of_memory
 from metrics.profiling import StepProfiler
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
@@ -92,15 +91,13 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     attempt = attempt_of(checkpointer, run, dims)
     log_plan(run, model, train_step.optimizer, resumed_step)
     log = RunLog(run, model, attempt, resumed_step, detects_spikes=spikes.enabled)
-    profiler = StepProfiler(run.folder / "traces", config.profiling, rank=dist.get_rank())
 
     # --- Loop
     gc.disable()  # Ranks that collect at different times wait for each other.
     heads = run.model_args.n_heads, run.model_args.n_kv_heads
     with (
         sdpa_backend_priority(heads=heads, head_dim=run.model_args.head_dim),
-        closing(profiler),
-        explained_out_of_memory(model.module, train_step.optimizer, config),
+        closing(StepProfiler(run.folder, config.profiling, rank=dist.get_rank())) as profiler,
     ):
         loop = TrainLoop(
             run, control, loader, batches, model, train_step, spikes, state,

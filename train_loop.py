@@ -14,6 +14,7 @@ from config import ConfigError
 from data.loader import MicrobatchLoader
 from data.step_batches import StepBatches, StepSync
 from launcher.post_mortem import RankHeartbeat
+from metrics.memory_report import explained_out_of_memory
 from metrics.profiling import StepProfiler
 from metrics.source_fractions import source_fractions
 from optim.spikes import LossSpikeDetector
@@ -54,6 +55,11 @@ class TrainLoop:
 
     def run_steps(self) -> StopReason:
         """Train until a reason to stop. Collective."""
+        optimizer = self.train_step.optimizer
+        with explained_out_of_memory(self.model.module, optimizer, self.run.config):
+            return self._run_steps()
+
+    def _run_steps(self) -> StopReason:
         state, config, checkpointer = self.state, self.run.config, self.checkpointer
         first_step = state.step + 1
         if first_step == 1:

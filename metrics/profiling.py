@@ -29,8 +29,9 @@ class StepProfiler:
     """
 
     def __init__(self, folder: Path, config: Profiling, *, rank: int) -> None:
-        """``folder``: ``traces/`` of the run. Raises ``ConfigError`` without memory snapshots."""
-        self._folder, self._config, self._rank = folder, config, rank
+        """``folder``: the run's. Raises ``ConfigError`` if this PyTorch lacks memory snapshots."""
+        self._run_folder, self._folder = folder, folder / "traces"
+        self._config, self._rank = config, rank
         self._alarm = WriteAlarm()
         self._wanted: set[str] = set()
         self._trace: torch.profiler.profile | None = None
@@ -110,7 +111,7 @@ class StepProfiler:
     def _write(self, name: str, trace: torch.profiler.profile) -> None:
         path = self._folder / name
         if self._save(path, trace.export_chrome_trace):
-            command = command_text("profile", self._folder.parent)
+            command = command_text("profile", self._run_folder)
             logger.info("trace: %s; summary: %s; timeline: ui.perfetto.dev", path, command)
 
     def _snapshot(self, step: int) -> None:

@@ -23,7 +23,7 @@ def run_steps(
     **config: bool | int,
 ) -> list[str]:
     """Profile steps of one matmul, each followed by a validation; return the files' names."""
-    with closing(StepProfiler(folder, Profiling(**config), rank=rank)) as profiler:
+    with closing(StepProfiler(folder.parent, Profiling(**config), rank=rank)) as profiler:
         for step in steps:
             profiler.begin_step(step)
             profiler.request((requests or {}).get(step, set()))

@@ -32,9 +32,9 @@ def name_of(step: int) -> str:
 
 def test_traces_are_of_the_steps_in_their_names(tmp_path: Path) -> None:
     # A resumed run: not the first steps of the run.
-    names = run_steps(tmp_path, range(102, 109), enable_trace=True, trace_freq=4)
+    names = run_steps(tmp_path / "traces", range(102, 109), enable_trace=True, trace_freq=4)
     assert names == [name_of(104), name_of(108)]
-    found = traced(tmp_path / names[1])
+    found = traced(tmp_path / "traces" / names[1])
     assert [name for name in found if name.startswith("ProfilerStep")] == [
         "ProfilerStep#107",
         "ProfilerStep#108",
@@ -45,13 +45,13 @@ def test_traces_are_of_the_steps_in_their_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last_step", [5, 6, 7])
 def test_a_run_that_ends_within_a_trace_writes_none(tmp_path: Path, last_step: int) -> None:
-    names = run_steps(tmp_path, range(1, last_step + 1), enable_trace=True, trace_freq=4)
+    names = run_steps(tmp_path / "traces", range(1, last_step + 1), enable_trace=True, trace_freq=4)
     assert names == [name_of(4)]
 
 
 def test_what_is_between_the_steps_does_not_count(tmp_path: Path) -> None:
-    names = run_steps(tmp_path, range(1, 5), enable_trace=True, trace_freq=4)
-    summary = summarize(read_trace(tmp_path / names[0]), n_top=50)
+    names = run_steps(tmp_path / "traces", range(1, 5), enable_trace=True, trace_freq=4)
+    summary = summarize(read_trace(tmp_path / "traces" / names[0]), n_top=50)
     assert summary.steps == (3, 4)
     assert summary.between["validation"] > 0.0
     assert "aten::mul" not in {each.name for each in summary.top}
@@ -62,9 +62,9 @@ def test_what_is_between_the_steps_does_not_count(tmp_path: Path) -> None:
 def test_steps_that_a_rollback_repeats_are_in_no_trace(tmp_path: Path) -> None:
     """After step 7, in the middle of a trace, the run goes back to step 5."""
     steps = [*range(1, 8), *range(5, 9)]
-    names = run_steps(tmp_path, steps, enable_trace=True, trace_freq=4)
+    names = run_steps(tmp_path / "traces", steps, enable_trace=True, trace_freq=4)
     assert names == [name_of(4), name_of(8)]
-    assert traced(tmp_path / names[1]).count("aten::mm") == 2
+    assert traced(tmp_path / "traces" / names[1]).count("aten::mm") == 2
 
 
 @pytest.mark.parametrize("went_back_in", [6, 7])
@@ -78,7 +78,9 @@ def test_a_spike_within_a_trace_discards_it(tmp_path: Path, went_back_in: int) -
         for step in range(5, 9):
             own.begin_step(step)
             own.end_step(step)
-    assert [name for name in traced(tmp_path / name_of(8)) if name.startswith("ProfilerS")] == [
+    assert [
+        name for name in traced(tmp_path / "traces" / name_of(8)) if name.startswith("ProfilerS")
+    ] == [
         "ProfilerStep#7",
         "ProfilerStep#8",
     ]
@@ -90,12 +92,12 @@ def test_nothing_written_unless_enabled(tmp_path: Path) -> None:
 
 
 def test_a_requested_trace_begins_two_steps_later(tmp_path: Path) -> None:
-    assert run_steps(tmp_path, range(1, 12), requests={3: {TRACE}}) == [name_of(6)]
+    assert run_steps(tmp_path / "traces", range(1, 12), requests={3: {TRACE}}) == [name_of(6)]
 
 
 def test_a_snapshot_needs_a_gpu(tmp_path: Path) -> None:
     with patch.object(logger, "warning") as warning:
-        assert run_steps(tmp_path, range(1, 5), requests={2: {SNAPSHOT}}) == []
+        assert run_steps(tmp_path / "traces", range(1, 5), requests={2: {SNAPSHOT}}) == []
     assert "requires a CUDA device" in str(warning.call_args)
 
 
@@ -115,7 +117,7 @@ def test_a_requested_snapshot_records_one_step(tmp_path: Path) -> None:
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(profiling, "find", find),
     ):
-        names = run_steps(tmp_path, range(1, 6), requests={2: {SNAPSHOT}})
+        names = run_steps(tmp_path / "traces", range(1, 6), requests={2: {SNAPSHOT}})
     assert names == ["memory-step-00000003-rank3.pickle"]
     assert calls == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
 

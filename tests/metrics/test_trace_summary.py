@@ -5,9 +5,7 @@ there are only these.
 """
 
 import gzip
-import sys
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from metrics.intervals import intersect, merge, subtract, total
 from metrics.trace_advice import advice
 from metrics.trace_file import read_trace
 from metrics.trace_summary import RankSummary, compare_ranks, summarize
-from tests.lib.repository import ROOT
 from tests.lib.traces import (
     COMM,
     LOADER,
@@ -237,8 +234,3 @@ def test_sets_of_intervals() -> None:
     assert subtract(a, []) == a
     assert subtract([], b) == []
     assert total(a) == 5
-
-
-def test_the_command_starts_without_pytorch() -> None:
-    code = "import sys, tools.profile_summary; sys.exit('torch' in sys.modules)"
-    assert run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

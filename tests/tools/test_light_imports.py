@@ -25,6 +25,7 @@ COMMANDS = {
     "tools.slurm_end RUN": set(),
     "tools.check_ledger RUN": {"numpy"},
     "tools.plot RUN RUN/loss.png": {"numpy", "matplotlib"},
+    "tools.profile_summary --help": set(),
     "config help": {"pydantic"},
 }
 SLOW = {"torch", "numpy", "pydantic", "matplotlib", "transformers", "datasets", "tensorboard"}
