@@ -59,9 +59,12 @@ class GpuTelemetry:
 
     def _read(self) -> dict[str, float]:
         nvml, handle = self._nvml, self._handle
-        # The older name, for older drivers' packages.
-        name = "nvmlDeviceGetCurrentClocksThrottleReasons"
-        reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", getattr(nvml, name, None))
+        # Older packages have only the second name.
+        names = (
+            "nvmlDeviceGetCurrentClocksEventReasons",
+            "nvmlDeviceGetCurrentClocksThrottleReasons",
+        )
+        name = next((name for name in names if hasattr(nvml, name)), "")
         calls: dict[str, Callable[[], float]] = {
             CLOCK: lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
             POWER: lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
@@ -69,7 +72,7 @@ class GpuTelemetry:
             ECC: lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             ),
-            REASONS: lambda: reasons(handle),
+            REASONS: lambda: getattr(nvml, name)(handle),
         }
         found = {}
         for key, call in calls.items():

@@ -58,7 +58,7 @@ def memory_text(use: MemoryUse, config: JobConfig) -> str:
     """Lines: who holds how much, the largest first, and what lowers it, the cheapest first."""
     states = sum(use.held.values())
     rest = max(use.allocated - states, 0)
-    parts = use.held | {"activations, gathered weights and the rest": rest}
+    parts = {**use.held, "activations, gathered weights and the rest": rest}
     lines = [f"GPU memory: {_gib(use.total)}, of which tensors have {_gib(use.allocated)}:"]
     for name in sorted(parts, key=parts.__getitem__, reverse=True):
         lines.append(f"  {name}: {_gib(parts[name])}")

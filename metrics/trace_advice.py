@@ -64,13 +64,13 @@ def _advice(ranks: Sequence[RankSummary], skew: Skew, config: Mapping[str, Any])
         compiled = "" if is_compiled else "compile.enable, "
         yield f"host, {_percent(share['host'])} ({what}): {compiled}training.local_batch_size"
     if share["compute"] > COMPUTE:
-        keys = [
+        compute_keys = [
             *([] if is_compiled else ["compile.enable"]),
             *(["activation_checkpoint.mode"] if _recomputes(config) else []),
             *(["float8.recipe"] if ranks[0].is_gpu and not _has_float8(config) else []),
         ]
-        if keys:
-            yield f"compute, {_percent(share['compute'])}: {', '.join(keys)}"
+        if compute_keys:
+            yield f"compute, {_percent(share['compute'])}: {', '.join(compute_keys)}"
 
 
 def late_rank(ranks: Sequence[RankSummary], skew: Skew) -> int | None:

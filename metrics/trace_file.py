@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 from metrics.intervals import Interval
 from runtime.filesystem import open_input, parse_object
@@ -77,7 +77,7 @@ def read_trace(path: Path) -> Trace:
     with open_input(path) as file:
         is_gzip = file.peek(2)[:2] == b"\x1f\x8b"
         stream = gzip.GzipFile(fileobj=file) if is_gzip else file
-        text = TextIOWrapper(stream, encoding="utf-8", errors="replace")  # type: ignore[arg-type]
+        text = TextIOWrapper(stream, encoding="utf-8", errors="replace")
         try:
             return _read(path, text)
         except (EOFError, zlib.error, gzip.BadGzipFile):
@@ -194,5 +194,5 @@ def _nccl(event: dict[str, Any], begin: float, end: float, name: str) -> Collect
     return Collective(begin, end, short, group, str(args.get("Process Group Description", "")))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and abs(value) < 1e18

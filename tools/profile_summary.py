@@ -111,7 +111,9 @@ def busiest(ranks: Sequence[RankSummary], skew: Skew) -> int:
 
 def step_table(ranks: Sequence[RankSummary], skew: Skew) -> Iterator[str]:
     """One line per rank: seconds of a step, and the share of each part."""
-    rows = [("rank", "step s", "compute", "exposed", "data", "host", "communication", "waits")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "step s", "compute", "exposed", "data", "host", "communication", "waits")
+    ]
     by_compute = sorted(ranks, key=lambda each: each.compute)
     extremes = [*by_compute[: MAX_RANKS // 2], *by_compute[-(MAX_RANKS // 2) :]]
     shown = list(ranks) if len(ranks) <= MAX_RANKS else sorted(extremes, key=lambda r: r.rank)
@@ -140,7 +142,7 @@ def operator_table(rank: RankSummary) -> Iterator[str]:
 
 
 def collective_table(rank: RankSummary) -> Iterator[str]:
-    rows = [("collective", "per step", "ms of a step", "exposed ms")]
+    rows: list[tuple[str, ...]] = [("collective", "per step", "ms of a step", "exposed ms")]
     n_steps = len(rank.steps)
     for each in rank.by_collective[:N_TOP]:
         name = f"{each.name} ({each.description})" if each.description else each.name
