@@ -31,7 +31,7 @@ COMMANDS = {
     "preflight": ("tools.preflight", "check the nodes before a run"),
     "check-ledger": ("tools.check_ledger", "check which data each step of a run consumed"),
     "profile": ("tools.profile_summary", "summarize profiler traces: why a step is slow"),
-    "plot": ("tools.plot", "draw the loss curves of a run"),
+    "report": ("tools.report", "show runs as one HTML page, or serve it while they go on"),
     "tensorboard": ("tensorboard.main", "TensorBoard; --logdir outputs/NAME/tensorboard"),
 }
 # As in runtime/exit_codes.py.

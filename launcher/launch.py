@@ -126,6 +126,7 @@ def next_commands(
         commands["train on" if is_whole else "resume"] = ranks + resume
     if config.checkpoint.enable:
         commands["generate text"] = command_text("generate", folder)
+    commands["report"] = command_text("report", folder)
     if "tensorboard" in config.metrics.trackers:
         commands["curves"] = command_text("tensorboard", "--logdir", folder / "tensorboard")
     if config.data.source == "builtin" and not config.data.sources and is_alone:

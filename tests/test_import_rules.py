@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"config", "runtime"},
     "parallelisms": {"config", "runtime"},
     "launcher": {"config", "models", "parallelisms", "runtime"},
+    "report": {"config", "data", "metrics", "optim", "runtime"},
     "generation": set(),
     "run_spec": LIBRARIES,
     "saved_model": LIBRARIES,
@@ -52,9 +53,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": LIBRARIES | ROOT_FILES,
     # Imported by users' own programs.
     "shardloom": set(),
-    "tools": LIBRARIES | ROOT_FILES,
+    "tools": LIBRARIES | ROOT_FILES | {"report"},
     "benchmarks": LIBRARIES | ROOT_FILES | {"shardloom", "tools", "train"},
-    "tests": LIBRARIES | ROOT_FILES | {"benchmarks", "shardloom", "tools", "train"},
+    "tests": LIBRARIES | ROOT_FILES | {"benchmarks", "report", "shardloom", "tools", "train"},
 }
 # Files of models/ besides *_sharding.py that may import torch.distributed.
 MAY_IMPORT_DISTRIBUTED = {"dtensor.py", "model_spec.py"}

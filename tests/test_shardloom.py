@@ -189,3 +189,8 @@ def test_wheel_trains_elsewhere(tmp_path: Path) -> None:
     )
     assert shown.returncode == 0, shown.stderr
     assert "4 tokens" in shown.stderr
+    # The wheel has the page's files.
+    command = [site / "bin" / "shardloom", "report", "outputs/run"]
+    shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert (folder / "report.html").read_bytes().startswith(b"<!doctype html>")

@@ -1148,6 +1148,44 @@ SECURITY = [
     ),
 ]
 
+REPORT = [
+    Mutation(
+        "spikes-of-long-runs-are-hidden",
+        "report/history.py",
+        before="high.append(max(known, default=None))",
+        after="high.append(mean[-1])",
+        tests=("tests/report/test_history.py",),
+    ),
+    Mutation(
+        "repeated-steps-are-plotted-twice",
+        "report/history.py",
+        before='history.training[-1]["step"] >= line["step"]',
+        after='history.training[-1]["step"] > line["step"]',
+        tests=("tests/report/test_history.py",),
+    ),
+    Mutation(
+        "report-runs-any-script",
+        "report/page.py",
+        before='"script-src": _hash(script),',
+        after='"script-src": "\'unsafe-inline\'",',
+        tests=("tests/report/test_page.py",),
+    ),
+    Mutation(
+        "report-is-served-under-any-name",
+        "report/watch.py",
+        before="return name.lower() in HOSTS and",
+        after="return name != '' and",
+        tests=("tests/report/test_watch.py",),
+    ),
+    Mutation(
+        "other-files-are-overwritten-by-a-report",
+        "tools/report.py",
+        before="    check_output(output)\n",
+        after="",
+        tests=("tests/tools/test_report.py",),
+    ),
+]
+
 MUTATIONS = [
     *PARALLELISMS,
     *OPTIM,
@@ -1158,4 +1196,5 @@ MUTATIONS = [
     *LAUNCHER_AND_RUNTIME,
     *ROOT_FILES,
     *SECURITY,
+    *REPORT,
 ]

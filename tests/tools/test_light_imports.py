@@ -24,8 +24,9 @@ COMMANDS = {
     "tools.rollback RUN 1": set(),
     "tools.slurm_end RUN": set(),
     "tools.check_ledger RUN": {"numpy"},
-    "tools.plot RUN RUN/loss.png": {"numpy", "matplotlib"},
     "tools.profile_summary --help": set(),
+    "tools.report RUN -o RUN/report.html": {"pydantic"},
+    "tools.report RUN -o RUN/report.html --png RUN": {"matplotlib", "numpy", "pydantic"},
     "config help": {"pydantic"},
 }
 SLOW = {"torch", "numpy", "pydantic", "matplotlib", "transformers", "datasets", "tensorboard"}

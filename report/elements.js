@@ -1,0 +1,31 @@
+"use strict";
+// Elements of HTML and SVG, and the symbols of marks.
+
+// Texts are only ever set as text, never parsed as HTML.
+function element(name, attributes = {}, ...children) {
+  return fill(document.createElement(name), attributes, children);
+}
+
+function svg(name, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+}
+
+function fill(node, attributes, children) {
+  for (const [key, value] of Object.entries(attributes)) if (value !== null) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+const SYMBOLS = {
+  checkpoint: "M0 -4 L4 3 L-4 3 Z",
+  restart: "M-4 -4 L4 0 L-4 4 Z",
+  rollback: "M4 -4 L-4 0 L4 4 Z",
+  failure: "M-4 -2.6 L-2.6 -4 L0 -1.4 L2.6 -4 L4 -2.6 L1.4 0 L4 2.6 L2.6 4 L0 1.4 L-2.6 4 L-4 2.6 L-1.4 0 Z",
+  skipped: "M0 -5 L5 0 L0 5 L-5 0 Z",
+  quarantined: "M-4 -4 H4 V4 H-4 Z M-2 -2 V2 H2 V-2 Z",
+  end: "M-4 -4 H4 V4 H-4 Z",
+};
+
+function symbol(kind) {
+  return svg("path", { class: `symbol k-${kind}`, d: SYMBOLS[kind], "fill-rule": "evenodd" });
+}

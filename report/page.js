@@ -1,0 +1,201 @@
+// The page around the charts. It holds what the reader chose, so that newer data change nothing of it.
+
+const byId = (id) => document.getElementById(id);
+const KINDS = {
+  checkpoint: "checkpoints",
+  restart: "restarts",
+  rollback: "rollbacks",
+  failure: "failures",
+  skipped: "skipped",
+  quarantined: "quarantined",
+  end: "end",
+};
+const MAX_POINTS = "4,000";
+const UNITS = { step: 1, tokens: 1, time: 100 };
+
+class Curve {
+  // `isAlone`: of the only run; `isOnly`: the chart measures nothing else.
+  constructor(series, data, isAlone, isOnly, color) {
+    Object.assign(this, series);
+    this.data = data;
+    this.low ??= this.mean;
+    this.high ??= this.mean;
+    const name = data.runs[this.run].name,
+      isMeasured = this.style === "line" || this.style === "points";
+    this.name = isAlone ? this.label : isOnly && isMeasured ? name : `${name}: ${this.label}`;
+    const isMuted = isAlone && ["plan", "limit", "undone"].includes(this.style);
+    this.color = isMuted ? "muted" : `s${(isAlone ? color : this.run) % 8}`;
+    this.cache = {};
+  }
+  place() {
+    return this.data.axes[this.axis][page.axis];
+  }
+  smooth(weight) {
+    return (this.cache[weight] ??= smoothed(this.mean, weight));
+  }
+  shown(i, weight) {
+    return weight > 0 && this.style === "line" ? this.smooth(weight)[i] : this.mean[i];
+  }
+  where(i) {
+    const axis = this.data.axes[this.axis],
+      isMany = this.low !== this.mean && i > 0 && axis.step[i] - axis.step[i - 1] > 1;
+    const parts = [
+      isMany
+        ? `steps ${(axis.step[i - 1] + 1).toLocaleString("en-US")} to ${axis.step[i].toLocaleString("en-US")}`
+        : placeText("step", axis.step[i]),
+    ];
+    if (axis.tokens?.[i] !== undefined) parts.push(`${shortNumber(axis.tokens[i])} tokens`);
+    if (axis.time?.[i] !== undefined) parts.push(clock(axis.time[i]));
+    return parts.join(" \u00b7 ");
+  }
+}
+
+class Mark {
+  constructor(mark, data, axis) {
+    Object.assign(this, mark);
+    this.data = data;
+    this.axis = axis;
+  }
+  place() {
+    if (page.axis === "step") return this.step;
+    if (page.axis === "time" && this.time !== null) return this.time;
+    return between(this.axis?.step, this.axis?.[page.axis], this.step);
+  }
+}
+
+// Value at x of the line through points; outside of them that of the nearest one.
+function between(xs, ys, x) {
+  if (!xs?.length || !ys?.length) return NaN;
+  const i = Math.max(lastUpTo(xs, x), 0),
+    next = Math.min(i + 1, xs.length - 1, ys.length - 1);
+  const share = xs[next] > xs[i] ? Math.min(Math.max((x - xs[i]) / (xs[next] - xs[i]), 0), 1) : 0;
+  return ys[i] + share * (ys[next] - ys[i]);
+}
+
+const page = {
+  axis: "step",
+  isLogX: false,
+  smoothing: 0,
+  view: null,
+  cursor: null,
+  // The chart under the pointer, or in focus.
+  pointed: null,
+  off: new Set(),
+  charts: new Map(),
+  sections: {},
+
+  // Newer data: charts are kept, and other sections are made again only if they changed.
+  update(data) {
+    for (const axis of data.axes)
+      for (const [key, unit] of Object.entries(UNITS)) axis[key] = axis[key] && sums(axis[key], unit);
+    this.data = data;
+    const isAlone = data.runs.length === 1;
+    this.runAxes = data.runs.map((_, run) => {
+      const found = data.charts.flatMap((c) => c.series).find((s) => s.run === run && s.style === "line");
+      return found && data.axes[found.axis];
+    });
+    this.allMarks = data.marks.map((mark) => new Mark(mark, data, this.runAxes[mark.run]));
+    const shown = data.charts.map((chart) => this.updateChart(chart, isAlone));
+    const figures = shown.map((chart) => chart.figure);
+    const old = byId("charts").children;
+    if (old.length !== figures.length || figures.some((figure, i) => old[i] !== figure))
+      byId("charts").replaceChildren(...figures);
+    for (const input of byId("x").querySelectorAll("input"))
+      input.disabled = !data.axes.some((axis) => axis[input.value]);
+    showReading(data);
+    for (const [name, show] of Object.entries(sections)) {
+      const version = JSON.stringify(show.reads.map((key) => data[key]));
+      if (this.sections[name] !== version) show(data, isAlone);
+      this.sections[name] = version;
+    }
+    byId("page").hidden = false;
+    this.measure();
+    this.draw();
+  },
+
+  updateChart(chart, isAlone) {
+    const known = this.charts.get(chart.id),
+      shown = known ?? new Chart(this, chart.id);
+    this.charts.set(chart.id, shown);
+    const labels = [
+      ...new Set(chart.series.filter((s) => s.style === "line" || s.style === "points").map((s) => s.label)),
+    ];
+    const curves = chart.series.map(
+      (series) =>
+        new Curve(series, this.data, isAlone, labels.length < 2, Math.max(labels.indexOf(series.label), 0)),
+    );
+    // What was measured is drawn over what was planned.
+    const order = ["limit", "undone", "plan", "line", "points", "text"];
+    shown.setData(
+      chart,
+      curves.toSorted((a, b) => order.indexOf(a.style) - order.indexOf(b.style)),
+      isAlone,
+    );
+    return shown;
+  },
+
+  // Range of all places that were measured, and the least above 0, for a logarithmic axis.
+  measure() {
+    let low = Infinity,
+      high = -Infinity,
+      least = Infinity;
+    for (const chart of this.shownCharts()) {
+      for (const curve of chart.curves.filter((c) => c.style === "line" || c.style === "points")) {
+        const place = curve.place();
+        if (!place?.length) continue;
+        low = Math.min(low, place[0]);
+        high = Math.max(high, place.at(-1));
+        least = Math.min(least, place.find((value) => value > 0) ?? Infinity);
+      }
+    }
+    this.range = low <= high ? [low, high] : [0, 1];
+    this.leastPlace = Number.isFinite(least) ? least : 1;
+  },
+
+  shownCharts() {
+    return this.data.charts.map((chart) => this.charts.get(chart.id));
+  },
+  draw() {
+    for (const chart of this.shownCharts()) chart.draw();
+    byId("reset").disabled = this.view === null;
+  },
+  marks() {
+    return this.allMarks.filter((mark) => !this.off.has(mark.kind));
+  },
+  markText(mark) {
+    return this.data.runs.length > 1 ? `${this.data.runs[mark.run].name}: ${mark.text}` : mark.text;
+  },
+
+  zoom(view) {
+    const isPart = ([low, high]) => view?.every(Number.isFinite) && (view[0] > low || view[1] < high);
+    this.view = this.shownCharts().some((chart) => isPart(chart.whole())) ? view : null;
+    this.draw();
+  },
+
+  moveCursor(chart, cursor, isKey = false) {
+    this.cursor = cursor;
+    this.pointed = cursor === null ? null : chart;
+    for (const other of this.shownCharts()) {
+      const text = other.x ? other.showCursor() : "";
+      if (isKey && other === chart) byId("live").textContent = text;
+    }
+  },
+
+  // Another axis shows the same part of the first run.
+  setAxis(axis) {
+    const known = this.runAxes.find((found) => found?.[this.axis] && found[axis]);
+    this.view =
+      this.view && known ? this.view.map((place) => between(known[this.axis], known[axis], place)) : null;
+    if (this.view && !(this.view[1] > this.view[0])) this.view = null;
+    this.axis = axis;
+    this.cursor = null;
+    this.measure();
+    this.draw();
+  },
+};
+
+// Values from their consecutive differences, which count parts of a unit.
+function sums(differences, unit) {
+  let sum = 0;
+  return differences.map((difference) => (sum += difference) / unit);
+}

@@ -1,0 +1,182 @@
+"""A run's folder in a report: what is damaged, foreign or missing is a problem and no error."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config import load_config
+from report.charts import build_charts
+from report.page import build_data, compressed
+from report.run import MAX_SAMPLES, MAX_TEXT, Run, read_run
+from tests.lib.damage import DAMAGES, damage
+from tests.lib.metrics_files import lines_of, training_line, write_run
+from tools.status import state_of
+
+
+def read(folder: Path) -> Run:
+    return read_run(folder, folder.name, 2e9, state_of)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", list(lines_of(30, validation_freq=10)))
+
+
+def charts_of(folder: Path) -> dict[str, list[str]]:
+    """Labels of the curves by chart."""
+    charts, _ = build_charts([read(folder)])
+    return {chart.id: [series.label for series in chart.series] for chart in charts}
+
+
+def test_a_run_is_read(folder: Path) -> None:
+    run = read(folder)
+    assert (run.name, run.state, run.problems) == ("run", "done", [])
+    facts = {name: (value, note) for name, value, note in run.facts}
+    assert facts["step"] == ("30", "of 1,000")
+    assert facts["tokens"] == ("122.9k", "")
+    assert facts["best validation loss"][1] == "at 30"
+    assert run.config["training.steps"] == "1000"
+    assert run.plan is not None
+    charts = charts_of(folder)
+    assert charts["loss"] == ["training", "validation"]
+    assert charts["lr"] == ["done", "planned"]
+    assert charts["grad_norm"] == ["gradient norm", "clipped above 1"]
+    assert charts["mfu"] == ["MFU", "MFU, causal"]
+    # No update was skipped, there is one source, and no ramp.
+    assert not {"skipped", "sources", "batch"} & charts.keys()
+
+
+def test_curves_by_source_and_unknown_metrics(folder: Path) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        values = {"data_share/a": 0.5, "z_loss": 0.25, "skipped_steps": 1}
+        print(json.dumps(training_line(31, random.Random(0)) | values), file=file)
+        by_source = {"validation_loss": 2.0, "validation_loss/a": 1.0, "validation_loss/b": 3.0}
+        print(json.dumps({"step": 31, "time": 2e9} | by_source), file=file)
+    charts = charts_of(folder)
+    assert charts["sources"] == ["a", "b"]
+    assert charts["shares"] == ["a"]
+    assert charts["skipped"] == ["updates"]
+    assert charts["other:z_loss"] == ["z_loss"]
+
+
+def test_what_no_run_recorded_is_named(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "mfu": null}\n')
+    charts, notes = build_charts([read(folder)])
+    assert [chart.id for chart in charts] == ["loss", "lr"]
+    assert any(note.startswith("MFU: ") for note in notes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]", "{}", '"x"', "null", '{"step": -1}', '{"step": true}', '{"step": 1.5}',
+        '{"step": 1, "loss": "x"}', '{"step": 1, "loss": [1]}', '{"step": 1, "loss": NaN}',
+        '{"step": 1, "loss": 1e999}', '{"step": 99999999999999999999}', '{"step": 1', "[" * 9999,
+        "\0", '{"step": 1, "loss": {"a": 1}}',
+    ],
+)  # fmt: skip
+def test_a_foreign_line_is_skipped_and_reported(folder: Path, line: str) -> None:
+    before = read(folder)
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:20], line, *lines[20:]]))
+    run = read(folder)
+    assert run.history == before.history
+    assert run.problems == [f"{path}:21: torn line (1 in all)"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"loss": 1e308, "grad_norm": -1e308}, {"time": -1e300}, {"time": 1e300},
+        {"tokens": -5, "restarts": 2**62}, {"step": 2**62}, {"step": 0}, {"tokens": None},
+        {"loss": None, "lr": None, "seconds_per_step": None, "time": None},
+        {"seconds_per_step": 0.0, "tokens_per_second": -1.0, "mfu": 1e300}, {"x" * 9999: 1.0},
+    ],
+)  # fmt: skip
+def test_extreme_values_are_shown(folder: Path, values: dict[str, Any]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        print(json.dumps(training_line(31, random.Random(0)) | values), file=file)
+        print(json.dumps({"step": 32, "loss": 1.0}), file=file)
+    run = read(folder)
+    assert run.problems == []
+    compressed(build_data([run], 2e9))
+
+
+# The line is an object, without what makes it a failure.
+READABLE = {("a time that is text", "control/failures")}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.toml", "samples.jsonl", "control/failures", "control/outcome"]
+)
+def test_damage_is_a_problem(folder: Path, name: str, kind: str) -> None:
+    path = folder / name
+    if not path.exists():
+        path.write_text('{"step": 1, "text": "x", "prompt": "y", "seed": 1}\n')
+    damage(path, kind)
+    run = read(folder)
+    compressed(build_data([run], 2e9))
+    # An empty file is as good as none, and an outcome is any text.
+    is_read = kind == "empty" or name == "control/outcome" or (kind, name) in READABLE
+    assert is_read or any(str(path) in problem for problem in run.problems)
+
+
+def test_samples_and_provenance(folder: Path) -> None:
+    good = [
+        {"step": step, "prompt": "def ", "text": "x\n" * step, "seed": 1} for step in range(1000)
+    ]
+    bad = [{"step": "1", "text": "x"}, {"step": 1, "text": 2}, {"step": -1, "text": "x"}, {}]
+    lines = "\n".join(json.dumps(record) for record in [*good[:5], *bad, *good[5:]])
+    (folder / "samples.jsonl").write_text(lines)
+    provenance = folder / "provenance"
+    provenance.mkdir()
+    nested = json.loads('{"a": ' * 500 + "1" + "}" * 500)
+    record = {
+        "git": {"commit": "c0ffee", "dirty": False},
+        "argv": ["x", "--y", 1],
+        "big": "y" * 9999,
+    }
+    (provenance / "start-1.json").write_text(json.dumps(record | {"deep": nested}))
+    (provenance / "start-2.json").write_text("[1")
+    run = read(folder)
+    assert len(run.samples) == MAX_SAMPLES
+    assert (run.samples[0].step, run.samples[-1].step) == (0, 999)
+    assert run.samples[-1].prompt == "def "
+    rows = run.provenance["start-1.json"]
+    assert (rows["git.commit"], rows["git.dirty"], rows["argv"]) == ("c0ffee", "false", "x --y 1")
+    assert len(rows["big"]) < MAX_TEXT + 50
+    assert [problem.partition(": ")[2] for problem in run.problems] == [
+        f"{MAX_SAMPLES} of 1,000 samples are shown", "no JSON object",
+    ] or len(run.problems) == 3  # fmt: skip
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(FileNotFoundError, match="not a run: no line in metrics"):
+            read(folder)
+
+
+def test_a_configuration_of_another_version_has_a_plan(folder: Path) -> None:
+    path = folder / "config.toml"
+    text = path.read_text().replace("[training]", "[training]\nfuture_key = 1\n")
+    path.write_text(text + "\n[future_table]\nkey = 2\n")
+    run = read(folder)
+    assert run.plan is not None
+    assert run.config["future_table.key"] == "2"
+    assert run.problems == []
+    path.write_text(text.replace("steps = 1000", 'steps = "many"', 1))
+    run = read(folder)
+    assert run.plan is None
+    assert "no plan of the learning rate" in run.problems[0]
+
+
+def test_config_rows_have_defaults(folder: Path) -> None:
+    rows = {row["key"]: row for row in build_data([read(folder)], 2e9)["config"]}
+    assert rows["training.global_batch_size"]["default"] == "unset"
+    assert rows["training.global_batch_size"]["values"] == ["16"]
+    assert load_config(folder / "config.toml", []).training.global_batch_size == 16

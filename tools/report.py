@@ -1,0 +1,122 @@
+"""Show runs as one HTML page: ``./shardloom report RUN_FOLDER... [-o report.html]``
+
+The page needs no network: curves of loss, gradient norm, learning rate, throughput and more, marks
+of checkpoints and failures, samples, and the configuration; of several runs, side by side.
+
+  ./shardloom report outputs/debug_model                    writes report.html
+  ./shardloom report outputs/a outputs/b -o a_and_b.html    compares two runs
+  ./shardloom report outputs/debug_model --png pictures     also draws the charts as PNG files
+  ./shardloom report outputs/debug_model --watch            serves the page while the run goes on
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from report.charts import build_charts
+from report.page import MARKER, build_data, render
+from report.run import Run, read_run
+from report.watch import serve
+from runtime import exit_codes
+from runtime.filesystem import atomic_write_text, open_input
+from runtime.log import say
+from tools.cli import Parser, path_argument, reporting_errors, whole_number
+from tools.status import state_of
+
+MAX_RUNS = 8
+DEFAULT_OUTPUT, DEFAULT_PORT = "report.html", 6060
+
+
+@reporting_errors
+def main(arguments: list[str]) -> int:
+    parser = Parser("shardloom report", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=path_argument, metavar="RUN_FOLDER")
+    parser.add_argument(
+        "-o", "--output", type=path_argument, metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
+    )
+    parser.add_argument("--png", type=path_argument, metavar="FOLDER", help="draw PNG files too")
+    parser.add_argument(
+        "--watch", action="store_true", help="serve the page on this machine until Ctrl-C"
+    )
+    parser.add_argument(
+        "--port", type=whole_number(0, 65535), help=f"of --watch; default: {DEFAULT_PORT}, 0: any"
+    )
+    options = parser.parse_args(arguments)
+    folders: list[Path] = options.folders
+    if len(folders) > MAX_RUNS:
+        raise ValueError(f"{len(folders)} runs: at most {MAX_RUNS} are shown in one report")
+    if options.watch and (options.output or options.png):
+        raise ValueError("--watch writes no file: call it without -o and --png")
+    if options.port is not None and not options.watch:
+        raise ValueError("--port has no effect without --watch")
+    if options.watch:
+        port = DEFAULT_PORT if options.port is None else options.port
+        serve(lambda: page_data(folders), folders, port)
+        return exit_codes.DONE
+    write_report(folders, options.output or Path(DEFAULT_OUTPUT), options.png)
+    return exit_codes.DONE
+
+
+def write_report(folders: Sequence[Path], output: Path, pictures: Path | None) -> None:
+    """Write the page of the runs in ``folders``, and PNG files to the folder ``pictures``.
+
+    Raises ``OSError`` or ``ValueError`` if a folder has no run, or ``output`` is another file.
+    """
+    check_output(output)
+    runs = read_runs(folders)
+    atomic_write_text(output, render(build_data(runs, time.time())).decode())
+    for run in runs:
+        say(*(f"problem: {text}" for text in run.problems), file=sys.stderr)
+    say(f"report: {output}, {output.stat().st_size / 1e6:.1f} MB")
+    if pictures is not None:
+        from report.pictures import draw  # Imports an optional package.
+
+        pictures.mkdir(parents=True, exist_ok=True)
+        say(*(f"picture: {path}" for path in draw(build_charts(runs)[0], runs, pictures)))
+
+
+def check_output(output: Path) -> None:
+    """Raise ``ValueError`` if a file at ``output`` is no report: it would be lost."""
+    if output.is_dir():
+        raise ValueError(f"{output}: a folder; -o needs a file")
+    if not output.parent.is_dir():
+        raise ValueError(f"{output}: no folder {output.parent}")
+    if output.exists():
+        with open_input(output) as file:
+            if file.read(len(MARKER)) != MARKER:
+                raise ValueError(f"{output}: exists and is no report; choose another name for -o")
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read all runs, named by as much of their paths as tells them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    if len(set(parts)) < len(parts):
+        raise ValueError("a run is given twice")
+    # A path has fewer parts than this, or an earlier number would do.
+    length = next(n for n in range(1, 1000) if len({path[-n:] for path in parts}) == len(parts))
+    now = time.time()
+    return [
+        read_run(folder, "/".join(path[-length:]), now, _state)
+        for folder, path in zip(folders, parts, strict=True)
+    ]
+
+
+def _state(
+    control: Path, now: float, lines: Sequence[Mapping[str, Any]], failure: Mapping[str, Any]
+) -> tuple[str, str, float]:
+    """State as ``state_of`` returns it. Copies of a run may lack its control files."""
+    try:
+        return state_of(control, now, lines, failure)
+    except FileNotFoundError:
+        return "unknown", "no control/lock", lines[-1]["time"] if lines else now
+
+
+def page_data(folders: Sequence[Path]) -> dict[str, Any]:
+    """Read the runs in ``folders`` as the page shows them."""
+    return build_data(read_runs(folders), time.time())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
