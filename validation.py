@@ -47,7 +47,8 @@ class Validator:
             self._batches[label] = [batch for batch, n_tokens in pairs if n_tokens > 0]
             self._n_tokens[label] = sum(counts)
             if not any(counts):
-                raise ConfigError([f"validation: no document of {label} has text"])
+                hint = "" if run.config.validation.sources else "; see data.validation_percent"
+                raise ConfigError([f"validation: no document of {label} has text{hint}"])
         sizes = ", ".join(f"{label} {n:,}" for label, n in self._n_tokens.items())
         logger.info("validation: target tokens = %s", sizes)
         self.bits_per_nat: dict[str, float] = {}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.rows import ROOT
+from benchmarks.rows import ROOT, Keys
 from benchmarks.turns import Turns
 from config import load_config
 from config.job_config import Comm, Count, NonNegative, Section
@@ -42,7 +42,7 @@ class Case(Section):
     dtype: Literal["float32", "bfloat16"]
     """The dtype of compute; weights are float32."""
     compile: bool = False
-    keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    keys: Keys = Field(default_factory=dict)
     """More of train.py's keys, for the loop "train" only."""
     restarts: Count = 1
     """Starts of all loops: processes differ in speed by up to a tenth."""

@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
+# Overrides of a configuration's keys.
+Keys = dict[str, str | int | float | bool | list[str]]
 # Fields of every row; None if a benchmark does not measure one.
 MEASURED = (
     "tokens_per_second", "mfu_palm", "mfu_causal", "peak_memory_gib", "compile_seconds",

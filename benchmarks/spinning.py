@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from benchmarks.rows import Row
+from benchmarks.rows import Keys, Row
 from config.job_config import Count, Section
 from shardloom import train
 
@@ -29,7 +29,7 @@ class Case(Section):
     busy: list[int]
     """Numbers of processes that compute beside the run."""
     steps: Count
-    keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    keys: Keys = Field(default_factory=dict)
     """Overrides of train.py's default run."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from benchmarks.rows import ROOT, Row
+from benchmarks.rows import ROOT, Keys, Row
 from config.job_config import Count, Section
 
 
@@ -19,7 +19,7 @@ class Case(Section):
     imports: list[str]
     repetitions: Count
     """Runs of which the fastest counts, after one that warms the file cache."""
-    keys: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    keys: Keys = Field(default_factory=dict)
     """Overrides of train.py's default run."""
 
 

@@ -118,8 +118,7 @@ class HubStream:
                 number += 1
             if number == first and self._repeat:
                 text = f"{self.description}: no document for row {row} of {n_rows}"
-                hint = "; see data.validation_percent" if self._part else ""
-                raise ValueError(f"data.path: {text}{hint}")
+                raise ValueError(f"data.path: {text}")
             if not self._repeat:
                 return
 

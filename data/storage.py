@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from huggingface_hub.constants import HF_HOME
-
 from config.paths import is_url
 from data.remote import MAX_RANGE_BYTES, Facts, RangeReader, RemoteFile
 from data.remote_errors import StorageError
@@ -28,7 +26,6 @@ DataPath = Path | RemoteFile
 T = TypeVar("T")
 P = TypeVar("P")
 
-CACHE = Path(HF_HOME) / "shardloom"
 # Requests that are under way at once, of one file and for several files.
 THREADS_PER_FILE, FILE_THREADS = 4, 8
 
@@ -92,9 +89,17 @@ def local_path(path: DataPath) -> Path:
     return copy
 
 
+def cache_folder() -> Path:
+    """Return the folder of the node's copies, beside those of the Hugging Face Hub."""
+    # Imported here, because huggingface_hub takes a moment to import.
+    from runtime.hub_cache import HF_HOME
+
+    return Path(HF_HOME) / "shardloom"
+
+
 def cache_file(name: str) -> Path:
     """Return a path of the node's cache."""
-    return CACHE / name
+    return cache_folder() / name
 
 
 @contextmanager
@@ -115,13 +120,14 @@ def copy_remote(paths: Iterable[DataPath]) -> None:
     missing = [path for path in remote if not _is_whole(_copy_of(path), path)]
     size = sum(path.stat().st_size for path in missing)
     if missing:
-        CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free = shutil.disk_usage(CACHE).free
+        cache = cache_folder()
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(cache).free
         what = f"{len(missing):,} files with {size:,} bytes"
         if size > free:
-            text = f"{missing[0]}: {what} do not fit into {CACHE}, which has {free:,} free"
+            text = f"{missing[0]}: {what} do not fit into {cache}, which has {free:,} free"
             raise StorageError(f"data: {text}; the environment variable HF_HOME moves it")
-        logger.info("data: copying %s to %s, the first %s", what, CACHE, missing[0])
+        logger.info("data: copying %s to %s, the first %s", what, cache, missing[0])
     for_each(local_path, missing, of=remote[0])
 
 

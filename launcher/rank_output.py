@@ -41,7 +41,9 @@ class _Stream:
     is_shown: bool
     log: Path | None
     file: LineFile | None = None
-    """The log, once it has a line."""
+    """The log, once it has a line that is no phase of the start."""
+    phases: list[str] = field(default_factory=list)
+    """Lines that wait for that one: a configuration that the rank rejects leaves no log."""
     rest: bytes = b""
     """Start of a line that has not ended."""
     since: float = field(default_factory=time.monotonic)
@@ -137,8 +139,8 @@ class RankOutput:
             attributes = {"msg": text, "is_error": stream.is_error, "levelno": logging.INFO}
             record = logging.makeLogRecord(attributes | {"is_raw": True})
         if stream.log is not None and record.levelno > logging.DEBUG:
-            stream.file = stream.file or LineFile(stream.log)
-            stream.file.write(printable_lines(text) if is_raw else self._formatter.format(record))
+            line = printable_lines(text) if is_raw else self._formatter.format(record)
+            self._keep(stream, stream.log, line, is_phase="phase" in getattr(record, "event", {}))
         if record.levelno == logging.DEBUG:
             if stream.rank == self._followed:
                 self._console.show(record)
@@ -149,6 +151,16 @@ class RankOutput:
                 self._console.show(record)
         elif record.levelno >= self._hidden_level:
             self._held.append((time.monotonic() + HOLD_SECONDS, stream.rank, record))
+
+    @staticmethod
+    def _keep(stream: _Stream, log: Path, line: str, *, is_phase: bool) -> None:
+        if is_phase and stream.file is None:
+            stream.phases.append(line)
+            return
+        stream.file = stream.file or LineFile(log)
+        for text in (*stream.phases, line):
+            stream.file.write(text)
+        stream.phases.clear()
 
     def _show_held(self, now: float, *, all_of_them: bool) -> None:
         """Show warnings and errors of hidden ranks that no other rank has shown."""

@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.constants import HF_HOME as HF_HOME
 from huggingface_hub.utils import disable_progress_bars
 
 from config.hub_names import WEIGHT_FILES, HubName

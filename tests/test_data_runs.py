@@ -151,10 +151,19 @@ def test_bad_held_out_record_raises_on_all_ranks(tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
-def test_source_of_empty_documents_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_validated", "message"),
+    [
+        ("false", "data: no document has text"),
+        ("true", "validation: no document of rows has text; see data.validation_percent"),
+    ],
+)
+def test_source_of_empty_documents_is_an_error(
+    tmp_path: Path, is_validated: str, message: str
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": ""}\n' * 20)
-    source = f'[{{path = "{tmp_path}/rows.jsonl", repeat = false}}]'
-    keys = KEYS | {"data.sources": source, "validation.enable": "false"}
+    source = f'[{{name = "rows", path = "{tmp_path}/rows.jsonl", repeat = false}}]'
+    keys = KEYS | {"data.sources": source, "validation.enable": is_validated}
     with started(tmp_path / "run", 2, **keys) as processes:
         assert codes(processes) == {exit_codes.BAD_CONFIG}, log(tmp_path / "run")
-    assert "data: no document has text" in log(tmp_path / "run")
+    assert message in log(tmp_path / "run")

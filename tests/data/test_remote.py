@@ -34,7 +34,7 @@ LONG = random.Random(0).randbytes(MAX_RANGE_BYTES + 300_000)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(storage, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(remote_errors, "FIRST_DELAY", 0.001)
     monkeypatch.setattr(remote_errors, "RETRY_SECONDS", 0.5)
@@ -145,7 +145,7 @@ def test_connection_that_is_always_cut_is_an_error(
     with pytest.raises(StorageError, match=rf"{server.url}/long.bin: .* repeated for \d+ s") as hit:
         local_path(long_file)
     assert hit.value.errno == errno.EIO
-    assert not [path for path in storage.CACHE.iterdir() if path.suffix == ".bin"]
+    assert not [path for path in storage.cache_folder().iterdir() if path.suffix == ".bin"]
 
 
 def test_server_that_is_gone_is_an_error_that_a_restart_may_help(server: WebServer) -> None:

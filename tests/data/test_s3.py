@@ -52,7 +52,7 @@ def bucket(local: Path) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(storage, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
@@ -110,7 +110,7 @@ def test_truncated_shard_is_named_and_not_copied(bucket: Any) -> None:
     bucket.pipe("books/torn/shard-00001.bin", b"1")
     with pytest.raises(ValueError, match=r"s3://books/torn/shard-00001.bin has 1 bytes, not 182"):
         open_documents(DataSource(type="tokens", path="s3://books/torn"))
-    assert not storage.CACHE.exists()
+    assert not storage.cache_folder().exists()
 
 
 def test_missing_credentials_are_named(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ def test_rows_without_documents_are_an_error(tmp_path: Path) -> None:
 
 
 def test_stream_without_repeat_is_read_once(tmp_path: Path) -> None:
-    """The held-out split still repeats; a row without documents ends immediately."""
+    """So is the held-out split; a row without documents ends immediately."""
     texts = hub(tmp_path / "data", [3], ".jsonl")
     repeating = DataSource(type="huggingface", path=str(tmp_path / "data"))
     once = repeating.model_copy(update={"repeat": False})
@@ -291,8 +291,8 @@ def test_hub_dataset_has_held_out_texts_and_the_column(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.text_key: 'id' of document 0 of row 0 is 0"):
         next(other.documents(0, 1, 0))
     (path / "validation-00000-of-00001.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"no document for row 0 of 1; see data\.validation_per"):
-        next(both(config, 0)[1].documents(0, 1, 0))
+    # The other rows may have some: the run rejects a source without text.
+    assert not [*both(config, 0)[1].documents(0, 1, 0)]
 
 
 @pytest.mark.parametrize("n_rows", [1, 3, 8])

@@ -266,15 +266,18 @@ def test_output_of_ranks_is_kept_and_shown(is_head: bool, tmp_path: Path) -> Non
     console = Shown()
     output = RankOutput(console, tmp_path, followed=0, shows_warnings=is_head)
     as_line = RecordFormatter().format
+    phase = as_line(record("start: data", event={"phase": "data"}))
     texts = [
-        [as_line(record("both", logging.WARNING)), "printed", as_line(step(7))],
+        [phase, as_line(record("both", logging.WARNING)), "printed", as_line(step(7))],
         [as_line(record("both", logging.WARNING)), as_line(record("disk", logging.ERROR)),
          as_line(record("slow", logging.WARNING)), as_line(record("info"))],
+        # It rejects its configuration, so it leaves no log.
+        [phase],
     ]  # fmt: skip
     noise = "USDT:2026-11-26 04:03:00 9689:9689 SyncActivityProfilerHandler.cpp:52] profiler_start"
     pipes = {
         (rank, is_error): output.open(rank, is_error=is_error, is_shown=is_head and rank == 0)
-        for rank in (0, 1)
+        for rank in range(len(texts))
         for is_error in (False, True)
     }
     for rank, lines in enumerate(texts):
@@ -289,13 +292,15 @@ def test_output_of_ranks_is_kept_and_shown(is_head: bool, tmp_path: Path) -> Non
     shown = sorted(console.texts)
     if is_head:
         want = ["", "UserWarning: x", "both", "printed", "rank 1: disk", "rank 1: slow"]
+        want.append("start: data")
     else:
         want = ["", "rank 1: disk"]
     assert shown == want
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["rank-0.err", "rank-0.out", "rank-1.out"]
     assert (tmp_path / "rank-0.err").read_text() == f"{noise}\nUserWarning: x\n"
-    assert (tmp_path / "rank-0.out").read_text() == "2026-11-25 23:59:58 both\nprinted\n"
+    kept = (tmp_path / "rank-0.out").read_text().replace("2026-11-25 23:59:58 ", "").splitlines()
+    assert kept == ["start: data", "both", "printed"]
     kept = (tmp_path / "rank-1.out").read_text().splitlines()
     assert [line.removeprefix("2026-11-25 23:59:58 ") for line in kept[:4]] == [
         "both", "disk", "slow", "info"

@@ -73,6 +73,8 @@ BAD = [
     Bad("validation.sources", toml=f"{OWN}path = 'a'\nsplit = 'test'", says="split"),
     Bad("validation.sources", toml=f"{OWN}type = 'c4'\nexclude_from_training = true",
         says="exclude_from_training"),
+    Bad("validation.sample_prompts",
+        "--validation.sample_prompts '[\"a\"]' --validation.sample_prompt b", says="no effect"),
     Bad("validation.steps", "--validation.steps every", says="'all'"),
     # Wrong types
     Bad("training.steps", "--training.steps ten", says="integer"),
@@ -120,6 +122,7 @@ BAD = [
     Bad("job.name", "--job.name 'a\n'"),
     Bad("job.name", "--job.name " + 65 * "x"),
     Bad("job.output_dir", "--job.output_dir=", says="at least 1"),
+    Bad("job.output_dir", "--job.output_dir s3://bucket/runs", says="not a URL"),
     Bad("data.tokenizer", "--data.tokenizer=", says="at least 1"),
     # No such key, table or spelling
     Bad("training.step", "--training.step 1", says="did you mean training.steps?"),

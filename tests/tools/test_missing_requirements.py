@@ -50,6 +50,6 @@ def test_versions_compare_as_numbers(
 @pytest.mark.parametrize("requirement", REQUIREMENTS)
 def test_pin_satisfies_every_requirement(requirement: str, monkeypatch: pytest.MonkeyPatch):
     # The only form that missing() parses.
-    assert re.fullmatch(r"[a-z][a-z0-9-]*>=\d+(\.\d+)*", requirement)
+    assert re.fullmatch(r"[a-z][a-z0-9-]*(\[[a-z0-9]+\])?>=\d+(\.\d+)*", requirement)
     monkeypatch.setattr("tools.missing_requirements.version", PINNED.__getitem__)
     assert missing([requirement]) == []
