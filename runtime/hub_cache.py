@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub.constants import HF_HOME as HF_HOME
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
     GatedRepoError,
@@ -16,7 +17,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.constants import HF_HOME as HF_HOME
 from huggingface_hub.utils import disable_progress_bars
 
 from config.hub_names import WEIGHT_FILES, HubName

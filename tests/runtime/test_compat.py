@@ -64,6 +64,7 @@ USES: dict[str, dict[str, str]] = {
     IGNORED: SELECTIVE,
     "torch.cpu:_is_avx512_bf16_supported": AUTO,
     "torch.cpu:_is_amx_tile_supported": AUTO,
+    "torch._dynamo.utils:get_compilation_metrics": COMPILED | {"compile.backend": "eager"},
 }
 # The key that requires the name, and a run that sets it.
 REQUIRED: dict[str, tuple[str, dict[str, str]]] = {
