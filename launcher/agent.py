@@ -119,8 +119,9 @@ def run_ranks(
         config_path.write_text(dump_toml(config), encoding="utf-8")
         program = [*program, str(config_path)]
         environment = _environment(store, nodes, counts, logs)
-        show_phase(f"{sum(counts)} ranks import PyTorch")
         followed, is_head = first + min(shown, default=0), nodes.rank == 0
+        if is_head:
+            show_phase(f"{sum(counts)} ranks import PyTorch")
         output = RankOutput(console, logs, followed=followed, shows_warnings=is_head)
         processes = _start(program, environment, error_files, shown=shown, output=output)
         agent = Agent(processes, store, sum(counts), console)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,24 @@ ELSEWHERE = {
     "./shardloom python ...": "a pattern",
     "python -m": "a pattern",
 }
-# What a command needs that this machine lacks, by the key that its error must name.
+# What a command needs that is missing here, by the key that its error must name.
 LACKS = {
     "llama3_8b": "data.tokenizer: ",
     "~/Llama-3.2-1B": "data.tokenizer: ",
     "hf:Qwen/Qwen3-0.6B": "model.flavor: ",
+    "run_train.sh mine.toml": "data.tokenizer: ",
 }
+if find_spec("wandb") is None:
+    LACKS['"wandb"'] = "metrics.trackers: "
+TORCHTITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+tokenizer_path = "./tokenizer.model"
+
+[training]
+dataset = "c4"
+"""
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mixture = re.search(r"in `mixture\.toml`,\n\n```toml\n(.*?)```", data, re.DOTALL)
     assert mixture is not None
     (folder / "mixture.toml").write_text(mixture[1])
+    (folder / "llama3_8b.toml").write_text(TORCHTITAN)
     for name, text in re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", model + extend, re.M | re.S):
         path = folder / ("" if name.endswith(".toml") else "folder_of_my_models") / name
         path.parent.mkdir(parents=True, exist_ok=True)

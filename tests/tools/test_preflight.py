@@ -70,12 +70,12 @@ def start(
 
 
 def outputs(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each launcher."""
+    """Exit code, stdout without slow phases of the start, and stderr of each launcher."""
     found = []
     try:
         for launcher in launchers:
             out, err = launcher.communicate(timeout=120)
-            found.append((launcher.returncode, out, err))
+            found.append((launcher.returncode, re.sub(r".* start: .*\n", "", out), err))
     finally:
         for launcher in launchers:
             launcher.kill()
