@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,11 @@ def curve(folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of each step, from its last training."""
     found = {r["step"]: (r["loss"], r["grad_norm"]) for r in records(folder) if "loss" in r}
     return dict(sorted(found.items()))
+
+
+def without_slow_phases(output: str) -> str:
+    """Output of a launcher without the phases of its start, which a pipe gets if they are slow."""
+    return re.sub(r"^.* start: .*\n", "", output, flags=re.MULTILINE)
 
 
 def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:

@@ -21,6 +21,7 @@ from launcher.agent import Nodes
 from parallelisms.parallel_dims import ParallelDims
 from runtime.exit_codes import BAD_CONFIG, DONE, FAILED
 from tests.lib.forked import CONFIG
+from tests.lib.launch import without_slow_phases
 from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
 from tools import preflight, preflight_rank, preflight_speed
@@ -75,7 +76,7 @@ def outputs(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     try:
         for launcher in launchers:
             out, err = launcher.communicate(timeout=120)
-            found.append((launcher.returncode, re.sub(r".* start: .*\n", "", out), err))
+            found.append((launcher.returncode, without_slow_phases(out), err))
     finally:
         for launcher in launchers:
             launcher.kill()
