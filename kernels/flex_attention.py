@@ -104,9 +104,12 @@ def block_mask(document_ids: torch.Tensor, n_queries: int, block: int = BLOCK) -
     first = torch.arange(0, n_queries, block, device=device)
     last = (first + block).clamp(max=n_queries) - 1
     key = torch.arange(0, s, block, device=device)  # the first of each block
-    # (b, query blocks, key blocks): starts and positions are monotonic.
-    is_visible = (key + block > starts[:, first, None]) & (key <= (last + offset)[:, None])
-    is_full = (key >= starts[:, last, None]) & (key + block <= (first + offset + 1)[:, None])
+    # (b, 1, query blocks, key blocks): starts and positions are monotonic. The dim of heads is not
+    # inserted later, because the compiler gives it the stride 0, and FlexAttention's kernel finds a
+    # sequence's blocks by that stride.
+    heads = starts[:, None]
+    is_visible = (key + block > heads[..., first, None]) & (key <= (last + offset)[:, None])
+    is_full = (key >= heads[..., last, None]) & (key + block <= (first + offset + 1)[:, None])
     is_full &= (first + block <= n_queries)[:, None]
 
     def mask_mod(
@@ -124,9 +127,9 @@ def block_mask(document_ids: torch.Tensor, n_queries: int, block: int = BLOCK) -
 
 
 def _block_indices(selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's count (b, 1, i) and indices, selected ones first (b, 1, i, j)."""
+    """Count (b, 1, i) and indices (b, 1, i, j), selected ones first, of (b, 1, i, j)."""
     indices = selected.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return selected.sum(-1, dtype=torch.int32)[:, None], indices.to(torch.int32)[:, None]
+    return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
 def check_flex_attention(

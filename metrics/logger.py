@@ -63,6 +63,9 @@ class MetricsLogger:
     @contextmanager
     def exclude_from_throughput(self) -> Iterator[None]:
         """Exclude the time inside the context from throughput: validation, checkpoints."""
+        if self._device.type == "cuda":
+            # Queued steps would run, and be excluded, during what waits for the device.
+            torch.cuda.synchronize(self._device)
         begin = time.perf_counter()
         try:
             yield

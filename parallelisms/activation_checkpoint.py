@@ -141,7 +141,8 @@ def _policy(
 ) -> CheckpointPolicy:
     """Save attention and every n-th matmul. n = 2: half the memory, a sixth more compute."""
     if op in _resolve_ops(MATMULS):
-        is_saved = matmuls[ctx.is_recompute] % every == 0
+        # Not the first: of an odd number the last, w2, is not saved. Nothing needs its output.
+        is_saved = matmuls[ctx.is_recompute] % every == every - 1
         matmuls[ctx.is_recompute] += 1
     else:
         is_saved = op in _resolve_ops(SAVED) or op.name() in _SAVED_CUSTOM_OPS

@@ -21,6 +21,7 @@ def apply_compile(
     regions: Mapping[str, bool],
     recomputes: bool,
     buckets_collectives: bool,
+    splits_matmuls: bool,
 ) -> None:
     """Compile each block as one graph. Mutates ``blocks``; equal blocks share one compilation.
 
@@ -28,6 +29,7 @@ def apply_compile(
     each as one graph, instead of the block.
     ``recomputes``: backward recomputes some of the blocks.
     ``buckets_collectives``: the graphs contain the collectives of their weights (SimpleFSDP).
+    ``splits_matmuls``: matmuls overlap with their collectives of tensor parallel.
     Raises ``ConfigError`` if this PyTorch lacks an option that recomputed blocks need.
     """
     if not config.enable:
@@ -39,11 +41,14 @@ def apply_compile(
     # Training has fixed shapes. Validation and samples get their own compilation, because symbolic
     # shapes are less reliable.
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True, "dynamic": False}
-    if buckets_collectives and config.backend == "inductor":
+    # Not in inductor's config: since PyTorch 2.13 that is one per thread, and on GPUs a thread of
+    # autograd's own compiles backward.
+    wanted: dict[str, Any] = {"_micro_pipeline_tp": True} if splits_matmuls else {}
+    if buckets_collectives:
         # One all-gather and one reduce-scatter per block instead of one per weight.
-        options["options"] = inductor_options(
-            bucket_all_gathers_fx="all", bucket_reduce_scatters_fx="all"
-        )
+        wanted |= {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
+    if wanted and config.backend == "inductor":
+        options["options"] = inductor_options(**wanted)
     graphs = [path for path, is_graph in regions.items() if is_graph]
     torch.compiler.config.recompile_limit = _RECOMPILE_LIMIT
     for block in blocks.values():

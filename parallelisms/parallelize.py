@@ -158,6 +158,7 @@ def _wrap_blocks(
         regions=regions,
         recomputes=frees_weights or config.activation_checkpoint.mode != "none",
         buckets_collectives=is_simple,
+        splits_matmuls=config.parallelism.tensor_parallel_async,
     )
 
 

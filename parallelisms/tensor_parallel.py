@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from parallelisms.tied_weights import preserve_tied_weights
-from runtime.compat import configure, require
+from runtime.compat import require
 from runtime.log import logger
 
 Style = ParallelStyle | Callable[[nn.Module, DeviceMesh], object]
@@ -24,8 +24,8 @@ def apply_tensor_parallel(
     """Shard ``model`` over the 1-D ``tp_mesh`` by ``plan``. Mutates ``model``.
 
     ``plan`` maps module paths, in which ``*`` matches within a name, to styles. It may name modules
-    that a pipeline stage lacks. ``is_async``: inductor splits matmuls to overlap them with their
-    collectives. Raises ``ValueError`` if ``plan`` does not cover a parameter.
+    that a pipeline stage lacks. ``is_async``: compiled blocks may split matmuls to overlap these
+    with their collectives. Raises ``ValueError`` if ``plan`` does not cover a parameter.
     """
     if is_async:
         _enable_async(tp_mesh)
@@ -57,9 +57,9 @@ def _matches(name: str, path: str) -> bool:
 
 
 def _enable_async(tp_mesh: DeviceMesh) -> None:
-    """Enable inductor's fusion of matmuls with their collectives through symmetric memory."""
+    """Enable symmetric memory, through which inductor fuses matmuls with their collectives."""
     key = "parallelism.tensor_parallel_async"
-    configure("torch._inductor.config:_micro_pipeline_tp", True, key=key)
+    require("torch._inductor.config:_micro_pipeline_tp", key=key)
     enable = require("torch.distributed._symmetric_memory:enable_symm_mem_for_group", key=key)
     enable(tp_mesh.get_group().group_name)
 

@@ -237,11 +237,11 @@ PARALLELISMS = [
         "recomputation-continues-the-count-of-matmuls",
         "parallelisms/activation_checkpoint.py",
         before="""\
-        is_saved = matmuls[ctx.is_recompute] % every == 0
+        is_saved = matmuls[ctx.is_recompute] % every == every - 1
         matmuls[ctx.is_recompute] += 1
 """,
         after="""\
-        is_saved = matmuls[False] % every == 0
+        is_saved = matmuls[False] % every == every - 1
         matmuls[False] += 1
 """,
         tests=(cell(model="llama3", recompute="selective", compile=False),),
