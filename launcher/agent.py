@@ -105,8 +105,7 @@ def run_ranks(
     parents = [] if logs is None else [f for f in (logs, *logs.parents) if not f.exists()]
     counts, started = _rendezvous(store, nodes, n_ranks=n_ranks)
     if logs is not None:
-        logs = logs / started
-        logs = _make_logs(logs)
+        logs = _make_logs(logs / started)
     requests: list[signal.Signals] = []
     handle_signals(lambda number, frame: requests.append(signal.Signals(number)))
     with tempfile.TemporaryDirectory() as scratch:
