@@ -111,8 +111,8 @@ def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -
     assert slurm.show(job.id, "Restarts") == "2"
     assert "requeue: stopped by a signal, checkpoint saved" in log
     assert log.count("resumed from step") == 2
-    assert "ranks: 2 on cpu" in log
-    assert "dp_shard=2" in log
+    assert "hardware: 2 ranks on cpu" in log
+    assert "mesh: dp_shard 2\n" in log
     forked.run(tmp_path / "whole", 2, **steps)
     assert curve(job.folder) == curve(tmp_path / "whole")
     assert len(curve(job.folder)) == 40
@@ -127,7 +127,7 @@ def test_dead_node_is_replaced_and_stop_file_ends_job(slurm: Cluster, tmp_path: 
     slurm.crash("n1")
     job.wait_for_steps(1)
     assert slurm.show(job.id, "NodeList") == "n[0,2]"
-    assert "dp_replicate=2, dp_shard=1" in job.log()
+    assert "mesh: dp_replicate 2\n" in job.log()
     assert "resumed from step" in job.log()
     (job.control / "stop").touch()
     job.wait("COMPLETED")
