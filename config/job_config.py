@@ -43,10 +43,13 @@ class Section(BaseModel):
         if not isinstance(table, dict):
             return table
         choices = _choices_of(cls)
-        return {
-            key: choices.get(key, {}).get(value.lower(), value) if isinstance(value, str) else value
-            for key, value in table.items()
-        }
+        return {key: _canonical(value, choices.get(key, {})) for key, value in table.items()}
+
+
+def _canonical(value: Any, choices: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_canonical(each, choices) for each in value]
+    return choices.get(value.lower(), value) if isinstance(value, str) else value
 
 
 @cache

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 from unittest.mock import patch
 
 import pytest
@@ -180,12 +180,16 @@ def test_choices_are_read_in_any_case(seed: int) -> None:
     for key in KEYS:
         section, _, name = key.partition(".")
         owner = type(JobConfig.model_fields[section].default)
-        for choice in literals(owner.model_fields[name].annotation):
+        annotation = owner.model_fields[name].annotation
+        for choice in literals(annotation):
             if isinstance(choice, str):
                 typed = "".join(rng.choice([c.lower(), c.upper()]) for c in choice)
-                assert getattr(owner(**{name: typed}), name) == choice
+                given, wanted, wrong = typed, choice, f"{typed} "
+                if get_origin(annotation) is list:
+                    given, wanted, wrong = [typed], [choice], [f"{typed} "]
+                assert getattr(owner(**{name: given}), name) == wanted
                 with pytest.raises(ValueError, match="Input should be"):
-                    owner(**{name: f"{typed} "})
+                    owner(**{name: wrong})
 
 
 def names_no_key(*_: Any, **__: Any) -> None:

@@ -147,8 +147,12 @@ def test_traces_and_curves_follow_no_link(tmp_path: Path, victim: Path) -> None:
     assert [path.name for path in traces.iterdir()] == [trace.name]
     (tmp_path / "run" / "tensorboard").symlink_to(victim)
     with patch.object(logger, "error") as alarm:
-        MetricsLogger(tmp_path / "run", Metrics(), is_writer=True, device=torch.device("cpu"),
-                      n_devices=1, flops_per_token=(1.0, 1.0), peak_flops=None)  # fmt: skip
+        metrics = MetricsLogger(
+            tmp_path / "run", Metrics(), is_writer=True, device=torch.device("cpu"), n_devices=1,
+            flops_per_token=(1.0, 1.0), peak_flops=None,
+        )  # fmt: skip
+        # TensorBoard has a thread of its own.
+        metrics.close()
     assert "a symbolic link" in str(alarm.call_args)
     assert contents(victim) == before
 
