@@ -7,13 +7,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from checkpoint.checkpoint_dir import delete, purge
 from config import ConfigError
-from config.job_config import Metrics
 from launcher import launch
-from metrics.logger import MetricsLogger
+from metrics.tracker import TrackedRun
+from metrics.trackers import Trackers, tracker_classes
 from runtime import exit_codes
 from runtime.filesystem import (
     RUN_FILES,
@@ -147,12 +146,8 @@ def test_traces_and_curves_follow_no_link(tmp_path: Path, victim: Path) -> None:
     assert [path.name for path in traces.iterdir()] == [trace.name]
     (tmp_path / "run" / "tensorboard").symlink_to(victim)
     with patch.object(logger, "error") as alarm:
-        metrics = MetricsLogger(
-            tmp_path / "run", Metrics(), is_writer=True, device=torch.device("cpu"), n_devices=1,
-            flops_per_token=(1.0, 1.0), peak_flops=None,
-        )  # fmt: skip
-        # TensorBoard has a thread of its own.
-        metrics.close()
+        run = TrackedRun("id", "run", "project", tmp_path / "run", {}, None)
+        Trackers(tracker_classes(["tensorboard"]), run).finish()
     assert "a symbolic link" in str(alarm.call_args)
     assert contents(victim) == before
 
