@@ -22,10 +22,14 @@ from tests.lib.repository import ROOT
 FOLDER = ROOT / "train_configs"
 WORLD_SIZES = {
     "debug_model": 2,
+    "llama3_124m": 1,
+    "llama3_350m": 1,
     "llama3_1b": 8,
     "llama3_8b": 64,
     "llama3_70b": 256,
     "llama3_405b": 512,
+    "qwen3_124m": 1,
+    "qwen3_350m": 1,
     "qwen3_0.6b": 8,
     "qwen3_8b": 64,
     "qwen3_moe_debug": 2,
