@@ -149,14 +149,7 @@ def build_sharded_model(
         changes,
         f"{n_parameters:,}",
     )
-    flops = flops_per_token(
-        module,
-        n_attentions=len(spec.attentions(module)),
-        n_heads=args.n_heads,
-        head_dim=args.head_dim,
-        seq_len=config.training.seq_len,
-        delta_nets=spec.delta_nets(module),
-    )
+    flops = training_flops(spec, args, module, config.training.seq_len)
     mp_policy = mixed_precision_policy(config.training, device)
     if apply_kernels is not None:
         apply_kernels(module, mp_policy.param_dtype)
@@ -167,3 +160,17 @@ def build_sharded_model(
         spec, args, config, dims, device, mp_policy, module, stages,
         fqns, tied, has_moes, flops,
     )  # fmt: skip
+
+
+def training_flops(
+    spec: ModelSpec, args: TransformerArgs, module: nn.Module, seq_len: int
+) -> tuple[float, float]:
+    """Return ``flops_per_token`` of ``module``, which is still whole."""
+    return flops_per_token(
+        module,
+        n_attentions=len(spec.attentions(module)),
+        n_heads=args.n_heads,
+        head_dim=args.head_dim,
+        seq_len=seq_len,
+        delta_nets=spec.delta_nets(module),
+    )

@@ -104,17 +104,24 @@ class RunLog:
         self._slow_steps.end_step()
         slowest = {} if self._stragglers is None else self._stragglers.end_step()
         is_due = self.is_due(step)
-        if not is_due and not self._reads_every_step:
-            return None
-        loss = sum_in_order(result.losses, self._data_mesh).item()
-        values = {"loss": loss, "grad_norm": result.grad_norm.item()}
-        if self._ledger is not None:
-            self._ledger.log(step, batch.microbatches, **values)
+        is_read = is_due or self._reads_every_step
+        values = self._read(step, batch, result) if is_read else {}
         if is_due:
             seconds, data_wait = self.metrics.window()
             gpus = self._slow_steps.end_window(seconds=seconds, data_wait=data_wait)
             record = values | slowest | gpus | metrics()
             self.metrics.log(step, self._run.steps_left(step), record)
+        if result.layers:
+            # After the step's own line, which readers take for the step's beginning.
+            self.metrics.write({"step": step} | result.layers)
+        return values or None
+
+    def _read(self, step: int, batch: StepBatch, result: StepResult) -> dict[str, float]:
+        """Wait for the step's global loss and gradient norm, and write the ledger. Collective."""
+        loss = sum_in_order(result.losses, self._data_mesh).item()
+        values = {"loss": loss, "grad_norm": result.grad_norm.item()}
+        if self._ledger is not None:
+            self._ledger.log(step, batch.microbatches, **values)
         return values
 
     def samples(self, samples: list[Sample]) -> None:

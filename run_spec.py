@@ -150,11 +150,14 @@ class RunSpec:
         return is_skipped and parallelism.pipeline_parallel_schedule != "InterleavedZeroBubble"
 
 
-def resolve(config: JobConfig, world_size: int) -> RunSpec:
-    """Return the run that ``config`` describes, before any process group. Raises ``ValueError``."""
+def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) -> RunSpec:
+    """Return the run that ``config`` describes, before any process group. Raises ``ValueError``.
+
+    ``has_gpu``: of the machine that will train; None: of this one.
+    """
     flavor = local_path(config.model.flavor, CONFIG_FILES, key="model.flavor")
     spec, published_args = find_model(config.model.name, flavor, config.model.args)
-    has_gpu = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
     degrees = check_constraints(config, published_args, world_size, has_gpu=has_gpu)
     check_installed(config.metrics.trackers)
     tokenizer = load_tokenizer(config.data.tokenizer, bos=config.data.bos, eos=config.data.eos)

@@ -10,6 +10,8 @@ from build_model import ShardedModel
 from config import JobConfig
 from data.batch_size import sequences_in
 from parallelisms.parallel_dims import ParallelDims
+from report.plan_text import draw_plan
+from report.schedule_plan import MAX_STEPS, plan_schedule
 from run_spec import RunSpec
 from runtime.dtensor import to_local
 from runtime.log import logger
@@ -39,36 +41,73 @@ def log_plan(
     run: RunSpec, model: ShardedModel, optimizer: torch.optim.Optimizer, resumed_step: int | None
 ) -> None:
     """Log batch, tokens, learning rate, memory, folder, and what is off with the key for it."""
-    training, schedule = run.config.training, run.config.lr_scheduler
-    policy = model.mp_policy
+    training, policy = run.config.training, model.mp_policy
     logger.info(
         "precision: weights %s, compute %s, gradient reduction %s",
         training.dtype, _name(policy.param_dtype), _name(policy.reduce_dtype),
     )  # fmt: skip
     logger.info("memory: %s", memory_text(model.module, optimizer, model.device))
-    per_step = run.global_batch_size * training.seq_len
-    per_rank = run.global_batch_size // model.dims.degrees.batch
-    logger.info(
-        "batch: %s tokens per step, %d sequences of %s; %d microbatches of %d on each rank%s",
-        f"{per_step:,}", run.global_batch_size, f"{training.seq_len:,}",
-        math.ceil(per_rank / run.microbatch_size), run.microbatch_size,
-        f", after a ramp from {run.ramp[0][1]} sequences" if run.ramp else "",
-    )  # fmt: skip
-    n_tokens = sequences_in(training.steps, run.ramp, run.global_batch_size) * training.seq_len
-    epochs = epochs_text(run, n_tokens)
-    logger.info("training: %s steps, %s tokens%s", f"{training.steps:,}", f"{n_tokens:,}", epochs)
-    peak = run.config.optimizer.lr
-    decay = (
-        f"{schedule.decay_type} to {peak * schedule.min_lr_factor:g} at step {schedule.total_steps}"
+    lines = plan_lines(
+        run, batch_degree=model.dims.degrees.batch, flops_per_token=model.flops_per_token[0]
     )
-    logger.info(
-        "learning rate: %g after %d steps of warmup, %s; %s",
-        peak, schedule.warmup_steps, decay if schedule.decay_ratio else "constant",
-        run.config.optimizer.name,
-    )  # fmt: skip
+    for line in lines[:-1]:
+        logger.info("%s", line)
+    logger.info("%s", lines[-1], extra={"event": {"drawing": drawing(run)}})
     start = "from step 1" if resumed_step is None else f"resumed after step {resumed_step}"
     logger.info("folder: %s, %s", run.folder, start)
     logger.info("off: %s", ", ".join(f"{what} ({why})" for what, why in off(run, model).items()))
+
+
+def plan_lines(run: RunSpec, *, batch_degree: int, flops_per_token: float) -> list[str]:
+    """Lines about the batch, the work, and the learning rate, in this order.
+
+    ``batch_degree``: ranks that read different sequences. ``flops_per_token``: by PaLM's
+    convention.
+    """
+    training, size = run.config.training, run.global_batch_size
+    n = math.ceil(size // batch_degree / run.microbatch_size)
+    microbatches = f"{n} microbatch{'es' * (n > 1)}"
+    ramp = f", after a ramp from {run.ramp[0][1]} sequences" if run.ramp else ""
+    n_tokens = sequences_in(training.steps, run.ramp, size) * training.seq_len
+    return [
+        f"batch: {size * training.seq_len:,} tokens per step, {size} sequences of"
+        f" {training.seq_len:,}; {microbatches} of {run.microbatch_size} on each rank"
+        f"{ramp}",
+        f"training: {training.steps:,} steps, {n_tokens:,} tokens{epochs_text(run, n_tokens)},"
+        f" {n_tokens * flops_per_token:.3g} FLOPs",
+        f"learning rate: {learning_rate_text(run)}; {run.config.optimizer.name}",
+    ]
+
+
+def learning_rate_text(run: RunSpec) -> str:
+    """Peak, warmup, decay, and the learning rate of the last step."""
+    config, steps = run.config.lr_scheduler, run.config.training.steps
+    peak, total = run.config.optimizer.lr, config.total_steps or steps
+    end = f"{peak * run.lr_factor(steps):g} at step {steps}"
+    if ":" in config.decay_type:
+        return f"{peak:g} times {config.decay_type}, {end}"
+    if config.warmup_steps >= steps:
+        return f"warmup to {end}"
+    warmup = f"{peak:g} after {config.warmup_steps} steps of warmup, "
+    if not config.decay_ratio:
+        return f"{warmup}constant"
+    start = max(config.warmup_steps, total - round(config.decay_ratio * total))
+    decay = f"{warmup}{config.decay_type} decay from step {start} to"
+    if steps == total:
+        return f"{decay} {end}"
+    return f"{decay} {peak * config.min_lr_factor:g} at step {total}; {end}, the last"
+
+
+def drawing(run: RunSpec) -> list[str]:
+    """Lines that draw the learning rate and the batch; [] for a ramp that is too long to draw."""
+    config = run.config
+    if len(run.ramp) > MAX_STEPS:
+        return []
+    return draw_plan(
+        plan_schedule(
+            config.training, config.lr_scheduler, config.optimizer.lr, factor=run.lr_factor
+        )
+    )
 
 
 def off(run: RunSpec, model: ShardedModel) -> dict[str, str]:
@@ -91,6 +130,7 @@ def off(run: RunSpec, model: ShardedModel) -> dict[str, str]:
         "validation": (config.validation.enable, "validation.enable"),
         "rollback of spikes": (config.numerics.on_spike != "ignore", "numerics.on_spike"),
         "straggler detection": (config.metrics.straggler_window > 0, "metrics.straggler_window"),
+        "layer statistics": (config.metrics.layer_stats_freq > 0, "metrics.layer_stats_freq"),
         "ledger": (config.metrics.enable_ledger, "metrics.enable_ledger"),
         "traces": (config.profiling.enable_trace, "profiling.enable_trace"),
     }

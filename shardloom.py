@@ -20,6 +20,7 @@ ROOT = Path(__file__).absolute().parent
 # Module and purpose of each command.
 COMMANDS = {
     "train": ("launcher.launch", "train a model, or resume its run; also ./run_train.sh"),
+    "plan": ("tools.plan", "show what a configuration trains: sizes, schedule, FLOPs"),
     "fetch": ("tools.fetch", "download tokenizers and models of the Hugging Face Hub"),
     "status": ("tools.status", "show the status of runs"),
     "generate": ("tools.generate", "generate text from a checkpoint"),

@@ -447,6 +447,9 @@ class Metrics(Section):
     straggler_window: NonNegative = 0
     """Steps between comparisons of the ranks' compute times. A rank slow in three consecutive
     windows is logged. 0: off."""
+    layer_stats_freq: NonNegative = 0
+    """Steps between records of statistics per layer: norms of weights, gradients and updates,
+    activations, attention logits, dead experts. Each takes one more forward pass. 0: off."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ["tensorboard"]
     """Destinations of metrics, samples and alarms besides metrics.jsonl. wandb, mlflow and trackio
     need their package; docs/observability.md has their environment variables."""

@@ -58,7 +58,8 @@ FREE = _keys("""
     checkpoint: initial_load_path
     numerics: replica_check_freq
     validation: enable freq sample_tokens sample_prompt sample_prompts
-    metrics: log_freq enable_ledger straggler_window trackers project peak_tflops
+    metrics: log_freq enable_ledger straggler_window layer_stats_freq
+    metrics: trackers project peak_tflops
     profiling: enable_trace trace_freq enable_memory_snapshot
     comm: init_timeout_seconds train_timeout_seconds
 """)

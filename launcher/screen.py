@@ -96,9 +96,16 @@ class TerminalScreen:
         if row and self._state.is_starting and record.levelno == logging.INFO:
             width = min(NAME_WIDTH, self._rich.width // 3)
             self._rich.print(columns(Text(row[1], "cyan"), Text(printable(row[2])), width))
+            self._draw(getattr(record, "event", {}).get("drawing", []))
             return
         stamp = Text(time.strftime("%H:%M:%S", time.localtime(record.created)), DIM)
         self._rich.print(columns(stamp, self._text(record, style), 8))
+
+    def _draw(self, lines: list[str]) -> None:
+        """Print a drawing, if the terminal has the columns."""
+        if max(map(len, lines), default=0) < self._rich.width:
+            for line in lines:
+                self._rich.print(Text(printable(line)), no_wrap=True)
 
     def _text(self, record: logging.LogRecord, style: Style) -> Text:
         metrics = getattr(record, "event", {}).get("metrics")

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from optim.exact_norm import TensorsByGroups, exact_norm
 from runtime.compat import foreach
-from runtime.dtensor import is_sharded, to_local
+from runtime.dtensor import sharding_groups, to_local
 
 
 @torch.no_grad()
@@ -37,7 +36,7 @@ def clip_grad_norm_(
     norms_by_group: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     for parameter, local_norm in zip(parameters, norms or local_norms(parameters), strict=True):
         if parameter.grad is not None:
-            groups = _sharding_groups(parameter.grad)
+            groups = sharding_groups(parameter.grad)
             shards[groups].append(to_local(parameter.grad))
             if parameter not in duplicates:
                 norms_by_group[groups].append(local_norm)
@@ -70,16 +69,3 @@ def _norm(norms_by_group: TensorsByGroups, pp_mesh: DeviceMesh | None) -> torch.
     if pp_mesh is not None and pp_mesh.size() > 1:
         dist.all_reduce(total, group=pp_mesh.get_group())
     return total.sqrt()
-
-
-def _sharding_groups(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups over which ``grad`` is sharded."""
-    if not isinstance(grad, DTensor):
-        return ()
-    for placement in grad.placements:
-        assert not placement.is_partial(), "a gradient is still Partial"
-    return tuple(
-        grad.device_mesh.get_group(dim)
-        for dim, placement in enumerate(grad.placements)
-        if is_sharded(placement)
-    )

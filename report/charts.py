@@ -87,6 +87,23 @@ KINDS = [
         {"slowest_over_median": "slowest rank", "slowest_rank": "its number"},
         absent="Slowest rank: set metrics.straggler_window",
     ),
+    Kind(
+        "layer_weight", "Weights of layers", "norm", {"layer_weight_norm/": ""},
+        absent="Layers: set metrics.layer_stats_freq",
+    ),
+    Kind("layer_grad", "Gradients of layers", "norm before clipping", {"layer_grad_norm/": ""}),
+    Kind(
+        "layer_update", "Updates of layers", "norm over that of the weights",
+        {"layer_update_ratio/": ""},
+    ),
+    Kind("layer_rms", "Outputs of layers", "RMS", {"layer_activation_rms/": ""}),
+    Kind(
+        "layer_logit", "Attention logits of layers", "largest", {"layer_attention_logit/": ""}
+    ),
+    Kind(
+        "layer_dead", "Dead experts of layers", "% without a token", {"layer_dead_experts/": ""},
+        100.0,
+    ),
     Kind("shares", "Tokens by source", "% of all", {"data_share/": ""}, 100.0),
     Kind("epochs", "Epochs by source", "epochs", {"data_epochs/": ""}),
     Kind(
@@ -95,6 +112,7 @@ KINDS = [
     ),
 ]  # fmt: skip
 FROM_ZERO = {"grad_norm", "lr", "batch", "rate", "mfu", "time", "wait", "shares", "skipped"}
+FROM_ZERO |= {"layer_update", "layer_dead"}
 # Not plotted while it is 0 on every line.
 COUNTS = {"skipped_steps", "bad_records"}
 
@@ -110,10 +128,12 @@ def build_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
         if kind.id == "grad_norm" and len(runs) == 1:
             series += _limit(runs[0])
         if any(is_shown(curve) for curve in series):
-            notes += [f"{kind.title}: the first {MAX_SERIES} curves are shown"] * (
-                len(series) > MAX_SERIES * len(runs)
+            shown = _shown_labels(kind, [curve.label for curve in series])
+            n_labels = len({curve.label for curve in series})
+            notes += [f"{kind.title}: {MAX_SERIES} of {n_labels} curves are shown"] * (
+                len(shown) < n_labels
             )
-            series = series[: MAX_SERIES * len(runs)]
+            series = [curve for curve in series if curve.label in shown]
             charts.append(Chart(kind.id, kind.title, kind.unit, series, kind.id in FROM_ZERO))
         elif kind.absent:
             notes.append(kind.absent)
@@ -125,6 +145,15 @@ def build_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
         series = [curve for other, curve in rest if other == key]
         charts.append(Chart(f"other:{printable(key)}", printable(key), "", series))
     return charts, notes
+
+
+def _shown_labels(kind: Kind, labels: Sequence[str]) -> set[str]:
+    """Labels of the curves that fit into a chart: of layers, evenly many from all of the model."""
+    distinct = list(dict.fromkeys(labels))
+    if len(distinct) <= MAX_SERIES or not kind.id.startswith("layer_"):
+        return set(distinct[:MAX_SERIES])
+    last = len(distinct) - 1
+    return {distinct[last * i // (MAX_SERIES - 1)] for i in range(MAX_SERIES)}
 
 
 def is_shown(series: Series) -> bool:
@@ -162,7 +191,10 @@ def _curves(number: int, run: Run) -> Iterator[tuple[str, Series]]:
     """Yield each metric of a run with its curve, and with what was undone of it."""
     history = run.history
     yield from _curves_of(number, run, history.training, "line")
-    yield from _curves_of(number, run, history.other, "points")
+    # Apart, because a gap in a curve is drawn.
+    for is_validation in (True, False):
+        lines = [line for line in history.other if ("validation_loss" in line) == is_validation]
+        yield from _curves_of(number, run, lines, "points")
     for lines in history.undone[-MAX_UNDONE:]:
         for key, series in _curves_of(number, run, lines, "undone"):
             if key in ("loss", "grad_norm"):

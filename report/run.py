@@ -16,7 +16,7 @@ from report.history import History, Line, split_history, times_of
 from report.marks import Mark, marks_of
 from report.schedule_plan import SchedulePlan, plan_schedule
 from runtime.filesystem import parse_object, read_file
-from runtime.log import duration
+from runtime.log import duration, short_number
 from runtime.printable import printable, printable_lines
 from runtime.run_folder import read_lines, read_records, records_of
 
@@ -120,7 +120,7 @@ def _facts(
         loss, step = min(validations)
         facts.append(("best validation loss", f"{loss:.4f}", f"at {step:,}"))
     if training and training[-1].get("tokens") is not None:
-        facts.append(("tokens", _compact(training[-1]["tokens"]), ""))
+        facts.append(("tokens", short_number(training[-1]["tokens"]), ""))
     rates = sorted(
         line["tokens_per_second"] for line in training if line.get("tokens_per_second") is not None
     )
@@ -245,12 +245,6 @@ def _flatten(record: dict[str, Any]) -> dict[str, str]:
 def _short(text: str, escape: Callable[[str], str] = printable) -> str:
     cut = f" ... ({len(text):,} characters)" if len(text) > MAX_TEXT else ""
     return escape(text[:MAX_TEXT] + cut)
-
-
-def _compact(number: float) -> str:
-    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
-    scale, unit = next(((s, u) for s, u in units if abs(number) >= s), (1.0, ""))
-    return f"{number / (1e3 if unit == 'k' else scale):,.4g}{unit}"
 
 
 def _number(value: float | None) -> str:

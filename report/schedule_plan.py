@@ -1,6 +1,8 @@
 """Learning rate and batch size of a run's steps, computed from its configuration alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from config.job_config import LrScheduler, Training
 from data.batch_size import batch_size_of, sequences_in
@@ -22,9 +24,17 @@ class SchedulePlan:
     """Tokens of all steps so far, padding included."""
 
 
-def plan_schedule(training: Training, lr_scheduler: LrScheduler, peak_lr: float) -> SchedulePlan:
+def plan_schedule(
+    training: Training,
+    lr_scheduler: LrScheduler,
+    peak_lr: float,
+    *,
+    factor: Callable[[int], float] | None = None,
+) -> SchedulePlan:
     """Plan a run from a resolved configuration.
 
+    ``factor``: of the peak learning rate by step; needed for a function of the user's own, which
+    this does not import.
     Raises ``ValueError`` without ``training.global_batch_size``, which follows from the number of
     ranks, and with more than ``MAX_STEPS`` phases.
     """
@@ -38,6 +48,11 @@ def plan_schedule(training: Training, lr_scheduler: LrScheduler, peak_lr: float)
         [(p.steps, p.global_batch_size) for p in training.batch_size_ramp],
     )
     total = lr_scheduler.total_steps or n_steps
+    if factor is None:
+        if ":" in lr_scheduler.decay_type:
+            name = lr_scheduler.decay_type
+            raise ValueError(f"lr_scheduler.decay_type: {name} is not called: it is your own")
+        factor = partial(lr_factor, config=lr_scheduler, total_steps=total)
     bounds = [1, n_steps, lr_scheduler.warmup_steps]
     bounds.append(total - round(lr_scheduler.decay_ratio * total))
     end = 0
@@ -48,7 +63,7 @@ def plan_schedule(training: Training, lr_scheduler: LrScheduler, peak_lr: float)
     steps = sorted({step for step in (*bounds, *even) if 1 <= step <= n_steps})
     return SchedulePlan(
         steps,
-        [peak_lr * lr_factor(step, lr_scheduler, total) for step in steps],
+        [peak_lr * factor(step) for step in steps],
         [batch_size_of(step, ramp, batch_size) * training.seq_len for step in steps],
         [sequences_in(step, ramp, batch_size) * training.seq_len for step in steps],
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from runtime.compat import find
@@ -32,6 +33,19 @@ def shard_slices(tensor: torch.Tensor, coordinate: Sequence[int]) -> tuple[slice
                 start = min(full.stop, full.start + coordinate[mesh_dim] * size)
                 slices[placement.dim] = slice(start, min(full.stop, start + size))
     return tuple(slices)
+
+
+def sharding_groups(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Process groups over which ``tensor`` is sharded; a plain tensor has none."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    for placement in tensor.placements:
+        assert not placement.is_partial(), "a tensor is still Partial"
+    return tuple(
+        tensor.device_mesh.get_group(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if is_sharded(placement)
+    )
 
 
 def is_sharded(placement: Placement) -> TypeGuard[Shard]:

@@ -1,4 +1,4 @@
-"""Logger setup, printing of untrusted text, silenced library warnings, and duration formatting."""
+"""Logger setup, printing of untrusted text, silenced library warnings, formats of numbers."""
 
 import json
 import logging
@@ -129,6 +129,13 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def short_number(number: float) -> str:
+    """Format as 9,999, 41.2k, 3.5M, 12G or 1.2T."""
+    units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+    scale, unit = next(((s, u) for s, u in units if abs(number) >= s), (1.0, ""))
+    return f"{number / (1e3 if unit == 'k' else scale):,.4g}{unit}"
 
 
 logger = logging.getLogger("shardloom")

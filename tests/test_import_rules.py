@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved_model": LIBRARIES,
     "forward_backward": LIBRARIES,
     "build_model": LIBRARIES | {"forward_backward", "run_spec"},
-    "run_summary": LIBRARIES | {"build_model", "run_spec"},
+    "run_summary": LIBRARIES | {"build_model", "report", "run_spec"},
     "train_step": LIBRARIES | {"build_model", "run_spec"},
     "run_log": LIBRARIES | {"build_model", "run_spec", "train_step", "validation"},
     "resume": LIBRARIES | {"build_model", "run_spec", "train_step"},

@@ -118,6 +118,22 @@ def test_table_log_and_live_line_fit_80_columns(
     assert sum("150003/1000000" in line for line in lines) == 1
 
 
+@pytest.mark.parametrize(("columns", "is_drawn"), [(80, True), (79, False), (20, False)])
+def test_a_drawing_is_shown_where_it_fits(terminal: Terminal, columns: int, is_drawn: bool) -> None:
+    terminal.resize(columns)
+    drawing = ["lr 1 │" + "█" * 73, "step   1"]
+    plan = record("learning rate: 1", event={"drawing": drawing})
+    TerminalScreen("books", terminal.slave).show([plan, record("mesh: one rank")])
+    lines = terminal.lines()
+    assert [line for line in lines if line in drawing] == drawing * is_drawn
+    assert any(line.startswith("mesh") for line in lines)
+
+
+def test_a_pipe_gets_no_drawing(capfd: pytest.CaptureFixture[str]) -> None:
+    PlainScreen().show([record("learning rate: 1", event={"drawing": ["█"]})])
+    assert capfd.readouterr().out.endswith(" learning rate: 1\n")
+
+
 @pytest.mark.parametrize("columns", [20, 40, 60, 80, 100, 120, 200])
 def test_live_line_has_one_row_at_any_width(columns: int, terminal: Terminal) -> None:
     terminal.resize(columns)

@@ -958,10 +958,12 @@ ROOT_FILES = [
         "train_step.py",
         before="""\
         self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
-        self.nonfinite.step()
+        with self._observed_update(step, norms) as layers:
+            self.nonfinite.step()
 """,
         after="""\
-        self.nonfinite.step()
+        with self._observed_update(step, norms) as layers:
+            self.nonfinite.step()
         self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
 """,
         tests=(PLANTED,),

@@ -74,7 +74,7 @@ def average_gradients() -> AbstractContextManager:
 
 def count_replicas_twice() -> AbstractContextManager:
     return patch(
-        "optim.grad_norm._sharding_groups",
+        "optim.grad_norm.sharding_groups",
         lambda grad: tuple(grad.device_mesh.get_all_groups()),
     )
 

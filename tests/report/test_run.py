@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,34 @@ def test_config_rows_have_defaults(folder: Path) -> None:
     assert rows["training.global_batch_size"]["default"] == "unset"
     assert rows["training.global_batch_size"]["values"] == ["16"]
     assert load_config(folder / "config.toml", []).training.global_batch_size == 16
+
+
+def test_layers_are_curves_apart_from_validation(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step in (5, 15, 25):
+        at = next(i for i, line in enumerate(lines) if line["step"] == step) + 1
+        values = {f"layer_grad_norm/{layer}": step * (layer + 1.0) for layer in range(48)}
+        lines.insert(at, {"step": step, "time": 2e9} | values | {"layer_dead_experts/3": 0.25})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    charts, notes = build_charts([read(folder)])
+    by_id = {chart.id: chart for chart in charts}
+    series = by_id["layer_grad"].series
+    layers = [int(each.label) for each in series]
+    # A chart has 24 curves: from the first layer to the last, two apart or three.
+    assert (layers[0], layers[-1], len(layers)) == (0, 47, 24)
+    assert {b - a for a, b in pairwise(layers)} == {2, 3}
+    assert series[0].axis.steps == [5, 15, 25]
+    assert series[-1].points.mean == [48.0 * step for step in (5, 15, 25)]
+    assert "Gradients of layers: 24 of 48 curves are shown" in notes
+    assert by_id["layer_dead"].series[0].points.mean == [25.0] * 3
+    validation = next(each for each in by_id["loss"].series if each.label == "validation")
+    assert validation.axis.steps == [10, 20, 30]
+    assert None not in validation.points.mean
+
+
+def test_one_s_own_schedule_has_no_plan(folder: Path) -> None:
+    path = folder / "config.toml"
+    path.write_text(path.read_text().replace('"cosine"', '"my_schedule:factor"'))
+    run = read(folder)
+    assert run.plan is None
+    assert [text for text in run.problems if "my_schedule:factor is not called" in text]

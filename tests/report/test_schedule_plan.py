@@ -39,3 +39,11 @@ def test_plan_needs_a_resolved_batch_size() -> None:
     many = Training(global_batch_size=16, batch_size_ramp=RAMP * 600)
     with pytest.raises(ValueError, match="more than 1,000 phases"):
         plan_schedule(many, LrScheduler(), 1.0)
+
+
+def test_plan_of_one_s_own_function_needs_it() -> None:
+    training, scheduler = Training(steps=9, global_batch_size=1), LrScheduler(decay_type="a.b:c")
+    with pytest.raises(ValueError, match=r"a\.b:c is not called"):
+        plan_schedule(training, scheduler, 1.0)
+    plan = plan_schedule(training, scheduler, 0.5, factor=lambda step: step / 9)
+    assert plan.lr == [0.5 * step / 9 for step in range(1, 10)]

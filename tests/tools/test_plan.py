@@ -1,0 +1,88 @@
+"""A plan has the numbers of the run that the same configuration would be."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime import exit_codes
+from tools import plan
+
+MOE = ["qwen3_moe_debug", "--ranks", "4", "--training.local_batch_size", "2"]
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Values of the lines by name."""
+    rows = [line.partition(": ") for line in capsys.readouterr().out.splitlines()]
+    return {name: value for name, _, value in rows if value}
+
+
+def test_plan_of_experts_with_a_ramp(capsys: pytest.CaptureFixture[str]) -> None:
+    ramp = "[{steps=50,global_batch_size=8},{steps=50,global_batch_size=16}]"
+    keys = ["--training.batch_size_ramp", ramp, "--training.global_batch_size", "32"]
+    assert plan.main([*MOE, *keys, "--lr_scheduler.decay_ratio=0.2"]) == exit_codes.DONE
+    lines = lines_of(capsys)
+    # Three quarters of the experts' weights are not used by a token.
+    total, active = 1_463_680, 1_463_680 - 3 * 8 * 96 * 128 * 4 * 3 // 4
+    assert lines["model"] == f"qwen3_moe debugmodel, {total:,} parameters, {active:,} active"
+    assert lines["mesh"] == "dp_shard 4, ep 2"
+    assert lines["batch"].startswith("8,192 tokens per step, 32 sequences of 256; 4 microbatches")
+    n_tokens = (50 * 8 + 50 * 16 + 200 * 32) * 256
+    assert lines["training"].startswith(f"300 steps, {n_tokens:,} tokens, about ")
+    # PaLM's convention; the embedding is no matmul.
+    per_token = 6 * (active - 320 * 128 - (2 * 128 + 2 * 32) * 4 - 128) + 12 * 4 * 4 * 32 * 256
+    assert lines["training"].endswith(f", {per_token * n_tokens:.3g} FLOPs")
+    assert lines["learning rate"] == (
+        "0.003 after 20 steps of warmup, cosine decay from step 240 to 0.0003 at step 300; adamw"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (["--lr_scheduler.decay_ratio", "0"], "0.003 after 20 steps of warmup, constant"),
+        (["--lr_scheduler.warmup_steps", "300"], "warmup to 0.003 at step 300"),
+        (
+            ["--lr_scheduler.total_steps", "580", "--lr_scheduler.decay_type", "linear"],
+            "0.003 after 20 steps of warmup, linear decay from step 20 to 0.0003 at step 580;"
+            " 0.00165 at step 300, the last",
+        ),
+    ],
+)
+def test_learning_rate_in_words(
+    capsys: pytest.CaptureFixture[str], keys: list[str], text: str
+) -> None:
+    assert plan.main(["debug_model", *keys]) == exit_codes.DONE
+    assert lines_of(capsys)["learning rate"] == f"{text}; adamw"
+
+
+def test_a_schedule_of_one_s_own_is_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planned_schedule.py").write_text("def up(step, total):\n    return step / total\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = ["--lr_scheduler.decay_type", "planned_schedule:up"]
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nsteps = 8\n")
+    assert plan.main([str(path), *keys, "--optimizer.lr", "0.5"]) == exit_codes.DONE
+    out = capsys.readouterr().out
+    assert "learning rate: 0.5 times planned_schedule:up, 0.5 at step 8; adamw" in out
+    assert "│   ▄█" not in out.splitlines()[-7]
+    assert out.splitlines()[-7].endswith("│      ▄█")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "CONFIG"),
+        (["nothing"], "nothing: neither a file nor a configuration"),
+        (["debug_model", "--ranks", "0"], "--ranks"),
+        (["debug_model", "--lr", "1"], "did you mean optimizer.lr?"),
+        (["debug_model", "training.steps=4"], "write --training.steps=4"),
+        (["debug_model", "--ranks=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks"),
+    ],
+)
+def test_mistakes_are_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    assert plan.main(arguments) == exit_codes.BAD_CONFIG
+    assert text in capsys.readouterr().err
