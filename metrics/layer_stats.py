@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from runtime.dtensor import sharding_groups, to_local
 from runtime.log import logger
 
-# Attention logits per chunk of queries.
-CHUNK = 1 << 26
+# Attention logits, and positions, of a chunk of queries.
+CHUNK, MAX_ROWS = 1 << 26, 256
 
 
 class Layers(Protocol):
@@ -205,19 +205,19 @@ def largest_attention_logit(
     wide, offset = torch.promote_types(q.dtype, torch.float32), n_keys - n_queries
     queries = q.unflatten(2, (h_kv, -1)).permute(0, 2, 3, 1, 4)  # (b, h_kv, h / h_kv, s_q, d)
     keys = k.permute(0, 2, 3, 1).to(wide)  # (b, h_kv, d, s)
-    positions = torch.arange(n_keys, device=q.device)
-    n_rows = max(1, CHUNK // (b * h * n_keys))
+    # Later keys than the chunk's last query are skipped.
+    n_rows = min(MAX_ROWS, max(1, CHUNK // (b * h * n_keys)))
     found = []
-    for start in range(0, n_queries, n_rows):
-        rows = queries[..., start : start + n_rows, :].to(wide)
-        end = offset + start + rows.shape[3]
+    for start in range(offset, n_keys, n_rows):
+        end = min(start + n_rows, n_keys)
+        rows = queries[..., start - offset : end - offset, :].to(wide)
         logits = (rows.flatten(2, 3) @ keys[..., :end]).unflatten(2, rows.shape[2:4])
-        own, seen = positions[end - rows.shape[3] : end], positions[:end]
-        is_hidden = seen > own[:, None]
+        future = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu(1)
+        logits[..., start:].masked_fill_(future, -torch.inf)
         if document_ids is not None:
-            is_other = document_ids[:, own, None] != document_ids[:, None, seen]
-            is_hidden = (is_hidden | is_other)[:, None, None]
-        found.append(logits.masked_fill_(is_hidden, -torch.inf).amax())
+            is_other = document_ids[:, start:end, None] != document_ids[:, None, :end]
+            logits.masked_fill_(is_other[:, None, None], -torch.inf)
+        found.append(logits.amax())
     return torch.stack(found).amax() * d**-0.5
 
 

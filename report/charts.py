@@ -191,7 +191,7 @@ def _curves(number: int, run: Run) -> Iterator[tuple[str, Series]]:
     """Yield each metric of a run with its curve, and with what was undone of it."""
     history = run.history
     yield from _curves_of(number, run, history.training, "line")
-    # Apart, because a gap in a curve is drawn.
+    # Apart, because a line without the value is a gap in its curve.
     for is_validation in (True, False):
         lines = [line for line in history.other if ("validation_loss" in line) == is_validation]
         yield from _curves_of(number, run, lines, "points")

@@ -312,6 +312,21 @@ OPTIM = [
         tests=(cell(tensor=2),),
     ),
     Mutation(
+        # A mesh with tensor parallel alone shards the residual stream over tp only.
+        "layer-statistics-of-one-sequence-shard",
+        "metrics/layer_stats.py",
+        before='dims = ("batch", "cp", "tp", "pp")',
+        after='dims = ("batch", "cp", "pp")',
+        tests=("tests/metrics/test_layer_stats.py",),
+    ),
+    Mutation(
+        "layer-statistics-count-a-tied-weight-twice",
+        "metrics/layer_stats.py",
+        before="if p not in set(tied_duplicates)}",
+        after="}",
+        tests=("tests/metrics/test_layer_stats.py",),
+    ),
+    Mutation(
         # The last stage's copy of a tied weight then drifts away from the first stage's.
         "tied-copy-is-not-clipped",
         "optim/grad_norm.py",
