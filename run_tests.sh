@@ -4,12 +4,15 @@
 #
 #   ./run_tests.sh [--all] [pytest arguments]
 #   ./run_tests.sh --torch VERSION [--lowest|--newest] [pytest arguments]
+#   ./run_tests.sh --gpu-stub [pytest arguments]
 #
 # Two files of tests run at a time (pytest-xdist); -n 0 runs one, as --pdb needs.
 #
 # --torch runs only the tests, with that PyTorch in a persistent environment. Other packages have the
 # versions of constraints.txt, with --lowest the lowest that pyproject.toml allows, with --newest the
 # newest at the time of installation.
+#
+# --gpu-stub runs only tests/gpu_without_gpu, in a persistent environment with a CUDA build of PyTorch.
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/tools/find_python.sh"
 cd "$ROOT"
@@ -23,7 +26,11 @@ if [[ ${1:-} == --torch ]]; then
     torch+=("$1")
     shift
   fi
-  find_torch_python "${torch[@]}"
+  find_torch_python --torch "${torch[@]}"
+elif [[ ${1:-} == --gpu-stub ]]; then
+  shift
+  find_torch_python --cuda
+  marks=(--gpu-stub -rs tests/gpu_without_gpu)
 else
   find_python test
   if [[ ${1:-} == --all ]]; then

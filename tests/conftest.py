@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="full counts of trials, not a tenth")
+    parser.addoption("--gpu-stub", action="store_true", help="run tests/gpu_without_gpu, too")
     parser.addoption("--seed", type=int, help="only this trial of tests with seeds")
 
 

@@ -1,6 +1,6 @@
 # Source this file. find_python [EXTRA] sets PYTHON to an interpreter with all requirements of
-# pyproject.toml and of the named extra. find_torch_python VERSION [--lowest|--newest] sets it to one
-# with that PyTorch, for tests.
+# pyproject.toml and of the named extra. find_torch_python --torch VERSION [--lowest|--newest] sets it
+# to one with that PyTorch, for tests; find_torch_python --cuda to one with a CUDA build.
 
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -34,7 +34,7 @@ find_python() {
 }
 
 find_torch_python() {
-  make_environment "${PYTHON:-$(new_enough python3.11 python3 python3.12 python3.13)}" --torch "$@"
+  make_environment "${PYTHON:-$(new_enough python3.11 python3 python3.12 python3.13)}" "$@"
 }
 
 make_environment() {

@@ -2,6 +2,7 @@
 
     make_environment.py [EXTRA]                               installs what this interpreter lacks
     make_environment.py --torch VERSION [--lowest|--newest]   for tests with another PyTorch
+    make_environment.py --cuda                                for tests with a CUDA build of PyTorch
 
 If this interpreter has PyTorch, as in most containers, the environment sees its packages, and pip
 must not replace any of them. Imports the standard library only.
@@ -29,6 +30,8 @@ ROOT = Path(__file__).absolute().parents[1]
 UNFINISHED = "unfinished"
 # File in an environment that names its base interpreter or its requirements.
 MADE_OF = "made_of"
+# Environments for tests: the lowest or newest of other packages, or a CUDA build of PyTorch.
+KINDS = ("lowest", "newest", "cuda")
 CONFLICT = "conflicting dependencies"
 LIST_PACKAGES = """
 import json
@@ -49,10 +52,13 @@ class InstallError(Exception):
 def main() -> int:
     arguments = parse_arguments()
     extra, torch = arguments.extra, arguments.torch
+    if arguments.cuda and torch is None:
+        torch = next(line for line in pinned() if name_of(line) == "torch").partition("==")[2]
     lacks = [f"torch=={torch}"] if torch else missing_requirements(Path(sys.executable), extra)
     try:
         if torch:
-            folder = test_environment(torch, lowest=arguments.lowest, newest=arguments.newest)
+            kind = next((name for name in KINDS if getattr(arguments, name)), "")
+            folder = test_environment(torch, kind)
         else:
             folder = run_environment(extra, lacks)
     except KeyboardInterrupt:
@@ -72,8 +78,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("extra", nargs="?")
     parser.add_argument("--torch")
     others = parser.add_mutually_exclusive_group()
-    others.add_argument("--lowest", action="store_true")
-    others.add_argument("--newest", action="store_true")
+    for kind in KINDS:
+        others.add_argument(f"--{kind}", action="store_true")
     arguments = parser.parse_args()
     if arguments.torch is not None and not VERSION.fullmatch(arguments.torch):
         log(f"--torch {arguments.torch!r} is not a version such as 2.11.0")
@@ -114,18 +120,18 @@ def folder_of(base: str) -> Path:
     return ROOT / f".venv-{hashlib.sha256(base.encode()).hexdigest()[:8]}"
 
 
-def test_environment(torch: str, *, lowest: bool, newest: bool) -> Path:
-    """Create or find the environment with this PyTorch; other packages lowest, newest or pinned."""
-    others = "-lowest" if lowest else "-newest" if newest else ""
-    folder = ROOT / f".venv-torch-{torch}{others}"
+def test_environment(torch: str, kind: str) -> Path:
+    """Create or find the environment with this PyTorch; its ``kind`` is one of ``KINDS``, or ""."""
+    folder = ROOT / f".venv-torch-{torch}{kind and f'-{kind}'}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + project["optional-dependencies"]["test"]
-    if lowest:
+    if kind == "lowest":
         requirements = [requirement.replace(">=", "==") for requirement in requirements]
     # Both bounds in one requirement, so that pip rejects a release that is too old or missing.
     needed = next(r for r in project["dependencies"] if name_of(r) == "torch")
     requirements = [f"{needed},=={torch}", *(r for r in requirements if name_of(r) != "torch")]
-    constraints = [] if others else [line for line in pinned() if name_of(line) != "torch"]
+    is_pinned = kind in ("", "cuda")
+    constraints = [line for line in pinned() if name_of(line) != "torch"] if is_pinned else []
     wanted = "\n".join([*requirements, *constraints])
     if read(folder / MADE_OF) == wanted and not (folder / UNFINISHED).exists():
         return folder
@@ -134,8 +140,21 @@ def test_environment(torch: str, *, lowest: bool, newest: bool) -> Path:
             create(folder, sees_base=False)
         log(f"installing torch=={torch} into {folder} (once, takes minutes)")
         pip_install(folder, requirements, constraints)
+        if kind == "cuda":
+            check_cuda_build(folder)
         (folder / MADE_OF).write_text(wanted)
     return folder
+
+
+def check_cuda_build(folder: Path) -> None:
+    """Raise ``InstallError`` if pip's configuration chose a PyTorch for CPUs."""
+    program = "import torch; print(torch.version.cuda is None, torch.__version__)"
+    is_for_cpus, version = run([python_of(folder), "-c", program]).split()
+    if is_for_cpus == "True":
+        raise InstallError(
+            f"pip chose torch {version}, which is not a CUDA build; an index or a constraint of its"
+            " configuration may be for CPUs: try PIP_CONFIG_FILE=/dev/null"
+        )
 
 
 def create(folder: Path, *, sees_base: bool) -> None:

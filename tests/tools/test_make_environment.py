@@ -336,6 +336,25 @@ def test_run_tests_with_another_pytorch(clone: Clone, image: Path) -> None:
     assert not clone.venv.exists()
 
 
+def test_gpu_stub_needs_a_cuda_build(clone: Clone, image: Path) -> None:
+    write_wheel(clone.wheels, "pytest", "8.1", source=PYTEST)
+    command = [clone.root / "run_tests.sh", "--gpu-stub", "-k", "two words"]
+    source = "class version: cuda = {!r}\n__version__ = '2.13.0+x'"
+    write_wheel(clone.wheels, "torch", "2.13.0", source=source.format(None))
+    process = clone.start(*command, PYTHON=image)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "torch 2.13.0+x, which is not a CUDA build" in errors
+    assert "PIP_CONFIG_FILE=/dev/null" in errors
+    assert not list(clone.root.glob(".venv-*"))
+    write_wheel(clone.wheels, "torch", "2.13.0", source=source.format("13.0"))
+    process = clone.start(*command, PYTHON=image)
+    stdout, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert " --gpu-stub -rs tests/gpu_without_gpu " in stdout
+    assert (clone.root / ".venv-torch-2.13.0-cuda" / "bin" / "python").exists()
+
+
 @pytest.mark.parametrize("version", ["new", "../2.12.0", ""])
 def test_invalid_version_is_rejected(clone: Clone, image: Path, version: str) -> None:
     process = clone.start(clone.root / "run_tests.sh", "--torch", version, PYTHON=image)
@@ -373,8 +392,8 @@ def pip(clone: Clone, monkeypatch: pytest.MonkeyPatch) -> Pip:
 
 def test_other_packages_are_pinned_lowest_or_newest(pip: Pip) -> None:
     asked = {}
-    for name, lowest, newest in [("", 0, 0), ("-lowest", 1, 0), ("-newest", 0, 1)]:
-        folder = make_environment.test_environment("2.12.0", lowest=lowest, newest=newest)
+    for name in ["", "-lowest", "-newest"]:
+        folder = make_environment.test_environment("2.12.0", name.removeprefix("-"))
         assert folder.name == f".venv-torch-2.12.0{name}"
         asked[name] = (pip.requirements, pip.constraints.split())
     torch, newest = "torch>=2.11,==2.12.0", ["numpy>=2.0", "small-one>=1.0", "pytest>=8.0"]
@@ -387,20 +406,20 @@ def test_other_packages_are_pinned_lowest_or_newest(pip: Pip) -> None:
 def test_test_environment_is_complete_or_rebuilt(pip: Pip, error: BaseException) -> None:
     pip.error = error
     with pytest.raises(type(error)):
-        make_environment.test_environment("2.12.0", lowest=False, newest=False)
+        make_environment.test_environment("2.12.0", "")
     assert not (make_environment.ROOT / ".venv-torch-2.12.0").exists()
     pip.error = None
-    folder = make_environment.test_environment("2.12.0", lowest=False, newest=False)
+    folder = make_environment.test_environment("2.12.0", "")
     pip.requirements.clear()
-    make_environment.test_environment("2.12.0", lowest=False, newest=False)
+    make_environment.test_environment("2.12.0", "")
     assert pip.requirements == []
     # A start that was killed during installation.
     (folder / make_environment.UNFINISHED).touch()
-    make_environment.test_environment("2.12.0", lowest=False, newest=False)
+    make_environment.test_environment("2.12.0", "")
     assert pip.requirements
     # Other constraints.
     pip.requirements.clear()
     with (make_environment.ROOT / "constraints.txt").open("a") as file:
         file.write("new==1.0\n")
-    make_environment.test_environment("2.12.0", lowest=False, newest=False)
+    make_environment.test_environment("2.12.0", "")
     assert pip.requirements
