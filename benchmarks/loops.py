@@ -93,29 +93,33 @@ def train_loop(turns: Turns, case: Case) -> None:
             return batches
 
     with tempfile.TemporaryDirectory() as folder:
-        keys = {
-            "job.output_dir": folder,
-            "model.flavor": case.flavor,
-            "model.vocab_size": case.args.vocab_size,
-            "training.steps": 10**6,
-            "training.seq_len": case.seq_len,
-            "training.local_batch_size": case.batch_size,
-            "activation_checkpoint.mode": "none",
-            "compile.enable": case.compile,
-            "checkpoint.enable": False,
-            "validation.enable": False,
-            "validation.sample_tokens": 0,
-            **case.keys,
-        }
-        # Weights of another dtype than float32 set the dtype of compute themselves.
-        if "training.dtype" not in keys:
-            keys["training.mixed_precision_param"] = case.dtype
-        texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in keys.items()}
+        texts = keys_of(case) | {"job.output_dir": folder}
         arguments = [part for key, text in texts.items() for part in (f"--{key}", text)]
         config = load_config(ROOT / "train_configs/debug_model.toml", arguments)
         run = resolve(config, world_size=case.ranks)
         paced = PacedRun(**{field.name: getattr(run, field.name) for field in fields(run)})
         train.main(replace(paced, model_args=case.args), RankHeartbeat({}))
+
+
+def keys_of(case: Case) -> dict[str, str]:
+    """Return the keys of train.py that train ``case``, besides its output folder."""
+    keys = {
+        "model.flavor": case.flavor,
+        "model.vocab_size": case.args.vocab_size,
+        "training.steps": 10**6,
+        "training.seq_len": case.seq_len,
+        "training.local_batch_size": case.batch_size,
+        "activation_checkpoint.mode": "none",
+        "compile.enable": case.compile,
+        "checkpoint.enable": False,
+        "validation.enable": False,
+        "validation.sample_tokens": 0,
+        **case.keys,
+    }
+    # Weights of another dtype than float32 set the dtype of compute themselves.
+    if "training.dtype" not in keys:
+        keys["training.mixed_precision_param"] = case.dtype
+    return {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in keys.items()}
 
 
 def bare_loop(turns: Turns, case: Case, precision: str | None) -> None:

@@ -19,12 +19,13 @@ LIBRARIES = ("c10_cuda", "torch_cuda", "torch_cuda_linalg", "torch_python", "caf
 ANSWERED = re.compile(r"(cuda[A-Z]|__cuda|cu[A-Z]|nccl|cublas)(?!File)")
 DEFINED = re.compile(r"^(?:int|unsigned|size_t|void \**|const char \*)\s*(\w+)\(", re.MULTILINE)
 # Functions that are looked up by name at run time, by PyTorch or by Triton's launcher.
-LOOKED_UP = """
-cuCtxGetLimit cuCtxPopCurrent cuCtxPopCurrent_v2 cuCtxPushCurrent cuCtxPushCurrent_v2
-cuCtxSetLimit cuDeviceGetUuid cuFuncGetModule cuFuncLoad cuGetProcAddress_v2 cuInit cuMemMap
-cuMemRetainAllocationHandle cuMemSetAccess cuMemUnmap cuMemsetD32Async cuModuleGetGlobal_v2
-cuModuleGetLoadingMode cuStreamGetCtx cuStreamWriteValue32 cuTensorMapEncodeTiled
-""".split()
+LOOKED_UP = [
+    "cuCtxGetLimit", "cuCtxPopCurrent", "cuCtxPopCurrent_v2", "cuCtxPushCurrent",
+    "cuCtxPushCurrent_v2", "cuCtxSetLimit", "cuDeviceGetUuid", "cuFuncGetModule", "cuFuncLoad",
+    "cuGetProcAddress_v2", "cuInit", "cuMemMap", "cuMemRetainAllocationHandle", "cuMemSetAccess",
+    "cuMemUnmap", "cuMemsetD32Async", "cuModuleGetGlobal_v2", "cuModuleGetLoadingMode",
+    "cuStreamGetCtx", "cuStreamWriteValue32", "cuTensorMapEncodeTiled",
+]  # fmt: skip
 # driver_types.h includes it, and the wheel of the runtime lacks it.
 HOST_DEFINES = """
 #define __device_builtin__

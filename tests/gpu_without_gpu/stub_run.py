@@ -51,7 +51,7 @@ class Step:
     peak_allocated: int
     peak_reserved: int
     retries: int
-    """Allocations that succeeded only after cached memory was freed, since the start."""
+    """Allocations since the start that succeeded only after cached memory was freed."""
     counters: list[tuple[str, str, int, int]]
     """Kind, name, calls and bytes."""
 
@@ -70,6 +70,11 @@ class Step:
     def syncs(self) -> dict[str, int]:
         """Waits of the host for the device; a copy to pageable memory waits, too."""
         return self.calls("sync") | self.calls("copy", "device to pageable")
+
+    @property
+    def device_allocations(self) -> dict[str, int]:
+        """Calls that allocate device memory from the driver, which may wait for the device."""
+        return self.calls("memory", "cuMemCreate|cudaMalloc|out of memory")
 
 
 def train_on_stub(

@@ -1,0 +1,86 @@
+"""Peak memory: each published size in few layers, and what is committed for one GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.loops import keys_of
+from benchmarks.rows import ROOT
+from benchmarks.run import build_case, load_cases
+from models import MODEL_SPECS, find_model
+from models.meta import build_on_meta
+from tests.gpu_without_gpu.stub_run import GIB, H100, H200, Device, train_on_stub
+
+DEVICES = {"h200": H200, "h100": H100}
+LAYERS = 2
+# More than any GPU has: these tests ask what a size needs.
+LARGE = Device("NVIDIA H200", 2**41)
+SIZES = [
+    (name, f) for name in ("llama3", "qwen3") for f in MODEL_SPECS[name].flavors if f[-1] == "B"
+]
+ONE_GPU = ("debug_model", "llama3_1b", "qwen3_0.6b")
+CASES = [
+    (config, case)
+    for config in DEVICES
+    for case in load_cases(config, {})
+    if case["benchmark"] == "step" and "train" in case["loops"]
+]
+
+
+@pytest.mark.parametrize(("name", "flavor"), SIZES)
+def test_size_trains_in_twelve_bytes_per_parameter(name: str, flavor: str, tmp_path: Path) -> None:
+    """Weights and both moments are float32; a step frees its gradients and activations."""
+    keys = {
+        "model.name": name,
+        "model.flavor": flavor,
+        "model.vocab_size": "4096",
+        "model.args.n_layers": str(LAYERS),
+        "training.seq_len": "512",
+        "training.local_batch_size": "1",
+    }
+    (steps,) = train_on_stub(tmp_path, device=LARGE, **keys)
+    spec, args = find_model(name, flavor, n_layers=LAYERS, vocab_size=4096)
+    n_parameters = sum(p.numel() for p in build_on_meta(spec, args, torch.float32).parameters())
+    assert steps[2].syncs == steps[3].syncs == {}
+    # Besides them cuBLAS's workspaces and buffers.
+    assert 0 <= steps[3].allocated - 12 * n_parameters <= 0.1 * GIB
+    assert steps[3].peak_allocated >= 16 * n_parameters
+
+
+@pytest.mark.parametrize("config", ONE_GPU)
+def test_committed_configuration_fits_one_gpu(config: str, tmp_path: Path) -> None:
+    """``local_batch_size`` of the file, with two microbatches; sharded, it needs less."""
+    text = {"training.global_batch_size": "16" if config == "debug_model" else "4"}
+    (steps,) = train_on_stub(tmp_path, config=config, device=H100, **text)
+    assert steps[3].syncs == {}
+    assert steps[3].retries == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "case"), CASES, ids=[f"{config}-{case['name']}" for config, case in CASES]
+)
+def test_benchmark_fits_its_gpu(config: str, case: dict[str, Any], tmp_path: Path) -> None:
+    """Where a GPU was measured, the allocator's peak is the same."""
+    keys = keys_of(build_case(case)) | {"training.steps": "4"}
+    (steps,) = train_on_stub(tmp_path, device=DEVICES[config], **keys)
+    assert steps[3].syncs == {}
+    assert steps[3].retries == 0
+    measured = measured_peak(config, case)
+    if measured is not None:
+        assert steps[3].peak_reserved / GIB == pytest.approx(measured, rel=0.02)
+
+
+def measured_peak(config: str, case: dict[str, Any]) -> float | None:
+    """GiB of the newest row of ``case``, if this PyTorch and this case were measured."""
+    peak, limits = None, {"limit_seconds", "turns", "warmup", "steps_per_turn"}
+    lines = (ROOT / f"benchmarks/results/{config}.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        is_same = {k: v for k, v in row["settings"].items() if k not in limits} == {
+            k: v for k, v in case.items() if k not in limits
+        }
+        if is_same and row["torch"] == torch.__version__ and row["peak_memory_gib"]:
+            peak = row["peak_memory_gib"]
+    return peak
