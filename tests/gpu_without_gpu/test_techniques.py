@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu_without_gpu.stub_run import H200, Device, train_on_stub
+from tests.lib.repository import ROOT
 
 LAYERS = 4
 P = "parallelism."
@@ -163,9 +164,8 @@ def test_validation_and_sample_run(tmp_path: Path) -> None:
 
 def test_planted_sync_is_counted(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(SYNCING_MODEL)
-    (steps,) = train_on_stub(
-        tmp_path, environment={"PYTHONPATH": str(tmp_path)}, **{"model.name": "planted:SYNCS"}
-    )
+    environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    (steps,) = train_on_stub(tmp_path, environment=environment, **{"model.name": "planted:SYNCS"})
     # Once per microbatch, by a copy to memory that is not pinned.
     assert steps[3].syncs == {"cudaStreamSynchronize": 1, "device to pageable": 1}
 
