@@ -44,7 +44,7 @@ def missing_requirement() -> str | None:
     """Name what this machine lacks for the stub, if anything."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is not a CUDA build"
-    lacks = [name for name in ("cc", "nm") if shutil.which(name) is None]
+    lacks = [name for name in ("cc", "nm", "c++filt") if shutil.which(name) is None]
     if lacks:
         return f"there is no {' and no '.join(lacks)}"
     return None if include_folder() else "there is no driver_types.h of the CUDA runtime"

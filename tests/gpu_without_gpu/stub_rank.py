@@ -113,7 +113,7 @@ def balance_experts() -> None:
 
 @contextmanager
 def counts_of(n_tokens: int, degree: int) -> Iterator[None]:
-    """Let ``tolist`` of (2, degree) counts on the device return equal shares of ``n_tokens``."""
+    """Return from ``tolist`` of (2, degree) counts on the device equal shares of ``n_tokens``."""
     read = torch.Tensor.tolist
     counts = [n_tokens // degree + (rank < n_tokens % degree) for rank in range(degree)]
 
@@ -126,7 +126,7 @@ def counts_of(n_tokens: int, degree: int) -> Iterator[None]:
 
 
 def assume_a_bandwidth() -> None:
-    """Let a warning at the start assume a bandwidth, because ranks would agree on zero."""
+    """Assume a bandwidth in a warning at the start: ranks would agree on zero."""
     from parallelisms import comm_volume
 
     comm_volume._bus_bandwidth = lambda mesh: 1e11

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -27,8 +27,11 @@ class Device(NamedTuple):
 H200 = Device("NVIDIA H200", 150_754_820_096)
 H100 = Device("NVIDIA H100 80GB HBM3", 84_983_332_864)
 
+# The first and the last are logged.
+N_STEPS = 5
+QUIET = slice(2, N_STEPS)
 SMALL = {
-    "training.steps": "4",
+    "training.steps": str(N_STEPS),
     "data.source": "builtin",
     "data.tokenizer": "bytes",
     "metrics.log_freq": "1000",
@@ -42,7 +45,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank did from asking for a step's batch to asking for the next one."""
+    """Record of one rank, from asking for a step's batch to asking for the next one."""
 
     seconds: float
     """Host time; it says nothing of a device."""
@@ -52,7 +55,7 @@ class Step:
     peak_reserved: int
     retries: int
     """Allocations since the start that succeeded only after cached memory was freed."""
-    counters: list[tuple[str, str, int, int]]
+    counters: list[tuple[str, str, int, int]] = field(repr=False)
     """Kind, name, calls and bytes."""
 
     def count(self, kind: str, pattern: str = "") -> int:
