@@ -129,7 +129,9 @@ def test_environment(torch: str, kind: str) -> Path:
         requirements = [requirement.replace(">=", "==") for requirement in requirements]
     # Both bounds in one requirement, so that pip rejects a release that is too old or missing.
     needed = next(r for r in project["dependencies"] if name_of(r) == "torch")
-    requirements = [f"{needed},=={torch}", *(r for r in requirements if name_of(r) != "torch")]
+    # Where both are offered, pip would prefer the local version +cpu.
+    exact = f"=={torch},!={torch}+cpu" if kind == "cuda" else f"=={torch}"
+    requirements = [f"{needed},{exact}", *(r for r in requirements if name_of(r) != "torch")]
     is_pinned = kind in ("", "cuda")
     constraints = [line for line in pinned() if name_of(line) != "torch"] if is_pinned else []
     wanted = "\n".join([*requirements, *constraints])
@@ -152,8 +154,8 @@ def check_cuda_build(folder: Path) -> None:
     is_for_cpus, version = run([python_of(folder), "-c", program]).split()
     if is_for_cpus == "True":
         raise InstallError(
-            f"pip chose torch {version}, which is not a CUDA build; an index or a constraint of its"
-            " configuration may be for CPUs: try PIP_CONFIG_FILE=/dev/null"
+            f"pip chose torch {version}, which is not a CUDA build; an index of its configuration"
+            " (pip config list) may be for CPUs: try PIP_CONFIG_FILE=/dev/null"
         )
 
 
