@@ -25,6 +25,9 @@ LOOKED_UP = [
     "cuGetProcAddress_v2", "cuInit", "cuMemMap", "cuMemRetainAllocationHandle", "cuMemSetAccess",
     "cuMemUnmap", "cuMemsetD32Async", "cuModuleGetGlobal_v2", "cuModuleGetLoadingMode",
     "cuStreamGetCtx", "cuStreamWriteValue32", "cuTensorMapEncodeTiled",
+    "nvmlDeviceGetGpuFabricInfoV", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlInit", "nvmlInit_v2",
+    "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetNvLinkRemotePciInfo_v2",
+    "nvmlSystemGetCudaDriverVersion_v2",
 ]  # fmt: skip
 # driver_types.h includes it, and the wheel of the runtime lacks it.
 HOST_DEFINES = """
@@ -72,7 +75,7 @@ def build() -> Path:
 
 
 def compile_to(folder: Path) -> None:
-    """Compile the library into ``folder``, under both names."""
+    """Compile the library into ``folder``, under all names."""
     (folder / "include/crt").mkdir(parents=True)
     (folder / "include/crt/host_defines.h").write_text(HOST_DEFINES)
     (folder / "generated.c").write_text(generated_functions())
@@ -81,8 +84,9 @@ def compile_to(folder: Path) -> None:
     sources = [folder / "generated.c", *(path for path in SOURCES if path.suffix == ".c")]
     flags = ["-O1", "-fPIC", "-shared", "-w", f"-I{folder}/include", f"-I{include}", "-lpthread"]
     subprocess.run(["cc", "-o", folder / "libcuda.so.1", *sources, *flags], check=True)
-    # Triton links its launchers with -lcuda.
-    (folder / "libcuda.so").symlink_to("libcuda.so.1")
+    # Triton links its launchers with -lcuda, and PyTorch loads NVML.
+    for name in ("libcuda.so", "libnvidia-ml.so.1"):
+        (folder / name).symlink_to("libcuda.so.1")
 
 
 def generated_functions() -> str:
