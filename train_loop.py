@@ -1,6 +1,7 @@
 """The loop over steps: when a step may start, what follows it, and how a run ends."""
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -141,7 +142,9 @@ class TrainLoop:
     def periodic_work(self) -> None:
         """Do the work that is due only every so many steps, except saving. Collective."""
         step, config, model = self.state.step, self.run.config, self.model
-        with self.log.metrics.exclude_from_throughput():
+        # Only where files are written: excluding time waits for the device.
+        is_writing = self.profiler.is_writing(step)
+        with self.log.metrics.exclude_from_throughput() if is_writing else nullcontext():
             self.profiler.end_step(step)
         if step % config.training.gc_freq == 0:
             with record_function("gc"):

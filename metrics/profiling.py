@@ -73,17 +73,20 @@ class StepProfiler:
             self._range = record_function(f"{STEP}{step}")
             self._range.__enter__()
 
+    def is_writing(self, step: int) -> bool:
+        """True if ``end_step`` will write a file."""
+        return (self._trace is not None and self._ends_trace(step)) or self._is_snapshot_due(step)
+
     def end_step(self, step: int) -> None:
         """End step ``step``: write what is complete."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
-        if self._trace is not None and step == self._first_step + TRACED_STEPS - 1:
+        if self._trace is not None and self._ends_trace(step):
             self._trace.stop_trace()
             self._write(f"trace-step-{step:08d}-rank{self._rank}.json.gz", self._trace)
             self._trace = None
-        is_due = self._config.enable_memory_snapshot and step % self._config.trace_freq == 0
-        if is_due or self._snapshots_step:
+        if self._is_snapshot_due(step):
             self._snapshot(step)
 
     def close(self) -> None:
@@ -95,6 +98,13 @@ class StepProfiler:
     def _is_trace_due(self, step: int) -> bool:
         is_regular = (step + TRACED_STEPS) % self._config.trace_freq == 0
         return TRACE in self._wanted or (self._config.enable_trace and is_regular)
+
+    def _ends_trace(self, step: int) -> bool:
+        return step == self._first_step + TRACED_STEPS - 1
+
+    def _is_snapshot_due(self, step: int) -> bool:
+        is_regular = step % self._config.trace_freq == 0
+        return (self._config.enable_memory_snapshot and is_regular) or self._snapshots_step
 
     def _discard(self) -> None:
         trace, self._trace = self._trace, None
