@@ -1,7 +1,6 @@
 """The loop over steps: when a step may start, what follows it, and how a run ends."""
 
 import gc
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -67,7 +66,7 @@ class TrainLoop:
             self.validate()
         self.show("first step" + ", compiling" * config.compile.enable)
         while state.step < config.training.steps:
-            with self.log.metrics.exclude_from_throughput():
+            with self.log.metrics.exclude_from_throughput(waits=False):
                 self.profiler.begin_step(state.step + 1)
             # May this step start? All ranks read the answer off the same all-reduce.
             batch, sync = self.batches.next(state.step + 1, is_writing=checkpointer.is_writing)
@@ -142,9 +141,8 @@ class TrainLoop:
     def periodic_work(self) -> None:
         """Do the work that is due only every so many steps, except saving. Collective."""
         step, config, model = self.state.step, self.run.config, self.model
-        # Only where files are written: excluding time waits for the device.
         is_writing = self.profiler.is_writing(step)
-        with self.log.metrics.exclude_from_throughput() if is_writing else nullcontext():
+        with self.log.metrics.exclude_from_throughput(waits=is_writing):
             self.profiler.end_step(step)
         if step % config.training.gc_freq == 0:
             with record_function("gc"):

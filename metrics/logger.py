@@ -61,10 +61,13 @@ class MetricsLogger:
         return time.perf_counter() - self._since, self._data_wait
 
     @contextmanager
-    def exclude_from_throughput(self) -> Iterator[None]:
-        """Exclude the time inside the context from throughput: validation, checkpoints."""
-        if self._device.type == "cuda":
-            # Queued steps would run, and be excluded, during what waits for the device.
+    def exclude_from_throughput(self, *, waits: bool = True) -> Iterator[None]:
+        """Exclude the time inside the context from throughput: validation, checkpoints.
+
+        ``waits``: first for the steps that a GPU has queued. Otherwise they would run, and be
+        excluded, during what waits for the device.
+        """
+        if waits and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         begin = time.perf_counter()
         try:
