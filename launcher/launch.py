@@ -69,7 +69,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         report(error)
         end_other_nodes(nodes, str(error))
         return exit_codes.BAD_CONFIG
-    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
+    set_thread_defaults(n_ranks)
     enable_expandable_segments()
     os.environ[COMMAND_VARIABLE] = json.dumps([program(), "train", *arguments])
     try:
@@ -256,9 +256,15 @@ def _number(name: str, text: str, *, at_least: int) -> int:
     return int(text)
 
 
-def cpu_threads(n_ranks: int) -> int:
-    """OpenMP threads per rank, so that all ranks together use each available CPU once."""
-    return max(1, available_cpus() // n_ranks)
+def set_thread_defaults(n_ranks: int) -> None:
+    """Set ranks' numbers of OpenMP threads and of spins at a barrier, unless the user did.
+
+    All ranks together use each available CPU once. libgomp's 300,000 spins double the time of a
+    step on a machine that is shared; 10,000 cost 5 % of one alone (docs/benchmarks.md).
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cpus() // n_ranks)))
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def shown_ranks(text: str, n_ranks: int) -> set[int]:

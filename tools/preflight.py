@@ -23,7 +23,7 @@ import torch.distributed as dist
 from config import load_config
 from launcher.agent import Nodes, open_store, run_ranks
 from launcher.console import Console, PlainScreen
-from launcher.launch import check_run, cpu_threads, find_nodes, ranks_per_node
+from launcher.launch import check_run, find_nodes, ranks_per_node, set_thread_defaults
 from runtime import exit_codes
 from runtime.hub_paths import pin_names
 from runtime.log import report, say
@@ -58,7 +58,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         if findings:
             say(*findings, file=sys.stderr)
             return exit_codes.FAILED
-    os.environ.setdefault("OMP_NUM_THREADS", str(cpu_threads(n_ranks)))
+    set_thread_defaults(n_ranks)
     with Console(PlainScreen()) as console:
         end = run_ranks(PROGRAM, config, n_ranks=n_ranks, nodes=nodes, shown={0}, console=console)
     codes = set(end.codes.values())

@@ -165,9 +165,30 @@ def test_unusable_output_dir_is_named(
     assert capsys.readouterr().err.startswith("job.output_dir: ")
 
 
-def test_every_rank_has_a_cpu_thread():
-    assert launch.cpu_threads(1) == available_cpus()
-    assert launch.cpu_threads(available_cpus() + 1) == 1
+@pytest.mark.parametrize(
+    ("given", "n_ranks", "wants"),
+    [
+        ({}, 1, {"OMP_NUM_THREADS": str(available_cpus()), "GOMP_SPINCOUNT": "10000"}),
+        ({}, available_cpus() + 1, {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000"}),
+        ({"OMP_NUM_THREADS": "3"}, 1, {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "10000"}),
+        ({"GOMP_SPINCOUNT": "7"}, 1, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, 1, {"GOMP_SPINCOUNT": None}),
+    ],
+)
+def test_threads_use_each_cpu_once_and_spin_briefly(
+    given: dict[str, str],
+    n_ranks: int,
+    wants: dict[str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        # Set first, so that it is restored even if only the function sets it.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    launch.set_thread_defaults(n_ranks)
+    assert {name: os.environ.get(name) for name in wants} == wants
 
 
 def test_log_rank_selects_shown_ranks():
