@@ -33,7 +33,11 @@ def test_launcher_rejects_by_name(
     assert all(bad.key in line for line in errors.splitlines()), errors
 
 
-def test_launcher_suggests_ranks_for_each_node(capsys: pytest.CaptureFixture[str]):
+def test_launcher_suggests_ranks_for_each_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    # It would wait for a head node that there is not.
+    monkeypatch.setattr(launch, "end_other_nodes", lambda nodes, mistake: None)
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"}
     arguments = [str(ROOT / "train_configs" / "debug_model.toml"), f"--{TP}=3"]
     assert launch.main(arguments, {"NGPU": "4", **nodes}) == exit_codes.BAD_CONFIG
