@@ -35,7 +35,7 @@ SMALL = {
     "data.source": "builtin",
     "data.tokenizer": "bytes",
     "metrics.log_freq": "1000",
-    "metrics.enable_tensorboard": "false",
+    "metrics.trackers": "[]",
     "checkpoint.enable": "false",
     "validation.enable": "false",
     "validation.sample_tokens": "0",
