@@ -33,7 +33,7 @@ from runtime import exit_codes
 from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
-from runtime.log import discard_stdout, red, report, say
+from runtime.log import red, report, say, unless_closed
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import read_text
 from runtime.run_lock import is_locked
@@ -83,7 +83,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return exit_codes.BAD_CONFIG
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
-        print(red(end.message or f"exit codes by rank: {end.codes}"), file=sys.stderr)
+        with unless_closed(sys.stderr):
+            print(red(end.message or f"exit codes by rank: {end.codes}"), file=sys.stderr)
     if nodes.rank > 0:
         return code
     if code == exit_codes.BAD_CONFIG and control.exists() and is_locked(control):
@@ -95,11 +96,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         record_end(control, _outcome(control))
     exit_codes.write_exit_code(control, code)
     if code in (exit_codes.DONE, exit_codes.PREEMPTED):
-        try:
+        with unless_closed(sys.stdout):
             say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
-            sys.stdout.flush()
-        except OSError:  # The terminal may have closed.
-            discard_stdout()
     return code
 
 
@@ -184,23 +182,25 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
 def report_failure(end: End, control: Path) -> int:
     """Report a failure on stderr and in ``control/failures``; return the exit code."""
     lines = [f"exit codes by rank: {end.codes}"]
-    if end.verdict is not None:
-        lines = end.verdict.lines
-        print(end.verdict.traceback, end="", file=sys.stderr)
-    if end.verdict is not None or end.signal is None:
-        first, *others = lines
-        say(f"the run failed: {first}", *(f"  {line}" for line in others), is_error=True)
+    with unless_closed(sys.stderr):
+        if end.verdict is not None:
+            lines = end.verdict.lines
+            print(end.verdict.traceback, end="", file=sys.stderr)
+        if end.verdict is not None or end.signal is None:
+            first, *others = lines
+            say(f"the run failed: {first}", *(f"  {line}" for line in others), is_error=True)
     if end.signal is not None:
         # The run was asked to stop, so it is unknown whether a retry would fail.
         return exit_codes.FAILED
     attempt = record_failure(control, lines=lines, codes=end.codes)
     if attempt < MOST_ATTEMPTS:
         return exit_codes.FAILED
-    say(
-        f"{attempt} attempts failed without a checkpoint newer than step"
-        f" {newest_saved_step(control)}: not retrying. See {control / 'failures'}",
-        is_error=True,
-    )
+    with unless_closed(sys.stderr):
+        say(
+            f"{attempt} attempts failed without a checkpoint newer than step"
+            f" {newest_saved_step(control)}: not retrying. See {control / 'failures'}",
+            is_error=True,
+        )
     return exit_codes.DO_NOT_REQUEUE
 
 

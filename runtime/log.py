@@ -5,6 +5,8 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from config import ConfigError
@@ -100,12 +102,22 @@ def say(*lines: str, file: TextIO | None = None, is_error: bool = False) -> None
             print(printable(line), file=file)
 
 
-def discard_stdout() -> None:
-    """Discard what is still to be written to stdout, because its reader or terminal is gone.
+@contextmanager
+def unless_closed(stream: TextIO) -> Iterator[None]:
+    """Context that prints to stdout or stderr, if the ``stream`` still has a reader or terminal."""
+    try:
+        yield
+        stream.flush()
+    except OSError:
+        discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Discard what is still to be written to ``stream``, because its reader or terminal is gone.
 
     Python writes it at exit, and would change the exit code if that fails.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def report(error: BaseException) -> None:

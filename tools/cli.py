@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from config.paths import expand_path, is_url
 from runtime import exit_codes
-from runtime.log import discard_stdout, report
+from runtime.log import discard, report
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +37,7 @@ def reporting_errors(main: Callable[[list[str]], int]) -> Callable[[list[str]], 
             sys.stdout.flush()
             return code
         except BrokenPipeError:
-            discard_stdout()
+            discard(sys.stdout)
             return exit_codes.CLOSED_PIPE
         except (OSError, ValueError) as error:
             report(error)

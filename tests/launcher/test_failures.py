@@ -1,11 +1,17 @@
 """Failures without progress are numbered; progress resets the number."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launcher.failures import MOST_ATTEMPTS, record_end, record_failure
+from runtime import exit_codes
+from tests.lib.repository import ROOT
 
 
 def fail(control: Path) -> int:
@@ -56,3 +62,17 @@ def test_truncated_line_restarts_the_count(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     path.write_text(path.read_text()[:20])
     assert [fail(tmp_path) for _ in range(4)] == [1, 2, 3, 1]
+
+
+def test_failure_is_recorded_without_a_terminal(tmp_path: Path) -> None:
+    terminal, other_end = pty.openpty()
+    os.close(terminal)
+    code = (
+        "import sys; from pathlib import Path; from launcher.launch import End, report_failure;"
+        "end = End({0: 1}, '', None, None); sys.exit(report_failure(end, Path(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=other_end, stderr=other_end, timeout=120)
+    os.close(other_end)
+    assert done.returncode == exit_codes.FAILED
+    assert "exit codes by rank: {0: 1}" in (tmp_path / "failures").read_text()
