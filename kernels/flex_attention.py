@@ -104,12 +104,13 @@ def block_mask(document_ids: torch.Tensor, n_queries: int, block: int = BLOCK) -
     first = torch.arange(0, n_queries, block, device=device)
     last = (first + block).clamp(max=n_queries) - 1
     key = torch.arange(0, s, block, device=device)  # the first of each block
-    # (b, 1, query blocks, key blocks): starts and positions are monotonic. The dim of heads is not
-    # inserted later, because the compiler gives it the stride 0, and FlexAttention's kernel finds a
-    # sequence's blocks by that stride.
-    heads = starts[:, None]
-    is_visible = (key + block > heads[..., first, None]) & (key <= (last + offset)[:, None])
-    is_full = (key >= heads[..., last, None]) & (key + block <= (first + offset + 1)[:, None])
+    # The dim of heads comes first. Inserted in the results, the compiler gives it the stride 0, by
+    # which FlexAttention's kernel finds a sequence's blocks.
+    starts_of_heads = starts[:, None]
+    lowest, highest = starts_of_heads[..., first, None], starts_of_heads[..., last, None]
+    # (b, 1, query blocks, key blocks): starts and positions are monotonic.
+    is_visible = (key + block > lowest) & (key <= (last + offset)[:, None])
+    is_full = (key >= highest) & (key + block <= (first + offset + 1)[:, None])
     is_full &= (first + block <= n_queries)[:, None]
 
     def mask_mod(
