@@ -42,9 +42,10 @@ def log_plan(
 ) -> None:
     """Log batch, tokens, learning rate, memory, folder, and what is off with the key for it."""
     training, policy = run.config.training, model.mp_policy
+    remainders = " with remainders" * getattr(optimizer, "has_remainders", False)
     logger.info(
-        "precision: weights %s, compute %s, gradient reduction %s",
-        training.dtype, _name(policy.param_dtype), _name(policy.reduce_dtype),
+        "precision: weights %s%s, compute %s, gradient reduction %s",
+        training.dtype, remainders, _name(policy.param_dtype), _name(policy.reduce_dtype),
     )  # fmt: skip
     logger.info("memory: %s", memory_text(model.module, optimizer, model.device))
     lines = plan_lines(
@@ -146,7 +147,10 @@ def memory_text(module: nn.Module, optimizer: torch.optim.Optimizer, device: tor
         n_values = 1 if "muon_momentum" in group else 2  # Muon's momentum, or AdamW's moments
         for parameter in group["params"]:
             dtype = getattr(optimizer, "moment_dtype", None) or parameter.dtype
-            state += n_values * to_local(parameter.detach()).numel() * dtype.itemsize
+            n_bytes = n_values * dtype.itemsize
+            if getattr(optimizer, "has_remainders", False):
+                n_bytes += torch.int16.itemsize
+            state += n_bytes * to_local(parameter.detach()).numel()
     capacity = ""
     if device.type == "cuda":
         capacity = f", of {size_text(torch.cuda.get_device_properties(device).total_memory)}"

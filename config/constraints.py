@@ -17,9 +17,7 @@ T = TypeVar("T")
 # The largest decay at which a bfloat16 moment still shrinks when its gradient is 0. Neighbouring
 # values differ by a factor of up to 1 + 2**-7; a change of less than half of that is rounded away.
 MAX_BFLOAT16_DECAY = 1 - 2**-8
-BFLOAT16_MOMENTS = (
-    ' with optimizer.state_dtype = "bfloat16", which rounds away any slower decay of a moment'
-)
+BFLOAT16_MOMENTS = " with moments in bfloat16, which rounds away any slower decay"
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def _only_with_own_optimizer(name: str) -> Constraint[JobConfig]:
 
 
 def _has_bfloat16_moments(config: JobConfig) -> bool:
-    return config.optimizer.state_dtype == "bfloat16"
+    return "bfloat16" in (config.optimizer.state_dtype, config.training.dtype)
 
 
 def _is_mixed(config: JobConfig) -> bool:
@@ -142,7 +140,8 @@ def _is_mixed(config: JobConfig) -> bool:
 
 
 CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
-    *(_only_with_own_optimizer(name) for name in ("beta1", "beta2", "eps", "state_dtype")),
+    *(_only_with_own_optimizer(name)
+      for name in ("beta1", "beta2", "eps", "state_dtype", "param_remainders")),
     _only_with("optimizer.args", "optimizer.name is module:attribute", _is_outside_optimizer),
     _only_with("lr_scheduler.args", "lr_scheduler.decay_type is module:attribute",
                _has_outside_schedule),
@@ -153,6 +152,8 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     Constraint("optimizer.name", 'must be "adamw" with debug.deterministic = "elastic"',
             lambda config: config.optimizer.name != "adamw" and config.debug.is_elastic),
     _only_with("optimizer.state_dtype", 'training.dtype = "float32"', _is_mixed),
+    _only_with("optimizer.param_remainders", 'training.dtype = "bfloat16"',
+               lambda config: config.training.dtype == "bfloat16"),
     Constraint("optimizer.beta1", f"must be at most 0.99609375{BFLOAT16_MOMENTS}",
             lambda config: _has_bfloat16_moments(config)
             and config.optimizer.beta1 > MAX_BFLOAT16_DECAY),

@@ -251,6 +251,9 @@ class Optimizer(Section):
     """Decay of Muon's Nesterov momentum."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of moments and momentum if weights are float32. bfloat16 halves their memory."""
+    param_remainders: bool = True
+    """If weights are bfloat16, store for each the 16 bits that make it a float32 weight, so that
+    small updates are not lost. 2 bytes per parameter."""
 
 
 class LrScheduler(Section):

@@ -22,7 +22,7 @@ FROZEN = _keys("""
     model: name flavor vocab_size
     data: source subset text_key packing document_mask validation_percent
     training: global_batch_size dtype
-    optimizer: name state_dtype
+    optimizer: name state_dtype param_remainders
     debug: seed
 """)
 # Documents and tokenizer may move, because the data's state has fingerprints of their contents.

@@ -80,6 +80,8 @@ def remedies(config: JobConfig, *, states_are_larger: bool) -> list[str]:
         "training.local_batch_size, lower with the same global_batch_size: the same training": (
             training.local_batch_size > 1
         ),
+        'activation_checkpoint.mode = "memory_budget" and memory_budget = 0.9: recomputes what is'
+        " cheap": config.compile.enable and config.activation_checkpoint.mode == "none",
         'activation_checkpoint.mode = "full": recomputes each block in backward': (
             config.activation_checkpoint.mode != "full"
         ),
@@ -97,7 +99,7 @@ def remedies(config: JobConfig, *, states_are_larger: bool) -> list[str]:
             parallelism.data_parallel_replicate_degree > 1
         ),
         'optimizer.state_dtype = "bfloat16": 12 instead of 16 bytes per parameter': (
-            config.optimizer.state_dtype == "float32"
+            training.dtype == "float32" and config.optimizer.state_dtype == "float32"
         ),
         "more GPUs: each holds fewer shards": parallelism.data_parallel != "ddp",
         "parallelism.fsdp_cpu_offload: the optimizer runs on the host, slowly": (

@@ -1,19 +1,19 @@
-"""AdamW that updates each rank's shards in padded chunks, with moments in an optional dtype."""
+"""AdamW whose moments may have another dtype than the weights, and whose weights remainders."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
+from optim.one_pass_adamw import CHUNK, ParameterState, one_pass_adamw
 from runtime.dtensor import to_local
 
 # No known CPU has wider vector registers.
 VECTOR_BYTES = 64
-# Elements updated at once: in float32, 64 MiB per copied tensor.
-CHUNK = 1 << 24
 
 Segment = tuple[torch.Tensor, ...]
 
@@ -21,12 +21,13 @@ Segment = tuple[torch.Tensor, ...]
 class ChunkedAdamW(torch.optim.AdamW):
     """Fused AdamW whose result does not depend on where shards end.
 
-    PyTorch's CPU kernel rounds the last elements, which do not fill a vector, differently from the
-    others. Segments with such elements are updated in padded copies.
-
-    ``moment_dtype``: dtype of both moments between steps; None: that of the weights. PyTorch's
-    kernel needs one dtype, so a segment's moments are converted to the weights' dtype, updated, and
+    ``moment_dtype``: dtype of both moments between steps; None: that of the weights. They are
     rounded to nearest (as DeepSeek-V3 does with bfloat16: arXiv 2412.19437, section 3.3.2).
+    ``has_remainders``: bfloat16 weights learn as in float32 (``one_pass_adamw``).
+
+    GPUs update in one pass. So do CPUs with remainders; else PyTorch's kernel is faster there. It
+    needs one dtype, and rounds the last elements, which do not fill a vector, differently from the
+    others: segments with such elements or with other moments are updated in copies.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class ChunkedAdamW(torch.optim.AdamW):
         params: Iterable[Any],
         *,
         moment_dtype: torch.dtype | None = None,
+        has_remainders: bool = False,
         **options: Any,
     ) -> None:
-        self.moment_dtype = moment_dtype
+        self.moment_dtype, self.has_remainders = moment_dtype, has_remainders
         super().__init__(params, **options)
 
     @torch.no_grad()
@@ -44,15 +46,18 @@ class ChunkedAdamW(torch.optim.AdamW):
         """Update the parameters. Mutates parameters and state; obeys ``found_inf``, if set."""
         found_inf = getattr(self, "found_inf", None)
         for group in self.adamw_groups():
-            for segments in _chunks(self._param_states(group)):
-                _update(segments, group, found_inf)
+            states = list(self._param_states(group))
+            if states and (self.has_remainders or states[0].step.is_cuda):
+                one_pass_adamw(states, group, found_inf)
+            else:
+                for segments in _chunks(states):
+                    _update(segments, group, found_inf)
 
     def adamw_groups(self) -> list[dict[str, Any]]:
         """Parameter groups that AdamW updates."""
         return self.param_groups
 
-    def _param_states(self, group: Mapping[str, Any]) -> Iterator[Segment]:
-        """Yield (parameter, gradient, exp_avg, exp_avg_sq, step) of each parameter."""
+    def _param_states(self, group: Mapping[str, Any]) -> Iterator[ParameterState]:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -61,7 +66,16 @@ class ChunkedAdamW(torch.optim.AdamW):
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
-            yield parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"]
+                self.init_remainder(parameter)
+            names = ["exp_avg", "exp_avg_sq", *(["remainder"] if self.has_remainders else [])]
+            sharded = [parameter, parameter.grad, *(state[name] for name in names)]
+            yield ParameterState(state["step"], [to_local(tensor) for tensor in sharded])
+
+    def init_remainder(self, parameter: nn.Parameter) -> None:
+        """Start a parameter whose state is new from its bfloat16 value."""
+        if self.has_remainders:
+            remainder = torch.zeros_like(parameter, dtype=torch.int16)
+            self.state[parameter]["remainder"] = remainder
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -72,7 +86,8 @@ class ChunkedAdamW(torch.optim.AdamW):
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, parameter in zip(saved, own, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                dtype = value.dtype if name == "step" else self.moment_dtype or parameter.dtype
+                is_moment = name not in ("step", "remainder")
+                dtype = (self.moment_dtype or parameter.dtype) if is_moment else value.dtype
                 self.state[parameter][name] = value.to(device=parameter.device, dtype=dtype)
 
 
@@ -109,15 +124,15 @@ def _update(
             tensor.copy_(copy[: tensor.numel()])
 
 
-def _chunks(param_states: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """Split local tensors into flat segments and group these, ``CHUNK`` elements at most.
+def _chunks(states: Iterable[ParameterState]) -> Iterator[list[Segment]]:
+    """Split tensors into flat segments and group these, ``CHUNK`` elements at most.
 
     Each segment needs a step of its own to increment; the last one of a tensor gets the original.
     """
     chunk: list[Segment] = []
     count = 0
-    for *tensors, step in param_states:
-        flat = [to_local(tensor).view(-1) for tensor in tensors]
+    for step, tensors in states:
+        flat = [tensor.view(-1) for tensor in tensors]
         segments = list(zip(*(tensor.split(CHUNK) for tensor in flat), strict=True))
         for segment in segments:
             if count + segment[0].numel() > CHUNK:

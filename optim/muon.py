@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from optim.chunked_adamw import ChunkedAdamW
+from optim.one_pass_adamw import read_weight, write_weight
 from runtime.dtensor import shard_slices, to_local
 from runtime.log import logger
 
@@ -203,6 +204,7 @@ class Muon(ChunkedAdamW):
         if not state:
             dtype = self.moment_dtype or parameter.dtype
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
+            self.init_remainder(parameter)
         gradient = stack.view(to_local(parameter.grad), self._rank)
         momentum = stack.view(to_local(state["momentum_buffer"]), self._rank)
         mu = group["muon_momentum"]
@@ -219,10 +221,14 @@ class Muon(ChunkedAdamW):
         is_skipped: torch.Tensor,
     ) -> None:
         weight = stack.view(to_local(stack.parameter), self._rank)
+        remainder = self.state[stack.parameter].get("remainder")
+        if remainder is not None:
+            remainder = stack.view(to_local(remainder), self._rank)
+        old = read_weight(weight, remainder)
         scale = RMS * math.sqrt(max(stack.shape[1:]))
-        decayed = weight * (1 - group["lr"] * group["weight_decay"])
+        decayed = old * (1 - group["lr"] * group["weight_decay"])
         updated = decayed.add_(update, alpha=-group["lr"] * scale)
-        weight.copy_(torch.where(is_skipped, weight, updated))
+        write_weight(torch.where(is_skipped, old, updated), weight=weight, remainder=remainder)
 
     def _all_to_all(
         self,

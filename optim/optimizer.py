@@ -46,13 +46,17 @@ def build_optimizer(
         return build_outside(config, groups, has_stages=has_stages)
     betas = (config.beta1, config.beta2)
     options: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps, "fused": True}
-    moment_dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else None
+    own: dict[str, Any] = {
+        "moment_dtype": torch.bfloat16 if config.state_dtype == "bfloat16" else None,
+        "has_remainders": config.param_remainders
+        and next(model.parameters()).dtype == torch.bfloat16,
+    }
     if config.name == "muon":
         muon = {"weight_decay": config.weight_decay, "muon_momentum": config.muon_momentum}
         groups.append({"params": list(matrices), **muon})
         # With a tied output Muon may own all decayed weights, and an empty group cannot be loaded.
         groups = [group for group in groups if group["params"]]
-        return Muon(groups, weight_mesh=weight_mesh, moment_dtype=moment_dtype, **options)
-    if moment_dtype is not None or is_elastic:
-        return ChunkedAdamW(groups, moment_dtype=moment_dtype, **options)
+        return Muon(groups, weight_mesh=weight_mesh, **own, **options)
+    if any(own.values()) or is_elastic:
+        return ChunkedAdamW(groups, **own, **options)
     return torch.optim.AdamW(groups, **options)

@@ -233,8 +233,7 @@ def compare_folders(report: Report, config: JobConfig, n_parameters: int) -> str
         if problems[leader.rank]
     )
     report.columns["free GiB"] = [f"{gathered[leader.rank][1]:.1f}" for leader in report.leaders]
-    # A checkpoint has the weights and two moments of Adam.
-    need = 3 * n_parameters * getattr(torch, config.training.dtype).itemsize / GIB
+    need = n_parameters * _checkpoint_bytes(config) / GIB
     title = f"{n_parameters:,} parameters, {need:.2f} GiB per checkpoint"
     for leader in writers[:1]:
         folder_there, free_there, _ = gathered[leader.rank]
@@ -243,6 +242,14 @@ def compare_folders(report: Report, config: JobConfig, n_parameters: int) -> str
                 f"{leader.of_node}: {free_there:.2f} GiB free in {folder_there}; {title}"
             )
     return title
+
+
+def _checkpoint_bytes(config: JobConfig) -> int:
+    """Bytes per parameter of a checkpoint: the weight, Adam's two moments, and the remainder."""
+    weight = getattr(torch, config.training.dtype)
+    moment = torch.bfloat16 if config.optimizer.state_dtype == "bfloat16" else weight
+    has_remainders = config.optimizer.param_remainders and weight == torch.bfloat16
+    return weight.itemsize + 2 * moment.itemsize + has_remainders * torch.int16.itemsize
 
 
 def nearest(folder: Path) -> Path:

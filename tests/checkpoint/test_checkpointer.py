@@ -79,9 +79,11 @@ def test_any_mesh_loads_what_any_mesh_saved(
     record_result(f"{layout} from {len(saved)} meshes")
 
 
-def digests_of_steps(folder: Path, layout: Layout, optimizer: Optimizer) -> list[dict[str, str]]:
+def digests_of_steps(
+    folder: Path, layout: Layout, optimizer: Optimizer, dtype: str
+) -> list[dict[str, str]]:
     """Digests after step 2, loaded if it was saved before, and after step 3."""
-    run = Run(folder, layout, optimizer=optimizer)
+    run = Run(folder, layout, optimizer=optimizer, dtype=dtype)
     if run.checkpointer.load_latest() is None:
         run.save(1, 2)
     found = [run.digests()]
@@ -90,15 +92,19 @@ def digests_of_steps(folder: Path, layout: Layout, optimizer: Optimizer) -> list
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")],
+)
 def test_optimizer_resumes_bit_for_bit(
-    ranks: RankPool, tmp_path: Path, name: str, state_dtype: str
+    ranks: RankPool, tmp_path: Path, name: str, dtype: str, state_dtype: str
 ) -> None:
     optimizer = Optimizer(name=name, state_dtype=state_dtype)
-    [want, _] = ranks.run(digests_of_steps, 2, tmp_path, TWO, optimizer)
+    [want, _] = ranks.run(digests_of_steps, 2, tmp_path, TWO, optimizer, dtype)
     for layout in (TWO, Layout(1), Layout(4, {TP: 2})):
         shutil.rmtree(tmp_path / "step-00000003")
-        for found in ranks.run(digests_of_steps, layout.world_size, tmp_path, layout, optimizer):
+        run = (tmp_path, layout, optimizer, dtype)
+        for found in ranks.run(digests_of_steps, layout.world_size, *run):
             assert found[0] == want[0]
             # On another mesh, kernels may round differently at the end of a shard.
             assert found[1] == want[1] or layout != TWO

@@ -77,6 +77,7 @@ FROZEN_CHANGES: dict[str, Any] = {
     "training__dtype": "float64",
     "optimizer__name": "muon",
     "optimizer__state_dtype": "bfloat16",
+    "optimizer__param_remainders": False,
     "debug__seed": 1,
 }
 

@@ -15,7 +15,7 @@ from config.constraints import MAX_BFLOAT16_DECAY
 from config.job_config import Optimizer
 from models import find_model
 from models.meta import build_on_meta
-from optim import chunked_adamw
+from optim import chunked_adamw, one_pass_adamw
 from optim.chunked_adamw import ChunkedAdamW
 from optim.loss import cross_entropy_sum
 from optim.optimizer import build_optimizer
@@ -36,6 +36,7 @@ from tests.lib.ranks import RankPool
 N, STEPS = 331, 5
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BF16 = partial(ChunkedAdamW, moment_dtype=torch.bfloat16)
+REMAINDERS = partial(ChunkedAdamW, has_remainders=True)
 # Maximum relative error of rounding to bfloat16.
 ROUNDING = 2**-8
 
@@ -52,8 +53,9 @@ def train(kind: Any, ends: list[int], dtype: torch.dtype, steps: int = STEPS) ->
             parameter.grad = part.clone()
         optimizer.step()
     states = [optimizer.state[parameter] for parameter in parameters]
-    moments = [torch.cat([s[name] for s in states]) for name in MOMENTS]
-    return [torch.cat([p.detach() for p in parameters]), *moments]
+    names = [name for name in states[0] if name != "step"]
+    own = [torch.cat([s[name] for s in states]) for name in names]
+    return [torch.cat([p.detach() for p in parameters]), *own]
 
 
 def is_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -67,12 +69,16 @@ def is_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         (ChunkedAdamW, torch.float64),
         (ChunkedAdamW, torch.bfloat16),
         (BF16, torch.float32),
+        (REMAINDERS, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("chunk", [chunked_adamw.CHUNK, 64])
 def test_result_independent_of_shard_ends(kind: Any, dtype: torch.dtype, chunk: int) -> None:
     whole = train(kind, [], dtype)
-    with patch.object(chunked_adamw, "CHUNK", chunk):
+    with (
+        patch.object(chunked_adamw, "CHUNK", chunk),
+        patch.object(one_pass_adamw, "CHUNK", chunk),
+    ):
         for ends in ([], [1], [100, 100, 250], list(range(1, N))):
             assert is_equal(train(kind, ends, dtype), whole)
 
@@ -207,13 +213,15 @@ LAYOUTS = [
 ]
 
 
-def updated_digests(layout: Layout | None, state_dtype: str) -> dict[str, str]:
-    """Digests of weights and moments after updates whose gradients do not depend on the mesh."""
+def updated_digests(layout: Layout | None, weight_dtype: str, state_dtype: str) -> dict[str, str]:
+    """Digests of weights and states after updates whose gradients do not depend on the mesh."""
     args = replace(small_args("qwen3", "debugmodel"), n_kv_heads=1, head_dim=2)
     if layout is None:
-        model = build_on_meta(find_model("qwen3", "debugmodel")[0], args, torch.float32)
+        model = build_on_meta(
+            find_model("qwen3", "debugmodel")[0], args, getattr(torch, weight_dtype)
+        )
     else:
-        model = shard_debugmodel("qwen3", args, layout).module
+        model = shard_debugmodel("qwen3", args, layout, dtype=weight_dtype).module
     materialize(model, CPU, seed=3)
     config = Optimizer(lr=1e-2, state_dtype=state_dtype)
     optimizer = build_optimizer(model, config, is_elastic=True)
@@ -224,18 +232,26 @@ def updated_digests(layout: Layout | None, state_dtype: str) -> dict[str, str]:
     found = {}
     for fqn, parameter in model.named_parameters():
         state = optimizer.state[parameter]
-        tensors = {"weight": parameter, **{name: state[name] for name in MOMENTS}}
-        found |= {f"{fqn}.{name}": digest(t) for name, t in tensors.items()}
+        tensors = {"weight": parameter, **state}
+        if "remainder" in state:
+            # Gloo gathers no int16.
+            tensors["remainder"] = state["remainder"].int()
+        found |= {f"{fqn}.{name}": digest(t) for name, t in tensors.items() if name != "step"}
     return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")],
+    ids=["float32", "bfloat16_moments", "remainders"],
+)
 def test_result_bitwise_equal_on_every_mesh(
-    ranks: RankPool, layout: Layout, state_dtype: str
+    ranks: RankPool, layout: Layout, dtypes: tuple[str, str]
 ) -> None:
-    want = updated_digests(None, state_dtype)
-    found = ranks.run(updated_digests, layout.world_size, layout, state_dtype)
+    want = updated_digests(None, *dtypes)
+    assert any("remainder" in name for name in want) == (dtypes[0] == "bfloat16")
+    found = ranks.run(updated_digests, layout.world_size, layout, *dtypes)
     assert dict(chain.from_iterable(part.items() for part in found)) == want
 
 
