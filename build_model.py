@@ -11,6 +11,7 @@ from config import JobConfig
 from forward_backward import ModelRunner, PipelineRunner, SPMDRunner
 from kernels.choose import choose_kernels
 from metrics.flops import flops_per_token, peak_flops
+from microbatch_graphs import CudaRecorder
 from models import ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from parallelisms.comm_volume import warn_if_comm_bound
@@ -86,7 +87,26 @@ class ShardedModel:
             compile=config.compile,
             device=self.device,
             accumulator=accumulator,
+            recorder=None if self.without_cuda_graphs else CudaRecorder(),
         )
+
+    @property
+    def without_cuda_graphs(self) -> str:
+        """Why microbatches do not run as CUDA graphs; "" if they do."""
+        config, mode = self.config, self.config.compile.cuda_graphs
+        reasons = {
+            "no GPU": self.device.type != "cuda",
+            "compile.cuda_graphs": mode == "never",
+            "pipeline parallel": self.dims.degrees.pp > 1,
+            "experts": self.has_moes,
+            "parallelism.fsdp_cpu_offload": config.parallelism.fsdp_cpu_offload,
+            "debug.deterministic": config.debug.is_elastic,
+            "metrics.straggler_window": config.metrics.straggler_window > 0,
+            "ddp": config.parallelism.data_parallel == "ddp" and self.dims.weight_mesh.size() > 1,
+            'several GPUs: compile.cuda_graphs = "always"': mode == "auto"
+            and self.dims.weight_mesh.size() > 1,
+        }
+        return next((reason for reason, is_true in reasons.items() if is_true), "")
 
 
 def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:

@@ -1,6 +1,7 @@
 """Run microbatches forward and backward: through a whole model, or a pipeline of stages."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -12,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from config.job_config import Compile, Parallelism
 from data.loader import Microbatch
+from microbatch_graphs import Inputs, MicrobatchGraphs, Recorder, RunStep, run_step
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import SequenceSharder
 from parallelisms.elastic import PairwiseGradientAccumulator
-from parallelisms.fsdp import FSDPPolicy, set_gradient_sync
+from parallelisms.fsdp import FSDPPolicy, reshard, set_gradient_sync
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.pipeline_parallel import all_reduce_tied_gradients, build_schedule
 
@@ -52,39 +54,68 @@ class SPMDRunner:
         device: torch.device,
         compile: Compile | None = None,
         accumulator: PairwiseGradientAccumulator | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        """``recorder``: microbatches run as graphs."""
         self._model, self._accumulator = model, accumulator
         self._policy = FSDPPolicy.of(parallelism)
-        self._compile = compile
+        self._compile, self._device = compile, device
         self._sharder = SequenceSharder(cp_mesh, parallelism, device)
         self.tied_duplicates: list[nn.Parameter] = []
+        self._run: RunStep = partial(run_step, self._run_microbatch)
+        self._is_recorded = recorder is not None
+        if recorder is not None:
+            parameters = list(model.parameters())
+            self._run = MicrobatchGraphs(self._run_microbatch, parameters, recorder)
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
-        losses = []
-        for batch in microbatches:
-            is_last = batch is microbatches[-1]
-            set_gradient_sync(self._model, self._policy, is_last=is_last)
-            # A step without target tokens has a loss of 0.
-            loss = self._loss(batch, max(n_tokens, 1))
-            loss.backward()
-            if self._accumulator is not None:
-                self._accumulator.end_microbatch(is_last=is_last)
-            losses.append(loss.detach())
-        return torch.stack(losses)
+        # A step without target tokens has a loss of 0.
+        n_tokens = max(n_tokens, 1)
+        divisor = torch.full((), n_tokens, dtype=torch.float64, device=self._device)
+        return torch.stack(self._run([(*self._place(each), divisor) for each in microbatches]))
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch]) -> torch.Tensor:
-        return torch.stack([self._loss(microbatch, 1) for microbatch in microbatches])
+        losses = torch.stack([self._loss(self._place(each), 1) for each in microbatches])
+        self._end_inference()
+        return losses
 
     @torch.no_grad()
     def logits(self, batch: Microbatch) -> torch.Tensor:
         tokens, options = self._sharder.inputs(*batch.inputs)
-        return self._sharder.unshard(self._model(tokens, **options))
+        logits = self._sharder.unshard(self._model(tokens, **options))
+        self._end_inference()
+        return logits
 
-    def _loss(self, batch: Microbatch, n_tokens: int) -> torch.Tensor:
+    def _end_inference(self) -> None:
+        """Free the last unit's weights, as the next backward does unless it is a recording."""
+        if self._is_recorded:
+            reshard(self._model)
+
+    def _place(self, batch: Microbatch) -> Inputs:
+        """This rank's tokens, labels, positions and document ids, on the device."""
         tokens, options = self._sharder.inputs(*batch.inputs)
         labels = self._sharder.shard(batch.labels)
-        return cross_entropy_sum(self._model(tokens, **options), labels, n_tokens, self._compile)
+        return tokens, labels, options.get("positions"), options.get("document_ids")
+
+    def _run_microbatch(self, inputs: Inputs, *, is_last: bool) -> torch.Tensor:
+        set_gradient_sync(self._model, self._policy, is_last=is_last)
+        *placed, divisor = inputs
+        assert divisor is not None
+        loss = self._loss(placed, divisor)
+        loss.backward()
+        if self._accumulator is not None:
+            self._accumulator.end_microbatch(is_last=is_last)
+        return loss.detach()
+
+    def _loss(
+        self, inputs: Sequence[torch.Tensor | None], divisor: float | torch.Tensor
+    ) -> torch.Tensor:
+        tokens, labels, positions, document_ids = inputs
+        assert labels is not None
+        options = {"positions": positions, "document_ids": document_ids}
+        given = {name: tensor for name, tensor in options.items() if tensor is not None}
+        return cross_entropy_sum(self._model(tokens, **given), labels, divisor, self._compile)
 
 
 class PipelineRunner:

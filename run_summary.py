@@ -116,6 +116,7 @@ def off(run: RunSpec, model: ShardedModel) -> dict[str, str]:
     config, has_gpu = run.config, model.device.type == "cuda"
     features = {
         "compile": (config.compile.enable, "compile.enable"),
+        "CUDA graphs": (not model.without_cuda_graphs, model.without_cuda_graphs),
         "float8": (config.float8.recipe != "none", "float8.recipe"),
         "activation checkpoint": (
             config.activation_checkpoint.mode != "none",

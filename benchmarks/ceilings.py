@@ -3,6 +3,7 @@
 Measured on random data, because GPUs multiply zeros faster: they take less power.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -32,7 +33,7 @@ def run(case: Case) -> Iterator[Row]:
         for n in case.sizes:
             a, b = (torch.randn(n, n, device=device).to(getattr(torch, name)) for _ in "ab")
             try:
-                seconds = fastest(build_matmul(a, b), case.seconds, device)
+                seconds = sustained(build_matmul(a, b), case.seconds, device)
             except (RuntimeError, NotImplementedError) as error:
                 problem = f"skipped: {str(error).splitlines()[0][:120]}"
                 yield {"what": f"{name} product, {n:,}", "problem": problem}
@@ -42,7 +43,7 @@ def run(case: Case) -> Iterator[Row]:
             yield {"what": f"{name} product, {n:,}", "tflops_per_second": rate / 1e12} | share
     source = torch.randn(case.copy_mib * 2**18, device=device)
     target = torch.empty_like(source)
-    seconds = fastest(lambda: target.copy_(source), case.seconds, device)
+    seconds = sustained(lambda: target.copy_(source), case.seconds, device)
     rate = 2 * source.nbytes / seconds / 1e9
     yield {"what": f"copy, {case.copy_mib} MiB", "gb_per_second": rate}
 
@@ -57,8 +58,11 @@ def build_matmul(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
     )
 
 
-def fastest(call: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Seconds of the fastest call within ``limit`` seconds, after one warmup call."""
+def sustained(call: Callable[[], object], limit: float, device: torch.device) -> float:
+    """Median seconds of the calls within ``limit`` seconds, after one warmup call.
+
+    Not the fastest: under load a GPU's clocks fall within seconds.
+    """
     call()
     found: list[float] = []
     end = time.perf_counter() + limit
@@ -68,4 +72,4 @@ def fastest(call: Callable[[], object], limit: float, device: torch.device) -> f
         if device.type == "cuda":
             torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)
-    return min(found)
+    return statistics.median(found)

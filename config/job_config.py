@@ -351,6 +351,9 @@ class Compile(Section):
     """Apply torch.compile to each block and to the loss."""
     backend: Annotated[str, Field(min_length=1)] = "inductor"
     """Backend of torch.compile."""
+    cuda_graphs: Literal["auto", "always", "never"] = "auto"
+    """Record forward and backward of a microbatch once as a CUDA graph, which the host launches at
+    once; with compile.enable or without. auto: on one GPU. always: also on several."""
 
 
 class Float8(Section):

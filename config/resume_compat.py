@@ -43,7 +43,7 @@ RECORDED = _keys("""
     parallelism: expert_parallel_degree fsdp_reshard_after_forward fsdp_reduce_gradients
     parallelism: fsdp_forward_prefetch fsdp_backward_prefetch fsdp_cpu_offload
     activation_checkpoint: mode selective memory_budget
-    compile: enable backend
+    compile: enable backend cuda_graphs
     float8: recipe skip skip_small emulate
     numerics: on_nonfinite max_skipped on_spike spike_window spike_sigmas max_rollbacks
     experts: balance_loss balance_bias_rate

@@ -17,14 +17,17 @@ CHUNK, CPU_CHUNK = 1 << 24, 1 << 19
 
 
 def cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, divisor: int = 1, compile: Compile | None = None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    divisor: float | torch.Tensor = 1,
+    compile: Compile | None = None,
 ) -> torch.Tensor:
     """Return the cross entropy in nats, summed over valid labels, divided by ``divisor``; 0-d.
 
     logits (b, s, vocab_size), labels (b, s) int64; ``IGNORE_INDEX`` is not valid. The result is at
-    least float32. ``divisor``: the step's global count of valid labels, so that the scale does not
-    depend on any degree of parallelism. Logits sharded over the vocabulary are not gathered
-    (Megatron-LM, arXiv 1909.08053, section 3), and the call is then collective.
+    least float32. ``divisor``: the step's global count of valid labels, a number or 0-d, so that
+    the scale does not depend on any degree of parallelism. Logits sharded over the vocabulary are
+    not gathered (Megatron-LM, arXiv 1909.08053, section 3), and the call is then collective.
 
     Mutates ``logits`` in backward: their gradient overwrites them. Nothing else of their size is
     allocated, neither float32 copies of bfloat16 logits nor probabilities.
@@ -46,7 +49,7 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        divisor: int,
+        divisor: float | torch.Tensor,
         group: dist.ProcessGroup | None,
         start: int,
         is_fused: bool,
@@ -56,6 +59,8 @@ class _CrossEntropySum(torch.autograd.Function):
         row_max = rows.amax(-1).to(torch.promote_types(rows.dtype, torch.float32))
         if group is not None:
             dist.all_reduce(row_max, dist.ReduceOp.MAX, group)
+        if isinstance(divisor, torch.Tensor):
+            divisor = divisor.to(row_max.dtype)
         is_local = (labels >= start) & (labels < start + rows.shape[1])
         at = torch.arange(len(rows), device=rows.device), torch.where(is_local, labels - start, 0)
         target = torch.where(is_local, rows[at] - row_max, 0.0)

@@ -210,3 +210,10 @@ def set_gradient_sync(model: nn.Module, policy: FSDPPolicy, *, is_last: bool) ->
     if not policy.reshard_after_backward:
         # Weights kept for a whole backward may as well be kept until they change.
         model.set_reshard_after_backward(is_last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights of all units that have some. Mutates ``model``."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

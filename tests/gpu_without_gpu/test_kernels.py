@@ -11,8 +11,11 @@ LAYERS = 4
 BFLOAT16 = {
     "compile.enable": "true",
     "training.dtype": "bfloat16",
+    "optimizer.param_remainders": "false",
     "activation_checkpoint.mode": "none",
 }
+# Seven matrices and two norms of each layer, the embedding, the last norm and the output.
+PARAMETERS = 9 * LAYERS + 3
 # A kernel of its own for each tensor, not one for many.
 ONE_TENSOR_MULTIPLICATION = r"elementwise_kernel.*MulFunctor<(float|c10::BFloat16)>"
 
@@ -28,6 +31,19 @@ def test_adamw_is_fused(step: Step) -> None:
     assert step.count("kernel", "FusedAdamMathFunctor") in (1, 2)
     # One kernel for many step counts.
     assert step.count("kernel", "multi_tensor_apply.*BinaryOpScalarFunctor") in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"training.dtype": "bfloat16"}, {"optimizer.state_dtype": "bfloat16"}],
+    ids=["remainders", "bfloat16_moments"],
+)
+def test_adamw_is_one_pass(keys: dict[str, str], tmp_path: Path) -> None:
+    """One kernel per parameter, also if nothing else is compiled."""
+    ((*_, step, _),) = train_on_stub(tmp_path, **keys)
+    assert step.count("kernel", "triton.*sqrt") == PARAMETERS
+    assert step.count("kernel", "FusedAdamMathFunctor") == 0
+    assert step.syncs == {}
 
 
 def test_clipping_scales_many_gradients_in_one_kernel(step: Step) -> None:

@@ -20,33 +20,22 @@ int cudaEventElapsedTime(float *milliseconds)
     return SUCCESS;
 }
 
-static int is_capturing(int *status)
-{
-    *status = 0;
-    return SUCCESS;
-}
-
-int cudaStreamIsCapturing(void *stream, int *status) { return is_capturing(status); }
-int cuStreamIsCapturing(void *stream, int *status) { return is_capturing(status); }
-
-int cudaStreamGetCaptureInfo(void *stream, int *status, unsigned long long *id)
-{
-    if (id)
-        *id = 0;
-    return is_capturing(status);
-}
-
 int cudaStreamGetPriority(void *stream, int *priority)
 {
     *priority = 0;
     return SUCCESS;
 }
 
-int cudaStreamSynchronize(void *s) { return count_call("sync", "cudaStreamSynchronize"); }
-int cudaDeviceSynchronize(void) { return count_call("sync", "cudaDeviceSynchronize"); }
-int cudaEventSynchronize(void *e) { return count_call("sync", "cudaEventSynchronize"); }
-int cuStreamSynchronize(void *s) { return count_call("sync", "cuStreamSynchronize"); }
-int cuCtxSynchronize(void) { return count_call("sync", "cuCtxSynchronize"); }
+static int wait(const char *name)
+{
+    return count_call(is_capturing() ? "recorded sync" : "sync", name);
+}
+
+int cudaStreamSynchronize(void *s) { return wait("cudaStreamSynchronize"); }
+int cudaDeviceSynchronize(void) { return wait("cudaDeviceSynchronize"); }
+int cudaEventSynchronize(void *e) { return wait("cudaEventSynchronize"); }
+int cuStreamSynchronize(void *s) { return wait("cuStreamSynchronize"); }
+int cuCtxSynchronize(void) { return wait("cuCtxSynchronize"); }
 
 int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data)
 {

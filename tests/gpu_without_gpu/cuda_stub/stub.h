@@ -23,6 +23,9 @@ int count_call(const char *kind, const char *name);
 int count_bytes(const char *kind, const char *name, size_t bytes);
 void *new_handle(void);
 
+/* graphs.c */
+int is_capturing(void);
+
 /* memory.c */
 size_t device_bytes(void);
 void *map_region(size_t size, int is_host);

@@ -1,0 +1,145 @@
+"""Forward and backward of microbatches as CUDA graphs, each of which the host launches at once.
+
+A graph repeats what its capture did, with the same memory. So everything that changes from step to
+step is in a tensor that lives on: inputs are copied to fixed buffers, weights are updated in place,
+gradients stay in the graphs' memory.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn as nn
+
+from runtime.log import logger
+
+Inputs = tuple[torch.Tensor | None, ...]
+"""Tensors on the device, and None for those that this run does not have."""
+
+
+class RunMicrobatch(Protocol):
+    """Accumulates the gradients of one microbatch; returns its loss, 0-d."""
+
+    def __call__(self, inputs: Inputs, *, is_last: bool) -> torch.Tensor: ...
+
+
+RunStep = Callable[[Sequence[Inputs]], list[torch.Tensor]]
+"""Accumulates the gradients of a step's microbatches; returns their losses, 0-d."""
+
+
+def run_step(run: RunMicrobatch, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
+    """Run each microbatch; see ``RunStep``."""
+    n = len(microbatches)
+    return [run(inputs, is_last=i == n - 1) for i, inputs in enumerate(microbatches)]
+
+
+class Recorder(Protocol):
+    """Records what a function does on a device, and repeats it."""
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` as ``record`` will. It may compile, choose kernels, and allocate."""
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Return the result of ``function``, and a call that computes it again in its memory.
+
+        The result has no values before that call.
+        """
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share one pool of memory because they run one after the other."""
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        # Autograd runs backward on the streams of forward, and a capture waits for no other.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = function()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads load data and save checkpoints meanwhile.
+        capture: AbstractContextManager[None] = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with capture:
+            result = function()
+        return result, graph.replay
+
+
+class _Graph(NamedTuple):
+    replay: Callable[[], None]
+    loss: torch.Tensor
+
+
+class _Graphs(NamedTuple):
+    """Graphs of all steps whose microbatches have the same shapes."""
+
+    buffers: Inputs
+    first: _Graph
+    middle: _Graph | None
+    last: _Graph | None
+    """None if a step has one microbatch."""
+    gradients: list[torch.Tensor | None]
+    """Of each parameter after a step."""
+
+
+class MicrobatchGraphs:
+    """Runs the microbatches of a step: eagerly in the first step of its kind, then as graphs.
+
+    The first, the last and all other microbatches of a step differ in what they communicate, and
+    the first one allocates the gradients. Gradients that a step leaves in ``parameters`` are those
+    of the graphs: the next step overwrites them.
+    """
+
+    def __init__(
+        self, run: RunMicrobatch, parameters: Sequence[nn.Parameter], recorder: Recorder
+    ) -> None:
+        self._run, self._parameters, self._recorder = run, parameters, recorder
+        self._graphs: dict[Any, _Graphs | None] = {}
+        """By shapes and number of microbatches; None: only warmed up."""
+
+    def __call__(self, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
+        """Accumulate the gradients of a step; return the loss of each microbatch, 0-d."""
+        shapes = {tuple(None if t is None else t.shape for t in each) for each in microbatches}
+        # All microbatches between the first and the last are alike.
+        kind = (*shapes, min(len(microbatches), 3))
+        if kind not in self._graphs or len(shapes) > 1:
+            self._graphs[kind] = None
+            return self._recorder.warm_up(lambda: run_step(self._run, microbatches))
+        graphs = self._graphs[kind] = self._graphs[kind] or self._record(microbatches)
+        losses = []
+        for index, inputs in enumerate(microbatches):
+            is_last = index == len(microbatches) - 1
+            graph = graphs.first if index == 0 else graphs.last if is_last else graphs.middle
+            assert graph is not None
+            for buffer, tensor in zip(graphs.buffers, inputs, strict=True):
+                if buffer is not None and tensor is not None:
+                    buffer.copy_(tensor)
+            graph.replay()
+            # The next replay overwrites it.
+            losses.append(graph.loss.clone())
+        for parameter, gradient in zip(self._parameters, graphs.gradients, strict=True):
+            parameter.grad = gradient
+        return losses
+
+    def _record(self, microbatches: Sequence[Inputs]) -> _Graphs:
+        """Record a step of such microbatches, in order: each continues from the one before it."""
+        n = len(microbatches)
+        buffers = tuple(None if t is None else t.clone() for t in microbatches[0])
+
+        def record(*, is_last: bool) -> _Graph:
+            loss, replay = self._recorder.record(lambda: self._run(buffers, is_last=is_last))
+            return _Graph(replay, loss)
+
+        first = record(is_last=n == 1)
+        middle = record(is_last=False) if n > 2 else None
+        last = record(is_last=True) if n > 1 else None
+        logger.info("CUDA graphs: recorded a step of %d microbatches", n)
+        gradients = [parameter.grad for parameter in self._parameters]
+        return _Graphs(buffers, first, middle, last, gradients)
