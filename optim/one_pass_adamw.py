@@ -36,7 +36,8 @@ def one_pass_adamw(
     is_skipped = (
         steps[0].new_zeros(()) if found_inf is None else (found_inf != 0).to(steps[0].dtype)
     )
-    foreach("add_", steps, 1 - is_skipped)
+    # A list, because one tensor to add to all would be read by the host.
+    foreach("add_", steps, [1 - is_skipped] * len(steps))
     # The first update, if it is skipped, would divide by zero.
     counts = torch.stack(steps).double().clamp(min=1.0)
     (beta1, beta2), lr = group["betas"], group["lr"]

@@ -10,6 +10,8 @@ from tests.gpu_without_gpu.stub_run import Step, train_on_stub
 LAYERS = 4
 BFLOAT16 = {
     "compile.enable": "true",
+    # Kernels of a graph are not launched one by one.
+    "compile.cuda_graphs": "never",
     "training.dtype": "bfloat16",
     "optimizer.param_remainders": "false",
     "activation_checkpoint.mode": "none",
@@ -68,6 +70,30 @@ def test_compiled_block_is_as_many_kernels_as_expected(step: Step) -> None:
     """Seven linear layers: seven GEMMs forward, fourteen backward, and the output's three."""
     assert step.count("gemm") == 21 * LAYERS + 3
     assert step.count("kernel", "triton") <= 15 * LAYERS + 2
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"compile.enable": "true", "training.global_batch_size": "32"},
+        {"data.document_mask": "true", "activation_checkpoint.mode": "full"},
+        {"float8.recipe": "tensorwise", "float8.skip_small": "false"},
+    ],
+    ids=["eager", "compiled", "documents", "float8"],
+)
+def test_a_graph_takes_little_of_the_host(keys: dict[str, str], tmp_path: Path) -> None:
+    """A launch per microbatch; besides them the host launches batches, clipping and AdamW."""
+    ((_, _, recorded, *steps, _),) = train_on_stub(tmp_path, **keys)
+    # The random generator's own, of which the models use nothing.
+    n_graphs = int(keys.get("training.global_batch_size", "8")) // 8
+    assert recorded.count("recorded sync") <= min(n_graphs, 3)
+    assert recorded.count("recorded kernel") > 100
+    for step in steps:
+        assert step.count("graph", "launch") == n_graphs
+        assert step.count("kernel") < 70
+        assert step.count("gemm") == 0
+        assert step.syncs == step.device_allocations == {}
 
 
 def test_flex_attention_finds_the_blocks_of_each_sequence(tmp_path: Path) -> None:
