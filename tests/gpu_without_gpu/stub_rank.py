@@ -30,7 +30,7 @@ class Recorder:
     def __init__(self, report: Path) -> None:
         self._report, self._counters = report, report.with_suffix(".counters")
         self._stub = ctypes.CDLL(os.environ["LD_PRELOAD"])
-        self._began = time.perf_counter()
+        self._began, self._cpu = time.perf_counter(), time.process_time()
 
     def count(self, name: str) -> None:
         self._stub.count_call(b"kernel", name.encode())
@@ -42,6 +42,7 @@ class Recorder:
         stats = torch.cuda.memory_stats()
         record = {
             "seconds": seconds,
+            "cpu_seconds": time.process_time() - self._cpu,
             "allocated": torch.cuda.memory_allocated(),
             "peak_allocated": torch.cuda.max_memory_allocated(),
             "peak_reserved": torch.cuda.max_memory_reserved(),
@@ -51,7 +52,7 @@ class Recorder:
         with self._report.open("a") as file:
             file.write(json.dumps(record) + "\n")
         torch.cuda.reset_peak_memory_stats()
-        self._began = time.perf_counter()
+        self._began, self._cpu = time.perf_counter(), time.process_time()
 
 
 def replace_cudnn_attention(recorder: Recorder) -> torch.library.Library:

@@ -49,6 +49,8 @@ class Step:
 
     seconds: float
     """Host time; it says nothing of a device."""
+    cpu_seconds: float
+    """CPU time of all threads of the rank."""
     allocated: int
     """Bytes at the end of the step."""
     peak_allocated: int
