@@ -17,7 +17,7 @@ from models import find_model
 from models.meta import build_on_meta
 from tests.gpu_without_gpu.stub_run import Step, train_on_stub
 
-SIZES = ("llama3 124M", "llama3 350M", "qwen3 0.6B", "llama3 1B", "llama3 3B", "llama3 8B")
+SIZES = ("llama3 124M", "llama3 350M", "qwen3 0.6B", "llama3 1B", "llama3 3B")
 NEVER = {"compile.cuda_graphs": "never"}
 COMPILED = {"compile.enable": "true"}
 MODES = {
