@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from config.job_config import Compile, Parallelism
 from data.loader import Microbatch
-from microbatch_graphs import Inputs, MicrobatchGraphs, Recorder, RunStep, run_step
+from microbatch_graphs import Inputs, MicrobatchGraphs, Recorder, run_step
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import SequenceSharder
 from parallelisms.elastic import PairwiseGradientAccumulator
@@ -41,6 +41,9 @@ class ModelRunner(Protocol):
     def logits(self, microbatch: Microbatch) -> torch.Tensor:
         """Return the logits (b, s, vocab_size), unsharded on every rank."""
 
+    def forget_weights(self) -> None:
+        """Call after loading weights between steps, which may have moved them."""
+
 
 class SPMDRunner:
     """Runs a model of which every rank has all layers, sharded or not."""
@@ -62,17 +65,18 @@ class SPMDRunner:
         self._compile, self._device = compile, device
         self._sharder = SequenceSharder(cp_mesh, parallelism, device)
         self.tied_duplicates: list[nn.Parameter] = []
-        self._run: RunStep = partial(run_step, self._run_microbatch)
-        self._is_recorded = recorder is not None
+        self._graphs: MicrobatchGraphs | None = None
         if recorder is not None:
             parameters = list(model.parameters())
-            self._run = MicrobatchGraphs(self._run_microbatch, parameters, recorder)
+            self._graphs = MicrobatchGraphs(self._run_microbatch, parameters, recorder)
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
         # A step without target tokens has a loss of 0.
         n_tokens = max(n_tokens, 1)
         divisor = torch.full((), n_tokens, dtype=torch.float64, device=self._device)
-        return torch.stack(self._run([(*self._place(each), divisor) for each in microbatches]))
+        inputs = [(*self._place(each), divisor) for each in microbatches]
+        run = self._graphs or partial(run_step, self._run_microbatch)
+        return torch.stack(run(inputs))
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch]) -> torch.Tensor:
@@ -89,8 +93,12 @@ class SPMDRunner:
 
     def _end_inference(self) -> None:
         """Free the last unit's weights, as the next backward does unless it is a recording."""
-        if self._is_recorded:
+        if self._graphs is not None:
             reshard(self._model)
+
+    def forget_weights(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def _place(self, batch: Microbatch) -> Inputs:
         """This rank's tokens, labels, positions and document ids, on the device."""
@@ -159,6 +167,9 @@ class PipelineRunner:
         losses = self._losses(self._training[key].step, microbatches)
         all_reduce_tied_gradients(self._tied, self._dims.pp_mesh)
         return losses
+
+    def forget_weights(self) -> None:
+        """Nothing: schedules look them up."""
 
     @torch.no_grad()
     def evaluate(self, batches: list[Microbatch]) -> torch.Tensor:

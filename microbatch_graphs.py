@@ -24,12 +24,8 @@ class RunMicrobatch(Protocol):
     def __call__(self, inputs: Inputs, *, is_last: bool) -> torch.Tensor: ...
 
 
-RunStep = Callable[[Sequence[Inputs]], list[torch.Tensor]]
-"""Accumulates the gradients of a step's microbatches; returns their losses, 0-d."""
-
-
 def run_step(run: RunMicrobatch, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
-    """Run each microbatch; see ``RunStep``."""
+    """Accumulate the gradients of a step's microbatches; return their losses, 0-d."""
     n = len(microbatches)
     return [run(inputs, is_last=i == n - 1) for i, inputs in enumerate(microbatches)]
 
@@ -78,8 +74,9 @@ class _Graph(NamedTuple):
 
 
 class _Graphs(NamedTuple):
-    """Graphs of all steps whose microbatches have the same shapes."""
+    """Graphs of all steps of one kind: the shapes, and whether there are one, two or more."""
 
+    kind: tuple[Any, ...]
     buffers: Inputs
     first: _Graph
     middle: _Graph | None
@@ -94,25 +91,35 @@ class MicrobatchGraphs:
 
     The first, the last and all other microbatches of a step differ in what they communicate, and
     the first one allocates the gradients. Gradients that a step leaves in ``parameters`` are those
-    of the graphs: the next step overwrites them.
+    of the graphs: the next step overwrites them. Only the latest kind has graphs, because each has
+    gradients of its own, and phases of a ramp do not return.
     """
 
     def __init__(
         self, run: RunMicrobatch, parameters: Sequence[nn.Parameter], recorder: Recorder
     ) -> None:
         self._run, self._parameters, self._recorder = run, parameters, recorder
-        self._graphs: dict[Any, _Graphs | None] = {}
-        """By shapes and number of microbatches; None: only warmed up."""
+        self._warm: set[tuple[Any, ...]] = set()
+        self._graphs: _Graphs | None = None
 
     def __call__(self, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
         """Accumulate the gradients of a step; return the loss of each microbatch, 0-d."""
         shapes = {tuple(None if t is None else t.shape for t in each) for each in microbatches}
         # All microbatches between the first and the last are alike.
         kind = (*shapes, min(len(microbatches), 3))
-        if kind not in self._graphs or len(shapes) > 1:
-            self._graphs[kind] = None
+        if kind not in self._warm or len(shapes) > 1:
+            self._warm.add(kind)
             return self._recorder.warm_up(lambda: run_step(self._run, microbatches))
-        graphs = self._graphs[kind] = self._graphs[kind] or self._record(microbatches)
+        if self._graphs is None or self._graphs.kind != kind:
+            self._graphs = None
+            self._graphs = self._record(microbatches, kind)
+        return self._replay(self._graphs, microbatches)
+
+    def forget(self) -> None:
+        """Record anew: weights may be elsewhere in memory."""
+        self._graphs = None
+
+    def _replay(self, graphs: _Graphs, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
         losses = []
         for index, inputs in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
@@ -128,7 +135,7 @@ class MicrobatchGraphs:
             parameter.grad = gradient
         return losses
 
-    def _record(self, microbatches: Sequence[Inputs]) -> _Graphs:
+    def _record(self, microbatches: Sequence[Inputs], kind: tuple[Any, ...]) -> _Graphs:
         """Record a step of such microbatches, in order: each continues from the one before it."""
         n = len(microbatches)
         buffers = tuple(None if t is None else t.clone() for t in microbatches[0])
@@ -142,4 +149,4 @@ class MicrobatchGraphs:
         last = record(is_last=True) if n > 1 else None
         logger.info("CUDA graphs: recorded a step of %d microbatches", n)
         gradients = [parameter.grad for parameter in self._parameters]
-        return _Graphs(buffers, first, middle, last, gradients)
+        return _Graphs(kind, buffers, first, middle, last, gradients)

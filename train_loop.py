@@ -184,6 +184,7 @@ class TrainLoop:
             if self.checkpointer.load_latest(skip={"data"}) is None:
                 logger.warning("rollback: there is no checkpoint to load")
                 return False
+            self.train_step.runner.forget_weights()
             self.spikes.rollbacks += 1
             logger.info("rollback: from step %d to step %d", spiked, self.state.step)
             self.log.new_attempt(

@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from build_model import ShardedModel
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer
@@ -32,7 +33,7 @@ from tests.lib.parity import global_batch, rows_of
 from tests.lib.ranks import RankPool
 
 # Number of microbatches of each step: kinds of steps repeat, and change.
-STEPS = (3, 3, 1, 1, 3, 4, 2, 2, 3)
+STEPS = (3, 3, 1, 1, 3, 4, 3, 2, 2, 3)
 FULL = ActivationCheckpoint(mode="full")
 SELECTIVE = ActivationCheckpoint(mode="selective")
 LAYOUTS = [
@@ -75,8 +76,18 @@ def train(
         norm = clip_grad_norm_(parameters, 0.05)
         optimizer.step()
         optimizer.zero_grad()
+        if step == 5:
+            move_weights(module)
+            runner.forget_weights()
         found += [*losses.tolist(), norm.item()]
     return [*found, *(digest(p.detach().cpu()) for p in module.parameters())]
+
+
+def move_weights(module: torch.nn.Module) -> None:
+    """As if a checkpoint were loaded into other memory."""
+    if not isinstance(module, FSDPModule):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
 
 
 def build_runner(sharded: ShardedModel, layout: Layout, recorder: Any) -> SPMDRunner:
