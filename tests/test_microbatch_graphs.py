@@ -4,7 +4,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from build_model import ShardedModel
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer
@@ -76,18 +75,8 @@ def train(
         norm = clip_grad_norm_(parameters, 0.05)
         optimizer.step()
         optimizer.zero_grad()
-        if step == 5:
-            move_weights(module)
-            runner.forget_weights()
         found += [*losses.tolist(), norm.item()]
     return [*found, *(digest(p.detach().cpu()) for p in module.parameters())]
-
-
-def move_weights(module: torch.nn.Module) -> None:
-    """As if a checkpoint were loaded into other memory."""
-    if not isinstance(module, FSDPModule):
-        for parameter in module.parameters():
-            parameter.data = parameter.data.clone()
 
 
 def build_runner(sharded: ShardedModel, layout: Layout, recorder: Any) -> SPMDRunner:
@@ -147,5 +136,7 @@ def test_recording_freezes_what_is_no_tensor() -> None:
         lambda inputs, *, is_last: cast(torch.Tensor, inputs[0]) * next(numbers), [], OpRecorder()
     )
     one = torch.ones(())
-    found = [run([(one,)])[0].item() for _ in range(3)]
-    assert found == [1.0, 2.0, 2.0]
+    assert [run([(one,)])[0].item() for _ in range(3)] == [1.0, 2.0, 2.0]
+    # After a rollback, weights may have moved.
+    run.forget()
+    assert run([(one,)])[0].item() == 3.0
