@@ -295,6 +295,27 @@ PARALLELISMS = [
 
 OPTIM = [
     Mutation(
+        "remainders-are-lost",
+        "optim/one_pass_adamw.py",
+        before="    remainder.copy_(bits - (high << 16))\n",
+        after="",
+        tests=("tests/optim/test_one_pass_adamw.py",),
+    ),
+    Mutation(
+        "skipped-update-changes-a-moment",
+        "optim/one_pass_adamw.py",
+        before="exp_avg.copy_(torch.where(is_skipped != 0, exp_avg, mean.to(exp_avg.dtype)))",
+        after="exp_avg.copy_(mean.to(exp_avg.dtype))",
+        tests=("tests/optim/test_one_pass_adamw.py",),
+    ),
+    Mutation(
+        "one-pass-adamw-couples-weight-decay-to-the-gradient",
+        "optim/one_pass_adamw.py",
+        before="new = old * decay - step_size * mean / (square.sqrt() * inverse_root + eps)",
+        after="new = (old - step_size * mean / (square.sqrt() * inverse_root + eps)) * decay",
+        tests=("tests/optim/test_one_pass_adamw.py",),
+    ),
+    Mutation(
         "first-id-of-the-next-rank-counts-as-own",
         "optim/loss.py",
         before="(labels < start + rows.shape[1])",
@@ -1076,9 +1097,37 @@ ROOT_FILES = [
     Mutation(
         "step-without-tokens-divides-by-zero",
         "forward_backward.py",
-        before="loss = self._loss(batch, max(n_tokens, 1))",
-        after="loss = self._loss(batch, n_tokens)",
+        before="        n_tokens = max(n_tokens, 1)\n        divisor",
+        after="        divisor",
         tests=("tests/test_ramp.py::test_data_ends_when_all_rows_have_ended",),
+    ),
+    Mutation(
+        "graphs-leave-the-last-unit-gathered-after-validation",
+        "forward_backward.py",
+        before="            reshard(self._model)",
+        after="            pass",
+        tests=("tests/test_microbatch_graphs.py",),
+    ),
+    Mutation(
+        "graph-of-the-last-microbatch-runs-for-all",
+        "microbatch_graphs.py",
+        before="graph = graphs.first if index == 0 else graphs.last if is_last else graphs.middle",
+        after="graph = graphs.first if index == 0 else graphs.last",
+        tests=("tests/test_microbatch_graphs.py",),
+    ),
+    Mutation(
+        "graphs-return-one-loss-for-all-microbatches",
+        "microbatch_graphs.py",
+        before="losses.append(graph.loss.clone())",
+        after="losses.append(graph.loss)",
+        tests=("tests/test_microbatch_graphs.py",),
+    ),
+    Mutation(
+        "graph-repeats-its-first-batch",
+        "microbatch_graphs.py",
+        before="                    buffer.copy_(tensor)",
+        after="                    pass",
+        tests=("tests/test_microbatch_graphs.py",),
     ),
 ]
 
