@@ -124,12 +124,16 @@ class RunLog:
             self._ledger.log(step, batch.microbatches, **values)
         return values
 
-    def samples(self, samples: list[Sample]) -> None:
-        """Write samples to ``samples.jsonl``, and show the beginning of each on one line."""
+    def samples(self, samples: list[Sample], *, is_last: bool) -> None:
+        """Write samples to ``samples.jsonl``, and show the beginning of each on one line.
+
+        ``is_last``: the run ends with them, and then shows them whole.
+        """
         for sample in samples:
             text = sample.prompt + sample.text
             shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-            logger.info("step %5d  sample: %s", sample.step, shown)
+            if not is_last:
+                logger.info("step %5d  sample: %s", sample.step, shown)
             if self._samples is not None:
                 self._samples.write(asdict(sample))
 

@@ -152,23 +152,24 @@ class TrainLoop:
             optimizer = self.train_step.optimizer
             with record_function("replica check"):
                 check_replicas(model.module, model.dims.weight_mesh, optimizer, tied=model.tied)
-        if step == config.training.steps or step % config.validation.freq == 0:
-            self.validate()
+        is_last = step == config.training.steps
+        if is_last or step % config.validation.freq == 0:
+            self.validate(is_last=is_last)
 
-    def validate(self) -> None:
+    def validate(self, *, is_last: bool = False) -> None:
         if self.validator is not None:
             self.show("validation")
             with self.log.metrics.exclude_from_throughput(), record_function("validation"):
                 losses = self.validator.evaluate(self.train_step.runner)
                 bits_per_nat = self.validator.bits_per_nat
                 self.log.metrics.log_validation(self.state.step, losses, bits_per_nat=bits_per_nat)
-                self.sample()
+                self.sample(is_last=is_last)
 
-    def sample(self) -> None:
+    def sample(self, *, is_last: bool) -> None:
         if self.sampler is not None:
             self.show("sampling")
             self.samples = self.sampler.sample(self.train_step.runner, self.state.step)
-            self.log.samples(self.samples)
+            self.log.samples(self.samples, is_last=is_last)
 
     def save(self, *, wait: bool = False) -> None:
         self.show("saving a checkpoint")
@@ -196,7 +197,7 @@ class TrainLoop:
         if self.state.tokens == 0:
             raise ConfigError(["data: no document has text"])
         if self.state.step % self.run.config.validation.freq:
-            self.validate()
+            self.validate(is_last=True)
         return exit_codes.DATA_ENDED
 
     def finish(self, stop: StopReason) -> int:
@@ -213,7 +214,7 @@ class TrainLoop:
                 stop = exit_codes.NOT_SAVED
         if stop in (exit_codes.FINISHED, exit_codes.DATA_ENDED):
             if step not in (sample.step for sample in self.samples):
-                self.sample()
+                self.sample(is_last=True)
             for sample in self.samples:
                 logger.info("sample:\n%s", sample.prompt + sample.text, extra=OF_LINES)
                 self.log.metrics.text("sample", sample.prompt + sample.text)

@@ -6,6 +6,7 @@ from html import escape
 import wandb
 
 from metrics.tracker import FINISH_SECONDS, TrackedRun
+from runtime.filesystem import make_folder
 from runtime.log import logger
 
 
@@ -14,6 +15,7 @@ class WandbTracker:
 
     def start(self, run: TrackedRun) -> None:
         """Start or resume the run of this id. Obeys ``WANDB_MODE``, ``WANDB_ENTITY`` and others."""
+        make_folder(run.folder / "wandb")
         settings = wandb.Settings(
             console="off", silent=True, save_code=False, finish_timeout=FINISH_SECONDS / 2
         )

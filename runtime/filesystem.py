@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, cast
 
 from runtime.log import logger
 
-RUN_FILES = ("config.toml", "metrics.jsonl", "samples.jsonl")
+RUN_FILES = ("alarms.jsonl", "config.toml", "metrics.jsonl", "run_id", "samples.jsonl")
 RUN_FOLDERS = (
-    *("checkpoints", "control", "ledger", "logs", "provenance", "tensorboard", "traces"),
+    *("checkpoints", "control", "ledger", "logs", "provenance", "tensorboard", "traces", "wandb"),
 )
 # Bound on files that are read as a whole; a file of any size costs nothing if it is sparse.
 MAX_BYTES = 1 << 30
