@@ -9,10 +9,13 @@ import torch.distributed as dist
 from build_model import ShardedModel
 from config import dump_toml
 from data.step_batches import StepBatch
+from metrics.alarms import AlarmsFile
+from metrics.divergence import Divergence
 from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
+from metrics.metrics_file import read_metrics
 from metrics.samples_file import SamplesFile
-from metrics.slow_steps import SlowSteps
+from metrics.slow_steps import Notices, SlowSteps
 from metrics.stragglers import Stragglers
 from metrics.tracker import TrackedRun
 from metrics.trackers import Trackers, run_id, tracker_classes
@@ -63,7 +66,17 @@ class RunLog:
         self._samples = None
         if self._is_writer and run.config.validation.sample_tokens > 0:
             self._samples = SamplesFile(run.folder / "samples.jsonl", resumed_step)
-        self._slow_steps = SlowSteps(model.device, is_writer=self._is_writer)
+        self._alarms = None
+        self._divergence, self._notices = Divergence(), Notices()
+        if self._is_writer:
+            self._alarms = AlarmsFile(run.folder / "alarms.jsonl", resumed_step or 0)
+            # A loss may have risen above what was the best before this start.
+            for line in read_metrics(run.folder / "metrics.jsonl")[0]:
+                if line.get("loss") is not None:
+                    self._divergence.add(line["step"], line["loss"])
+        self._slow_steps = SlowSteps(
+            model.device, gc_freq=run.config.training.gc_freq, is_writer=self._is_writer
+        )
         self._ledger = Ledger(run.folder / "ledger", attempt) if config.enable_ledger else None
         self._stragglers = None
         if config.straggler_window > 0:
@@ -100,6 +113,8 @@ class RunLog:
 
         ``metrics``: returns the other metrics of the step; called if it is logged.
         """
+        if self._alarms is not None:
+            self._alarms.end_step(step)
         self.metrics.count(batch.n_tokens, batch.data_wait)
         self._slow_steps.end_step()
         slowest = {} if self._stragglers is None else self._stragglers.end_step()
@@ -107,14 +122,20 @@ class RunLog:
         is_read = is_due or self._reads_every_step
         values = self._read(step, batch, result) if is_read else {}
         if is_due:
-            seconds, data_wait = self.metrics.window()
-            gpus = self._slow_steps.end_window(seconds=seconds, data_wait=data_wait)
+            steps_left = self._run.steps_left(step)
+            gpus = self._slow_steps.end_window(step, self.metrics.window(), steps_left=steps_left)
             record = values | slowest | gpus | metrics()
-            self.metrics.log(step, self._run.steps_left(step), record)
+            self.metrics.log(step, steps_left, record)
+            self._watch_loss(step, values["loss"])
         if result.layers:
             # After the step's own line, which readers take for the step's beginning.
             self.metrics.write({"step": step} | result.layers)
         return values or None
+
+    def _watch_loss(self, step: int, loss: float) -> None:
+        text = self._divergence.add(step, loss)
+        if self._notices.is_new("divergence", bool(text)) and self._is_writer:
+            logger.error("ALARM: %s", text)
 
     def _read(self, step: int, batch: StepBatch, result: StepResult) -> dict[str, float]:
         """Wait for the step's global loss and gradient norm, and write the ledger. Collective."""
@@ -157,7 +178,7 @@ class RunLog:
 
     def close(self) -> None:
         self.metrics.close()
-        for file in (self._ledger, self._samples):
+        for file in (self._ledger, self._samples, self._alarms):
             if file is not None:
                 file.close()
         self._slow_steps.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,15 @@ from metrics.metrics_file import open_metrics
 from metrics.trackers import Trackers
 from runtime.log import duration, logger
 from runtime.run_folder import LineFile
+
+
+class Window(NamedTuple):
+    """Consecutive steps on this rank."""
+
+    steps: int
+    seconds: float
+    data_wait: float
+    """Seconds of them in which the rank waited for data."""
 
 
 class MetricsLogger:
@@ -56,9 +65,9 @@ class MetricsLogger:
         self._data_wait += data_wait
         self._steps += 1
 
-    def window(self) -> tuple[float, float]:
-        """Seconds since the last logged step, and those of them that this rank waited for data."""
-        return time.perf_counter() - self._since, self._data_wait
+    def window(self) -> Window:
+        """Return the steps since the last logged one."""
+        return Window(self._steps, time.perf_counter() - self._since, self._data_wait)
 
     @contextmanager
     def exclude_from_throughput(self, *, waits: bool = True) -> Iterator[None]:
@@ -80,13 +89,13 @@ class MetricsLogger:
 
         ``steps_left``: remaining work, in steps of the latest step's size.
         """
-        elapsed, data_wait = self.window()
+        steps, elapsed, data_wait = self.window()
         rate = self._tokens / elapsed
         palm, causal = (self._utilization(flops, rate / self._n_devices) for flops in self._flops)
         record: dict[str, Any] = {
             "step": step,
             **values,
-            "seconds_per_step": elapsed / self._steps,
+            "seconds_per_step": elapsed / steps,
             "tokens_per_second": rate,
             "mfu": palm,
             "mfu_causal": causal,

@@ -8,16 +8,12 @@ from typing import Any
 
 from runtime.filesystem import atomic_write_text, quarantine_file
 from runtime.log import logger
-from runtime.run_folder import LineFile, WriteAlarm, read_lines, records_of
+from runtime.run_folder import LineFile, WriteAlarm, read_lines, read_records
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Lines of ``path``, [] if it is missing, and at most one problem: the file, or bad lines."""
-    try:
-        lines = read_lines(path)
-    except OSError as error:
-        return [], [f"{path}: {error.strerror or error}"]
-    return records_of(path, [record if is_metrics(record) else {} for _, record in lines])
+    return read_records(path, is_metrics)
 
 
 def is_metrics(record: dict[str, Any]) -> bool:

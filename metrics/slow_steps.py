@@ -1,4 +1,4 @@
-"""Reasons why steps are slow, from what is measured anyway: one log line each, with its key.
+"""Reasons why steps are slow, or will fail, from what is measured anyway: one log line each.
 
 ``./shardloom profile`` explains the rest, from a trace.
 """
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from metrics.gpu_telemetry import GpuTelemetry, summarize_gpus
+from metrics.leaks import DEVICE, HOST, Leaks, find_leak
+from metrics.logger import Window
 from runtime.commands import command_text
 from runtime.compat import find
 from runtime.log import logger
@@ -25,13 +27,19 @@ COMPILATIONS = "torch._dynamo.utils:get_compilation_metrics"
 
 
 class SlowSteps:
-    """Watches for slow data, garbage collection, recompilation, a full GPU and throttled clocks."""
+    """Watches for slow data, garbage collection, recompilation, leaks, full and throttled GPUs."""
 
-    def __init__(self, device: torch.device, *, is_writer: bool) -> None:
-        """``is_writer``: logs what was measured on all ranks."""
+    def __init__(self, device: torch.device, *, gc_freq: int, is_writer: bool) -> None:
+        """``gc_freq``: steps between garbage collections.
+
+        ``is_writer``: logs what was measured on all ranks.
+        """
         self._device, self._is_writer = device, is_writer
         self._telemetry = GpuTelemetry.open(device)
+        self._leaks = Leaks(device, block_steps=gc_freq)
         self._notices = Notices()
+        # Over no fewer steps than lie between two collections.
+        self._gc_freq, self._gc_share, self._gc_steps, self._seconds = gc_freq, 0.0, 0, 0.0
         self._gc_seconds, self._gc_begin = 0.0, 0.0
         gc.callbacks.append(self._on_gc)
         self._compilations: list[Any] = []
@@ -55,30 +63,49 @@ class SlowSteps:
             )  # fmt: skip
         self._recompiled_in = self._n_steps
 
-    def end_window(self, *, seconds: float, data_wait: float) -> dict[str, float]:
-        """Compare the ranks' last ``seconds``; return metrics of the GPUs. Collective, on the CPU.
+    def end_window(self, step: int, window: Window, *, steps_left: float) -> dict[str, float]:
+        """Compare the ranks' last steps; return metrics of the GPUs. Collective, on the CPU.
 
-        ``data_wait``: seconds that this rank waited for data in that time.
+        ``window``: this rank's steps since the last call.
         """
         retries = self._alloc_retries()
         own = {
-            "data_wait": data_wait / seconds,
-            "gc": self._gc_seconds / seconds,
+            "data_wait": window.data_wait / window.seconds,
+            "gc": self._gc_share_after(window),
             "retries": retries - self._n_retries,
             **({} if self._telemetry is None else self._telemetry.sample()),
+            **self._leaks.sample(step),
         }
-        self._gc_seconds, self._n_retries = 0.0, retries
-        ranks: list[Mapping[str, float]] = all_gather_object(own)
+        self._n_retries = retries
+        ranks: list[Mapping[str, Any]] = all_gather_object(own)
         if self._is_writer and not self._is_first_window:
             for kind, (is_slow, text) in hints(ranks).items():
                 if self._notices.is_new(kind, is_slow):
                     logger.warning("slow: %s", text)
         self._is_first_window = False
+        self._log_leaks(
+            ranks, steps_left=steps_left, seconds_per_step=window.seconds / window.steps
+        )
         metrics, alarms = summarize_gpus(ranks)
         for kind, (is_bad, text) in alarms.items():
             if self._notices.is_new(kind, is_bad) and self._is_writer:
                 logger.error("ALARM: %s", text)
         return metrics
+
+    def _log_leaks(
+        self, ranks: list[Mapping[str, Any]], *, steps_left: float, seconds_per_step: float
+    ) -> None:
+        for kind in (HOST, DEVICE):
+            leak = find_leak(kind, ranks, steps_left)
+            is_soon = leak is not None and leak.is_soon
+            is_new = self._notices.is_new(f"{kind} leak", leak is not None and not is_soon)
+            is_new_alarm = self._notices.is_new(f"{kind} full soon", is_soon)
+            if leak is None or not self._is_writer:
+                continue
+            if is_new_alarm:
+                logger.error("ALARM: %s", leak.text(seconds_per_step))
+            elif is_new:
+                logger.warning("%s", leak.text(seconds_per_step))
 
     def close(self) -> None:
         """Stop watching."""
@@ -86,6 +113,14 @@ class SlowSteps:
             gc.callbacks.remove(self._on_gc)
         if self._telemetry is not None:
             self._telemetry.close()
+
+    def _gc_share_after(self, window: Window) -> float:
+        self._gc_steps += window.steps
+        self._seconds += window.seconds
+        if self._gc_steps >= self._gc_freq:
+            self._gc_share = self._gc_seconds / self._seconds
+            self._gc_steps, self._seconds, self._gc_seconds = 0, 0.0, 0.0
+        return self._gc_share
 
     def _on_gc(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -147,8 +182,8 @@ def hints(ranks: list[Mapping[str, float]]) -> dict[str, tuple[bool, str]]:
         ),
         "gc": (
             worst["gc"] > GC,
-            f"Python's garbage collection took {100 * worst['gc']:.0f} % of the time since the last"
-            f" logged step on rank {rank['gc']}: raise training.gc_freq",
+            f"Python's garbage collection took {100 * worst['gc']:.0f} % of the time on rank"
+            f" {rank['gc']}: raise training.gc_freq",
         ),
         "memory": (
             worst["retries"] > 0,

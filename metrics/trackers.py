@@ -4,7 +4,6 @@ Each has a thread and a bounded queue, so that a tracker that fails, hangs or wa
 delays no step and ends no run: that is an alarm, and what it did not take is counted.
 """
 
-import logging
 import queue
 import sys
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from metrics.alarms import AlarmHandler
 from metrics.tensorboard_tracker import TensorBoardTracker
 from metrics.tracker import FINISH_SECONDS, TrackedRun, Tracker
 from runtime.compat import is_installed
@@ -34,8 +34,7 @@ class Trackers:
         """``trackers``: by name; called in the tracker's thread, because imports are slow."""
         self._threads = [TrackerThread(name, build, run) for name, build in trackers.items()]
         self._step = run.resumed_step or 0
-        self._handler = _AlarmHandler(self)
-        logger.addHandler(self._handler)
+        self._handler = AlarmHandler(lambda kind, text: self.text(f"{kind}s", text))
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Add a point to the curve of each value that is not None. Never waits."""
@@ -51,7 +50,7 @@ class Trackers:
 
     def finish(self) -> None:
         """Wait until the trackers wrote what they have, at most for ``FINISH_SECONDS``."""
-        logger.removeHandler(self._handler)
+        self._handler.close()
         deadline = time.monotonic() + FINISH_SECONDS
         for thread in self._threads:
             thread.close()
@@ -128,18 +127,6 @@ class TrackerThread:
                 self._failed = True
             else:
                 self._failed = False
-
-
-class _AlarmHandler(logging.Handler):
-    """Passes warnings and alarms of the log on to the trackers."""
-
-    def __init__(self, trackers: Trackers) -> None:
-        super().__init__(logging.WARNING)
-        self._trackers = trackers
-
-    def emit(self, record: logging.LogRecord) -> None:
-        name = "alarms" if record.levelno >= logging.ERROR else "warnings"
-        self._trackers.text(name, record.getMessage())
 
 
 def check_installed(names: Sequence[str]) -> None:

@@ -235,7 +235,7 @@ class Chart {
       if (!(at >= MARGIN.left && at <= this.width - MARGIN.right + 1) || seen.has(`${mark.kind} ${at}`))
         continue;
       seen.add(`${mark.kind} ${at}`);
-      const isSmall = mark.kind === "checkpoint" || mark.kind === "end",
+      const isSmall = ["checkpoint", "warning", "end"].includes(mark.kind),
         above = stacked.get(at) ?? 0;
       if (!isSmall) stacked.set(at, above + 1);
       const top = isSmall ? height - MARGIN.bottom : 5 + 10 * above;

@@ -21,6 +21,8 @@ const SYMBOLS = {
   restart: "M-4 -4 L4 0 L-4 4 Z",
   rollback: "M4 -4 L-4 0 L4 4 Z",
   failure: "M-4 -2.6 L-2.6 -4 L0 -1.4 L2.6 -4 L4 -2.6 L1.4 0 L4 2.6 L2.6 4 L0 1.4 L-2.6 4 L-4 2.6 L-1.4 0 Z",
+  alarm: "M-1.6 -5 H1.6 L1 1.6 H-1 Z M0 2.4 A1.5 1.5 0 1 1 -0.01 2.4 Z",
+  warning: "M0 -4.4 L4.6 3.8 H-4.6 Z M-0.6 -1.6 V1.4 H0.6 V-1.6 Z M-0.6 2 V3 H0.6 V2 Z",
   skipped: "M0 -5 L5 0 L0 5 L-5 0 Z",
   quarantined: "M-4 -4 H4 V4 H-4 Z M-2 -2 V2 H2 V-2 Z",
   end: "M-4 -4 H4 V4 H-4 Z",

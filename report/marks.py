@@ -1,4 +1,4 @@
-"""Marks on a run's curves: checkpoints, restarts, rollbacks, failures, skipped steps, the end."""
+"""Marks on a run's curves: checkpoints, restarts, failures, alarms, skipped steps, the end."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from metrics.alarms import is_alarm
 from report.history import Line, times_of
 from runtime.filesystem import parse_object
 from runtime.printable import printable
@@ -36,11 +37,14 @@ def marks_of(folder: Path, training: Sequence[Line]) -> tuple[list[Mark], list[s
     ``training``: the lines of metrics that count.
     """
     failures, problems = read_records(folder / "control" / "failures")
+    alarms, damaged = read_records(folder / "alarms.jsonl", is_alarm)
+    problems += damaged
     starts = starts_in_ledger(folder / "ledger" / "rank-00000.jsonl", training, problems)
     found = [
         *_checkpoints(folder / "checkpoints"),
         *(starts or _starts_in_metrics(training)),
         *_failures(failures, training),
+        *(Mark(line["kind"], line["step"], _short(line["text"]), line["time"]) for line in alarms),
         *_growths(training),
         *_nonfinite(training),
         *_end(folder / "control" / "outcome", training),

@@ -6,6 +6,8 @@ const KINDS = {
   restart: "restarts",
   rollback: "rollbacks",
   failure: "failures",
+  alarm: "alarms",
+  warning: "warnings",
   skipped: "skipped",
   quarantined: "quarantined",
   end: "end",

@@ -18,7 +18,7 @@ from report.schedule_plan import SchedulePlan, plan_schedule
 from runtime.filesystem import parse_object, read_file
 from runtime.log import duration, short_number
 from runtime.printable import printable, printable_lines
-from runtime.run_folder import read_lines, read_records, records_of
+from runtime.run_folder import read_records
 
 MAX_SAMPLES, MAX_FILES, MAX_ROWS, MAX_TEXT = 200, 50, 500, 4000
 # Of provenance/: objects, and texts that are shown as they are.
@@ -173,12 +173,7 @@ def _known(table: Any, fields: Mapping[str, object]) -> dict[str, Any]:
 
 def _read_samples(path: Path, problems: list[str]) -> list[Sample]:
     """Samples in the order of the file; of many, the last and even ones before it."""
-    try:
-        lines = read_lines(path)
-    except OSError as error:
-        problems.append(f"{path}: {error.strerror or error}")
-        return []
-    records, found = records_of(path, [r if _is_sample(r) else {} for _, r in lines])
+    records, found = read_records(path, _is_sample)
     problems += found
     if len(records) > MAX_SAMPLES:
         problems.append(f"{path}: {MAX_SAMPLES} of {len(records):,} samples are shown")

@@ -21,7 +21,14 @@ from report.page import compressed, render
 from runtime.log import say
 
 HOSTS = {"127.0.0.1", "localhost"}
-WATCHED = ("metrics.jsonl", "config.toml", "samples.jsonl", "control/*", "provenance/*")
+WATCHED = (
+    "metrics.jsonl",
+    "alarms.jsonl",
+    "config.toml",
+    "samples.jsonl",
+    "control/*",
+    "provenance/*",
+)
 # A page asks after this many seconds or, if longer, this many times what an answer took.
 SECONDS, TIMES = 2.0, 10.0
 # Without a new line, a run is read again after this long: it may have become quiet.

@@ -1,6 +1,7 @@
 """Properties and settings of this machine. No other file probes hardware or the OS."""
 
 import ctypes
+import math
 import os
 import platform
 import signal
@@ -69,6 +70,59 @@ def enable_expandable_segments() -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name
     if torch.cuda.is_available() and not os.environ.keys() & names:
         os.environ[names[0]] = "expandable_segments:True"
+
+
+def own_memory() -> int:
+    """Bytes of this process that no file backs (RSS without pages of files); 0 outside Linux."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0
+    resident, shared = map(int, statm.read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory_left(root: Path = Path("/")) -> float:
+    """Bytes that this process may still take, of the machine or of a limit of its control groups.
+
+    Infinite where the OS does not say.
+    """
+    found = _number_after(root / "proc/meminfo", "MemAvailable:")
+    left = [math.inf if found is None else found * 1024.0]
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = ("limit_in_bytes", "usage_in_bytes", "total_") if controllers else CGROUP_V2
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        group = top / path.strip("/")
+        # In a container, the path may be that of the host.
+        left += [_left_in(each, *names) for each in (group, *group.parents) if top in each.parents]
+        left.append(_left_in(top, *names))
+    return max(0.0, min(left))
+
+
+# Version 1 has other names.
+CGROUP_V2 = ("max", "current", "")
+
+
+def _left_in(group: Path, limit: str, usage: str, prefix: str) -> float:
+    """Bytes left in a control group: files in the page cache make room."""
+    most, used = (_number_after(group / f"memory.{name}", "") for name in (limit, usage))
+    if most is None or used is None:
+        return math.inf
+    cached = _number_after(group / "memory.stat", f"{prefix}inactive_file ")
+    return float(most - used + (cached or 0))
+
+
+def _number_after(path: Path, name: str) -> int | None:
+    """Number in the first line of a file of the kernel that begins with ``name``, if any."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    text = next((line.removeprefix(name).split()[0] for line in lines if line.startswith(name)), "")
+    return int(text) if text.isdecimal() else None
 
 
 def loopback_interface() -> str:

@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -82,13 +82,18 @@ def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return [(line, parse_object(line.decode(errors="replace"))) for line in lines]
 
 
-def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Objects of a JSON-lines file, and at most one problem: the file, or its damaged lines."""
+def read_records(
+    path: Path, is_record: Callable[[dict[str, Any]], bool] = bool
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Objects of a JSON-lines file, and at most one problem: the file, or its damaged lines.
+
+    Those that ``is_record`` declines are damaged too.
+    """
     try:
         lines = read_lines(path)
     except OSError as error:
         return [], [f"{path}: {error.strerror or error}"]
-    return records_of(path, [record for _, record in lines])
+    return records_of(path, [record if is_record(record) else {} for _, record in lines])
 
 
 def records_of(path: Path, records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -14,6 +14,7 @@ import torch
 
 from metrics import gpu_telemetry, slow_steps
 from metrics.gpu_telemetry import GpuTelemetry, summarize_gpus
+from metrics.logger import Window
 from metrics.slow_steps import Notices, SlowSteps
 from runtime.log import logger
 
@@ -22,7 +23,9 @@ HEALTHY = {"data_wait": 0.02, "gc": 0.0, "retries": 0.0}
 
 
 @contextmanager
-def watched(device: torch.device = CPU, *others: dict[str, float]) -> Iterator[tuple[Any, list]]:
+def watched(
+    device: torch.device = CPU, *others: dict[str, float], gc_freq: int = 1
+) -> Iterator[tuple[Any, list]]:
     """Watch this process as rank 0 beside ``others``; yield it and the lines that it logs."""
     lines: list[str] = []
 
@@ -34,7 +37,7 @@ def watched(device: torch.device = CPU, *others: dict[str, float]) -> Iterator[t
         patch.object(logger, "warning", log),
         patch.object(logger, "error", log),
     ):
-        slow = SlowSteps(device, is_writer=True)
+        slow = SlowSteps(device, gc_freq=gc_freq, is_writer=True)
         try:
             yield slow, lines
         finally:
@@ -43,8 +46,15 @@ def watched(device: torch.device = CPU, *others: dict[str, float]) -> Iterator[t
 
 def end_windows(slow: SlowSteps, *data_waits: float) -> None:
     for data_wait in data_waits:
-        slow.end_step()
-        slow.end_window(seconds=10.0, data_wait=data_wait)
+        end_window(slow, data_wait=data_wait)
+
+
+def end_window(
+    slow: SlowSteps, step: int = 1, *, seconds: float = 10.0, data_wait: float = 0.0
+) -> dict[str, float]:
+    """End a window of one step."""
+    slow.end_step()
+    return slow.end_window(step, Window(1, seconds, data_wait), steps_left=1000)
 
 
 def test_slow_data_are_logged_once_while_they_last() -> None:
@@ -67,9 +77,22 @@ def test_garbage_collection_is_measured() -> None:
     with watched() as (slow, lines):
         end_windows(slow, 0.0)
         gc.collect()
-        slow.end_window(seconds=1e-6, data_wait=0.0)
+        end_window(slow, seconds=1e-6)
     assert "training.gc_freq" in lines[0]
     assert slow._on_gc not in gc.callbacks
+
+
+def test_a_collection_counts_for_all_steps_up_to_the_next() -> None:
+    with watched(gc_freq=50) as (slow, lines):
+        for step in range(1, 101):
+            if step % 50 == 0:
+                slow._gc_seconds += 0.2
+            end_window(slow, step, seconds=0.1)
+        assert lines == [], "4 % of the time, but two steps in one"
+        slow._gc_seconds += 50 * 0.1 * slow_steps.GC + 0.001
+        for step in range(101, 151):
+            end_window(slow, step, seconds=0.1)
+    assert len(lines) == 1
 
 
 def test_a_full_gpu_is_logged() -> None:
@@ -177,8 +200,7 @@ def test_gpu_is_read_in_a_thread_and_throttling_is_an_alarm() -> None:
         assert slow._telemetry is not None
         for _ in range(2):
             slow._telemetry._reading.result()
-            slow.end_step()
-            found.append(slow.end_window(seconds=1.0, data_wait=0.0))
+            found.append(end_window(slow))
     assert found[0] == {"gpu_clock_mhz": 1980, "gpu_temperature_c": 65, "gpu_power_w": 645}
     assert found[1] == {"gpu_clock_mhz": 1200, "gpu_temperature_c": 92, "gpu_power_w": 500}
     [line] = lines

@@ -51,6 +51,19 @@ def test_restarts_come_from_the_ledger_or_else_from_metrics(tmp_path: Path) -> N
     assert marks[0].time == BEGIN + 99
 
 
+def test_alarms_and_warnings_are_marks(tmp_path: Path) -> None:
+    rows = [
+        {"step": 12, "time": BEGIN + 6, "kind": "warning", "text": "rank 1 is slow"},
+        {"step": 10, "time": BEGIN + 5, "kind": "alarm", "text": "ALARM: \x1b[31mthe loss diverges"},
+        {"step": 12, "time": BEGIN + 6, "kind": "alarm", "text": None},
+    ]
+    (tmp_path / "alarms.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    marks, problems = marks_of(tmp_path, lines(10, 20))
+    assert kinds(marks) == [("alarm", 10), ("warning", 12)]
+    assert marks[0].text == r"ALARM: \x1b[31mthe loss diverges"
+    assert problems == [f"{tmp_path / 'alarms.jsonl'}:3: torn line (1 in all)"]
+
+
 def test_failures_are_at_the_last_line_before_them(tmp_path: Path) -> None:
     record_failure(tmp_path / "control", lines=["rank 1 was killed"], codes={1: -9})
     now = time.time()

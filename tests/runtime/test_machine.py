@@ -1,3 +1,4 @@
+import math
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.machine import enable_expandable_segments
+from runtime.machine import enable_expandable_segments, host_memory_left, own_memory
 from tests.lib.ranks import RankPool
 
 
@@ -67,3 +68,78 @@ def test_expandable_segments_unless_the_user_set_options(variable: str) -> None:
             enable_expandable_segments()
         expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         assert dict(os.environ) == (environment or expandable)
+
+
+def test_own_memory_counts_what_no_file_backs(tmp_path: Path) -> None:
+    before = own_memory()
+    kept = torch.ones(64 << 20, dtype=torch.uint8)
+    assert own_memory() - before >= kept.numel()
+    before = own_memory()
+    (tmp_path / "tokens").write_bytes(bytes(64 << 20))
+    mapped = torch.from_file(str(tmp_path / "tokens"), size=64 << 20, dtype=torch.uint8)
+    assert mapped.sum() == 0
+    assert own_memory() - before < mapped.numel() / 4
+
+
+MEMINFO = "MemTotal: 24000 kB\nMemFree: 100 kB\nMemAvailable:    9000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "kib"),
+    [
+        ({}, math.inf),
+        ({"proc/meminfo": MEMINFO}, 9000),
+        # Version 2: the limit of the job above the step, in which files are cached.
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/job/step",
+                "sys/fs/cgroup/job/step/memory.max": "max",
+                "sys/fs/cgroup/job/step/memory.current": "1024",
+                "sys/fs/cgroup/job/memory.max": str(5000 << 10),
+                "sys/fs/cgroup/job/memory.current": str(3000 << 10),
+                "sys/fs/cgroup/job/memory.stat": f"anon 7\ninactive_file {1000 << 10}\n",
+            },
+            3000,
+        ),
+        # In a container, the group's own files are at the top.
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/elsewhere",
+                "sys/fs/cgroup/memory.max": str(5000 << 10),
+                "sys/fs/cgroup/memory.current": str(3000 << 10),
+            },
+            2000,
+        ),
+        # Version 1, and one that is over its limit.
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "4:cpu,memory:/job\n0::/",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(5000 << 10),
+                "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(3000 << 10),
+                "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {100 << 10}",
+            },
+            2100,
+        ),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "4:memory:/",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "6",
+            },
+            0,
+        ),
+    ],
+)
+def test_memory_left_is_that_of_the_tightest_limit(
+    tmp_path: Path, files: dict[str, str], kib: float
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert host_memory_left(tmp_path) == kib * 1024
+    assert 0 < host_memory_left() < 2**50

@@ -1,0 +1,54 @@
+"""Warnings and alarms are kept with their step, also while they cannot be written."""
+
+import errno
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from metrics.alarms import AlarmsFile, is_alarm
+from runtime.log import logger
+
+
+def test_warnings_and_alarms_are_kept_at_their_step(tmp_path: Path) -> None:
+    path = tmp_path / "alarms.jsonl"
+    for resumed_step in (0, 7):
+        alarms = AlarmsFile(path, resumed_step)
+        logger.info("not this")
+        logger.warning("rank %d is slow", resumed_step)
+        alarms.end_step(resumed_step + 1)
+        logger.error("ALARM: disk full")
+        alarms.close()
+        logger.error("after the end")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(map(is_alarm, lines))
+    assert [(line["step"], line["kind"], line["text"]) for line in lines] == [
+        (0, "warning", "rank 0 is slow"),
+        (1, "alarm", "ALARM: disk full"),
+        (7, "warning", "rank 7 is slow"),
+        (8, "alarm", "ALARM: disk full"),
+    ]
+
+
+def test_a_run_without_any_has_no_file(tmp_path: Path) -> None:
+    AlarmsFile(tmp_path / "alarms.jsonl", 0).close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_failing_write_is_one_alarm_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be kept is logged, and logging that does not begin again."""
+    alarms = AlarmsFile(tmp_path / "alarms.jsonl", 0)
+    with patch("runtime.run_folder.open_file", side_effect=OSError(errno.ENOSPC, "No space left")):
+        logger.error("ALARM: planted")
+        logger.error("ALARM: another")
+    logger.error("ALARM: the last")
+    alarms.close()
+    assert [text for text in caplog.messages if "was not written" in text] == [
+        f"ALARM: {tmp_path / 'alarms.jsonl'} was not written; the run goes on: [Errno 28] No space"
+        " left"
+    ]
+    (line,) = (tmp_path / "alarms.jsonl").read_text().splitlines()
+    assert json.loads(line)["text"] == "ALARM: the last"
