@@ -214,8 +214,9 @@ class Chart {
         d: linePath(isSmooth ? drawable(curve.smooth(this.page.smoothing)) : runs, y),
       }),
     );
-    const dots = runs.flat();
-    if (dots.length === 1 || (curve.style === "points" && dots.length < this.width / 9)) {
+    const dots = runs.flat(),
+      crowd = Math.max(1, this.visible().length / 6);
+    if (dots.length === 1 || (curve.style === "points" && dots.length * crowd < this.width / 9)) {
       nodes.push(
         ...dots.map((c) =>
           svg("circle", { class: curve.color, cx: c.x.toFixed(1), cy: y.at(c.y).toFixed(1), r: 3.2 }),

@@ -49,6 +49,8 @@ class Chart:
     series: list[Series]
     from_zero: bool = False
     """The vertical axis begins at 0."""
+    is_ordered: bool = False
+    """Labels have an order, which colors show: layers, from the first to the last."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def build_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
                 len(shown) < n_labels
             )
             series = [curve for curve in series if curve.label in shown]
-            charts.append(Chart(kind.id, kind.title, kind.unit, series, kind.id in FROM_ZERO))
+            head = kind.id, kind.title, kind.unit
+            charts.append(Chart(*head, series, kind.id in FROM_ZERO, is_ordered(kind)))
         elif kind.absent:
             notes.append(kind.absent)
     rest = [(key, curve) for key, curve in curves if not any(_label(kind, key) for kind in KINDS)]
@@ -150,10 +153,15 @@ def build_charts(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
 def _shown_labels(kind: Kind, labels: Sequence[str]) -> set[str]:
     """Labels of the curves that fit into a chart: of layers, evenly many from all of the model."""
     distinct = list(dict.fromkeys(labels))
-    if len(distinct) <= MAX_SERIES or not kind.id.startswith("layer_"):
+    if len(distinct) <= MAX_SERIES or not is_ordered(kind):
         return set(distinct[:MAX_SERIES])
     last = len(distinct) - 1
     return {distinct[last * i // (MAX_SERIES - 1)] for i in range(MAX_SERIES)}
+
+
+def is_ordered(kind: Kind) -> bool:
+    """True if the labels of a chart are layers."""
+    return kind.id.startswith("layer_")
 
 
 def is_shown(series: Series) -> bool:

@@ -13,11 +13,13 @@ const KINDS = {
   end: "end",
 };
 const MAX_POINTS = "4,000";
+const N_COLORS = 8,
+  N_DEPTHS = 24;
 const UNITS = { step: 1, tokens: 1, time: 100 };
 
 class Curve {
   // `isAlone`: of the only run; `isOnly`: the chart measures nothing else.
-  constructor(series, data, isAlone, isOnly, color) {
+  constructor(series, data, isAlone, isOnly) {
     Object.assign(this, series);
     this.data = data;
     this.low ??= this.mean;
@@ -25,9 +27,17 @@ class Curve {
     const name = data.runs[this.run].name,
       isMeasured = this.style === "line" || this.style === "points";
     this.name = isAlone ? this.label : isOnly && isMeasured ? name : `${name}: ${this.label}`;
-    const isMuted = isAlone && ["plan", "limit", "undone"].includes(this.style);
-    this.color = isMuted ? "muted" : `s${(isAlone ? color : this.run) % 8}`;
     this.cache = {};
+  }
+  // Classes of its color. `labels`: of the chart's curves that are drawn alike; `isOrdered`: colors show their order.
+  paint(labels, isAlone, isOrdered) {
+    const i = Math.max(labels.indexOf(this.label), 0),
+      depth = ` d${Math.round((i / Math.max(labels.length - 1, 1)) * (N_DEPTHS - 1))}`;
+    if (isAlone && ["plan", "limit", "undone"].includes(this.style)) this.color = "muted";
+    else if (isAlone && isOrdered) this.color = `depth${depth}`;
+    // Beyond the colors there are dashes.
+    else if (isAlone) this.color = `s${i % N_COLORS} again${Math.floor(i / N_COLORS)}`;
+    else this.color = `s${this.run % N_COLORS}${labels.length > 1 ? ` shade${depth}` : ""}`;
   }
   place() {
     return this.data.axes[this.axis][page.axis];
@@ -119,13 +129,14 @@ const page = {
     const known = this.charts.get(chart.id),
       shown = known ?? new Chart(this, chart.id);
     this.charts.set(chart.id, shown);
-    const labels = [
-      ...new Set(chart.series.filter((s) => s.style === "line" || s.style === "points").map((s) => s.label)),
+    const labelsOf = (...styles) => [
+      ...new Set(chart.series.filter((s) => styles.includes(s.style)).map((s) => s.label)),
     ];
-    const curves = chart.series.map(
-      (series) =>
-        new Curve(series, this.data, isAlone, labels.length < 2, Math.max(labels.indexOf(series.label), 0)),
-    );
+    const labels = labelsOf("line", "points");
+    const curves = chart.series.map((series) => new Curve(series, this.data, isAlone, labels.length < 2));
+    // Curves of one run differ by color; those of several have their run's, in shades if drawn alike.
+    for (const curve of curves)
+      curve.paint(isAlone ? labels : labelsOf(curve.style), isAlone, chart.ordered);
     // What was measured is drawn over what was planned.
     const order = ["limit", "undone", "plan", "line", "points", "text"];
     shown.setData(

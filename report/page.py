@@ -119,8 +119,8 @@ def _differences(values: Iterable[int]) -> list[int]:
 
 def _chart(chart: Chart, axes: dict[int, int]) -> dict[str, Any]:
     series = [_series(curve, axes[id(curve.axis)]) for curve in chart.series]
-    head = {"id": chart.id, "title": chart.title, "unit": chart.unit, "zero": chart.from_zero}
-    return head | {"series": series}
+    head = {"id": chart.id, "title": chart.title, "unit": chart.unit}
+    return head | {"zero": chart.from_zero, "ordered": chart.is_ordered, "series": series}
 
 
 def _series(series: Series, axis: int) -> dict[str, Any]:

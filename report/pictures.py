@@ -8,6 +8,7 @@ from typing import Any
 try:
     import matplotlib
     from matplotlib import pyplot
+    from matplotlib.colors import to_rgb
 except ModuleNotFoundError as error:
     if error.name != "matplotlib":
         raise
@@ -19,6 +20,8 @@ from report.run import Run
 matplotlib.use("Agg")
 # As on the page (page.css).
 COLORS = ("#0072b2", "#d55e00", "#00835f", "#a8508a", "#8a6d00", "#3d8fca", "#55554f", "#b5322a")
+# Of curves beyond these colors.
+DASHES = ((0, (6, 2)), (0, (1, 2)))
 STYLES: dict[str, dict[str, Any]] = {
     "line": {"linewidth": 1.2},
     "points": {"linewidth": 1.2, "marker": "o", "markersize": 3.5},
@@ -35,29 +38,43 @@ def draw(charts: Sequence[Chart], runs: Sequence[Run], folder: Path) -> Iterator
         # Names of other metrics are anyone's.
         path = folder / (re.sub(r"\W+", "_", chart.id.removeprefix("other:"), flags=re.A) + ".png")
         figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
-        measured = list(dict.fromkeys(s.label for s in chart.series if is_shown(s)))
         for series in chart.series:
-            if series.style == "text":
-                continue
-            number = measured.index(series.label) if series.label in measured else 6
-            _plot(axes, series, COLORS[(number if len(runs) == 1 else series.run) % len(COLORS)])
+            if series.style != "text":
+                _plot(axes, series, _look(chart, series, is_alone=len(runs) == 1))
         _label(axes, chart, names)
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
         yield path
 
 
-def _plot(axes: Any, series: Series, color: str) -> None:
+def _look(chart: Chart, series: Series, *, is_alone: bool) -> dict[str, Any]:
+    """Color and dashes of a curve, as on the page (page.js)."""
+    measured = [s for s in chart.series if is_shown(s) and (is_alone or s.style == series.style)]
+    labels = list(dict.fromkeys(s.label for s in measured))
+    number = labels.index(series.label) if series.label in labels else 6
+    depth = number / max(len(labels) - 1, 1)
+    if is_alone and chart.is_ordered:
+        return {"color": matplotlib.colormaps["viridis"](0.9 * (1 - depth))}
+    if is_alone:
+        again, number = divmod(number, len(COLORS))
+        return {"color": COLORS[number]} | ({"linestyle": DASHES[again - 1]} if again else {})
+    color = to_rgb(COLORS[series.run % len(COLORS)])
+    if len(labels) > 1:
+        color = tuple(0.55 * part + 0.45 * (1 - depth) for part in color)
+    return {"color": color}
+
+
+def _plot(axes: Any, series: Series, look: dict[str, Any]) -> None:
     points, steps = series.points, series.axis.steps
     values = [float("nan") if value is None else value for value in points.mean]
     label = f"{series.run}\n{series.label}"
-    axes.plot(steps, values, label=label, color=color, **STYLES[series.style])
+    axes.plot(steps, values, label=label, **STYLES[series.style] | look)
     if points.low != points.high:
         bounds = [
             [float("nan") if value is None else value for value in bound]
             for bound in (points.low, points.high)
         ]
-        axes.fill_between(steps, *bounds, color=color, alpha=0.25, linewidth=0.5)
+        axes.fill_between(steps, *bounds, color=look["color"], alpha=0.25, linewidth=0.5)
 
 
 def _label(axes: Any, chart: Chart, names: Sequence[str]) -> None:

@@ -7,6 +7,13 @@ function setTheme() {
   document.documentElement.classList.toggle("light", !isDark);
 }
 
+// Depths of layers, from 0 to 1, which style sheets cannot count.
+function setDepths() {
+  const sheet = document.styleSheets[0];
+  for (let i = 0; i < N_DEPTHS; i++)
+    sheet.insertRule(`.d${i} { --depth: ${i / (N_DEPTHS - 1)}; }`, sheet.cssRules.length);
+}
+
 function listen() {
   byId("theme").onchange = setTheme;
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", setTheme);
@@ -61,6 +68,7 @@ async function follow() {
 
 async function start() {
   setTheme();
+  setDepths();
   listen();
   const text = byId("data").textContent;
   try {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from report.charts import KINDS
 from report.watch import Source, build_server
 from runtime import exit_codes
 from tests.lib.browser import CHROMIUM, Page, browser_page
@@ -207,6 +208,56 @@ def test_runs_are_compared(page: Page, folder: Path) -> None:
     assert "second: training" in shown
 
 
+LAYERS = ("tok_embeddings", *map(str, range(32)), "norm", "output")
+LOOKS = """[...document.querySelectorAll('#charts figure')].map((figure) => [
+  figure.querySelector('h2').textContent,
+  [...figure.querySelectorAll('.curve')]
+    .map((curve) => getComputedStyle(curve))
+    .map((style) => [style.color, style.strokeDasharray]),
+])"""
+
+
+def layers_run(folder: Path, n_steps: int, freq: int) -> Path:
+    """A run with statistics of 32 layers, and validation on 12 sources."""
+    lines: list[dict[str, Any]] = []
+    for line in lines_of(n_steps, validation_freq=max(1, n_steps // 20)):
+        loss = line.get("validation_loss", 0.0)
+        lines.append(line | {f"validation_loss/{i}": loss + i for i in range(12) if loss})
+        if line["step"] % freq == 0 and "loss" in line:
+            names = [kind.curves for kind in KINDS if kind.id.startswith("layer_")]
+            noise = random.Random(line["step"])
+            values = {f"{key}{n}": noise.random() for kind in names for key in kind for n in LAYERS}
+            lines.append({"step": line["step"], "time": line["time"], "restarts": 0} | values)
+    return write_run(folder, lines)
+
+
+def lightness(color: str) -> float:
+    """Of a color as browsers print it: ``oklch(0.7 0.14 70)``."""
+    return float(color.partition("(")[2].split()[0])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colors_tell_layers_apart_in_their_order(page: Page, tmp_path: Path, scheme: str) -> None:
+    folders = [layers_run(tmp_path / name, 40, 4) for name in ("first", "second")]
+    page.prefer(scheme)
+    page.open(written(folders[0]))
+    looks = dict(page.evaluate(LOOKS))
+    assert len(looks["Validation loss by source"]) == 12
+    for look in looks.values():
+        assert len({tuple(part) for part in look}) == len(look)
+    for title in ("Weights of layers", "Dead experts of layers"):
+        shades = [lightness(color) for color, _ in looks[title]]
+        assert len(shades) == 24
+        assert shades == sorted(shades, reverse=True)
+        # Readable on the card, which is white or nearly black.
+        assert 0.28 < min(shades) < max(shades) < 0.72 if scheme == "light" else min(shades) > 0.5
+    # Two runs have a color each, and shades of it.
+    page.open(written(*folders))
+    looks = dict(page.evaluate(LOOKS))
+    for title, count in (("Weights of layers", 48), ("Validation loss by source", 24), ("MFU", 4)):
+        assert len({tuple(part) for part in looks[title]}) == len(looks[title]) == count
+
+
 def test_hostile_texts_stay_texts(page: Page, tmp_path: Path) -> None:
     name = "<img src=x onerror=window.hacked=1>"
     lines = [training_line(n, random.Random(0)) | {HOSTILE: 1.0, "__proto__": 1} for n in (1, 2)]
@@ -248,6 +299,16 @@ def test_policy_stops_what_is_not_the_page_s_own_script(browser: Page, folder: P
     assert browser.evaluate("window.hacked") is None
     assert len(browser.errors) >= 3
     assert all("Content Security Policy" in error or "Trusted" in error for error in browser.errors)
+
+
+def test_a_long_run_with_everything_is_small_and_fast(page: Page, tmp_path: Path) -> None:
+    folder = layers_run(tmp_path / "long", 100_000, 50)
+    address = written(folder)
+    assert Path(address.removeprefix("file://")).stat().st_size < 3_000_000
+    page.call("Performance.enable")
+    page.open(address)
+    metrics = {m["name"]: m["value"] for m in page.call("Performance.getMetrics")["metrics"]}
+    assert metrics["TaskDuration"] < 2.0
 
 
 def test_a_long_run_is_small_fast_and_shows_its_spike(page: Page, tmp_path: Path) -> None:

@@ -54,7 +54,12 @@ def test_restarts_come_from_the_ledger_or_else_from_metrics(tmp_path: Path) -> N
 def test_alarms_and_warnings_are_marks(tmp_path: Path) -> None:
     rows = [
         {"step": 12, "time": BEGIN + 6, "kind": "warning", "text": "rank 1 is slow"},
-        {"step": 10, "time": BEGIN + 5, "kind": "alarm", "text": "ALARM: \x1b[31mthe loss diverges"},
+        {
+            "step": 10,
+            "time": BEGIN + 5,
+            "kind": "alarm",
+            "text": "ALARM: \x1b[31mthe loss diverges",
+        },
         {"step": 12, "time": BEGIN + 6, "kind": "alarm", "text": None},
     ]
     (tmp_path / "alarms.jsonl").write_text("\n".join(map(json.dumps, rows)))
