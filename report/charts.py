@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Literal
 
 from report.history import (
+    MAX_POINTS,
     MAX_UNDONE,
     Axis,
     Line,
@@ -24,6 +25,8 @@ from report.run import Run
 from runtime.printable import printable
 
 MAX_SERIES = 24
+# Of all curves of layers and sources together, which may be hundreds.
+MAX_POINTS_OF_PARTS = 100_000
 Style = Literal["line", "points", "plan", "limit", "undone", "text"]
 
 
@@ -214,12 +217,18 @@ def _curves_of(
 ) -> Iterator[tuple[str, Series]]:
     if not lines:
         return
-    edges = edges_of(len(lines))
-    axis = since(axis_of(lines, edges, run.history.training), run.begin)
-    for key in keys_of(lines):
-        values = [line.get(key) for line in lines]
-        if any(values if key in COUNTS else (value is not None for value in values)):
-            yield key, Series(number, key, style, axis, points_of(values, edges))
+    keys = keys_of(lines)
+    of_parts = [key for key in keys if "/" in key]
+    for group, most in (
+        ([key for key in keys if "/" not in key], MAX_POINTS),
+        (of_parts, min(MAX_POINTS, MAX_POINTS_OF_PARTS // max(len(of_parts), 1))),
+    ):
+        edges = edges_of(len(lines), most)
+        axis = since(axis_of(lines, edges, run.history.training), run.begin)
+        for key in group:
+            values = [line.get(key) for line in lines]
+            if any(values if key in COUNTS else (value is not None for value in values)):
+                yield key, Series(number, key, style, axis, points_of(values, edges))
 
 
 def _planned(chart: str, number: int, run: Run) -> Iterator[Series]:

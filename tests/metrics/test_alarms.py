@@ -39,7 +39,7 @@ def test_a_run_without_any_has_no_file(tmp_path: Path) -> None:
 def test_failing_write_is_one_alarm_of_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cannot be kept is logged, and logging that does not begin again."""
+    """A failure to keep one is logged, and that does not begin again."""
     alarms = AlarmsFile(tmp_path / "alarms.jsonl", 0)
     with patch("runtime.run_folder.open_file", side_effect=OSError(errno.ENOSPC, "No space left")):
         logger.error("ALARM: planted")
