@@ -51,7 +51,7 @@ class Console(logging.Handler):
     def __enter__(self) -> Self:
         self._previous = logger.handlers, logger.level, logger.propagate
         logger.handlers, logger.propagate = [self], False
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.DEBUG)
         self._thread.start()
         return self
 
@@ -136,7 +136,8 @@ class PlainScreen:
             event = getattr(record, "event", {})
             is_raw = getattr(record, "is_raw", False)
             if "phase" in event:
-                self._phase = time.monotonic(), record
+                is_hidden = record.levelno == logging.DEBUG
+                self._phase = None if is_hidden else (time.monotonic(), record)
                 continue
             self._phase = None
             if is_raw:

@@ -86,6 +86,11 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         with unless_closed(sys.stderr):
             print(red(end.message or f"exit codes by rank: {end.codes}"), file=sys.stderr)
     if nodes.rank > 0:
+        if is_terminal(1):
+            # A log that all nodes share has the head's end.
+            text = f"node {nodes.rank} of {nodes.count}: ended with exit code {code}"
+            with unless_closed(sys.stdout):
+                say(f"{text}; the head {nodes.address} showed the log; of the ranks here: {logs}")
         return code
     if code == exit_codes.BAD_CONFIG and control.exists() and is_locked(control):
         # Another run has locked the folder, and its launcher writes there.

@@ -55,7 +55,7 @@ class RankOutput:
     def __init__(
         self, console: Console, logs: Path | None, *, followed: int, shows_warnings: bool
     ) -> None:
-        """``followed``: the rank whose progress the live line shows.
+        """``followed``: the rank whose progress the live line shows, also if its log is not.
 
         ``shows_warnings``: show warnings of ranks that are not shown too, not only their errors.
         """
@@ -149,6 +149,10 @@ class RankOutput:
                 self._shown_texts.add(record.getMessage())
             if not (is_raw and NOISE.match(text)):
                 self._console.show(record)
+        elif stream.rank == self._followed and hasattr(record, "event"):
+            # Of a node whose log is not shown, the live line tells where the run is.
+            record.levelno = logging.DEBUG
+            self._console.show(record)
         elif record.levelno >= self._hidden_level:
             self._held.append((time.monotonic() + HOLD_SECONDS, stream.rank, record))
 

@@ -58,10 +58,10 @@ def _look(chart: Chart, series: Series, *, is_alone: bool) -> dict[str, Any]:
     if is_alone:
         again, number = divmod(number, len(COLORS))
         return {"color": COLORS[number]} | ({"linestyle": DASHES[again - 1]} if again else {})
+    # From pale to strong.
+    white = 0.5 * (1 - depth) if len(labels) > 1 else 0.0
     color = to_rgb(COLORS[series.run % len(COLORS)])
-    if len(labels) > 1:
-        color = tuple(0.55 * part + 0.45 * (1 - depth) for part in color)
-    return {"color": color}
+    return {"color": [(1 - white) * part + white for part in color]}
 
 
 def _plot(axes: Any, series: Series, look: dict[str, Any]) -> None:

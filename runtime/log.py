@@ -76,9 +76,12 @@ def plain_formatter() -> PrintableFormatter:
     return PrintableFormatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
 
-def show_phase(text: str) -> None:
-    """Name what the start does next. The launcher shows it while it takes time."""
-    logger.info("start: %s", text, extra={"event": {"phase": text}})
+def show_phase(text: str, *, level: int = logging.INFO) -> None:
+    """Name what the start does next. The launcher shows it while it takes time.
+
+    With ``level`` DEBUG only a live line has it, and no pipe.
+    """
+    logger.log(level, "start: %s", text, extra={"event": {"phase": text}})
 
 
 def show_progress(step: int, steps: int, activity: str = "") -> None:

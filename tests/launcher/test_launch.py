@@ -237,6 +237,7 @@ def test_head_node_shows_rank_0_and_records_failures(
     n_failures: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     shown = []
 
@@ -245,6 +246,7 @@ def test_head_node_shows_rank_0_and_records_failures(
         return End({node: 1}, message="", signal=received, verdict=None)
 
     monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    monkeypatch.setattr(launch, "is_terminal", lambda descriptor: True)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config, control = tmp_path / "run.toml", tmp_path / "default" / "control"
     config.touch()
@@ -255,6 +257,7 @@ def test_head_node_shows_rank_0_and_records_failures(
     assert shown == [{0} if node == 0 else set()]
     assert len(failures(tmp_path)) == n_failures
     assert exit_codes.read_exit_code(control) == (exit_codes.FAILED if node == 0 else None)
+    assert ("node 1 of 2: ended with exit code 1" in capsys.readouterr().out) == (node == 1)
 
 
 def run_trainer(

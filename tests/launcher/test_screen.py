@@ -225,6 +225,11 @@ def test_plain_lines_have_dates_and_slow_phases(
     stamp = "2026-11-25 23:59:58"
     assert out == f"{stamp} start: slow\n{stamp} model: llama3\nraw \x1b\n"
     assert err == "a warning of a library\n"
+    # Of another node: its ranks have gone on, and the head shows with what.
+    hidden = record("start: of another", logging.DEBUG, event={"phase": "of another"})
+    screen.show([slow, hidden])
+    screen.tick()
+    assert capfd.readouterr().out == ""
 
 
 class HeldScreen:
@@ -272,9 +277,11 @@ class Shown:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.levels: dict[str, int] = {}
 
     def show(self, found: logging.LogRecord) -> None:
         self.texts.append(found.getMessage())
+        self.levels[found.getMessage()] = found.levelno
 
 
 @pytest.mark.parametrize("is_head", [True, False])
@@ -310,8 +317,10 @@ def test_output_of_ranks_is_kept_and_shown(is_head: bool, tmp_path: Path) -> Non
         want = ["", "UserWarning: x", "both", "printed", "rank 1: disk", "rank 1: slow"]
         want.append("start: data")
     else:
-        want = ["", "rank 1: disk"]
+        # The live line follows its start and steps.
+        want = ["", "rank 1: disk", "start: data"]
     assert shown == want
+    assert console.levels["start: data"] == (logging.INFO if is_head else logging.DEBUG)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["rank-0.err", "rank-0.out", "rank-1.out"]
     assert (tmp_path / "rank-0.err").read_text() == f"{noise}\nUserWarning: x\n"
