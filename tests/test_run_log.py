@@ -1,0 +1,112 @@
+"""Cost of metrics, trackers and console, as a share of a step."""
+
+import json
+import logging
+import os
+import pty
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import pytest
+
+from launcher.console import DRAW_SECONDS
+from launcher.screen import TerminalScreen
+from metrics.tensorboard_tracker import TensorBoardTracker
+from run_log import RunLog
+from runtime.log import RecordFormatter, init_logging, read_record
+from tests.lib.forked import codes, log, started
+from tests.lib.launch import records
+
+LOG_FREQ = 10
+# Sizes and keys of the default run.
+DEFAULT = {
+    "training.seq_len": "256",
+    "training.local_batch_size": "8",
+    "training.global_batch_size": "16",
+    "training.dtype": "float32",
+    "training.steps": "41",
+    "lr_scheduler.total_steps": "41",
+    "metrics.log_freq": str(LOG_FREQ),
+    "metrics.trackers": '["tensorboard"]',
+    "checkpoint.enable": "false",
+}
+
+
+def time_records(path: Path) -> None:
+    """Write the CPU seconds of each step's records, and of each of TensorBoard's, to ``path``."""
+    init_logging()
+    times: dict[str, list[float]] = {"step": [], "tracker": [], "logged": [], "clock": []}
+
+    def timed(function: Callable[..., Any], kind: Callable[..., str]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time()
+            result = function(*args, **kwargs)
+            times[kind(*args)].append(time.thread_time() - begin)
+            return result
+
+        return call
+
+    def kind_of(self: RunLog, step: int, *_: Any) -> str:
+        times["clock"].append(time.process_time())
+        return "logged" if self.is_due(step) else "step"
+
+    def close(self: RunLog) -> None:
+        closed(self)
+        path.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(times))
+
+    closed = RunLog.close
+    RunLog.step = timed(RunLog.step, kind_of)  # type: ignore[method-assign]
+    RunLog.close = close  # type: ignore[method-assign]
+    TensorBoardTracker.log = timed(TensorBoardTracker.log, lambda *_: "tracker")  # type: ignore[method-assign]
+
+
+def drawing_seconds(metrics: dict[str, Any]) -> tuple[float, float]:
+    """CPU seconds of the launcher to draw the live line, and to show a logged step above it."""
+    master, slave = pty.openpty()
+    screen = TerminalScreen("run", slave)
+    progress = {"step": metrics["step"], "steps": 1000, "activity": ""}
+    found = []
+    for level, event in (
+        (logging.DEBUG, progress),
+        (logging.INFO, {"metrics": metrics | {"seconds_left": 1.0}}),
+    ):
+        times = []
+        for number in range(50):
+            shown = event | ({"step": number} if level == logging.DEBUG else {})
+            record = logging.makeLogRecord({"msg": "step", "levelno": level, "event": shown})
+            line = RecordFormatter().format(record)
+            begin = time.thread_time()
+            screen.show([record for record in [read_record(line)] if record is not None])
+            screen.tick()
+            times.append(time.thread_time() - begin)
+            os.read(master, 1 << 16)
+        found.append(median(times))
+    os.close(master)
+    os.close(slave)
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+def test_log_trackers_and_console_cost_at_most_half_a_percent_of_a_step(
+    tmp_path: Path, record_result: Callable[[str], None]
+) -> None:
+    with started(tmp_path, 2, plant=partial(time_records, tmp_path / "times"), **DEFAULT) as ranks:
+        assert codes(ranks) == {0}, log(tmp_path)
+    times = json.loads((tmp_path / "times.0").read_text())
+    # Of the CPU too, because other programs may run.
+    step = median(end - begin for begin, end in pairwise(times["clock"]))
+    # The first one makes what the others find.
+    logged = mean(times["logged"][1:]) + mean(times["tracker"][1:])
+    live_line, shown = drawing_seconds(records(tmp_path)[-1])
+    share = (mean(times["step"]) + (logged + shown) / LOG_FREQ) / step + live_line / DRAW_SECONDS
+    record_result(
+        f"of a step with {1000 * step:.0f} ms of CPU time: {1e6 * mean(times['step']):.0f} µs, and"
+        f" {1000 * logged:.2f} ms if it is logged; of the launcher {1000 * shown:.2f} ms for that,"
+        f" and {1000 * live_line:.2f} ms four times a second: together {100 * share:.2f} %"
+    )
+    assert share < 0.005
