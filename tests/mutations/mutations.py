@@ -1252,6 +1252,37 @@ REPORT = [
     ),
 ]
 
+ALARMS = [
+    Mutation(
+        "peaks-are-leaks",
+        "metrics/leaks.py",
+        before="self._lowest = min(self._lowest, value)",
+        after="self._lowest = value",
+        tests=("tests/metrics/test_leaks.py",),
+    ),
+    Mutation(
+        "slow-leaks-are-missed",
+        "metrics/leaks.py",
+        before="            if count % SCALE:\n                return\n",
+        after="            return\n",
+        tests=("tests/metrics/test_leaks.py",),
+    ),
+    Mutation(
+        "a-spike-diverges",
+        "metrics/divergence.py",
+        before="or min(losses) <=",
+        after="or max(losses) <=",
+        tests=("tests/metrics/test_divergence.py",),
+    ),
+    Mutation(
+        "alarms-are-in-no-report",
+        "run_log.py",
+        before="            self._alarms.end_step(step)\n",
+        after="            self._alarms.close()\n",
+        tests=("tests/test_troubles.py",),
+    ),
+]
+
 MUTATIONS = [
     *PARALLELISMS,
     *OPTIM,
@@ -1263,4 +1294,5 @@ MUTATIONS = [
     *ROOT_FILES,
     *SECURITY,
     *REPORT,
+    *ALARMS,
 ]

@@ -31,7 +31,8 @@ KEYS = {
     "metrics.enable_ledger": "true",
 }
 FILES = (
-    *("metrics.jsonl", "config.toml", "tensorboard", "logs", "traces", "ledger/rank-00000.jsonl"),
+    *("metrics.jsonl", "alarms.jsonl", "config.toml", "run_id", "tensorboard", "logs", "traces"),
+    "ledger/rank-00000.jsonl",
     *(f"control/{name}" for name in ("failures", "progress", "outcome", "exit_code", "stop")),
 )
 

@@ -1,6 +1,7 @@
-"""Draw the pictures of docs/report.md: ``python -m tests.report.screenshots RUN_FOLDER RUN_FOLDER``
+"""Draw the pictures of docs/report.md: ``python -m tests.report.screenshots RUN RUN RUN``
 
-The first run is shown light and on a phone, the second dark. Needs Chromium.
+The folder of the first run is shown light and on a phone, the second dark, and of the third the
+charts of layers. Needs Chromium.
 """
 
 import sys
@@ -21,12 +22,17 @@ def main(folders: list[str]) -> None:
             ("light", folders[0], "light", (1280, 980)),
             ("dark", folders[1], "dark", (1280, 980)),
             ("phone", folders[0], "light", (390, 960)),
+            ("layers", folders[2], "light", (1280, 780)),
         ):
             path = Path(scratch) / "report.html"
             path.write_bytes(render(page_data([Path(folder)])))
             page.prefer(scheme)
             page.open(f"file://{path}", width=size[0], height=size[1])
-            if name != "phone":
+            if name == "layers":
+                page.evaluate(
+                    "[...document.querySelectorAll('figure')].at(-1).scrollIntoView({block: 'end'})"
+                )
+            elif name != "phone":
                 point(page, 0.62)
             (PICTURES / f"report_{name}.png").write_bytes(page.screenshot())
 
