@@ -63,6 +63,8 @@ def test_leak_that_begins_late_is_found() -> None:
         # Garbage that waits for the next collection; a peak in each validation.
         lambda step: 900 + 20 * (step % GC_FREQ),
         lambda step: 900 + 800 * (step % 1000 < 10),
+        # Peaks that grow, at the last steps of blocks.
+        lambda step: 900 + 0.1 * step * (step % GC_FREQ == 10),
         # Now and then a larger batch, and a growth that the run never notices.
         lambda step: 900 + 500 * (step // 20_000),
         lambda step: 900 + 0.0005 * step,
