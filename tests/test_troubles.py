@@ -65,6 +65,6 @@ def test_nothing_is_named_in_a_healthy_run(tmp_path: Path) -> None:
     assert not re.search("ALARM|warning|slow|leak|diverge", output), output
     assert len(records(tmp_path)) == 60 + 2, "steps and validations"
     # The sample of the last step is shown once.
-    assert re.findall(r"step +(\d+)  sample: |: sample:$", output, re.MULTILINE) == ["0", ""]
+    assert re.findall(r"step +(\d+)  sample: | sample:$", output, re.MULTILINE) == ["0", ""]
     written = {path.name for path in (tmp_path / "debug_model").iterdir()}
     assert written <= {*RUN_FILES, *RUN_FOLDERS}, "all that a run writes is checked for links"
