@@ -6,7 +6,6 @@ and also ranks that hang, 30 seconds; it dies of SIGUSR1 and listens on all inte
 
 import errno
 import json
-import logging
 import math
 import os
 import signal
@@ -120,9 +119,8 @@ def run_ranks(
         program = [*program, str(config_path)]
         environment = _environment(store, nodes, counts, logs)
         followed, is_head = first + min(shown, default=0), nodes.rank == 0
-        # The head's is enough in a log that all nodes share.
-        level = logging.INFO if is_head else logging.DEBUG
-        show_phase(f"{sum(counts)} ranks import PyTorch", level=level)
+        # A log that all nodes share has the head's.
+        show_phase(f"{sum(counts)} ranks import PyTorch", is_logged=is_head)
         output = RankOutput(console, logs, followed=followed, shows_warnings=is_head)
         processes = _start(program, environment, error_files, shown=shown, output=output)
         agent = Agent(processes, store, sum(counts), console)

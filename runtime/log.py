@@ -76,11 +76,12 @@ def plain_formatter() -> PrintableFormatter:
     return PrintableFormatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
 
-def show_phase(text: str, *, level: int = logging.INFO) -> None:
+def show_phase(text: str, *, is_logged: bool = True) -> None:
     """Name what the start does next. The launcher shows it while it takes time.
 
-    With ``level`` DEBUG only a live line has it, and no pipe.
+    Without ``is_logged`` only a live line has it, and no pipe.
     """
+    level = logging.INFO if is_logged else logging.DEBUG
     logger.log(level, "start: %s", text, extra={"event": {"phase": text}})
 
 
