@@ -116,7 +116,7 @@ class MicrobatchGraphs:
         return self._replay(self._graphs, microbatches)
 
     def forget(self) -> None:
-        """Record anew: weights may be elsewhere in memory."""
+        """Record again: weights may be elsewhere in memory."""
         self._graphs = None
 
     def _replay(self, graphs: _Graphs, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Stands in for a CUDA graph on CPUs: repeats recorded operations on the storages they used.
 
 What a graph would freeze has its effect here too: a number that was a Python value, the address of
-a tensor that is made anew in each step, a collective that was skipped.
+a tensor that is made again in each step, a collective that was skipped.
 """
 
 from collections.abc import Callable, Iterator
