@@ -48,18 +48,24 @@ from tools import check_ledger
 
 UNTIED, TIED = FLAVORS = ("debugmodel", "debugmodel_tied")
 PROMPT = "def loss(logits, labels):"
-KEYS = {"lr_scheduler.total_steps": "40"}
+# Two microbatches on two ranks, and as many microbatches as any pipeline here has stages.
+KEYS = {
+    "lr_scheduler.total_steps": "40",
+    "training.local_batch_size": "1",
+    "training.global_batch_size": "4",
+}
 OBSERVED = {
     "validation.enable": "true",
-    "validation.freq": "3",
+    "validation.freq": "4",
     "validation.steps": "2",
     # Prompt and sample are longer than a sequence, so the window slides.
-    "validation.sample_tokens": "12",
+    "validation.sample_tokens": "8",
     "validation.sample_prompt": "",
     "validation.sample_prompts": f'["{PROMPT}", "def "]',
     "metrics.enable_ledger": "true",
 }
-STEPS = 6
+STEPS = 4
+MICROBATCH_SIZE = "pipeline_parallel_microbatch_size"
 INTERLEAVED = {PP: 2, SCHEDULE: "Interleaved1F1B"}
 GATHERED = {CP: 2, METHOD: "allgather"}
 SELECTIVE = ActivationCheckpoint(mode="selective")
@@ -72,6 +78,8 @@ def keys_of(layout: Layout, flavor: str = UNTIED, steps: int = STEPS) -> dict[st
     """Overrides of the debug config."""
     parallelism = {f"parallelism.{key}": str(value) for key, value in layout.parallelism.items()}
     others = {"training.steps": str(steps), "activation_checkpoint.mode": layout.recompute.mode}
+    if size := layout.parallelism.get(MICROBATCH_SIZE):
+        others["training.local_batch_size"] = str(size)
     return KEYS | parallelism | others | {"model.flavor": flavor}
 
 
@@ -136,8 +144,8 @@ def written_samples(folder: Path) -> dict[tuple[int, str], str]:
 def test_reference_run_has_everything_compared(two_ranks: Reference) -> None:
     folder = two_ranks(UNTIED, **OBSERVED)
     assert list(curve(folder)) == list(range(1, STEPS + 1))
-    assert list(validation_curve(folder)) == [0, 3, 6]
-    assert list(written_samples(folder)) == list(product((0, 3, 6), (PROMPT, "def ")))
+    assert list(validation_curve(folder)) == [0, STEPS]
+    assert list(written_samples(folder)) == list(product((0, STEPS), (PROMPT, "def ")))
     first, second = samples(folder)
     assert first == second
     # Those of the last step are shown once, whole: not on a line of their step too.
@@ -165,7 +173,7 @@ LAYOUTS = [
     Layout(2, GATHERED, recompute=SELECTIVE),
     Layout(2, {PP: 2}),
     Layout(2, {PP: 2}, recompute=SELECTIVE),
-    Layout(2, {PP: 2, "pipeline_parallel_microbatch_size": 2}),
+    Layout(2, {PP: 2, MICROBATCH_SIZE: 2}),
     Layout(2, {PP: 2, SCHEDULE: "GPipe"}),
     Layout(2, {PP: 2, SCHEDULE: "InterleavedZeroBubble"}),
     Layout(2, INTERLEAVED),
@@ -283,13 +291,13 @@ def test_run_changes_its_mesh_on_resume(
     two_ranks: Reference, tmp_path: Path, flavor: str, keys: dict[str, str], chain: list[Layout]
 ) -> None:
     keys = OBSERVED | keys | {"checkpoint.interval": "1", "checkpoint.async_mode": "async"}
-    keys |= {"validation.freq": "5", "validation.steps": "1"}
+    keys |= {"validation.freq": "6", "validation.steps": "1"}
     steps = 2 * len(chain)
     for start, layout in zip(range(0, steps, 2), chain, strict=True):
         end = start + 2
         for path in tmp_path.glob("rank-*.log"):
             path.unlink()
-        keys["validation.sample_tokens"] = "12" if end == steps else "0"
+        keys["validation.sample_tokens"] = "8" if end == steps else "0"
         run(tmp_path, layout.world_size, **keys_of(layout, flavor, end), **keys)
         assert (f"resumed from step {start} of" in log(tmp_path)) == (start > 0)
     assert_same_run(tmp_path, two_ranks(flavor, steps, **keys))
@@ -307,9 +315,9 @@ def test_run_changes_its_mesh_on_resume(
 def test_pipeline_resumes_bitwise(tmp_path: Path, layout: Layout) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(whole, layout.world_size, **keys_of(layout, TIED))
-    for steps in (3, STEPS):
+    for steps in (2, STEPS):
         run(parts, layout.world_size, **keys_of(layout, TIED, steps))
-    assert "resumed from step 3" in log(parts)
+    assert "resumed from step 2" in log(parts)
     assert curve(parts) == curve(whole)
     assert not differences(checkpoints(parts)[0], checkpoints(whole)[0])
 
@@ -333,9 +341,9 @@ WEIGHT = partial(last_stage_skips, "model.tok_embeddings.", "model.output.")
 def test_skipped_moments_change_the_run(two_ranks: Reference, tmp_path: Path) -> None:
     """Moments of the tied weight, which the first stage has too."""
     layout = Layout(2, {PP: 2})
-    run(tmp_path, 2, **keys_of(layout, TIED, 3))
+    run(tmp_path, 2, **keys_of(layout, TIED, 2))
     run_with(MOMENTS, tmp_path, layout, keys_of(layout, TIED))
-    with pytest.raises(AssertionError, match=r"^step 5\b"):
+    with pytest.raises(AssertionError, match=r"^step 4\b"):
         assert_same_curve(tmp_path, two_ranks(TIED, **OBSERVED))
 
 
@@ -393,8 +401,8 @@ def bad_gradient() -> None:
     ("fault", "culprit"),
     [
         (bad_gradient, "the gradient of layers.2.attention_norm.weight"),
-        # Eight microbatches per step.
-        slow(partial(bad_loss, 21), "the loss"),
+        # Four microbatches per step.
+        slow(partial(bad_loss, 11), "the loss"),
     ],
     ids=["gradient", "loss"],
 )
@@ -411,7 +419,7 @@ def test_nonfinite_step_of_a_stage_is_skipped_on_all(
     assert {t.item() for fqn, t in saved.items() if fqn.endswith(".step")} == {STEPS - 1}
     # Two microbatches per step, so call 5 is in step 3 too.
     got, want = curve(tmp_path), curve(two_ranks(UNTIED, plant=partial(bad_loss, 5), **skips))
-    for step in (1, 2, 4, 5, 6):
+    for step in (1, 2, 4):
         assert got[step] == pytest.approx(want[step], rel=1e-9)
     assert (got[3][1], want[3][1]) == (None, None)
 
@@ -465,13 +473,13 @@ def test_replicas_of_every_stage_are_compared(
 @pytest.mark.parametrize("fault", [WEIGHT, slow(MOMENTS)], ids=["weight", "moments"])
 def test_replicas_are_compared_after_resume(tmp_path: Path, fault: Plant) -> None:
     layout, often = Layout(2, {PP: 2}), {"numerics.replica_check_freq": "1"}
-    run(tmp_path, 2, **keys_of(layout, TIED, 3))
+    run(tmp_path, 2, **keys_of(layout, TIED, 2))
     run_with(fault, tmp_path, layout, keys_of(layout, TIED) | often, want=exit_codes.FAILED)
     for path in tmp_path.glob("rank-*.log"):
         message = "the first and the last stage differ in tok_embeddings.weight"
         assert message in path.read_text()
     # The weight is detected before the first step, the moments in it.
-    assert max(curve(tmp_path)) == (3 if fault is WEIGHT else 4)
+    assert max(curve(tmp_path)) == (2 if fault is WEIGHT else 3)
 
 
 class EqualBlocks:
@@ -523,8 +531,8 @@ def slow_blocks() -> None:
 
 def test_slow_stage_is_reported(tmp_path: Path) -> None:
     """The stage that waits for the slow one is not reported."""
-    layout = Layout(2, {PP: 2, "pipeline_parallel_microbatch_size": 2})
-    keys = keys_of(layout) | {"metrics.straggler_window": "2"}
+    layout = Layout(2, {PP: 2, MICROBATCH_SIZE: 2})
+    keys = keys_of(layout, steps=6) | {"metrics.straggler_window": "2"}
     run_with(slow_blocks, tmp_path, layout, keys)
     assert re.findall(r"rank (\d) on \S+ is slow", log(tmp_path)) == ["1", "1"]
     assert records(tmp_path)[-1]["slowest_rank"] == 1
