@@ -45,10 +45,14 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def trials(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """Return the number of trials to run: a tenth of the full count, or all with --full."""
+def trials(request: pytest.FixtureRequest) -> Callable[..., int]:
+    """Return the number of trials: the full count with --full, else a tenth or ``usually``."""
     is_full = request.config.getoption("--full")
-    return lambda count: count if is_full else max(1, count // 10)
+
+    def number(count: int, usually: int | None = None) -> int:
+        return count if is_full else usually or max(1, count // 10)
+
+    return number
 
 
 @pytest.fixture

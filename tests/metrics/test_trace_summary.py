@@ -192,7 +192,8 @@ def test_hidden_communication_needs_no_advice(tmp_path: Path) -> None:
         (b'{"traceEvents": [{"ph": "X", "name": "a", "ts": NaN, "dur": 1}]}', "without ts"),
         (b'{"traceEvents": []}', "no ProfilerStep"),
         (b'{"traceEvents": [' + b"[" * 100_000, "torn|nested|no object"),
-        (gzip.compress(b'{"traceEvents": [ ' + b" " * 1000, mtime=0)[:-20], "gzip stream ends early"),
+        (gzip.compress(b'{"traceEvents": [ ' + b" " * 1000, mtime=0)[:-20],
+         "gzip stream ends early"),
     ],
 )  # fmt: skip
 def test_what_is_no_trace_is_rejected_by_name(tmp_path: Path, content: bytes, says: str) -> None:

@@ -43,7 +43,7 @@ from tests.lib.parity import whole
 from tests.lib.ranks import RankPool
 from tests.lib.small_run import Run
 
-STEPS, MICROBATCHES, ROWS, SEQ_LEN = 3, 2, 2, 16
+STEPS, MICROBATCHES, ROWS, SEQ_LEN = 2, 2, 2, 16
 HARDWARE = Float8(recipe="tensorwise", skip_small=False)
 # A CPU takes seconds for some GEMMs that are not emulated.
 EMULATED = HARDWARE.model_copy(update={"emulate": True})

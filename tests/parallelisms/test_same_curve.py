@@ -18,7 +18,7 @@ from tests.lib.layouts import CPU, MODE, REPLICATE, RESHARD, TP, Layout, shard_d
 from tests.lib.marks import slow
 from tests.lib.ranks import RankPool
 
-STEPS, ROWS, SEQ_LEN = 5, 2, 32
+STEPS, ROWS, SEQ_LEN = 3, 2, 32
 AOT_EAGER = Compile(enable=True, backend="aot_eager")
 SIMPLE = {MODE: "simple_fsdp"}
 

@@ -37,7 +37,7 @@ from tests.lib.layouts import CPU, RESHARD, TP, Layout
 from tests.lib.marks import slow
 from tests.lib.ranks import RankPool
 
-STEPS, SLOTS, ROWS, SEQ_LEN = 10, 8, 2, 16
+STEPS, SLOTS, ROWS, SEQ_LEN = 5, 8, 2, 16
 DEGREES = (1, 2, 4, 8)
 FLOAT32 = Training(mixed_precision_param="float32")
 MIXED = Training(mixed_precision_param="bfloat16")
@@ -165,8 +165,9 @@ def test_degree_does_not_change_a_bit(
 def test_degree_does_not_change_a_bit_in_other_modes(
     ranks: RankPool, training: Training, layout: Layout
 ) -> None:
-    keys = {"name": "qwen3", "training": training, "layout": layout, "steps": 4}
-    assert not differences(ranks, (1, 4), **keys)
+    keys = {"name": "qwen3", "training": training, "layout": layout, "steps": 2}
+    # Tensor parallel ranks come on top.
+    assert not differences(ranks, (1, 4 // layout.world_size), **keys)
 
 
 def default_reduction() -> AbstractContextManager:
@@ -207,5 +208,5 @@ def sum_over_ranks() -> AbstractContextManager:
     ],
 )
 def test_fault_changes_results(ranks: RankPool, fault: Fault, seen_in: str) -> None:
-    keys = {"name": "llama3", "training": FLOAT32, "faults": (fault,), "steps": 4}
+    keys = {"name": "llama3", "training": FLOAT32, "faults": (fault,), "steps": 2}
     assert seen_in in differences(ranks, (1, 4), **keys)

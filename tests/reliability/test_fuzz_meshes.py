@@ -12,7 +12,7 @@ from tests.lib.cells import DIMENSIONS, Cell, is_valid
 from tests.lib.parity import assert_cell_matches_one_device
 from tests.lib.ranks import RankPool
 
-COUNT, USUALLY = 300, 6
+COUNT, USUALLY = 300, 3
 # Probability of an option other than the neutral one. Compilation takes minutes on many ranks.
 RATES = {"compile": 0.05, "model": 0.8}
 RATE = 0.4

@@ -35,7 +35,11 @@ IGNORED = "torch.utils.checkpoint:SAC_IGNORED_OPS"
 NEEDED = {*FOREACH, GLOO, WORLD, TIMEOUT, STRIDED, "torch:Tensor._make_wrapper_subclass",
           "torch:_C._disabled_torch_function_impl", BUDGET, DYNAMO, IGNORED, LOCAL}  # fmt: skip
 
-SHORT = {"training.steps": "3", "checkpoint.enable": "false"}
+SHORT = {
+    "training.steps": "2",
+    "training.global_batch_size": "4",
+    "checkpoint.enable": "false",
+}
 EXPERTS = {"model.name": "qwen3_moe", "experts.balance_bias_rate": "0.01"}
 MIXED = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
 AUTO = {"training.dtype": "float32", "training.mixed_precision_param": "auto"}
@@ -145,7 +149,7 @@ def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, s
 
 
 def train(folder: Path, uses: dict[str, str], plant: Callable[[], None] = forked.nothing) -> Any:
-    """Train three steps on two ranks; return the log, and loss and gradient norm by step."""
+    """Train two steps on two ranks; return the log, and loss and gradient norm by step."""
     with forked.started(folder, 2, plant=plant, **SHORT, **uses) as processes:
         assert forked.codes(processes) == {0}, forked.log(folder)
     return forked.log(folder), curve(folder)
