@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch._dynamo  # FSDP imports it, in each rank
+import torch._inductor.compile_fx  # compilation imports it, whatever the backend
+import torch.distributed.pipelining
 
 import train
 from checkpoint.manifest import read_manifest, sizes_of
