@@ -18,14 +18,17 @@ from config import load_config
 from optim.schedule import lr_factor
 from runtime.provenance import attempt_numbers, read_attempt, read_content
 from tests.lib import forked
-from tests.lib.launch import curve, records, run, start, wait_for_steps
+from tests.lib.launch import LONG, curve, records, run, start, wait_for_steps
 from tests.lib.marks import slow
 from tests.lib.repository import ROOT
+
+# Forked ranks with these keys train as those of run_train.sh.
+AS_LAUNCHED = {"activation_checkpoint.mode": "selective", "validation.enable": "true"}
 
 
 def interrupt(folder: Path, number: signal.Signals, *, whole_session: bool) -> tuple[int, str]:
     """Start a long run and stop it once it has made a few steps."""
-    process = start(folder, 2, **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"})
+    process = start(folder, 2, **LONG)
     wait_for_steps(folder, process)
     (os.killpg if whole_session else os.kill)(process.pid, number)
     output, _ = process.communicate(timeout=120)
@@ -40,9 +43,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_extended_run_continues_bitwise(uninterrupted: Path, tmp_path: Path) -> None:
-    # As the launcher's ranks.
-    keys = {"activation_checkpoint.mode": "selective", "validation.enable": "true"}
-    forked.run(tmp_path, 2, **keys, **{"training.steps": "3"})
+    forked.run(tmp_path, 2, **AS_LAUNCHED, **{"training.steps": "3"})
     output = run(tmp_path, 2, **{"training.steps": "6"})
     assert "resumed from step 3" in output
     # The first start had no launcher.
@@ -84,7 +85,8 @@ def test_start_records_its_provenance(uninterrupted: Path) -> None:
 
 def test_finished_run_does_nothing(uninterrupted: Path) -> None:
     before = records(uninterrupted)
-    assert "done: 6 steps" in run(uninterrupted, 2, **{"training.steps": "6"})
+    forked.run(uninterrupted, 2, **AS_LAUNCHED, **{"training.steps": "6"})
+    assert "done: 6 steps" in forked.log(uninterrupted)
     assert records(uninterrupted) == before
 
 
@@ -118,8 +120,7 @@ def test_stopped_run_saves_and_resumes(
     assert (run_folder / "control/outcome").read_text() == f"stopped {number.name}\n"
     step = int((run_folder / "control/progress").read_text())
     assert [p.name for p in (run_folder / "checkpoints").iterdir()] == [f"step-{step:08d}"]
-    overrides = {"training.steps": str(step + 2), "lr_scheduler.total_steps": "100000"}
-    resumed = run(tmp_path, 2, **overrides)
+    resumed = run(tmp_path, 2, **LONG | {"training.steps": str(step + 2)})
     assert f"resumed from step {step} " in resumed
     assert sorted(curve(tmp_path)) == list(range(1, step + 3))
 
@@ -127,12 +128,7 @@ def test_stopped_run_saves_and_resumes(
 def test_run_whose_terminal_closes_saves(tmp_path: Path) -> None:
     terminal, other_end = pty.openpty()
     metrics = tmp_path / "debug_model" / "metrics.jsonl"
-    process = start(
-        tmp_path,
-        1,
-        terminal=other_end,
-        **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"},
-    )
+    process = start(tmp_path, 1, terminal=other_end, **LONG)
     os.close(other_end)
     deadline = time.monotonic() + 120
     try:
@@ -151,7 +147,7 @@ def test_run_whose_terminal_closes_saves(tmp_path: Path) -> None:
 
 def test_second_run_of_the_same_job_is_refused(tmp_path: Path) -> None:
     begin = time.monotonic()
-    first = start(tmp_path, 1, **{"training.steps": "100000", "lr_scheduler.total_steps": "100000"})
+    first = start(tmp_path, 1, **LONG)
     wait_for_steps(tmp_path, first)
     startup = time.monotonic() - begin
     second = start(tmp_path, 2, **{"training.steps": "6"})

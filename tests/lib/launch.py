@@ -29,6 +29,13 @@ SMALL = {
     "lr_scheduler.total_steps": "12",
 }
 
+# A run that lasts until a test ends it, and leaves the CPUs to the others meanwhile.
+LONG = {
+    "model.name": "tests.lib.paced:PACED",
+    "training.steps": "100000",
+    "lr_scheduler.total_steps": "100000",
+}
+
 CRASHING_MODEL = """
 from dataclasses import replace
 

@@ -58,7 +58,7 @@ class Collector:
 
 def table(rows: dict[int, Row], *, is_full: bool) -> str:
     """Render the scorecard as Markdown."""
-    counts = "full counts" if is_full else "a tenth of the full counts"
+    counts = "full counts" if is_full else "a tenth of the full counts or fewer"
     machine = f"{os.cpu_count()} CPU cores, torch {torch.__version__}, Python"
     lines = [
         f"{counts.capitalize()}, {machine} {platform.python_version()}:",

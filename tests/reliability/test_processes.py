@@ -19,15 +19,13 @@ import pytest
 from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
 from runtime.run_folder import list_checkpoints, step_of
-from tests.lib.launch import plant_crashing_model, start, wait_for_steps
+from tests.lib.launch import LONG, plant_crashing_model, start, wait_for_steps
 from tests.lib.processes import are_gone, is_running, seconds_until
 from tests.lib.repository import ROOT
 
 TIMEOUT_SECONDS = 5
-LONG = {
-    "training.steps": "100000",
+KEYS = LONG | {
     "training.global_batch_size": "12",
-    "lr_scheduler.total_steps": "100000",
     "checkpoint.interval": "2",
     "comm.train_timeout_seconds": str(TIMEOUT_SECONDS),
 }
@@ -38,7 +36,7 @@ LISTENS = "0A"
 def long_run(folder: Path, n_ranks: int) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
     """Start a run, wait for steps and a save; yield its launcher and the pids of its ranks."""
     (folder / "debug_model" / "metrics.jsonl").unlink(missing_ok=True)
-    process = start(folder, n_ranks, **LONG)
+    process = start(folder, n_ranks, **KEYS)
     try:
         wait_for_steps(folder, process)
         ranks = ranks_of(process.pid)
@@ -220,7 +218,7 @@ def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.Monk
     try:
         for number in ("0", "1"):
             monkeypatch.setenv("NODE_RANK", number)
-            nodes.append(start(tmp_path, 1, **LONG))
+            nodes.append(start(tmp_path, 1, **KEYS))
         wait_for_steps(tmp_path, nodes[0])
         (hung,) = ranks_of(nodes[1].pid).values()
         os.kill(hung, signal.SIGSTOP)
