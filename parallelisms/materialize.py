@@ -30,11 +30,7 @@ def materialize(
     ``is_offloaded``: parameters are allocated in host memory, and only buffers on ``device``.
     Raises ``AssertionError`` naming the tensors that ``init_weights`` does not fill.
     """
-    with preserve_tied_weights(model):
-        model.to_empty(device=torch.device("cpu") if is_offloaded else device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+    allocate(model, device, is_offloaded=is_offloaded)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad():
         for tensor in tensors.values():
@@ -50,6 +46,15 @@ def materialize(
         fqn for fqn, t in tensors.items() if t.is_floating_point() and to_local(t).isnan().any()
     ]
     assert not unfilled, f"init_weights does not fill {unfilled}"
+
+
+def allocate(model: nn.Module, device: torch.device, *, is_offloaded: bool = False) -> None:
+    """Allocate this rank's shards, as ``materialize`` does, without values. Mutates ``model``."""
+    with preserve_tied_weights(model):
+        model.to_empty(device=torch.device("cpu") if is_offloaded else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 @torch.no_grad()

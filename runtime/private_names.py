@@ -54,6 +54,11 @@ def _check_number(found: Any) -> None:
     found + 0
 
 
+def _check_no_task(found: Callable[[], int]) -> None:
+    if found() != -1:
+        raise ValueError("is not -1 outside of backward")
+
+
 # Ops that selective activation checkpointing counts (MATMULS), saves (SAVED) and ignores.
 MATMULS = ("aten.mm.default", "aten._grouped_mm.default", "aten._scaled_mm.default")
 SAVED = (
@@ -155,6 +160,15 @@ PRIVATE: Mapping[str, PrivateName] = {
     "torch.cpu:_is_amx_tile_supported": PrivateName(
         "AMX support of this CPU is unknown", lambda found: found()
     ),
+    # Plans of a step: fake tensors, and a mode that sees each operator
+    "torch.utils._python_dispatch:TorchDispatchMode": PrivateName(UNSUPPORTED),
+    "torch._subclasses.fake_tensor:FakeTensorMode": PrivateName(UNSUPPORTED, lambda cls: cls()),
+    "torch._subclasses.fake_tensor:FakeTensor": PrivateName(UNSUPPORTED),
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache": PrivateName(
+        "plans of several ranks may fail"
+    ),
+    "torch.utils._pytree:tree_leaves": PrivateName(UNSUPPORTED, lambda found: found([1])),
+    "torch._C:_current_graph_task_id": PrivateName(UNSUPPORTED, _check_no_task),
     # Benchmarks
     "torch.testing._internal.distributed.fake_pg:FakeStore": PrivateName(
         UNSUPPORTED, lambda cls: cls()

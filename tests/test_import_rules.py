@@ -55,9 +55,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": LIBRARIES | ROOT_FILES,
     # Imported by users' own programs.
     "shardloom": set(),
-    "tools": LIBRARIES | ROOT_FILES | {"report"},
+    "planner": LIBRARIES | {"build_model", "run_spec", "train_step"},
+    "tools": LIBRARIES | ROOT_FILES | {"planner", "report"},
     "benchmarks": LIBRARIES | ROOT_FILES | {"shardloom", "tools", "train"},
-    "tests": LIBRARIES | ROOT_FILES | {"benchmarks", "report", "shardloom", "tools", "train"},
+    "tests": LIBRARIES
+    | ROOT_FILES
+    | {"benchmarks", "planner", "report", "shardloom", "tools", "train"},
 }
 # Files of models/ besides *_sharding.py that may import torch.distributed.
 MAY_IMPORT_DISTRIBUTED = {"dtensor.py", "model_spec.py"}

@@ -1,27 +1,34 @@
-"""Plan of a run: ``shardloom plan CONFIG [--ranks N] [--section.key value ...]``
+"""Plan of a run: ``shardloom plan CONFIG [--world-size N] [--device NAME] [--section.key ...]``
 
 Shows parameters, batch, steps, tokens, FLOPs, and the learning rate over steps, without starting a
-run. Opens tokenizer and data, as training would.
+run. Opens tokenizer and data, as training would. With --device: memory, collectives and time of a
+step on these devices instead. If model.vocab_size is set, it opens neither.
 """
 
+import json
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 
 from build_model import training_flops
-from config import load_config
+from config import JobConfig, load_config
+from config.job_config import Data, Validation
 from launcher.launch import find_nodes, ranks_per_node
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
+from planner.devices import find_hardware
+from planner.plan_text import plan_json, plan_text
+from planner.step_plan import plan_step
 from run_spec import resolve
 from run_summary import drawing, plan_lines
 from runtime import exit_codes
 from runtime.hub_paths import pin_names
 from runtime.log import say
-from tools.cli import Parser, reporting_errors, split_overrides, whole_number
+from tools.cli import Parser, path_argument, reporting_errors, split_overrides, whole_number
 
 
 @reporting_errors
@@ -30,12 +37,45 @@ def main(arguments: list[str]) -> int:
     parser = Parser("shardloom plan", description=__doc__)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, or its name")
     parser.add_argument(
-        "--ranks", type=whole_number(1), metavar="N", help="of all nodes; default: as train here"
+        "--world-size",
+        type=whole_number(1),
+        metavar="N",
+        help="ranks of all nodes; default: as train here",
     )
+    parser.add_argument("--device", metavar="NAME", help="such as h100; see docs/planning.md")
+    parser.add_argument(
+        "--devices", type=path_argument, metavar="FILE", help="TOML file of more devices and links"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; needs --device")
     # What is left, such as --lr, has hints where configurations are loaded.
     options, rest = parser.parse_known_args(own)
-    n_ranks = options.ranks or find_nodes(os.environ).count * ranks_per_node(os.environ)
-    config = pin_names(load_config(options.config, [*rest, *overrides]))
+    if options.device is None and (options.json or options.devices is not None):
+        raise ValueError("--json and --devices need --device")
+    n_ranks = options.world_size or find_nodes(os.environ).count * ranks_per_node(os.environ)
+    config = load_config(options.config, [*rest, *overrides])
+    if options.device is not None:
+        print_step(config, n_ranks, options)
+    else:
+        print_run(pin_names(config), n_ranks)
+    return exit_codes.DONE
+
+
+def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
+    """Print what a step needs on ``options.device``."""
+    hardware = find_hardware(options.device, options.devices)
+    if config.model.vocab_size is not None:
+        # Only the vocabulary of the data counts.
+        data = Data(document_mask=config.data.document_mask)
+        config = config.model_copy(update={"data": data, "validation": Validation()})
+    plan = plan_step(resolve(pin_names(config), n_ranks, has_gpu=True), n_ranks)
+    if options.json:
+        say(*json.dumps(plan_json(plan, hardware), indent=1).splitlines())
+    else:
+        say(*plan_text(plan, hardware))
+
+
+def print_run(config: JobConfig, n_ranks: int) -> None:
+    """Print what a run trains, and its schedule."""
     # The machine that will train may have GPUs that this one lacks.
     run = resolve(config, n_ranks, has_gpu=True)
     training, parallelism = run.config.training, run.config.parallelism
@@ -51,7 +91,6 @@ def main(arguments: list[str]) -> int:
         "",
         *drawing(run),
     )
-    return exit_codes.DONE
 
 
 def sizes_text(module: nn.Module) -> str:

@@ -79,7 +79,7 @@ REQUIRED: dict[str, tuple[str, dict[str, str]]] = {
     ),
     DYNAMO: ("compile.enable", SELECTIVE | COMPILED),
 }
-# Used only on GPUs or in benchmarks.
+# Used only on GPUs, in plans of a step or in benchmarks.
 NOT_ON_CPU = {
     "torch:_scaled_mm",
     "torch._inductor.config:_micro_pipeline_tp",
@@ -89,6 +89,12 @@ NOT_ON_CPU = {
     "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
     "torch.cuda.memory:_record_memory_history",
     "torch.cuda.memory:_dump_snapshot",
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch._subclasses.fake_tensor:FakeTensorMode",
+    "torch._subclasses.fake_tensor:FakeTensor",
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+    "torch.utils._pytree:tree_leaves",
+    "torch._C:_current_graph_task_id",
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "torch._dynamo.utils:calculate_time_spent",
     "torch._utils:_get_available_device_type",

@@ -1,5 +1,6 @@
 """A plan has the numbers of the run that the same configuration would be."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from runtime import exit_codes
 from tools import plan
 
-MOE = ["qwen3_moe_debug", "--ranks", "4", "--training.local_batch_size", "2"]
+MOE = ["qwen3_moe_debug", "--world-size", "4", "--training.local_batch_size", "2"]
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -70,15 +71,56 @@ def test_a_schedule_of_one_s_own_is_drawn(
     assert out.splitlines()[-7].endswith("│      ▄█")
 
 
+STEP = ["debug_model", "--world-size=4", "--device=h100", "--model.vocab_size=320"]
+TP = "--parallelism.tensor_parallel_degree=2"
+
+
+def test_a_step_is_planned_as_table_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*STEP, TP]) == exit_codes.DONE
+    table = capsys.readouterr().out.splitlines()
+    assert max(map(len, table)) <= 100
+    assert plan.main([*STEP, TP, "--json"]) == exit_codes.DONE
+    text = capsys.readouterr().out
+    (stage,) = json.loads(text)["stages"]
+    sizes = stage["memory"]
+    assert sizes.pop("peak") == sum(sizes.values())
+    assert f"{sum(sizes.values()) / 2**30:.2f} GiB of 79.1, fits" in "\n".join(table)
+    # An all-gather before each pair of matmuls and before the output.
+    gathers = [c for c in stage["collectives"] if (c["dim"], c["kind"]) == ("tp", "all_gather")]
+    assert [c["calls"] for c in gathers if c["phase"] == "forward"] == [2 * 4 + 1]
+    assert plan.main([*STEP, TP, "--json"]) == exit_codes.DONE
+    assert capsys.readouterr().out == text
+
+
+def test_own_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[devices.tiny]\ntitle = "tiny"\ntflops = { bfloat16 = 1 }\nmemory_gib = 0.001\n'
+        'memory_gb_per_second = 1\ngpus_per_node = 1\nlink = "string"\nnetwork = "string"\n'
+        "[links.string]\ngb_per_second = 1\n"
+    )
+    arguments = ["debug_model", "--world-size=1", "--device=tiny", "--devices", str(path)]
+    assert plan.main(arguments) == exit_codes.DONE
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    path.write_text(path.read_text().replace("memory_gib", "memory"))
+    assert plan.main(arguments) == exit_codes.BAD_CONFIG
+    assert "devices.tiny.memory_gib" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ([], "CONFIG"),
         (["nothing"], "nothing: neither a file nor a configuration"),
-        (["debug_model", "--ranks", "0"], "--ranks"),
+        (["debug_model", "--world-size", "0"], "--world-size"),
         (["debug_model", "--lr", "1"], "did you mean optimizer.lr?"),
         (["debug_model", "training.steps=4"], "write --training.steps=4"),
-        (["debug_model", "--ranks=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks"),
+        (["debug_model", "--json"], "--device"),
+        ([*STEP[:2], "--device=h1000"], "--device: h1000 is none of a100, h100"),
+        ([*STEP, "--parallelism.tensor_parallel_degree=3"], "parallelism.tensor_parallel_degree"),
+        ([*STEP, "--optimizer.name=torch.optim:SGD"], "optimizer.name: is not planned yet"),
+        (["qwen3_moe_debug", "--world-size=2", "--device=h100"], "model.name: is not planned yet"),
+        (["debug_model", "--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks"),
     ],
 )
 def test_mistakes_are_named(

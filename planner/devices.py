@@ -1,0 +1,89 @@
+"""The table of devices and links that plans are for: ``devices.toml``, and a user's own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tomli
+from pydantic import Field, ValidationError
+
+from config import ConfigError
+from config.job_config import Count, Section
+
+BUILT_IN = Path(__file__).with_name("devices.toml")
+Positive = Annotated[float, Field(gt=0.0)]
+
+
+class Device(Section):
+    """A device, and what connects several."""
+
+    title: str
+    tflops: dict[str, Positive]
+    """Peak dense TFLOP/s by dtype of compute."""
+    memory_gib: Positive
+    memory_gb_per_second: Positive
+    gpus_per_node: Count
+    link: str
+    """Inside of a node."""
+    network: str
+    """Between nodes."""
+    usd_per_hour: Positive | None = None
+
+
+class Link(Section):
+    """A kind of link."""
+
+    gb_per_second: Positive
+    """Of one device, each way."""
+
+
+class Table(Section):
+    """The tables of one file."""
+
+    devices: dict[str, Device] = Field(default_factory=dict)
+    links: dict[str, Link] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device, the link inside of its nodes, and that between them."""
+
+    device: Device
+    link: Link
+    network: Link
+
+    def is_inside_node(self, ranks: Sequence[int]) -> bool:
+        """True if the ranks are on one node; nodes have consecutive ranks."""
+        return len({rank // self.device.gpus_per_node for rank in ranks}) == 1
+
+
+def find_hardware(name: str, own: Path | None) -> Hardware:
+    """Return the hardware of the device ``name``.
+
+    ``own``: a file whose tables come before the built-in ones. Raises ``ConfigError``.
+    """
+    devices: dict[str, Device] = {}
+    links: dict[str, Link] = {}
+    for path in (BUILT_IN, *([] if own is None else [own])):
+        table = _read(path)
+        devices |= table.devices
+        links |= table.links
+    if name not in devices:
+        raise ConfigError([f"--device: {name} is none of {', '.join(devices)}; --devices FILE"])
+    device = devices[name]
+    for key in ("link", "network"):
+        if getattr(device, key) not in links:
+            found = f"{getattr(device, key)} is none of {', '.join(links)}"
+            raise ConfigError([f"devices.{name}.{key}: {found}"])
+    return Hardware(device, links[device.link], links[device.network])
+
+
+def _read(path: Path) -> Table:
+    try:
+        return Table.model_validate(tomli.loads(path.read_text()))
+    except ValidationError as error:
+        texts = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        raise ConfigError([f"{path}: {text}" for text in texts]) from None
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: {error}"]) from None

@@ -1,0 +1,111 @@
+"""A step's plan as lines of at most 100 columns, and as JSON."""
+
+from collections import defaultdict
+from typing import Any
+
+from planner.devices import Hardware
+from planner.recorder import Group, StepRecord
+from planner.step_plan import StagePlan, StepPlan
+
+GIB, GB = 1 << 30, 1e9
+
+
+def plan_text(plan: StepPlan, hardware: Hardware) -> list[str]:
+    """Lines on memory, collectives and FLOPs, of each stage that is planned."""
+    device = hardware.device
+    inside = f"{device.link} {hardware.link.gb_per_second:g} GB/s"
+    outside = f"{device.network} {hardware.network.gb_per_second:g} GB/s"
+    lines = [
+        f"devices: {plan.world_size:,} of {device.title}, {device.gpus_per_node} a node",
+        f"links: {inside} inside of a node, {outside} between nodes, each way",
+        f"batch: {plan.n_microbatches} microbatch{'es' * (plan.n_microbatches > 1)} of "
+        f"{plan.run.microbatch_size} x {plan.run.config.training.seq_len:,} tokens on each rank",
+    ]
+    for stage in plan.stages:
+        lines += ["", *_memory_lines(plan, stage, hardware), "", *_traffic_lines(stage, hardware)]
+        lines += ["", *_flops_lines(stage.record)]
+    return [*lines, "", *(f"note: {note}" for note in notes(plan))]
+
+
+def notes(plan: StepPlan) -> list[str]:
+    """Lines on the precision of the plan."""
+    texts = [
+        "exact: collectives, FLOPs and the memory of tensors, from train.py's step without data",
+    ]
+    if plan.run.config.compile.enable:
+        texts.append("compile.enable: planned as eager, which holds more activations")
+    if plan.run.config.data.document_mask:
+        texts.append("data.document_mask: planned as attention over whole sequences")
+    return texts
+
+
+def plan_json(plan: StepPlan, hardware: Hardware) -> dict[str, Any]:
+    """The plan as a JSON object; sizes in bytes."""
+    return {
+        "world_size": plan.world_size,
+        "degrees": vars(plan.degrees),
+        "microbatches": plan.n_microbatches,
+        "device": hardware.device.title,
+        "stages": [
+            {
+                "stage": stage.stage,
+                "memory": dict(stage.record.memory) | {"peak": stage.record.peak},
+                "collectives": [
+                    {
+                        **collective._asdict(),
+                        "calls": count,
+                        "sent": count * stage.record.groups[collective.dim].sent(collective),
+                        "ranks": len(stage.record.groups[collective.dim].ranks),
+                    }
+                    for collective, count in stage.record.collectives.items()
+                ],
+                "flops": {f"{phase} {kind}": n for (phase, kind), n in stage.record.flops.items()},
+            }
+            for stage in plan.stages
+        ],
+        "notes": notes(plan),
+    }
+
+
+def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[str]:
+    peak, capacity = stage.record.peak / GIB, hardware.device.memory_gib
+    verdict = "fits" if peak <= capacity else "DOES NOT FIT"
+    name = f" of stage {stage.stage}" if plan.degrees.pp > 1 else ""
+    lines = [f"memory of a rank{name} at its peak: {peak:.2f} GiB of {capacity:g}, {verdict}"]
+    for category, size in stage.record.memory.items():
+        bar = "█" * round(50 * size / GIB / max(peak, capacity))
+        lines.append(f"  {category:<22}{size / GIB:>9.2f} GiB  {bar}".rstrip())
+    return lines
+
+
+def _traffic_lines(stage: StagePlan, hardware: Hardware) -> list[str]:
+    rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for collective, count in stage.record.collectives.items():
+        sent = stage.record.groups[collective.dim].sent(collective)
+        row = rows[collective.dim, collective.kind]
+        for index, value in enumerate((1.0, collective.payload, sent)):
+            row[index] += count * value
+    if not rows:
+        return ["collectives of a step: none"]
+    head = ("collectives of a step", "ranks", "over", "calls", "payload GB", "sent GB")
+    lines = ["{:<32}{:>7}  {:<8}{:>9}{:>12}{:>12}".format(*head)]
+    for (dim, kind), (calls, payload, sent) in sorted(rows.items()):
+        group = stage.record.groups[dim]
+        lines.append(
+            f"  {dim + ' ' + kind:<30}{len(group.ranks):>7}  {_place(group, hardware):<8}"
+            f"{calls:>9,.0f}{payload / GB:>12,.3f}{sent / GB:>12,.3f}"
+        )
+    return lines
+
+
+def _place(group: Group, hardware: Hardware) -> str:
+    return "node" if hardware.is_inside_node(group.ranks) else "network"
+
+
+def _flops_lines(record: StepRecord) -> list[str]:
+    phases = dict.fromkeys(phase for phase, _ in record.flops)
+    lines = ["TFLOPs of a step" + "".join(f"{phase:>14}" for phase in phases)]
+    for kind in dict.fromkeys(kind for _, kind in record.flops):
+        cells = "".join(f"{record.flops.get((phase, kind), 0) / 1e12:>14,.2f}" for phase in phases)
+        lines.append(f"  {kind:<14}{cells}")
+    return lines

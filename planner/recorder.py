@@ -1,0 +1,369 @@
+"""Records a training step: memory by category, collectives, FLOPs, and bytes moved by operators."""
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils.flop_counter import flop_registry
+
+from runtime.compat import require
+
+KEY = "--device"
+DispatchMode: Any = require("torch.utils._python_dispatch:TorchDispatchMode", key=KEY)
+FakeTensorMode: Any = require("torch._subclasses.fake_tensor:FakeTensorMode", key=KEY)
+FakeTensor: Any = require("torch._subclasses.fake_tensor:FakeTensor", key=KEY)
+tree_leaves: Any = require("torch.utils._pytree:tree_leaves", key=KEY)
+current_graph_task: Any = require("torch._C:_current_graph_task_id", key=KEY)
+
+FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+GATHERED, COMMUNICATION, LOGITS = "gathered weights", "communication buffers", "logits"
+ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
+CATEGORIES = (
+    PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, GATHERED, COMMUNICATION, TEMPORARIES
+)  # fmt: skip
+# Bytes to which CUDA's allocator rounds.
+GRANULARITY = 512
+# Part of an operator's name to the kind of collective.
+COLLECTIVES = {
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+# Bytes that a rank sends, as a multiple of (n - 1) / n of the payload, with ring algorithms.
+RING_PASSES = {"all_reduce": 2.0, "receive": 0.0}
+
+
+class Collective(NamedTuple):
+    """The key by which collectives are counted."""
+
+    phase: str
+    kind: str
+    dim: str
+    """Mesh dim."""
+    payload: int
+    """Bytes of the unsharded tensor; of one rank's, for all-to-all, send and receive."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of this rank, by the mesh dim that it is of."""
+
+    dim: str
+    ranks: tuple[int, ...]
+
+    def sent(self, collective: Collective) -> float:
+        """Bytes that this rank sends in one such collective."""
+        if collective.kind in ("send", "broadcast"):
+            return collective.payload
+        n = len(self.ranks)
+        return RING_PASSES.get(collective.kind, 1.0) * collective.payload * (n - 1) / n
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step of one rank."""
+
+    memory: Mapping[str, int]
+    """Bytes at the peak, by category."""
+    collectives: Mapping[Collective, float]
+    """Number of calls."""
+    groups: Mapping[str, Group]
+    """By mesh dim."""
+    flops: Mapping[tuple[str, str], float]
+    """By phase and kind: "matmul" or "attention"; the latter only for keys that the
+    causal mask leaves."""
+    traffic: Mapping[str, float]
+    """Bytes read and written by all other operators, by phase."""
+    operators: Mapping[str, float]
+    """Number of operators that compute, by phase."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass(eq=False)
+class Block:
+    """A storage, in the order of allocation."""
+
+    size: int
+    phase: str
+    category: str = ""
+    is_kept: bool = False
+    """Forward left it for backward."""
+    reference: Any = None
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of an operator, and what came of it."""
+
+    phase: str
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    is_new: bool = False
+    """It allocated an output."""
+
+    @cached_property
+    def name(self) -> str:
+        return self.func.name().partition("::")[2].partition(".")[0]
+
+
+class StepRecorder(DispatchMode):
+    """Mode that runs operators, on fake tensors unless ``is_real``, and records them."""
+
+    def __init__(
+        self,
+        groups: Mapping[str, Group],
+        vocab_size: int,
+        *,
+        has_stages: bool = False,
+        is_real: bool = False,
+    ) -> None:
+        """``groups``: by name of the process group. ``vocab_size``: the last dim of logits."""
+        super().__init__()
+        # Not a mode around this one: DTensor would propagate whole shapes in it, seen as local.
+        self._fake = nullcontext() if is_real else FakeTensorMode(allow_non_fake_inputs=True)
+        self._has_stages, self._is_real = has_stages, is_real
+        self.weight = 1.0
+        """Times that what runs now counts."""
+        self._groups, self._vocab_size = dict(groups), vocab_size
+        self._phase = FORWARD
+        self._live: dict[int, Block] = {}
+        self._changes: list[tuple[Block, int]] = []
+        self._collectives: dict[Collective, float] = defaultdict(float)
+        self._flops: dict[tuple[str, str], float] = defaultdict(float)
+        self._traffic: dict[str, float] = defaultdict(float)
+        self._operators: dict[str, float] = defaultdict(float)
+
+    def begin_forward(self, weight: float = 1.0) -> None:
+        """Call before a microbatch's forward, which counts ``weight`` times."""
+        self._phase, self.weight = FORWARD, weight
+
+    def restart(self) -> None:
+        """Forget what was recorded, but not what is allocated."""
+        self._changes = [(block, block.size) for block in self._live.values()]
+        for counts in (self._collectives, self._flops, self._traffic, self._operators):
+            counts.clear()
+        self._phase, self.weight = FORWARD, 1.0
+
+    def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Set the category of the storages of these plain tensors."""
+        for tensor in tensors:
+            self._block_of(tensor).category = category
+
+    def record(self) -> StepRecord:
+        """Return what was recorded since the last ``restart``."""
+        return StepRecord(
+            memory=self._at_peak(),
+            collectives=dict(sorted(self._collectives.items())),
+            groups={group.dim: group for group in self._groups.values()},
+            flops=dict(sorted(self._flops.items())),
+            traffic=dict(self._traffic),
+            operators=dict(self._operators),
+        )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context in which operators and changes of storages' sizes are recorded."""
+        resize = torch.UntypedStorage.resize_
+
+        def tracked(storage: Any, size: int) -> Any:
+            self._resized(storage, size)
+            return resize(storage, size)
+
+        with patch.object(torch.UntypedStorage, "resize_", tracked), self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # Half of all calls.
+            return func(*args, **kwargs)
+        if any(not is_plain(t) for t in types):
+            return NotImplemented  # A DTensor comes again as local tensors.
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if inputs and self._is_data(inputs):
+            return func(*args, **kwargs)
+        if func.name() == "aten::_local_scalar_dense" and not self._is_real:
+            return self._vote()
+        phase = self._update_phase()
+        with self._fake:
+            result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        call = Call(phase, func, args, kwargs, result, inputs, outputs)
+        self._track(call)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(call)
+        else:
+            self._count_work(call)
+        return result
+
+    def _track(self, call: Call) -> None:
+        """Note the storages that ``call`` allocated."""
+        for output in call.outputs:
+            is_new = id(output.untyped_storage()) not in self._live
+            block = self._block_of(output, call.phase)
+            call.is_new |= is_new
+            if is_new and call.name == "_to_copy" and self._is_parameter(call.inputs[0]):
+                block.category = GATHERED
+            elif is_new and output.ndim > 1 and output.shape[-1] == self._vocab_size:
+                block.category = LOGITS
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        return self._block_of(tensor).category == PARAMETERS
+
+    def _vote(self) -> int:
+        """Return what the host reads: the vote of a pipeline's stages that all know their shapes.
+
+        Raises ``NotImplementedError`` without a pipeline, because a fake tensor has no values.
+        """
+        if not self._has_stages:
+            raise NotImplementedError("a plan has no values, and the host reads one")
+        return 1
+
+    def _is_data(self, tensors: list[torch.Tensor]) -> bool:
+        """True for tensors from outside, such as those of meshes."""
+        return not self._is_real and not any(t.is_meta or is_fake(t) for t in tensors)
+
+    def _update_phase(self) -> str:
+        """Return the phase that runs now."""
+        if current_graph_task() < 0:
+            if self._phase == BACKWARD:
+                self._phase, self.weight = UPDATE, 1.0
+            return self._phase
+        if self._phase != BACKWARD:
+            for block in self._live.values():
+                block.is_kept |= block.phase == FORWARD
+            self._phase = BACKWARD
+        # Backward records no graph, unless it runs a forward again.
+        return RECOMPUTE if torch.is_grad_enabled() else BACKWARD
+
+    def _block_of(self, tensor: torch.Tensor, phase: str = FORWARD) -> Block:
+        storage = tensor.untyped_storage()
+        block = self._live.get(id(storage))
+        return self._allocated(storage, storage.nbytes(), phase) if block is None else block
+
+    def _allocated(self, storage: Any, size: int, phase: str) -> Block:
+        key, block = id(storage), Block(_rounded(size), phase)
+
+        def freed(_: object) -> None:
+            self._changes.append((block, -self._live.pop(key).size))
+
+        block.reference = weakref.ref(storage, freed)
+        self._live[key] = block
+        self._changes.append((block, block.size))
+        return block
+
+    def _resized(self, storage: Any, size: int) -> None:
+        """FSDP2 frees and allocates gathered weights by resizing their storages."""
+        block = self._live.get(id(storage)) or self._allocated(storage, storage.nbytes(), FORWARD)
+        block.category = GATHERED
+        self._changes.append((block, _rounded(size) - block.size))
+        block.size = _rounded(size)
+
+    def _count_collective(self, call: Call) -> None:
+        kind = next((kind for part, kind in COLLECTIVES.items() if part in call.name), None)
+        if kind is None:  # Waits and barriers.
+            return
+        groups = map(self._group_of, call.args)
+        group = next(group for group in groups if group is not None)
+        sizes = [sum(map(size_of, tree_leaves(arg))) for arg in (*call.args[:2], call.outputs)]
+        self._collectives[Collective(call.phase, kind, group.dim, max(sizes))] += self.weight
+        for tensor in (*call.inputs, *call.outputs):
+            block = self._block_of(tensor)
+            block.category = block.category or COMMUNICATION
+
+    def _group_of(self, arg: Any) -> Group | None:
+        if isinstance(arg, str):
+            return self._groups.get(arg)
+        if not isinstance(arg, torch.ScriptObject):
+            return None
+        try:
+            group = dist.ProcessGroup.unbox(arg)
+        except (RuntimeError, TypeError):  # Another script object.
+            return None
+        if group.group_name not in self._groups:
+            # FSDP's smaller group that keeps the weights after forward.
+            ranks = tuple(dist.get_process_group_ranks(group))
+            whole = next(each for each in self._groups.values() if {*ranks} <= {*each.ranks})
+            self._groups[group.group_name] = Group(f"{whole.dim} / {len(ranks)}", ranks)
+        return self._groups[group.group_name]
+
+    def _count_work(self, call: Call) -> None:
+        if not call.is_new and not call.name.endswith("_"):
+            return  # A view.
+        self._operators[call.phase] += self.weight
+        packet = call.func.overloadpacket
+        if "scaled_dot_product" in call.name:
+            flops = attention_flops(call.name, call.args)
+            self._flops[call.phase, "attention"] += self.weight * flops
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*call.args, **call.kwargs, out_val=call.result)
+            self._flops[call.phase, "matmul"] += self.weight * flops
+        else:
+            size = sum(map(size_of, (*call.inputs, *call.outputs)))
+            self._traffic[call.phase] += self.weight * size
+
+    def _at_peak(self) -> dict[str, int]:
+        held: Counter[str] = Counter()
+        total = peak = 0
+        at_peak = dict.fromkeys(CATEGORIES, 0)
+        for block, change in self._changes:
+            held[_category(block)] += change
+            total += change
+            if total > peak:
+                peak, at_peak = total, at_peak | held
+        return at_peak
+
+
+def _category(block: Block) -> str:
+    if block.category in ("", COMMUNICATION) and block.is_kept:
+        return ACTIVATIONS
+    return block.category or TEMPORARIES
+
+
+def _rounded(size: int) -> int:
+    return -(-size // GRANULARITY) * GRANULARITY
+
+
+def is_plain(cls: type) -> bool:
+    """True for tensors that are no wrapper of others, as DTensors are."""
+    return cls in (torch.Tensor, nn.Parameter, FakeTensor)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """True for a tensor without data."""
+    return isinstance(tensor, FakeTensor)
+
+
+def size_of(value: Any) -> int:
+    """Bytes of a tensor; 0 for anything else."""
+    return value.numel() * value.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def attention_flops(name: str, args: Any) -> int:
+    """FLOPs of causal attention: 2 matmuls forward, 5 backward, for the keys that are visible."""
+    q, k = args[1:3] if "backward" in name else args[:2]
+    (b, h, n_queries, head_dim), n_keys = q.shape, k.shape[2]
+    visible = n_queries * n_keys - n_queries**2 // 2
+    return (10 if "backward" in name else 4) * b * h * head_dim * visible

@@ -1,0 +1,186 @@
+"""Simulates a training step of one rank, by ``train.py``'s own code, without memory or peers.
+
+Tensors are fake: they have shapes and no data. The process group is fake too: it has any number of
+ranks, and its collectives return at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from build_model import ShardedModel, build_sharded_model
+from data.loader import Microbatch
+from data.step_batches import StepBatch
+from optim import loss
+from parallelisms.materialize import allocate
+from parallelisms.parallel_dims import ParallelDims
+from planner.recorder import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Group,
+    StepRecord,
+    StepRecorder,
+)
+from run_spec import RunSpec
+from runtime.compat import find, has
+from runtime.dtensor import to_local
+from runtime.private_names import PRIVATE
+from train_step import TrainStep
+
+CPU = torch.device("cpu")
+
+
+def simulate_step(
+    run: RunSpec, world_size: int, rank: int, *, weights: Sequence[float]
+) -> StepRecord:
+    """Return the record of an optimizer step of ``rank``, after the first.
+
+    ``weights``: how many microbatches each one that is run stands for. Creates and destroys the
+    default process group.
+    """
+    # These probe with data, which later they have not.
+    for path in (path for path in PRIVATE if "_foreach_" in path):
+        has(path)
+    with fake_ranks(rank, world_size), gpu_chunks():
+        dims = ParallelDims.build(run.config.parallelism, world_size, CPU.type)
+        model = build_gpu_model(run, dims)
+        recorder = StepRecorder(
+            groups_of(model), local_vocabulary(model), has_stages=dims.degrees.pp > 1
+        )
+        with recorder.recording():
+            allocate(model.module, CPU)
+            batch = planned_batch(run, len(weights))
+        return record_step(run, model, recorder, batch=batch, weights=weights)
+
+
+def build_gpu_model(run: RunSpec, dims: ParallelDims) -> ShardedModel:
+    """Build the model of ``run`` with kernels that keep as much memory as those of GPUs."""
+    spec = run.model_spec
+
+    def apply_kernels(module: nn.Module, dtype: torch.dtype | None) -> None:
+        for attention in spec.attentions(module):
+            attention.inner = _FlashAttention()
+        for norm in (each for each in module.modules() if isinstance(each, nn.RMSNorm)):
+            # A GPU's kernel keeps only its inputs; a CPU's operators keep float32 copies.
+            forward = partial(_forward, norm)
+            norm.forward = partial(  # type: ignore[method-assign]
+                checkpoint, forward, use_reentrant=False, preserve_rng_state=False
+            )
+
+    return build_sharded_model(
+        spec, run.model_args, run.config, dims, CPU, apply_kernels=apply_kernels
+    )
+
+
+def _forward(module: nn.Module, *args: Any) -> Any:
+    """Call ``forward`` of the module's class at call time, because data parallel changes it."""
+    return type(module).forward(module, *args)
+
+
+class _FlashAttention(nn.Module):
+    """Attention without a dense mask, as FlashAttention and FlexAttention compute it."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+def record_step(
+    run: RunSpec,
+    model: ShardedModel,
+    recorder: StepRecorder,
+    *,
+    batch: StepBatch,
+    weights: Sequence[float],
+) -> StepRecord:
+    """Return the record of the second step of ``model``, whose first allocates lasting state."""
+    recorder.label(map(to_local, model.module.parameters()), PARAMETERS)
+    recorder.label(map(to_local, model.module.buffers()), PARAMETERS)
+    step, forwards = TrainStep(run, model), iter(weights)
+
+    def begin_microbatch(*_: object) -> None:
+        recorder.begin_forward(next(forwards, 1.0))
+
+    def label_gradients(*_: object) -> None:
+        gradients = (p.grad for p in model.module.parameters() if p.grad is not None)
+        recorder.label(map(to_local, gradients), GRADIENTS)
+
+    for stage in model.stages:
+        # Before FSDP's hooks, which gather weights.
+        stage.register_forward_pre_hook(begin_microbatch, prepend=True)
+    step.optimizer.register_step_pre_hook(label_gradients)
+    # A pipeline has one schedule for all steps; else one microbatch is enough.
+    has_stages = model.dims.degrees.pp > 1
+    first = batch if has_stages else replace(batch, microbatches=batch.microbatches[-1:])
+    for number, each in enumerate((first, batch), start=1):
+        forwards = iter(weights)
+        recorder.restart()
+        with recorder.recording():
+            step(number, each)
+        states = (value for state in step.optimizer.state.values() for value in state.values())
+        tensors = (value for value in states if isinstance(value, torch.Tensor))
+        recorder.label(map(to_local, tensors), OPTIMIZER)
+    return recorder.record()
+
+
+def planned_batch(run: RunSpec, n_microbatches: int) -> StepBatch:
+    """Return a step's batch on this rank, of so many microbatches."""
+    size, seq_len = run.microbatch_size, run.config.training.seq_len
+    microbatches = [
+        Microbatch(*torch.zeros(2, size, seq_len, dtype=torch.int64)) for _ in range(n_microbatches)
+    ]
+    n_sequences = run.global_batch_size
+    return StepBatch(microbatches, 0.0, n_sequences, n_sequences * seq_len, is_end_of_data=False)
+
+
+def groups_of(model: ShardedModel) -> dict[str, Group]:
+    """Return the process groups of this rank by name."""
+    meshes = [model.dims.weight_mesh, model.dims.data_mesh]
+    meshes += [p.device_mesh for p in model.module.parameters() if isinstance(p, DTensor)]
+    groups: dict[str, Group] = {}
+    for mesh in dict.fromkeys(meshes):
+        for dim in mesh.mesh_dim_names or ():
+            group = mesh.get_group(dim)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            groups.setdefault(group.group_name, Group(dim, ranks))
+    return groups
+
+
+def local_vocabulary(model: ShardedModel) -> int:
+    """Size of this rank's shard of the vocabulary, the last dim of its logits."""
+    return model.args.vocab_size // model.dims.degrees.tp
+
+
+@contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """Context in which this process is ``rank`` of ``world_size`` ranks, without the others."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        # DTensor keeps meshes of the group, which equal those of the next one.
+        clear = find("torch.distributed.tensor.debug:_clear_sharding_prop_cache")
+        if clear is not None:
+            clear()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def gpu_chunks() -> Iterator[None]:
+    """Context in which the loss has the chunks of a GPU."""
+    with patch.object(loss, "CPU_CHUNK", loss.CHUNK):
+        yield

@@ -1,0 +1,146 @@
+"""The plan of a step: a record of each kind of pipeline stage, or why there is none."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from config import ConfigError, JobConfig
+from config.constraints import Constraint
+from config.job_config import Metrics
+from parallelisms.parallel_dims import Degrees, resolve_degrees
+from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
+from planner.recorder import StepRecord
+from planner.simulate import simulate_step
+from run_spec import RunSpec
+
+# Microbatches on a rank that are all run; of more, those in the middle are alike.
+MOST_MICROBATCHES = 3
+
+
+def _unless(key: str, reason: str, violated: Callable[[RunSpec], bool]) -> Constraint[RunSpec]:
+    return Constraint(key, f"is not planned yet: {reason}", violated)
+
+
+UNPLANNED: tuple[Constraint[RunSpec], ...] = (
+    _unless("model.name", "experts, whose tokens depend on data",
+            lambda run: hasattr(run.model_args, "n_experts")),
+    _unless("model.name", "gated delta nets", lambda run: hasattr(run.model_args, "n_key_heads")),
+    _unless("float8.recipe", "float8", lambda run: run.config.float8.recipe != "none"),
+    _unless("activation_checkpoint.mode", "memory_budget, by which the compiler chooses",
+            lambda run: run.config.activation_checkpoint.mode == "memory_budget"),
+    _unless("parallelism.fsdp_cpu_offload", "host memory",
+            lambda run: run.config.parallelism.fsdp_cpu_offload),
+    _unless("parallelism.tensor_parallel_async", "collectives inside of matmuls",
+            lambda run: run.config.parallelism.tensor_parallel_async),
+    _unless("parallelism.pipeline_parallel_schedule", "InterleavedZeroBubble",
+            lambda run: run.config.parallelism.pipeline_parallel_degree > 1
+            and run.config.parallelism.pipeline_parallel_schedule == "InterleavedZeroBubble"),
+    _unless("optimizer.name", "code outside of this repository",
+            lambda run: ":" in run.config.optimizer.name),
+    _unless("debug.deterministic", '"elastic"', lambda run: run.config.debug.is_elastic),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of the ranks of one pipeline stage."""
+
+    stage: int
+    record: StepRecord
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The plan of one optimizer step."""
+
+    run: RunSpec
+    """As it was resolved, compiled or not."""
+    degrees: Degrees
+    world_size: int
+    n_microbatches: int
+    """On each rank."""
+    stages: list[StagePlan]
+    """The first, the largest of those between, and the last."""
+
+
+def plan_step(run: RunSpec, world_size: int) -> StepPlan:
+    """Simulate a step of ``run``. Raises ``ConfigError`` for what is not planned yet."""
+    if refused := [row.message(run) for row in UNPLANNED if row.violated(run)]:
+        raise ConfigError(refused)
+    degrees = resolve_degrees(run.config.parallelism, world_size)
+    n = run.global_batch_size // (run.microbatch_size * degrees.batch)
+    planned = replace(run, config=planned_config(run.config))
+    stages = []
+    for stage in _stages(run, degrees):
+        rank = stage * (world_size // degrees.pp)
+        if degrees.pp > 1:
+            record = _pipeline_record(planned, world_size, rank, n)
+        else:
+            weights = [1.0] * n if n <= MOST_MICROBATCHES else [1.0, n - 2.0, 1.0]
+            record = simulate_step(planned, world_size, rank, weights=weights)
+        stages.append(StagePlan(stage, record))
+    return StepPlan(run, degrees, world_size, n, stages)
+
+
+def planned_config(config: JobConfig) -> JobConfig:
+    """Return the configuration of the step that is simulated: eager, on a GPU."""
+    training = config.training
+    if training.mixed_precision_param == "auto" and training.dtype == "float32":
+        training = training.model_copy(update={"mixed_precision_param": "bfloat16"})
+    changed = {
+        "compile": config.compile.model_copy(update={"enable": False, "backend": "inductor"}),
+        "metrics": Metrics(),
+        "training": training,
+    }
+    return config.model_copy(update=changed)
+
+
+def _stages(run: RunSpec, degrees: Degrees) -> Sequence[int]:
+    """Ranks of the pipeline that are planned: with other stages than the others."""
+    if degrees.pp <= 2:
+        return range(degrees.pp)
+    parallelism = run.config.parallelism
+    layers = stage_layers(
+        run.model_args.n_layers,
+        degrees.pp * stages_per_rank(parallelism),
+        less_first=parallelism.pipeline_parallel_first_stage_less_layers,
+        less_last=parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    # The earlier of equal stages, because it holds more microbatches.
+    middle = max(
+        range(1, degrees.pp - 1),
+        key=lambda rank: (sum(map(len, layers[rank :: degrees.pp])), -rank),
+    )
+    return [0, middle, degrees.pp - 1]
+
+
+def _pipeline_record(run: RunSpec, world_size: int, rank: int, n: int) -> StepRecord:
+    """Record a step of ``n`` microbatches by those of fewer, of which counts are affine in ``n``.
+
+    A pipeline that is full holds the same memory with any number, but for GPipe's.
+    """
+    parallelism = run.config.parallelism
+    pp, is_deep = parallelism.pipeline_parallel_degree, stages_per_rank(parallelism) > 1
+    few, more = (2 * pp, 3 * pp) if is_deep else (pp, pp + 1)
+
+    def simulate(count: int) -> StepRecord:
+        return simulate_step(run, world_size, rank, weights=[1.0] * count)
+
+    if n <= more or parallelism.pipeline_parallel_schedule == "GPipe":
+        return simulate(n)
+    low, high = simulate(few), simulate(more)
+
+    def extrapolate(name: str) -> dict[Any, float]:
+        low_counts, counts = getattr(low, name), getattr(high, name)
+        per_microbatch = {
+            key: (count - low_counts.get(key, 0.0)) / (more - few) for key, count in counts.items()
+        }
+        return {key: count + (n - more) * per_microbatch[key] for key, count in counts.items()}
+
+    return replace(
+        high,
+        collectives=extrapolate("collectives"),
+        flops=extrapolate("flops"),
+        traffic=extrapolate("traffic"),
+        operators=extrapolate("operators"),
+    )

@@ -1,0 +1,154 @@
+"""A simulated step has the collectives, FLOPs and memory of a real one."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.counting import held_bytes, operand_bytes, profiled
+from config import load_config
+from parallelisms.parallel_dims import ParallelDims
+from planner.recorder import COLLECTIVES, StepRecord, StepRecorder
+from planner.simulate import (
+    build_gpu_model,
+    fake_ranks,
+    gpu_chunks,
+    groups_of,
+    local_vocabulary,
+    planned_batch,
+    record_step,
+)
+from planner.step_plan import plan_step
+from run_spec import RunSpec, resolve
+from tests.lib.ranks import RankPool
+from train_step import TrainStep
+
+SMALL = {
+    "model.args.n_layers": 2, "model.args.dim": 64, "model.args.head_dim": 16,
+    "model.args.hidden_dim": 96, "training.seq_len": 64, "training.local_batch_size": 2,
+    "training.mixed_precision_param": "bfloat16", "activation_checkpoint.mode": "none",
+}  # fmt: skip
+# Beside these tensors, those inside of a CPU's operators are few.
+LARGER = {
+    "model.args.dim": 128, "model.args.head_dim": 32, "model.args.hidden_dim": 384,
+    "training.seq_len": 256, "training.local_batch_size": 8,
+}  # fmt: skip
+TP, CP, PP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "context", "pipeline"))
+REPLICATE = "parallelism.data_parallel_replicate_degree"
+RESHARD = "parallelism.fsdp_reshard_after_forward"
+METHOD = "parallelism.context_parallel_method"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+MODE, REDUCE = "parallelism.data_parallel", "parallelism.fsdp_reduce_gradients"
+RECOMPUTE, BATCH = "activation_checkpoint.mode", "training.global_batch_size"
+Keys = dict[str, object]
+Counts = Counter[tuple[str, int]]
+
+
+def run_of(keys: Keys, world_size: int) -> RunSpec:
+    texts = [part for key, value in (SMALL | keys).items() for part in (f"--{key}", str(value))]
+    return resolve(load_config(Path("debug_model"), texts), world_size, has_gpu=True)
+
+
+def real_step(keys: Keys, world_size: int) -> tuple[StepRecord, Counts, int]:
+    """Record a real step of this rank; count collectives and memory of a later one by profiler."""
+    run = run_of(keys, world_size)
+    dims = ParallelDims.build(run.config.parallelism, world_size, "cpu")
+    model = build_gpu_model(run, dims)
+    model.materialize()
+    recorder = StepRecorder(groups_of(model), local_vocabulary(model), is_real=True)
+    count = run.global_batch_size // (run.microbatch_size * dims.degrees.batch)
+    batch = planned_batch(run, count)
+    with gpu_chunks():
+        record = record_step(run, model, recorder, batch=batch, weights=[1.0] * count)
+        step = TrainStep(run, model)
+        step(3, batch)
+        states = step.optimizer.state.values()
+        held = held_bytes([*model.module.parameters(), *model.module.buffers()])
+        held += sum(held_bytes(state.values()) for state in states)
+        calls, peak = of_profile(profiled(lambda: step(4, batch)))
+    return record, calls, held + peak
+
+
+def of_profile(events: list) -> tuple[Counts, int]:
+    """Collectives by kind and bytes, and the peak of what is allocated above the start."""
+    calls, live = Counts(), dict[int, int]()
+    held = peak = 0
+    for event in events:
+        fields = event.extra_fields
+        kind = [kind for part, kind in COLLECTIVES.items() if part in event.name]
+        if event.name.startswith("c10d::") and kind:
+            calls[kind[0], max(operand_bytes(operand) for operand in fields.inputs[:2])] += 1
+        elif event.tag.name == "Allocation" and fields.alloc_size > 0:
+            live[fields.ptr] = fields.alloc_size
+            held += fields.alloc_size
+        elif event.tag.name == "Allocation":
+            held -= live.pop(fields.ptr, 0)
+        peak = max(peak, held)
+    return calls, peak
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys"),
+    [
+        (2, {}),
+        (2, {BATCH: 16, RECOMPUTE: "full"}),
+        (2, {BATCH: 20, RESHARD: "never"}),
+        (2, {BATCH: 16, REDUCE: "last_microbatch"}),
+        (2, {TP: 2, RECOMPUTE: "selective"}),
+        (2, {CP: 2, RECOMPUTE: "selective"}),
+        (2, {CP: 2, METHOD: "allgather", RECOMPUTE: "full"}),
+        (2, {MODE: "ddp", BATCH: 16}),
+        (2, {MODE: "simple_fsdp", RECOMPUTE: "selective"}),
+        (2, {"optimizer.name": "muon"}),
+        (2, {PP: 2, BATCH: 8}),
+        (4, {PP: 2, BATCH: 16, SCHEDULE: "Interleaved1F1B", "model.args.n_layers": 4}),
+        (4, {REPLICATE: 2, BATCH: 16}),
+        (4, {REPLICATE: 2, MODE: "simple_fsdp"}),
+        (4, {TP: 2, RECOMPUTE: "full", "model.flavor": "debugmodel_tied"}),
+        (4, {TP: 2, CP: 2}),
+        (4, {RESHARD: 2}),
+    ],
+    ids=str,
+)
+def test_collectives_are_those_of_a_real_step(ranks: RankPool, world_size: int, keys: Keys) -> None:
+    found = ranks.run(real_step, world_size, keys, world_size)
+    plan = plan_step(run_of(keys, world_size), world_size)
+    for stage in plan.stages:
+        real, profile, _ = found[stage.stage * world_size // plan.degrees.pp]
+        planned = stage.record
+        assert planned.collectives == real.collectives
+        assert {dim: planned.groups[dim] for dim in real.groups} == real.groups
+        assert planned.flops == real.flops
+        assert by_size(planned) == profile
+
+
+def by_size(record: StepRecord) -> Counts:
+    counts = Counts()
+    for collective, count in record.collectives.items():
+        counts[collective.kind, collective.payload] += round(count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys"),
+    [
+        (1, {}),
+        (2, {RECOMPUTE: "selective"}),
+        (2, {RECOMPUTE: "full", RESHARD: "never", BATCH: 32}),
+        (4, {TP: 2}),
+    ],
+    ids=str,
+)
+def test_memory_is_that_of_a_real_step(world_size: int, keys: Keys) -> None:
+    """Real tensors, in a group whose threads hold none."""
+    keys = LARGER | keys
+    (stage,) = plan_step(run_of(keys, world_size), world_size).stages
+    with fake_ranks(0, world_size):
+        _, _, profile = real_step(keys, world_size)
+    assert stage.record.peak == pytest.approx(profile, rel=0.05)
+
+
+def test_a_plan_is_deterministic() -> None:
+    run = run_of({BATCH: 32}, 8)
+    first, second = (plan_step(run, 8).stages[0].record for _ in range(2))
+    assert first == second
