@@ -1,17 +1,25 @@
 """A step's plan as lines of at most 100 columns, and as JSON."""
 
 from collections import defaultdict
+from textwrap import wrap
 from typing import Any
 
+from data.batch_size import sequences_in
 from planner.devices import Hardware
 from planner.recorder import Group, StepRecord
+from planner.roofline import FIT, StepTime, step_time
 from planner.step_plan import StagePlan, StepPlan
 
-GIB, GB = 1 << 30, 1e9
+GIB, GB, WIDTH = 1 << 30, 1e9, 100
+# Share of a device's memory up to which fragments, NCCL's and cuBLAS's buffers have room.
+TIGHT = 0.9
 
 
-def plan_text(plan: StepPlan, hardware: Hardware) -> list[str]:
-    """Lines on memory, collectives and FLOPs, of each stage that is planned."""
+def plan_text(plan: StepPlan, hardware: Hardware, price: float | None) -> list[str]:
+    """Lines on memory, collectives and FLOPs of each stage that is planned, and on time.
+
+    ``price``: of a device, in USD per hour.
+    """
     device = hardware.device
     inside = f"{device.link} {hardware.link.gb_per_second:g} GB/s"
     outside = f"{device.network} {hardware.network.gb_per_second:g} GB/s"
@@ -24,16 +32,18 @@ def plan_text(plan: StepPlan, hardware: Hardware) -> list[str]:
     for stage in plan.stages:
         lines += ["", *_memory_lines(plan, stage, hardware), "", *_traffic_lines(stage, hardware)]
         lines += ["", *_flops_lines(stage.record)]
-    return [*lines, "", *(f"note: {note}" for note in notes(plan))]
+    lines += ["", *_time_lines(plan, step_time(plan, hardware), price)]
+    return [*lines, "", *(line for note in notes(plan) for line in wrap(note, WIDTH))]
 
 
 def notes(plan: StepPlan) -> list[str]:
     """Lines on the precision of the plan."""
     texts = [
         "exact: collectives, FLOPs and the memory of tensors, from train.py's step without data",
+        "modelled: time, by shares of the peaks; " + FIT,
     ]
     if plan.run.config.compile.enable:
-        texts.append("compile.enable: planned as eager, which holds more activations")
+        texts.append("compile.enable: memory is that of eager code, which holds more activations")
     if plan.run.config.data.document_mask:
         texts.append("data.document_mask: planned as attention over whole sequences")
     return texts
@@ -41,6 +51,7 @@ def notes(plan: StepPlan) -> list[str]:
 
 def plan_json(plan: StepPlan, hardware: Hardware) -> dict[str, Any]:
     """The plan as a JSON object; sizes in bytes."""
+    time = step_time(plan, hardware)
     return {
         "world_size": plan.world_size,
         "degrees": vars(plan.degrees),
@@ -63,13 +74,55 @@ def plan_json(plan: StepPlan, hardware: Hardware) -> dict[str, Any]:
             }
             for stage in plan.stages
         ],
+        "modelled": {
+            "step_seconds": time.seconds,
+            "parts": dict(time.parts),
+            "bound": time.bound,
+            "tokens_per_second": time.tokens_per_second,
+            "mfu_palm": time.mfu[0],
+            "mfu_causal": time.mfu[1],
+            "run_seconds": run_seconds(plan, time),
+            "checkpoint_bytes": time.checkpoint_bytes,
+        },
         "notes": notes(plan),
     }
+
+
+def run_seconds(plan: StepPlan, time: StepTime) -> float:
+    """Modelled seconds of ``training.steps``; steps of a ramp count by their sequences."""
+    run = plan.run
+    n_sequences = sequences_in(run.config.training.steps, run.ramp, run.global_batch_size)
+    return n_sequences * run.config.training.seq_len / time.tokens_per_second
+
+
+def _time_lines(plan: StepPlan, time: StepTime, price: float | None) -> list[str]:
+    palm, causal = (f"{100 * share:.1f} %" for share in time.mfu)
+    rate = time.tokens_per_second
+    lines = [
+        f"time of a step, modelled: {time.seconds:.3g} s, {rate / plan.world_size:,.0f} tokens/s"
+        f" on a device, {rate:,.0f} in all",
+        f"MFU {palm} (PaLM), {causal} (causal); bound by {time.bound}",
+    ]
+    for part, seconds in time.parts.items():
+        share = seconds / time.seconds
+        bar = "█" * round(50 * share)
+        lines.append(f"  {part:<22}{1e3 * seconds:>9,.1f} ms {100 * share:>5.1f} %  {bar}".rstrip())
+    steps, seconds = plan.run.config.training.steps, run_seconds(plan, time)
+    hours = seconds / 3600 * plan.world_size
+    cost = "" if price is None else f", {price * hours:,.0f} USD at {price:g} an hour"
+    return [
+        *lines,
+        f"run, modelled: {steps:,} steps in {seconds / 86400:,.3g} days, {hours:,.0f} device hours"
+        f"{cost}",
+        f"checkpoint: {time.checkpoint_bytes / GB:,.4g} GB",
+    ]
 
 
 def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[str]:
     peak, capacity = stage.record.peak / GIB, hardware.device.memory_gib
     verdict = "fits" if peak <= capacity else "DOES NOT FIT"
+    if TIGHT * capacity < peak <= capacity:
+        verdict = "tight: fragments and buffers need up to a tenth more"
     name = f" of stage {stage.stage}" if plan.degrees.pp > 1 else ""
     lines = [f"memory of a rank{name} at its peak: {peak:.2f} GiB of {capacity:g}, {verdict}"]
     for category, size in stage.record.memory.items():

@@ -25,10 +25,12 @@ current_graph_task: Any = require("torch._C:_current_graph_task_id", key=KEY)
 
 FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+BUFFERS = "model buffers"
 GATHERED, COMMUNICATION, LOGITS = "gathered weights", "communication buffers", "logits"
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 CATEGORIES = (
-    PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, GATHERED, COMMUNICATION, TEMPORARIES
+    PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, GATHERED, COMMUNICATION,
+    TEMPORARIES,
 )  # fmt: skip
 # Bytes to which CUDA's allocator rounds.
 GRANULARITY = 512

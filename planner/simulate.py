@@ -25,6 +25,7 @@ from optim import loss
 from parallelisms.materialize import allocate
 from parallelisms.parallel_dims import ParallelDims
 from planner.recorder import (
+    BUFFERS,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
@@ -109,7 +110,7 @@ def record_step(
 ) -> StepRecord:
     """Return the record of the second step of ``model``, whose first allocates lasting state."""
     recorder.label(map(to_local, model.module.parameters()), PARAMETERS)
-    recorder.label(map(to_local, model.module.buffers()), PARAMETERS)
+    recorder.label(map(to_local, model.module.buffers()), BUFFERS)
     step, forwards = TrainStep(run, model), iter(weights)
 
     def begin_microbatch(*_: object) -> None:

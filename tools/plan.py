@@ -46,11 +46,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--devices", type=path_argument, metavar="FILE", help="TOML file of more devices and links"
     )
+    parser.add_argument("--price", type=float, metavar="USD", help="of a device, per hour")
     parser.add_argument("--json", action="store_true", help="print JSON; needs --device")
     # What is left, such as --lr, has hints where configurations are loaded.
     options, rest = parser.parse_known_args(own)
-    if options.device is None and (options.json or options.devices is not None):
-        raise ValueError("--json and --devices need --device")
+    needing = (options.json or None, options.devices, options.price)
+    if options.device is None and any(option is not None for option in needing):
+        raise ValueError("--json, --devices and --price need --device")
     n_ranks = options.world_size or find_nodes(os.environ).count * ranks_per_node(os.environ)
     config = load_config(options.config, [*rest, *overrides])
     if options.device is not None:
@@ -71,7 +73,7 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
     if options.json:
         say(*json.dumps(plan_json(plan, hardware), indent=1).splitlines())
     else:
-        say(*plan_text(plan, hardware))
+        say(*plan_text(plan, hardware, options.price or hardware.device.usd_per_hour))
 
 
 def print_run(config: JobConfig, n_ranks: int) -> None:

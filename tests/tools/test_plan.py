@@ -88,6 +88,10 @@ def test_a_step_is_planned_as_table_and_as_json(capsys: pytest.CaptureFixture[st
     # An all-gather before each pair of matmuls and before the output.
     gathers = [c for c in stage["collectives"] if (c["dim"], c["kind"]) == ("tp", "all_gather")]
     assert [c["calls"] for c in gathers if c["phase"] == "forward"] == [2 * 4 + 1]
+    modelled = json.loads(text)["modelled"]
+    assert sum(modelled["parts"].values()) == pytest.approx(modelled["step_seconds"])
+    # Weights and two moments in float32.
+    assert modelled["checkpoint_bytes"] == pytest.approx(3 * 4 * 869_504, rel=1e-2)
     assert plan.main([*STEP, TP, "--json"]) == exit_codes.DONE
     assert capsys.readouterr().out == text
 

@@ -1,0 +1,166 @@
+"""Time of a step by a roofline: work over peaks, and the communication that compute does not hide.
+
+Unlike memory and collectives, this is a model. Its constants are shares of the vendors' peaks.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from build_model import training_flops
+from config import ConfigError
+from models.meta import build_on_meta
+from parallelisms.pipeline_parallel import stages_per_rank
+from planner.devices import Hardware
+from planner.recorder import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    PARAMETERS,
+    RECOMPUTE,
+    UPDATE,
+    Collective,
+    Group,
+    StepRecord,
+)
+from planner.step_plan import StepPlan, planned_config
+
+# Fitted to rows of benchmarks/results, see FIT.
+MATMUL, ATTENTION, MEMORY = 0.78, 0.40, 0.70
+# Share of an eager block's traffic that is left in compiled kernels.
+COMPILED = 0.30
+FIT = (
+    "fitted to 7 measured rows of Llama 124M to 8B on one H200 and one H100, each within 3.2 %;"
+    " shares of links are assumed"
+)
+# Assumed: share of a link that collectives reach, and the time of a hop.
+LINK, NETWORK, HOP_SECONDS = 0.80, 0.85, 8e-6
+# Compute of one unit hides the collectives of others over these mesh dims.
+OVERLAPPED = ("dp_", "efsdp")
+PHASES = {FORWARD: FORWARD, BACKWARD: BACKWARD, RECOMPUTE: BACKWARD, UPDATE: UPDATE}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Modelled time of a step."""
+
+    parts: Mapping[str, float]
+    """Seconds that add up to the step, by what takes them."""
+    tokens_per_second: float
+    """Of all devices."""
+    mfu: tuple[float, float]
+    """By PaLM's convention, and with causal attention counted as such."""
+    checkpoint_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def bound(self) -> str:
+        """The part that takes most."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+def step_time(plan: StepPlan, hardware: Hardware) -> StepTime:
+    """Return the modelled time of ``plan``. Raises ``ConfigError`` if a peak is not known."""
+    run, parallelism = plan.run, plan.run.config.parallelism
+    peak = _peak(plan, hardware)
+    stages = [_stage_parts(stage.record, plan, hardware, peak) for stage in plan.stages]
+    parts = max(stages, key=lambda each: sum(each.values()))
+    if plan.degrees.pp > 1:
+        busy = sum(seconds for part, seconds in parts.items() if part != "update")
+        n_slots = plan.n_microbatches * stages_per_rank(parallelism)
+        parts["pipeline idle"] = busy * (plan.degrees.pp - 1) / n_slots
+    tokens = run.global_batch_size * run.config.training.seq_len
+    rate = tokens / sum(parts.values())
+    spec, args, training = run.model_spec, run.model_args, run.config.training
+    module = build_on_meta(spec, args, getattr(torch, training.dtype))
+    palm, causal = training_flops(spec, args, module, training.seq_len)
+    memory = plan.stages[0].record.memory
+    n_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    return StepTime(
+        parts,
+        rate,
+        (rate * palm / (plan.world_size * peak), rate * causal / (plan.world_size * peak)),
+        n_bytes * (1 + memory[OPTIMIZER] / memory[PARAMETERS]),
+    )
+
+
+def _peak(plan: StepPlan, hardware: Hardware) -> float:
+    training = planned_config(plan.run.config).training
+    is_mixed = training.dtype == "float32"
+    dtype: str = training.mixed_precision_param if is_mixed else training.dtype
+    if dtype not in hardware.device.tflops:
+        raise ConfigError([f"devices: the tflops of {hardware.device.title} have no {dtype}"])
+    return hardware.device.tflops[dtype] * 1e12
+
+
+def _stage_parts(
+    record: StepRecord, plan: StepPlan, hardware: Hardware, peak: float
+) -> dict[str, float]:
+    """Seconds of a stage's rank: compute by kind, and exposed communication by mesh dim."""
+    parts: dict[str, float] = {"matmul": 0.0, "attention": 0.0, "other operators": 0.0}
+    compute: dict[str, float] = defaultdict(float)
+    shares = {"matmul": MATMUL, "attention": ATTENTION}
+    for (phase, kind), flops in record.flops.items():
+        seconds = flops / (peak * shares[kind])
+        parts[kind] += seconds
+        compute[PHASES[phase]] += seconds
+    for phase, size in record.traffic.items():
+        seconds = size / (hardware.device.memory_gb_per_second * 1e9 * MEMORY)
+        if phase == UPDATE:
+            parts["update"] = seconds
+            continue
+        seconds *= COMPILED if plan.run.config.compile.enable else 1.0
+        parts["other operators"] += seconds
+        compute[PHASES[phase]] += seconds
+    for dim, seconds in exposed_seconds(record, compute, plan.n_microbatches, hardware).items():
+        parts[f"exposed {dim}"] = seconds
+    return parts
+
+
+def exposed_seconds(
+    record: StepRecord, compute: Mapping[str, float], n_microbatches: int, hardware: Hardware
+) -> dict[str, float]:
+    """Seconds of communication, by mesh dim, during which a rank computes nothing.
+
+    The first gather of a forward and the last reduction of a backward have nothing to hide behind.
+    """
+    exposed: dict[str, float] = defaultdict(float)
+    overlapped: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for collective, count in record.collectives.items():
+        seconds = collective_seconds(collective, record.groups[collective.dim], hardware)
+        phase = PHASES[collective.phase]
+        if collective.dim.startswith(OVERLAPPED) and phase != UPDATE:
+            overlapped[phase, collective.dim].append((count, seconds))
+        else:
+            exposed[collective.dim] += count * seconds
+    left = dict(compute)
+    for (phase, dim), calls in overlapped.items():
+        total = sum(count * seconds for count, seconds in calls)
+        first = total / sum(count for count, _ in calls) * n_microbatches
+        exposed[dim] += max(total - left.get(phase, 0.0), min(first, total))
+        left[phase] = max(left.get(phase, 0.0) - total, 0.0)
+    return dict(exposed)
+
+
+def collective_seconds(collective: Collective, group: Group, hardware: Hardware) -> float:
+    """Modelled seconds of one call."""
+    n = len(group.ranks)
+    return group.sent(collective) / bandwidth(group, hardware) + HOP_SECONDS * math.log2(max(n, 1))
+
+
+def bandwidth(group: Group, hardware: Hardware) -> float:
+    """Bytes per second that a rank sends in a ring over ``group``.
+
+    A ring leaves a node once for all of the group's ranks there, which share their adapters.
+    """
+    link = hardware.link.gb_per_second * 1e9 * LINK
+    if hardware.is_inside_node(group.ranks):
+        return link
+    nodes = Counter(rank // hardware.device.gpus_per_node for rank in group.ranks)
+    return min(link, max(nodes.values()) * hardware.network.gb_per_second * 1e9 * NETWORK)

@@ -1,0 +1,72 @@
+"""The roofline agrees with rows that were measured, and hides what compute can hide."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from config import load_config
+from config.job_config import Compile
+from planner.devices import Hardware, find_hardware
+from planner.recorder import BACKWARD, FORWARD, UPDATE, Collective, Group, StepRecord
+from planner.roofline import LINK, NETWORK, bandwidth, exposed_seconds, step_time
+from planner.step_plan import plan_step
+from run_spec import resolve
+from tests.lib.repository import ROOT
+
+SIZE = 1 << 40
+
+
+@pytest.fixture
+def hardware() -> Hardware:
+    return find_hardware("h100", None)
+
+
+def measured(case: str) -> float:
+    rows = map(json.loads, (ROOT / "benchmarks/results/h200.jsonl").read_text().splitlines())
+    return next(row["tokens_per_second"] for row in rows if row["case"] == case)
+
+
+def test_rows_of_a_small_model_are_predicted() -> None:
+    keys = {
+        "model.flavor": "124M", "model.vocab_size": 50304, "training.seq_len": 2048,
+        "training.local_batch_size": 16, "activation_checkpoint.mode": "none",
+    }  # fmt: skip
+    arguments = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    plan = plan_step(resolve(load_config(Path("debug_model"), arguments), 1, has_gpu=True), 1)
+    for case, is_compiled in (("124M, 2k", True), ("124M, 2k, eager", False)):
+        config = plan.run.config.model_copy(update={"compile": Compile(enable=is_compiled)})
+        case_plan = replace(plan, run=replace(plan.run, config=config))
+        predicted = step_time(case_plan, find_hardware("h200", None)).tokens_per_second
+        assert predicted == pytest.approx(measured(case), rel=0.05)
+
+
+def test_a_ring_shares_the_adapters_of_its_ranks(hardware: Hardware) -> None:
+    nvlink, adapter = 450e9 * LINK, 50e9 * NETWORK
+    assert bandwidth(Group("tp", tuple(range(8))), hardware) == nvlink
+    assert bandwidth(Group("dp_shard_cp", tuple(range(0, 64, 8))), hardware) == adapter
+    assert bandwidth(Group("dp_shard_cp", tuple(range(0, 64, 4))), hardware) == 2 * adapter
+    assert bandwidth(Group("dp_shard_cp", tuple(range(64))), hardware) == 8 * adapter
+
+
+def record_of(*collectives: Collective) -> StepRecord:
+    groups = {dim: Group(dim, tuple(range(8))) for dim in ("dp_shard_cp", "tp")}
+    return StepRecord({}, dict.fromkeys(collectives, 4.0), groups, {}, {}, {})
+
+
+def test_compute_hides_only_collectives_of_data_parallel(hardware: Hardware) -> None:
+    gather = Collective(FORWARD, "all_gather", "dp_shard_cp", SIZE)
+    wait = Collective(FORWARD, "all_gather", "tp", SIZE)
+    call = SIZE * 7 / 8 / (450e9 * LINK)
+
+    def exposed(compute: float, *collectives: Collective) -> dict[str, float]:
+        return exposed_seconds(record_of(*collectives), {FORWARD: compute}, 1, hardware)
+
+    # All four are hidden but the first.
+    assert exposed(10 * call, gather) == {"dp_shard_cp": pytest.approx(call, rel=1e-3)}
+    assert exposed(1 * call, gather) == {"dp_shard_cp": pytest.approx(3 * call, rel=1e-3)}
+    assert exposed(10 * call, wait) == {"tp": pytest.approx(4 * call, rel=1e-3)}
+    # No compute of another phase hides it.
+    late = (gather._replace(phase=BACKWARD), gather._replace(phase=UPDATE))
+    assert exposed(10 * call, *late) == {"dp_shard_cp": pytest.approx(8 * call, rel=1e-3)}
