@@ -44,6 +44,8 @@ def notes(plan: StepPlan) -> list[str]:
     ]
     if plan.run.config.compile.enable:
         texts.append("compile.enable: memory is that of eager code, which holds more activations")
+    if plan.run.config.optimizer.state_dtype != "float32":
+        texts.append("optimizer.state_dtype: the update is that of a CPU, which copies in chunks")
     if plan.run.config.data.document_mask:
         texts.append("data.document_mask: planned as attention over whole sequences")
     return texts
@@ -122,7 +124,7 @@ def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[
     peak, capacity = stage.record.peak / GIB, hardware.device.memory_gib
     verdict = "fits" if peak <= capacity else "DOES NOT FIT"
     if TIGHT * capacity < peak <= capacity:
-        verdict = "tight: fragments and buffers need up to a tenth more"
+        verdict = "tight: fragments and buffers may need a tenth more"
     name = f" of stage {stage.stage}" if plan.degrees.pp > 1 else ""
     lines = [f"memory of a rank{name} at its peak: {peak:.2f} GiB of {capacity:g}, {verdict}"]
     for category, size in stage.record.memory.items():

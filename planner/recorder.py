@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,8 +92,6 @@ class StepRecord:
     causal mask leaves."""
     traffic: Mapping[str, float]
     """Bytes read and written by all other operators, by phase."""
-    operators: Mapping[str, float]
-    """Number of operators that compute, by phase."""
 
     @property
     def peak(self) -> int:
@@ -156,7 +154,6 @@ class StepRecorder(DispatchMode):
         self._collectives: dict[Collective, float] = defaultdict(float)
         self._flops: dict[tuple[str, str], float] = defaultdict(float)
         self._traffic: dict[str, float] = defaultdict(float)
-        self._operators: dict[str, float] = defaultdict(float)
 
     def begin_forward(self, weight: float = 1.0) -> None:
         """Call before a microbatch's forward, which counts ``weight`` times."""
@@ -165,7 +162,7 @@ class StepRecorder(DispatchMode):
     def restart(self) -> None:
         """Forget what was recorded, but not what is allocated."""
         self._changes = [(block, block.size) for block in self._live.values()]
-        for counts in (self._collectives, self._flops, self._traffic, self._operators):
+        for counts in (self._collectives, self._flops, self._traffic):
             counts.clear()
         self._phase, self.weight = FORWARD, 1.0
 
@@ -173,6 +170,10 @@ class StepRecorder(DispatchMode):
         """Set the category of the storages of these plain tensors."""
         for tensor in tensors:
             self._block_of(tensor).category = category
+
+    def count_kernel(self, tensors: Sequence[torch.Tensor], *_: object) -> None:
+        """Count one kernel that reads and writes ``tensors``, in place of running its operators."""
+        self._traffic[UPDATE] += 2 * sum(map(size_of, tensors))
 
     def record(self) -> StepRecord:
         """Return what was recorded since the last ``restart``."""
@@ -182,7 +183,6 @@ class StepRecorder(DispatchMode):
             groups={group.dim: group for group in self._groups.values()},
             flops=dict(sorted(self._flops.items())),
             traffic=dict(self._traffic),
-            operators=dict(self._operators),
         )
 
     @contextmanager
@@ -314,7 +314,6 @@ class StepRecorder(DispatchMode):
     def _count_work(self, call: Call) -> None:
         if not call.is_new and not call.name.endswith("_"):
             return  # A view.
-        self._operators[call.phase] += self.weight
         packet = call.func.overloadpacket
         if "scaled_dot_product" in call.name:
             flops = attention_flops(call.name, call.args)

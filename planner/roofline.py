@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from build_model import training_flops
-from config import ConfigError
+from config import ConfigError, JobConfig
 from models.meta import build_on_meta
 from parallelisms.pipeline_parallel import stages_per_rank
 from planner.devices import Hardware
@@ -68,7 +68,7 @@ class StepTime:
 def step_time(plan: StepPlan, hardware: Hardware) -> StepTime:
     """Return the modelled time of ``plan``. Raises ``ConfigError`` if a peak is not known."""
     run, parallelism = plan.run, plan.run.config.parallelism
-    peak = _peak(plan, hardware)
+    peak = peak_flops(run.config, hardware)
     stages = [_stage_parts(stage.record, plan, hardware, peak) for stage in plan.stages]
     parts = max(stages, key=lambda each: sum(each.values()))
     if plan.degrees.pp > 1:
@@ -90,12 +90,14 @@ def step_time(plan: StepPlan, hardware: Hardware) -> StepTime:
     )
 
 
-def _peak(plan: StepPlan, hardware: Hardware) -> float:
-    training = planned_config(plan.run.config).training
+def peak_flops(config: JobConfig, hardware: Hardware) -> float:
+    """Return a device's peak FLOP/s in the dtype of compute. Raises ``ConfigError``."""
+    training = planned_config(config).training
     is_mixed = training.dtype == "float32"
     dtype: str = training.mixed_precision_param if is_mixed else training.dtype
     if dtype not in hardware.device.tflops:
-        raise ConfigError([f"devices: the tflops of {hardware.device.title} have no {dtype}"])
+        title, found = hardware.device.title, ", ".join(hardware.device.tflops)
+        raise ConfigError([f"training.dtype: the peak of {title} is known in {found}, not {dtype}"])
     return hardware.device.tflops[dtype] * 1e12
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from build_model import ShardedModel, build_sharded_model
 from data.loader import Microbatch
 from data.step_batches import StepBatch
-from optim import loss
+from optim import loss, one_pass_adamw
 from parallelisms.materialize import allocate
 from parallelisms.parallel_dims import ParallelDims
 from planner.recorder import (
@@ -53,7 +53,7 @@ def simulate_step(
     # These probe with data, which later they have not.
     for path in (path for path in PRIVATE if "_foreach_" in path):
         has(path)
-    with fake_ranks(rank, world_size), gpu_chunks():
+    with fake_ranks(rank, world_size):
         dims = ParallelDims.build(run.config.parallelism, world_size, CPU.type)
         model = build_gpu_model(run, dims)
         recorder = StepRecorder(
@@ -130,7 +130,7 @@ def record_step(
     for number, each in enumerate((first, batch), start=1):
         forwards = iter(weights)
         recorder.restart()
-        with recorder.recording():
+        with gpu_updates(recorder), recorder.recording():
             step(number, each)
         states = (value for state in step.optimizer.state.values() for value in state.values())
         tensors = (value for value in states if isinstance(value, torch.Tensor))
@@ -181,7 +181,10 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def gpu_chunks() -> Iterator[None]:
-    """Context in which the loss has the chunks of a GPU."""
-    with patch.object(loss, "CPU_CHUNK", loss.CHUNK):
+def gpu_updates(recorder: StepRecorder) -> Iterator[None]:
+    """Context in which the loss has the chunks of a GPU, and AdamW updates in one kernel."""
+    with (
+        patch.object(loss, "CPU_CHUNK", loss.CHUNK),
+        patch.object(one_pass_adamw, "_update_in_chunks", recorder.count_kernel),
+    ):
         yield

@@ -142,5 +142,4 @@ def _pipeline_record(run: RunSpec, world_size: int, rank: int, n: int) -> StepRe
         collectives=extrapolate("collectives"),
         flops=extrapolate("flops"),
         traffic=extrapolate("traffic"),
-        operators=extrapolate("operators"),
     )

@@ -6,6 +6,7 @@ step on these devices instead. If model.vocab_size is set, it opens neither.
 """
 
 import json
+import math
 import os
 import sys
 from argparse import Namespace
@@ -22,6 +23,7 @@ from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
 from planner.devices import find_hardware
 from planner.plan_text import plan_json, plan_text
+from planner.roofline import peak_flops
 from planner.step_plan import plan_step
 from run_spec import resolve
 from run_summary import drawing, plan_lines
@@ -46,7 +48,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--devices", type=path_argument, metavar="FILE", help="TOML file of more devices and links"
     )
-    parser.add_argument("--price", type=float, metavar="USD", help="of a device, per hour")
+    parser.add_argument("--price", type=price, metavar="USD", help="of a device, per hour")
     parser.add_argument("--json", action="store_true", help="print JSON; needs --device")
     # What is left, such as --lr, has hints where configurations are loaded.
     options, rest = parser.parse_known_args(own)
@@ -65,6 +67,8 @@ def main(arguments: list[str]) -> int:
 def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
     """Print what a step needs on ``options.device``."""
     hardware = find_hardware(options.device, options.devices)
+    # Simulating takes longer than finding out that there is no peak.
+    peak_flops(config, hardware)
     if config.model.vocab_size is not None:
         # Only the vocabulary of the data counts.
         data = Data(document_mask=config.data.document_mask)
@@ -93,6 +97,14 @@ def print_run(config: JobConfig, n_ranks: int) -> None:
         "",
         *drawing(run),
     )
+
+
+def price(text: str) -> float:
+    """Argument type for a price."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise ValueError(text)
+    return value
 
 
 def sizes_text(module: nn.Module) -> str:

@@ -52,7 +52,7 @@ def test_a_ring_shares_the_adapters_of_its_ranks(hardware: Hardware) -> None:
 
 def record_of(*collectives: Collective) -> StepRecord:
     groups = {dim: Group(dim, tuple(range(8))) for dim in ("dp_shard_cp", "tp")}
-    return StepRecord({}, dict.fromkeys(collectives, 4.0), groups, {}, {}, {})
+    return StepRecord({}, dict.fromkeys(collectives, 4.0), groups, {}, {})
 
 
 def test_compute_hides_only_collectives_of_data_parallel(hardware: Hardware) -> None:

@@ -12,7 +12,7 @@ from planner.recorder import COLLECTIVES, StepRecord, StepRecorder
 from planner.simulate import (
     build_gpu_model,
     fake_ranks,
-    gpu_chunks,
+    gpu_updates,
     groups_of,
     local_vocabulary,
     planned_batch,
@@ -58,7 +58,7 @@ def real_step(keys: Keys, world_size: int) -> tuple[StepRecord, Counts, int]:
     recorder = StepRecorder(groups_of(model), local_vocabulary(model), is_real=True)
     count = run.global_batch_size // (run.microbatch_size * dims.degrees.batch)
     batch = planned_batch(run, count)
-    with gpu_chunks():
+    with gpu_updates(recorder):
         record = record_step(run, model, recorder, batch=batch, weights=[1.0] * count)
         step = TrainStep(run, model)
         step(3, batch)
