@@ -44,8 +44,6 @@ def notes(plan: StepPlan) -> list[str]:
     ]
     if plan.run.config.compile.enable:
         texts.append("compile.enable: memory is that of eager code, which holds more activations")
-    if plan.run.config.optimizer.state_dtype != "float32":
-        texts.append("optimizer.state_dtype: the update is that of a CPU, which copies in chunks")
     if plan.run.config.data.document_mask:
         texts.append("data.document_mask: planned as attention over whole sequences")
     return texts

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from build_model import ShardedModel, build_sharded_model
 from data.loader import Microbatch
 from data.step_batches import StepBatch
-from optim import loss, one_pass_adamw
+from optim import chunked_adamw, loss, one_pass_adamw
+from optim.one_pass_adamw import ParameterState
 from parallelisms.materialize import allocate
 from parallelisms.parallel_dims import ParallelDims
 from planner.recorder import (
@@ -183,8 +184,15 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def gpu_updates(recorder: StepRecorder) -> Iterator[None]:
     """Context in which the loss has the chunks of a GPU, and AdamW updates in one kernel."""
+
+    def update_states(states: Sequence[ParameterState]) -> list[Any]:
+        for state in states:
+            recorder.count_kernel([to_local(tensor) for tensor in state.tensors])
+        return []
+
     with (
         patch.object(loss, "CPU_CHUNK", loss.CHUNK),
+        patch.object(chunked_adamw, "_chunks", update_states),
         patch.object(one_pass_adamw, "_update_in_chunks", recorder.count_kernel),
     ):
         yield
