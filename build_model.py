@@ -94,17 +94,20 @@ class ShardedModel:
     def without_cuda_graphs(self) -> str:
         """Why microbatches do not run as CUDA graphs; "" if they do."""
         config, mode = self.config, self.config.compile.cuda_graphs
+        always, is_auto = 'compile.cuda_graphs = "always"', mode == "auto"
+        n_ranks = self.dims.weight_mesh.size()
         reasons = {
             "no GPU": self.device.type != "cuda",
             "compile.cuda_graphs": mode == "never",
             "pipeline parallel": self.dims.degrees.pp > 1,
             "experts": self.has_moes,
+            "ddp": config.parallelism.data_parallel == "ddp" and n_ranks > 1,
             "parallelism.fsdp_cpu_offload": config.parallelism.fsdp_cpu_offload,
             "debug.deterministic": config.debug.is_elastic,
             "metrics.straggler_window": config.metrics.straggler_window > 0,
-            "ddp": config.parallelism.data_parallel == "ddp" and self.dims.weight_mesh.size() > 1,
-            'several GPUs: compile.cuda_graphs = "always"': mode == "auto"
-            and self.dims.weight_mesh.size() > 1,
+            # A graph would repeat the first value of a number that their forward changes.
+            f"models of your own: {always}": is_auto and ":" in config.model.name,
+            f"several GPUs: {always}": is_auto and n_ranks > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")
 

@@ -1,11 +1,13 @@
 """Recorded microbatches: equal to eager ones bit for bit, whatever changes between steps."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from build_model import ShardedModel
+from config import JobConfig
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer
 from forward_backward import SPMDRunner
 from microbatch_graphs import CudaRecorder, MicrobatchGraphs
@@ -107,6 +109,31 @@ def test_recorded_steps_equal_eager_ones(ranks: RankPool, layout: Layout) -> Non
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_recorded_documents_equal_eager_ones(ranks: RankPool, model: str, world_size: int) -> None:
     ranks.run(compare, world_size, model, Layout(world_size), True)
+
+
+def reasons(changes: list[dict[str, dict[str, Any]]]) -> list[str]:
+    sharded = shard_debugmodel("llama3", args_of("llama3"), Layout(1))
+    found = []
+    for change in changes:
+        config = JobConfig.model_validate(change)
+        model = replace(sharded, config=config, device=torch.device("cuda"))
+        found.append(model.without_cuda_graphs)
+    return found
+
+
+def test_what_runs_without_graphs_says_why(ranks: RankPool) -> None:
+    wanted: dict[str, dict[str, dict[str, Any]]] = {
+        "": {},
+        "compile.cuda_graphs": {"compile": {"cuda_graphs": "never"}},
+        "parallelism.fsdp_cpu_offload": {"parallelism": {"fsdp_cpu_offload": True}},
+        "debug.deterministic": {"debug": {"deterministic": "elastic"}},
+        "metrics.straggler_window": {"metrics": {"straggler_window": 5}},
+        'models of your own: compile.cuda_graphs = "always"': {"model": {"name": "my:model"}},
+    }
+    (found,) = ranks.run(reasons, 1, list(wanted.values()))
+    assert found == list(wanted)
+    own = {"model": {"name": "my:model"}, "compile": {"cuda_graphs": "always"}}
+    assert ranks.run(reasons, 1, [own]) == [[""]]
 
 
 GPU_LAYOUTS = [Layout(1), Layout(1, recompute=SELECTIVE), Layout(1, compile=Compile(enable=True))]
