@@ -15,16 +15,15 @@ import torch
 from build_model import training_flops
 from models import find_model
 from models.meta import build_on_meta
-from tests.gpu_without_gpu.stub_run import Step, train_on_stub
+from tests.gpu_without_gpu.stub_run import GRAPHS, Step, train_on_stub
 
 SIZES = ("llama3 124M", "llama3 350M", "qwen3 0.6B", "llama3 1B", "llama3 3B")
-NEVER = {"compile.cuda_graphs": "never"}
 COMPILED = {"compile.enable": "true"}
 MODES = {
-    "eager": NEVER,
-    "eager, graphs": {},
-    "compiled": COMPILED | NEVER,
-    "compiled, graphs": COMPILED,
+    "eager": {},
+    "eager, graphs": GRAPHS,
+    "compiled": COMPILED,
+    "compiled, graphs": COMPILED | GRAPHS,
 }
 BATCH, SEQ_LEN, VOCABULARY, N_STEPS = 4, 2048, 50304, 12
 # After the steps that compile and record, and before the last, which is logged.

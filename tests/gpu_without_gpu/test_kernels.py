@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_without_gpu.stub_run import Step, train_on_stub
+from tests.gpu_without_gpu.stub_run import GRAPHS, Step, train_on_stub
 
 LAYERS = 4
 BFLOAT16 = {
     "compile.enable": "true",
-    # Kernels of a graph are not launched one by one.
-    "compile.cuda_graphs": "never",
     "training.dtype": "bfloat16",
     "optimizer.param_remainders": "false",
     "activation_checkpoint.mode": "none",
@@ -84,7 +82,7 @@ def test_compiled_block_is_as_many_kernels_as_expected(step: Step) -> None:
 )
 def test_a_graph_takes_little_of_the_host(keys: dict[str, str], tmp_path: Path) -> None:
     """A launch per microbatch; besides them the host launches batches, clipping and AdamW."""
-    ((_, _, recorded, *steps, _),) = train_on_stub(tmp_path, **keys)
+    ((_, _, recorded, *steps, _),) = train_on_stub(tmp_path, **GRAPHS, **keys)
     # The random generator's own, of which the models use nothing.
     n_graphs = int(keys.get("training.global_batch_size", "8")) // 8
     assert recorded.count("recorded sync") <= min(n_graphs, 3)

@@ -13,7 +13,7 @@ from benchmarks.rows import ROOT
 from benchmarks.run import build_case, load_cases
 from models import MODEL_SPECS, find_model
 from models.meta import build_on_meta
-from tests.gpu_without_gpu.stub_run import GIB, H100, H200, N_STEPS, Device, train_on_stub
+from tests.gpu_without_gpu.stub_run import GIB, GRAPHS, H100, H200, N_STEPS, Device, train_on_stub
 
 DEVICES = {"h200": H200, "h100": H100}
 LAYERS = 2
@@ -56,7 +56,7 @@ def test_size_trains_in_twelve_bytes_per_parameter(name: str, flavor: str, tmp_p
 def test_committed_configuration_fits_one_gpu(config: str, tmp_path: Path) -> None:
     """``local_batch_size`` of the file, with two microbatches; sharded, it needs less."""
     text = {"training.global_batch_size": "16" if config == "debug_model" else "4"}
-    (steps,) = train_on_stub(tmp_path, config=config, device=H100, **text)
+    (steps,) = train_on_stub(tmp_path, config=config, device=H100, **GRAPHS, **text)
     assert steps[4].syncs == {}
     assert steps[4].retries == 0
 
@@ -66,7 +66,7 @@ def test_committed_configuration_fits_one_gpu(config: str, tmp_path: Path) -> No
 )
 def test_benchmark_fits_its_gpu(config: str, case: dict[str, Any], tmp_path: Path) -> None:
     """The allocator's peak equals the measured one, if there is one."""
-    keys = keys_of(build_case(case)) | {"training.steps": str(N_STEPS)}
+    keys = GRAPHS | keys_of(build_case(case)) | {"training.steps": str(N_STEPS)}
     (steps,) = train_on_stub(tmp_path, device=DEVICES[config], **keys)
     assert steps[4].syncs == {}
     assert steps[4].retries == 0
