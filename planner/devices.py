@@ -69,9 +69,10 @@ def find_hardware(name: str, own: Path | None) -> Hardware:
         table = _read(path)
         devices |= table.devices
         links |= table.links
-    if name not in devices:
+    by_name = {own_name.lower(): own_name for own_name in devices}
+    if name.lower() not in by_name:
         raise ConfigError([f"--device: {name} is none of {', '.join(devices)}; --devices FILE"])
-    device = devices[name]
+    device = devices[name := by_name[name.lower()]]
     for key in ("link", "network"):
         if getattr(device, key) not in links:
             found = f"{getattr(device, key)} is none of {', '.join(links)}"
