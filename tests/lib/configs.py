@@ -194,6 +194,8 @@ BAD = [
     Bad("optimizer.state_dtype", "--training.dtype bfloat16 --optimizer.state_dtype bfloat16",
         says="float32"),
     Bad("optimizer.param_remainders", "--optimizer.param_remainders false", says="bfloat16"),
+    Bad("optimizer.param_remainders",
+        "--optimizer.name my_optim:Lion --optimizer.param_remainders false", says="effect"),
     Bad("optimizer.beta2", "--training.dtype bfloat16 --optimizer.beta2 0.999", says="0.99609375"),
     Bad("optimizer.beta1", "--optimizer.state_dtype bfloat16 --optimizer.beta1 0.997",
         says="0.99609375"),

@@ -209,5 +209,5 @@ def names_no_key(*_: Any, **__: Any) -> None:
 )
 def test_loader_fault_is_detected(tmp_path: Path, fault: Any, message: str) -> None:
     with fault:
-        found = (text for seed in range(60) for text in outcome_of(case(seed), tmp_path)[1])
+        found = (text for seed in range(200) for text in outcome_of(case(seed), tmp_path)[1])
         assert any(message in text for text in found)
