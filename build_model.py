@@ -105,11 +105,26 @@ class ShardedModel:
             "parallelism.fsdp_cpu_offload": config.parallelism.fsdp_cpu_offload,
             "debug.deterministic": config.debug.is_elastic,
             "metrics.straggler_window": config.metrics.straggler_window > 0,
+            # The compiler then keeps states of a random generator that a capture does not know.
+            "compiled recomputation of attention": _recomputes_attention(config),
             # A graph would repeat the first value of a number that their forward changes.
             f"models of your own: {always}": is_auto and ":" in config.model.name,
             f"several GPUs: {always}": is_auto and n_ranks > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")
+
+
+def _recomputes_attention(config: JobConfig) -> bool:
+    """True if compiled blocks may run attention again in backward."""
+    checkpointing = config.activation_checkpoint
+    is_recomputed = {
+        "none": False,
+        "selective": checkpointing.selective != "op",
+        # Larger budgets have not been seen to.
+        "memory_budget": checkpointing.memory_budget < 0.5,
+        "full": True,
+    }
+    return config.compile.enable and is_recomputed[checkpointing.mode]
 
 
 def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:

@@ -128,6 +128,10 @@ def test_what_runs_without_graphs_says_why(ranks: RankPool) -> None:
         "parallelism.fsdp_cpu_offload": {"parallelism": {"fsdp_cpu_offload": True}},
         "debug.deterministic": {"debug": {"deterministic": "elastic"}},
         "metrics.straggler_window": {"metrics": {"straggler_window": 5}},
+        "compiled recomputation of attention": {
+            "compile": {"enable": True},
+            "activation_checkpoint": {"mode": "full"},
+        },
         'models of your own: compile.cuda_graphs = "always"': {"model": {"name": "my:model"}},
     }
     (found,) = ranks.run(reasons, 1, list(wanted.values()))
