@@ -120,7 +120,7 @@ def _recomputes_attention(config: JobConfig) -> bool:
     is_recomputed = {
         "none": False,
         "selective": checkpointing.selective != "op",
-        # Larger budgets have not been seen to.
+        # With half of the memory or more, the compiler kept it.
         "memory_budget": checkpointing.memory_budget < 0.5,
         "full": True,
     }
