@@ -17,17 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from runtime.compat import all_gather_whole
 
 ROUNDS, REPEATS = 4, 5
+# On CPUs, many matmuls of less than a millisecond: other processes interrupt some, not all.
+CPU_SIZE, CPU_REPEATS = 256, 1000
 KINDS = ("all-reduce", "all-gather")
 GB, MIB = 1e9, 2**20
 
 
 def matmul_speed(device: torch.device) -> float:
     """TFLOP/s of a matmul, measured on all ranks at the same time. Collective."""
-    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    on_gpu = device.type == "cuda"
+    n, dtype = (8192, torch.bfloat16) if on_gpu else (CPU_SIZE, torch.float32)
     # Random inputs: a matmul of constants takes less power and runs faster.
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     dist.barrier()
-    return 2 * n**3 / best_seconds(lambda: a @ b, device) / 1e12
+    seconds = best_seconds(lambda: a @ b, device, REPEATS if on_gpu else CPU_REPEATS)
+    return 2 * n**3 / seconds / 1e12
 
 
 def link_speed(device: torch.device, *, node: int, n_nodes: int) -> float:
@@ -110,10 +114,10 @@ def message_bytes(device: torch.device) -> int:
     return (256 if device.type == "cuda" else 16) * MIB
 
 
-def best_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the fastest of a few calls, after one warmup call."""
+def best_seconds(call: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
+    """Seconds of the fastest of ``repeats`` calls, after one warmup call."""
     seconds = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         begin = time.perf_counter()
         call()
         if device.type == "cuda":

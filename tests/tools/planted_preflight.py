@@ -50,7 +50,7 @@ def slow_matmul() -> None:
 
     best_seconds = preflight_speed.best_seconds
 
-    def slowed(act: Callable[[], object], device: torch.device) -> float:
+    def slowed(act: Callable[[], object], device: torch.device, repeats: int) -> float:
         return best_seconds(lambda: slowly(act), device)
 
     preflight_rank.matmul_speed = matmul_speed
