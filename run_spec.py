@@ -169,7 +169,7 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
     total_steps = config.lr_scheduler.total_steps or config.training.steps
     if ":" in config.optimizer.name:
         outside_optimizer(config.optimizer)
-    one_microbatch = config.training.local_batch_size * degrees.batch
+    one_microbatch = config.training.decided_local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
     parallelism = config.parallelism
     if degrees.pp > 1 and parallelism.data_parallel == "fsdp2":
@@ -196,7 +196,7 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
         held_out=held_out,
         microbatch_size=config.parallelism.pipeline_parallel_microbatch_size
         if degrees.pp > 1
-        else config.training.local_batch_size,
+        else config.training.decided_local_batch_size,
         global_batch_size=batch_size,
         ramp=[(p.steps, p.global_batch_size) for p in config.training.batch_size_ramp],
         lr_factor=build_schedule(config.lr_scheduler, total_steps),

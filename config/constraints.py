@@ -164,6 +164,14 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     _only_with("training.mixed_precision_reduce", 'training.dtype = "float32"', _is_mixed),
     _only_with("activation_checkpoint.selective", 'activation_checkpoint.mode = "selective"',
                lambda config: config.activation_checkpoint.mode == "selective"),
+    Constraint("training.local_batch_size", '"auto" requires training.global_batch_size',
+            lambda config: config.training.local_batch_size == "auto"
+            and config.training.global_batch_size is None),
+    Constraint("training.local_batch_size",
+            '"auto" is not supported with pipelines, whose microbatches have'
+            " parallelism.pipeline_parallel_microbatch_size sequences",
+            lambda config: config.training.local_batch_size == "auto"
+            and config.parallelism.pipeline_parallel_degree > 1),
     _only_with("activation_checkpoint.memory_budget",
                'activation_checkpoint.mode = "memory_budget"', has_budget),
     Constraint("activation_checkpoint.mode",

@@ -210,8 +210,9 @@ class Training(Section):
     """Optimizer steps of the whole run."""
     seq_len: Count = 2048
     """Tokens per sequence."""
-    local_batch_size: Count = 8
-    """Sequences per microbatch on each data-parallel rank. A pipeline splits it further."""
+    local_batch_size: Literal["auto"] | Count = 8
+    """Sequences per microbatch on each data-parallel rank. A pipeline splits it further. auto: the
+    largest that fits; requires global_batch_size."""
     global_batch_size: Count | None = None
     """Sequences per step over all ranks. More than one microbatch per rank accumulates gradients.
     Absent: one microbatch on every rank."""
@@ -229,6 +230,13 @@ class Training(Section):
     """Maximum global L2 norm of the gradients; larger gradients are clipped."""
     gc_freq: Count = 50
     """Steps between Python garbage collections, which run on all ranks at the same step."""
+
+    @property
+    def decided_local_batch_size(self) -> int:
+        """``local_batch_size``, after ``check_constraints``, which rejects "auto"."""
+        if self.local_batch_size == "auto":
+            raise ValueError("training.local_batch_size: is not decided")
+        return self.local_batch_size
 
 
 class Optimizer(Section):
@@ -334,10 +342,10 @@ class Parallelism(Section):
 
 
 class ActivationCheckpoint(Section):
-    mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
+    mode: Literal["none", "selective", "full", "memory_budget", "auto"] = "selective"
     """Activations to recompute in backward. full: those of every block. selective: see the next
     key. memory_budget: the compiler chooses. none: nothing, except what frees gathered weights
-    under simple_fsdp."""
+    under simple_fsdp. auto: the first of none, selective and full that fits."""
     selective: Literal["op"] | Count = "op"
     """With mode selective. op: save attention and every second matmul, recompute the rest. An
     integer n: recompute every n-th block completely."""

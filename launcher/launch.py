@@ -22,8 +22,10 @@ from pathlib import Path
 import torch
 
 from config import ConfigError, JobConfig, load_config
+from config.auto import candidates
 from config.hub_names import CONFIG_FILES
 from launcher.agent import End, Nodes, end_other_nodes, run_ranks
+from launcher.auto import decide_auto
 from launcher.console import Console, PlainScreen, is_terminal
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, record_failure
 from launcher.screen import TerminalScreen
@@ -59,6 +61,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
         n_ranks = ranks_per_node(environment)
         check_run(config, n_ranks, nodes.count)
+        config = decide_auto(config, n_ranks, nodes.count)
         # All ranks log the same lines, so one rank is shown.
         log_rank = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
         shown = shown_ranks(log_rank, n_ranks) if log_rank else set()
@@ -152,15 +155,21 @@ def clear_previous_end(control: Path) -> None:
         raise ConfigError([f"job.output_dir: {error}"]) from None
 
 
-def check_run(config: JobConfig, n_ranks: int, n_nodes: int) -> None:
-    """Raise ``ValueError`` for an unsupported config, without opening data or tokenizer.
+def check_run(config: JobConfig, n_ranks: int, n_nodes: int) -> JobConfig:
+    """Return ``config``, with supported values for what is "auto"; opens no data or tokenizer.
 
-    ``n_ranks``: ranks on each of ``n_nodes``.
+    ``n_ranks``: ranks on each of ``n_nodes``. Raises ``ValueError`` if it is not supported.
     """
     flavor = local_path(config.model.flavor, CONFIG_FILES, key="model.flavor")
     _, args = find_model(config.model.name, flavor, config.model.args)
-    has_gpu = torch.cuda.is_available()
-    check_constraints(config, args, n_ranks * n_nodes, has_gpu=has_gpu, n_nodes=n_nodes)
+    has_gpu, errors = torch.cuda.is_available(), []
+    for each in candidates(config):
+        try:
+            check_constraints(each, args, n_ranks * n_nodes, has_gpu=has_gpu, n_nodes=n_nodes)
+            return each
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[-1]
 
 
 def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:

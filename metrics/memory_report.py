@@ -78,7 +78,7 @@ def remedies(config: JobConfig, *, states_are_larger: bool) -> list[str]:
     training, parallelism = config.training, config.parallelism
     activations = {
         "training.local_batch_size, lower with the same global_batch_size: the same training": (
-            training.local_batch_size > 1
+            training.decided_local_batch_size > 1
         ),
         'activation_checkpoint.mode = "memory_budget" and memory_budget = 0.9: recomputes what is'
         " cheap": config.compile.enable and config.activation_checkpoint.mode == "none",

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from config import ConfigError
+from config.auto import auto_keys
 from config.constraints import CONFIG_CONSTRAINTS, Constraint, has_budget, is_float8, is_set
 from config.job_config import JobConfig
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
@@ -56,6 +57,9 @@ def check_constraints(
         raise ConfigError([str(error)]) from None
     run = RunContext(config, shape, degrees, has_gpu)
     found = [row.message(config) for row in CONFIG_CONSTRAINTS if row.violated(config)]
+    if undecided := auto_keys(config):
+        text = '"auto" is decided by ./shardloom train, and by ./shardloom plan with --device'
+        raise ConfigError([*found, *(f"{key}: {text}" for key in undecided)])
     found += [row.message(run) for row in RUN_CONSTRAINTS if row.violated(run)]
     if found:
         raise ConfigError(found)
@@ -118,17 +122,17 @@ def _stages(run: RunContext) -> int:
 
 
 def _pipeline_microbatches(run: RunContext) -> float:
-    rows = _microbatches(run) * run.config.training.local_batch_size
+    rows = _microbatches(run) * run.config.training.decided_local_batch_size
     return rows / run.config.parallelism.pipeline_parallel_microbatch_size
 
 
 def _batch_size(run: RunContext) -> int:
     training = run.config.training
-    return training.global_batch_size or training.local_batch_size * run.degrees.batch
+    return training.global_batch_size or training.decided_local_batch_size * run.degrees.batch
 
 
 def _microbatches(run: RunContext) -> float:
-    return _batch_size(run) / (run.config.training.local_batch_size * run.degrees.batch)
+    return _batch_size(run) / (run.config.training.decided_local_batch_size * run.degrees.batch)
 
 
 def _ramp(run: RunContext) -> list[int]:
@@ -162,7 +166,7 @@ def _is_not_fsdp2(run: RunContext) -> bool:
 def _sequences_per_microbatch(run: RunContext) -> int:
     if run.degrees.pp > 1:
         return run.config.parallelism.pipeline_parallel_microbatch_size
-    return run.config.training.local_batch_size
+    return run.config.training.decided_local_batch_size
 
 
 def _tokens_per_matmul(run: RunContext) -> int:
@@ -341,7 +345,7 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             and is_set(run.config.parallelism, "pipeline_parallel_stages_per_rank")),
     Constraint("parallelism.pipeline_parallel_microbatch_size",
             "must divide training.local_batch_size",
-            lambda run: run.degrees.pp > 1 and run.config.training.local_batch_size
+            lambda run: run.degrees.pp > 1 and run.config.training.decided_local_batch_size
             % run.config.parallelism.pipeline_parallel_microbatch_size != 0),
     Constraint("training.global_batch_size",
             'must give each rank at least as many microbatches as the pipeline has stages, with'
@@ -381,7 +385,7 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             "must be a multiple of training.local_batch_size times the data-parallel ranks",
             lambda run: not _microbatches(run).is_integer(),
             lambda run: f"{_batch_size(run)} is not a multiple of"
-            f" {run.config.training.local_batch_size} * {run.degrees.batch}"),
+            f" {run.config.training.decided_local_batch_size} * {run.degrees.batch}"),
     Constraint("training.batch_size_ramp",
             "sizes must grow from phase to phase, and from the last to training.global_batch_size",
             lambda run: any(a >= b for a, b in pairwise([*_ramp(run), _batch_size(run)]))),

@@ -8,11 +8,9 @@ from data.batch_size import sequences_in
 from planner.devices import Hardware
 from planner.recorder import Group, StepRecord
 from planner.roofline import FIT, StepTime, step_time
-from planner.step_plan import StagePlan, StepPlan
+from planner.step_plan import TIGHT, StagePlan, StepPlan
 
 GIB, GB, WIDTH = 1 << 30, 1e9, 100
-# Share of a device's memory up to which fragments, NCCL's and cuBLAS's buffers have room.
-TIGHT = 0.9
 
 
 def plan_text(plan: StepPlan, hardware: Hardware, price: float | None) -> list[str]:

@@ -15,6 +15,8 @@ from run_spec import RunSpec
 
 # Microbatches on a rank that are all run; of more, those in the middle are alike.
 MOST_MICROBATCHES = 3
+# Share of a device's memory up to which fragments, NCCL's and cuBLAS's buffers have room.
+TIGHT = 0.9
 
 
 def _unless(key: str, reason: str, violated: Callable[[RunSpec], bool]) -> Constraint[RunSpec]:
@@ -63,13 +65,13 @@ class StepPlan:
     """The first, the largest of those between, and the last."""
 
 
-def plan_step(run: RunSpec, world_size: int) -> StepPlan:
+def plan_step(run: RunSpec, world_size: int, *, has_gpu: bool = True) -> StepPlan:
     """Simulate a step of ``run``. Raises ``ConfigError`` for what is not planned yet."""
     if refused := [row.message(run) for row in UNPLANNED if row.violated(run)]:
         raise ConfigError(refused)
     degrees = resolve_degrees(run.config.parallelism, world_size)
     n = run.global_batch_size // (run.microbatch_size * degrees.batch)
-    planned = replace(run, config=planned_config(run.config))
+    planned = replace(run, config=planned_config(run.config, has_gpu=has_gpu))
     stages = []
     for stage in _stages(run, degrees):
         rank = stage * (world_size // degrees.pp)
@@ -82,10 +84,10 @@ def plan_step(run: RunSpec, world_size: int) -> StepPlan:
     return StepPlan(run, degrees, world_size, n, stages)
 
 
-def planned_config(config: JobConfig) -> JobConfig:
-    """Return the configuration of the step that is simulated: eager, on a GPU."""
+def planned_config(config: JobConfig, *, has_gpu: bool = True) -> JobConfig:
+    """Return the configuration of the step that is simulated: eager, in the dtype of a GPU."""
     training = config.training
-    if training.mixed_precision_param == "auto" and training.dtype == "float32":
+    if has_gpu and training.mixed_precision_param == "auto" and training.dtype == "float32":
         training = training.model_copy(update={"mixed_precision_param": "bfloat16"})
     changed = {
         "compile": config.compile.model_copy(update={"enable": False, "backend": "inductor"}),

@@ -7,6 +7,7 @@ import platform
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -81,6 +82,16 @@ def own_memory() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
+def host_memory(root: Path = Path("/")) -> float:
+    """Bytes of this machine's memory, or of a limit of this process's control groups.
+
+    Infinite where the OS does not say.
+    """
+    found = _number_after(root / "proc/meminfo", "MemTotal:")
+    limits = [_number_after(group / limit, "") for group, limit, *_ in _control_groups(root)]
+    return min([math.inf if found is None else found * 1024.0, *filter(None, limits)])
+
+
 def host_memory_left(root: Path = Path("/")) -> float:
     """Bytes that this process may still take, of the machine or of a limit of its control groups.
 
@@ -88,27 +99,33 @@ def host_memory_left(root: Path = Path("/")) -> float:
     """
     found = _number_after(root / "proc/meminfo", "MemAvailable:")
     left = [math.inf if found is None else found * 1024.0]
+    left += [_left_in(*group) for group in _control_groups(root)]
+    return max(0.0, min(left))
+
+
+# Names of a group's files, and a prefix of a line; version 1 has others.
+CGROUP_V2 = ("memory.max", "memory.current", "")
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Iterate over the folders of this process's groups that limit memory, and their names."""
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        names = ("limit_in_bytes", "usage_in_bytes", "total_") if controllers else CGROUP_V2
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         group = top / path.strip("/")
         # In a container, the path may be that of the host.
-        left += [_left_in(each, *names) for each in (group, *group.parents) if top in each.parents]
-        left.append(_left_in(top, *names))
-    return max(0.0, min(left))
-
-
-# Version 1 has other names.
-CGROUP_V2 = ("max", "current", "")
+        for each in (group, *group.parents):
+            if each == top or top in each.parents:
+                yield each, *(CGROUP_V1 if controllers else CGROUP_V2)
 
 
 def _left_in(group: Path, limit: str, usage: str, prefix: str) -> float:
     """Bytes left in a control group: files in the page cache make room."""
-    most, used = (_number_after(group / f"memory.{name}", "") for name in (limit, usage))
+    most, used = (_number_after(group / name, "") for name in (limit, usage))
     if most is None or used is None:
         return math.inf
     cached = _number_after(group / "memory.stat", f"{prefix}inactive_file ")

@@ -17,10 +17,11 @@ import torch.nn as nn
 
 from build_model import training_flops
 from config import JobConfig, load_config
-from config.job_config import Data, Validation
+from config.auto import auto_keys, with_values
 from launcher.launch import find_nodes, ranks_per_node
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
+from planner.auto import GIB, decide, without_data
 from planner.devices import find_hardware
 from planner.plan_text import plan_json, plan_text
 from planner.roofline import peak_flops
@@ -69,14 +70,17 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
     hardware = find_hardware(options.device, options.devices)
     # Simulating takes longer than finding out that there is no peak.
     peak_flops(config, hardware)
+    config, decided = pin_names(config), []
     if config.model.vocab_size is not None:
-        # Only the vocabulary of the data counts.
-        data = Data(document_mask=config.data.document_mask)
-        config = config.model_copy(update={"data": data, "validation": Validation()})
-    plan = plan_step(resolve(pin_names(config), n_ranks, has_gpu=True), n_ranks)
+        config = without_data(config)
+    if auto_keys(config):
+        decision = decide(config, n_ranks, hardware.device.memory_gib * GIB, has_gpu=True)
+        config, decided = with_values(config, decision.values), [decision.text]
+    plan = plan_step(resolve(config, n_ranks, has_gpu=True), n_ranks)
     if options.json:
         say(*json.dumps(plan_json(plan, hardware), indent=1).splitlines())
     else:
+        say(*decided)
         say(*plan_text(plan, hardware, options.price or hardware.device.usd_per_hour))
 
 

@@ -42,7 +42,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     try:
         config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
         n_ranks, nodes = ranks_per_node(environment), find_nodes(environment)
-        check_run(config, n_ranks, nodes.count)
+        # What is "auto" makes no difference here.
+        config = check_run(config, n_ranks, nodes.count)
     except ValueError as error:
         report(error)
         return exit_codes.BAD_CONFIG

@@ -299,6 +299,12 @@ BAD = [
         "--training.dtype float64 --training.mixed_precision_param bfloat16", says="float32"),
     Bad("training.mixed_precision_reduce",
         "--training.dtype bfloat16 --training.mixed_precision_reduce bfloat16", says="float32"),
+    Bad("training.local_batch_size", "--training.local_batch_size auto",
+        says="requires training.global_batch_size"),
+    Bad("training.local_batch_size", f"--training.local_batch_size auto --{PP} 2"
+        " --training.global_batch_size 64", says="not supported with pipelines"),
+    Bad("activation_checkpoint.selective",
+        toml="[activation_checkpoint]\nmode = 'auto'\nselective = 2", says="no effect"),
     Bad("activation_checkpoint.selective",
         toml="[activation_checkpoint]\nmode = 'full'\nselective = 2", says="no effect"),
     Bad("activation_checkpoint.selective",

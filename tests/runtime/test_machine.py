@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime.machine import enable_expandable_segments, host_memory_left, own_memory
+from runtime.machine import enable_expandable_segments, host_memory, host_memory_left, own_memory
 from tests.lib.ranks import RankPool
 
 
@@ -85,10 +85,10 @@ MEMINFO = "MemTotal: 24000 kB\nMemFree: 100 kB\nMemAvailable:    9000 kB\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "kib"),
+    ("files", "kib", "total"),
     [
-        ({}, math.inf),
-        ({"proc/meminfo": MEMINFO}, 9000),
+        ({}, math.inf, math.inf),
+        ({"proc/meminfo": MEMINFO}, 9000, 24000),
         # Version 2: the limit of the job above the step, in which files are cached.
         (
             {
@@ -101,6 +101,7 @@ MEMINFO = "MemTotal: 24000 kB\nMemFree: 100 kB\nMemAvailable:    9000 kB\n"
                 "sys/fs/cgroup/job/memory.stat": f"anon 7\ninactive_file {1000 << 10}\n",
             },
             3000,
+            5000,
         ),
         # In a container, the group's own files are at the top.
         (
@@ -111,6 +112,7 @@ MEMINFO = "MemTotal: 24000 kB\nMemFree: 100 kB\nMemAvailable:    9000 kB\n"
                 "sys/fs/cgroup/memory.current": str(3000 << 10),
             },
             2000,
+            5000,
         ),
         # Version 1, and one that is over its limit.
         (
@@ -122,6 +124,7 @@ MEMINFO = "MemTotal: 24000 kB\nMemFree: 100 kB\nMemAvailable:    9000 kB\n"
                 "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {100 << 10}",
             },
             2100,
+            5000,
         ),
         (
             {
@@ -131,15 +134,17 @@ MEMINFO = "MemTotal: 24000 kB\nMemFree: 100 kB\nMemAvailable:    9000 kB\n"
                 "sys/fs/cgroup/memory/memory.usage_in_bytes": "6",
             },
             0,
+            5 / 1024,
         ),
     ],
 )
 def test_memory_left_is_that_of_the_tightest_limit(
-    tmp_path: Path, files: dict[str, str], kib: float
+    tmp_path: Path, files: dict[str, str], kib: float, total: float
 ) -> None:
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert host_memory_left(tmp_path) == kib * 1024
-    assert 0 < host_memory_left() < 2**50
+    assert host_memory(tmp_path) == total * 1024
+    assert 0 < host_memory_left() <= host_memory() < 2**50
