@@ -98,27 +98,10 @@ def train_on_stub(
 
     Raises ``AssertionError`` with the output of a rank that fails.
     """
-    library = build()
     keys = SMALL | {"job.output_dir": str(folder / "outputs")} | keys
     arguments = [f"train_configs/{config}.toml"]
     arguments += [part for key, value in keys.items() for part in (f"--{key}", value)]
-    own = {
-        "LD_PRELOAD": str(library / "libcuda.so.1"),
-        "LD_LIBRARY_PATH": str(library),
-        "TRITON_LIBCUDA_PATH": str(library),
-        "GPU_STUB_NAME": device.name,
-        "GPU_STUB_BYTES": str(device.n_bytes),
-        "GPU_STUB_COUNT": str(n_ranks),
-        "PYTHONPATH": str(ROOT),
-        # As the launcher sets it.
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        # A pool of compiling processes dies with the preloaded library.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor"),
-        "TRITON_CACHE_DIR": str(CACHE / "triton"),
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
+    own = stub_variables(device, n_ranks) | environment
     folder.mkdir(parents=True, exist_ok=True)
     reports = [folder / f"rank-{rank}.jsonl" for rank in range(n_ranks)]
     processes = [
@@ -140,6 +123,27 @@ def train_on_stub(
     output = "\n".join(report.with_suffix(".log").read_text() for report in reports)
     assert codes == [0] * n_ranks, f"exit codes {codes}\n{output}"
     return [list(steps_of(report)) for report in reports]
+
+
+def stub_variables(device: Device, n_gpus: int) -> dict[str, str]:
+    """Return the environment variables of a program on GPUs that are not there."""
+    library = build()
+    return {
+        "LD_PRELOAD": str(library / "libcuda.so.1"),
+        "LD_LIBRARY_PATH": str(library),
+        "TRITON_LIBCUDA_PATH": str(library),
+        "GPU_STUB_NAME": device.name,
+        "GPU_STUB_BYTES": str(device.n_bytes),
+        "GPU_STUB_COUNT": str(n_gpus),
+        "PYTHONPATH": str(ROOT),
+        # As the launcher sets it.
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        # A pool of compiling processes dies with the preloaded library.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor"),
+        "TRITON_CACHE_DIR": str(CACHE / "triton"),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def rank_variables(n_ranks: int) -> Iterator[dict[str, str]]:

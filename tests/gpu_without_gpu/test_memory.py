@@ -1,6 +1,9 @@
 """Peak memory: each published size in few layers, and what is committed for one GPU."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,20 @@ import torch
 from benchmarks.loops import keys_of
 from benchmarks.rows import ROOT
 from benchmarks.run import build_case, load_cases
+from config import load_config
+from config.auto import MODE, SIZE
 from models import MODEL_SPECS, find_model
 from models.meta import build_on_meta
-from tests.gpu_without_gpu.stub_run import GIB, GRAPHS, H100, H200, N_STEPS, Device, train_on_stub
+from tests.gpu_without_gpu.stub_run import (
+    GIB,
+    GRAPHS,
+    H100,
+    H200,
+    N_STEPS,
+    Device,
+    stub_variables,
+    train_on_stub,
+)
 
 DEVICES = {"h200": H200, "h100": H100}
 LAYERS = 2
@@ -59,6 +73,37 @@ def test_committed_configuration_fits_one_gpu(config: str, tmp_path: Path) -> No
     (steps,) = train_on_stub(tmp_path, config=config, device=H100, **GRAPHS, **text)
     assert steps[4].syncs == {}
     assert steps[4].retries == 0
+
+
+@pytest.mark.parametrize("gib", [4, 6, 12])
+def test_what_auto_decides_fits_and_fills_the_gpu(gib: int, tmp_path: Path) -> None:
+    """As the launcher does: decide in a process of its own, then train with these values."""
+    device = Device("NVIDIA H100", gib * GIB)
+    keys = {
+        "model.flavor": "1B",
+        "model.vocab_size": "4096",
+        "model.args.n_layers": "2",
+        "training.seq_len": "2048",
+        "training.global_batch_size": "32",
+    }
+    auto = keys | {SIZE: "auto", MODE: "auto"}
+    texts = [text for key, value in auto.items() for text in (f"--{key}", value)]
+    config = load_config(Path("debug_model"), texts)
+    request = {"config": config.model_dump(), "n_ranks": 1, "world_size": 1}
+    done = subprocess.run(
+        [sys.executable, "-m", "planner.auto"],
+        env=os.environ | stub_variables(device, 1),
+        input=json.dumps(request),
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    values = {key: str(value) for key, value in json.loads(done.stdout)["values"].items()}
+    (steps,) = train_on_stub(tmp_path, device=device, **keys, **values)
+    assert steps[4].retries == 0
+    assert steps[4].peak_allocated <= 0.9 * device.n_bytes
+    # The next size of the same mode is twice as large.
+    assert values[SIZE] == "32" or steps[4].peak_allocated >= 0.4 * device.n_bytes
 
 
 @pytest.mark.parametrize(
