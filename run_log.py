@@ -14,6 +14,7 @@ from metrics.divergence import Divergence
 from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
 from metrics.metrics_file import read_metrics
+from metrics.planned_step import FIRST_STEPS, PlannedStep
 from metrics.samples_file import SamplesFile
 from metrics.slow_steps import Notices, SlowSteps
 from metrics.stragglers import Stragglers
@@ -23,6 +24,7 @@ from run_spec import RunSpec
 from runtime.distributed import sum_in_order
 from runtime.filesystem import atomic_write_text
 from runtime.log import logger
+from runtime.machine import device_name
 from runtime.run_folder import WriteAlarm
 from train_step import StepResult
 from validation import Sample
@@ -74,6 +76,13 @@ class RunLog:
             for line in read_metrics(run.folder / "metrics.jsonl")[0]:
                 if line.get("loss") is not None:
                     self._divergence.add(line["step"], line["loss"])
+        self._plan, self._last_unplanned = None, (resumed_step or 0) + FIRST_STEPS
+        if self._is_writer and model.device.type == "cuda":
+            self._plan = PlannedStep(
+                run.folder / "config.toml",
+                world_size=dist.get_world_size(),
+                device_name=device_name(model.device),
+            )
         self._slow_steps = SlowSteps(
             model.device, gc_freq=run.config.training.gc_freq, is_writer=self._is_writer
         )
@@ -125,7 +134,9 @@ class RunLog:
             steps_left = self._run.steps_left(step)
             gpus = self._slow_steps.end_window(step, self.metrics.window(), steps_left=steps_left)
             record = values | slowest | gpus | metrics()
-            self.metrics.log(step, steps_left, record)
+            measured = self.metrics.log(step, steps_left, record)
+            if step > self._last_unplanned:
+                self._compare_with_plan(measured)
             self._watch_loss(step, values["loss"])
         if result.layers:
             # After the step's own line, which readers take for the step's beginning.
@@ -136,6 +147,13 @@ class RunLog:
         text = self._divergence.add(step, loss)
         if self._notices.is_new("divergence", bool(text)) and self._is_writer:
             logger.error("ALARM: %s", text)
+
+    def _compare_with_plan(self, measured: dict[str, float]) -> None:
+        """Log the plan beside what was measured, once, if the plan is done."""
+        if self._plan is not None and (text := self._plan.text(measured)) is not None:
+            logger.info("plan: %s", text)
+            self._plan.close()
+            self._plan = None
 
     def _read(self, step: int, batch: StepBatch, result: StepResult) -> dict[str, float]:
         """Wait for the step's global loss and gradient norm, and write the ledger. Collective."""
@@ -178,7 +196,7 @@ class RunLog:
 
     def close(self) -> None:
         self.metrics.close()
-        for file in (self._ledger, self._samples, self._alarms):
+        for file in (self._ledger, self._samples, self._alarms, self._plan):
             if file is not None:
                 file.close()
         self._slow_steps.close()

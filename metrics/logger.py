@@ -84,10 +84,10 @@ class MetricsLogger:
         finally:
             self._since += time.perf_counter() - begin
 
-    def log(self, step: int, steps_left: float, values: dict[str, float]) -> None:
+    def log(self, step: int, steps_left: float, values: dict[str, float]) -> dict[str, Any]:
         """Write ``values`` (loss, grad_norm, lr, ...) and the throughput since the last call.
 
-        ``steps_left``: remaining work, in steps of the latest step's size.
+        Returns all that was written. ``steps_left``: remaining work, in steps of the latest size.
         """
         steps, elapsed, data_wait = self.window()
         rate = self._tokens / elapsed
@@ -113,6 +113,7 @@ class MetricsLogger:
             extra={"event": {"metrics": record | {"seconds_left": seconds_left}}},
         )  # fmt: skip
         self._reset()
+        return record
 
     def log_validation(
         self,

@@ -1,5 +1,6 @@
 """The table of devices and links that plans are for: ``devices.toml``, and a user's own."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,7 @@ class Hardware:
 
 
 def find_hardware(name: str, own: Path | None) -> Hardware:
-    """Return the hardware of the device ``name``.
+    """Return the hardware of the device ``name``, which may be a GPU's as CUDA has it.
 
     ``own``: a file whose tables come before the built-in ones. Raises ``ConfigError``.
     """
@@ -69,15 +70,22 @@ def find_hardware(name: str, own: Path | None) -> Hardware:
         table = _read(path)
         devices |= table.devices
         links |= table.links
-    by_name = {own_name.lower(): own_name for own_name in devices}
-    if name.lower() not in by_name:
+    found = [each for each in devices if each.lower() == name.lower()]
+    found += [each for each in devices if is_model(name, each)]
+    if not found:
         raise ConfigError([f"--device: {name} is none of {', '.join(devices)}; --devices FILE"])
-    device = devices[name := by_name[name.lower()]]
+    device = devices[name := found[0]]
     for key in ("link", "network"):
         if getattr(device, key) not in links:
-            found = f"{getattr(device, key)} is none of {', '.join(links)}"
-            raise ConfigError([f"devices.{name}.{key}: {found}"])
+            text = f"{getattr(device, key)} is none of {', '.join(links)}"
+            raise ConfigError([f"devices.{name}.{key}: {text}"])
     return Hardware(device, links[device.link], links[device.network])
+
+
+def is_model(title: str, name: str) -> bool:
+    """True if a word of ``title`` is ``name``: "NVIDIA GeForce RTX 4090" for rtx4090, not GH200."""
+    words = re.sub(r"(?<=[a-z])(?=\d)", r"\\s?", re.escape(name.lower()))
+    return re.search(rf"\b{words}\b", title.lower()) is not None
 
 
 def _read(path: Path) -> Table:

@@ -1,0 +1,68 @@
+"""The plan of a run's step beside what was measured, so that a slow link or node shows."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.imports import import_variables
+
+# The first steps of a start compile, and fill caches.
+FIRST_STEPS = 10
+GIB = 2**30
+
+
+class PlannedStep:
+    """Plans the step of a run in a process of low priority, and compares the two once."""
+
+    def __init__(self, config: Path, *, world_size: int, device_name: str) -> None:
+        """Start ``shardloom plan`` for ``config``. ``device_name``: of the GPU, as CUDA has it."""
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tools.plan", str(config), "--json"]
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self._process = subprocess.Popen(
+                [
+                    "nice",
+                    "-n",
+                    "19",
+                    *command,
+                    f"--world-size={world_size}",
+                    "--device",
+                    device_name,
+                ],
+                env=os.environ | import_variables(os.environ) | own,
+                stdout=out,
+                stderr=err,
+            )
+
+    def text(self, measured: Mapping[str, Any]) -> str | None:
+        """Return plan and measurement as a line, or why there is no plan; None as long as it runs.
+
+        ``measured``: ``tokens_per_second`` of all ranks, and ``memory_gib`` of this one.
+        """
+        code = self._process.poll()
+        if code is None:
+            return None
+        if code != 0:
+            lines = self._err.read_text(errors="replace").splitlines()
+            return f"none: {lines[0] if lines else f'exit code {code}'}"
+        plan = json.loads(self._out.read_text())
+        peak = max(stage["memory"]["peak"] for stage in plan["stages"])
+        rate, found = plan["modelled"]["tokens_per_second"], measured["tokens_per_second"]
+        return (
+            f"{rate:,.0f} tokens/s on {plan['device']}, measured {found:,.0f}"
+            f" ({100 * (found / rate - 1):+.0f} %); {peak / GIB:.2f} GiB of tensors at the peak,"
+            f" {measured['memory_gib']:.2f} allocated"
+        )
+
+    def close(self) -> None:
+        """End the plan, if it is not done."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()

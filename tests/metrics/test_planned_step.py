@@ -1,0 +1,61 @@
+"""A run's plan beside its measurement."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from metrics.planned_step import PlannedStep
+from planner.devices import is_model
+
+CONFIG = Path("train_configs/debug_model.toml")
+MEASURED = {"tokens_per_second": 1e6, "memory_gib": 1.5}
+
+
+def text_of(planned: PlannedStep) -> str:
+    try:
+        assert planned.text(MEASURED) is None
+        planned._process.wait()
+        text = planned.text(MEASURED)
+    finally:
+        planned.close()
+    assert text is not None
+    return text
+
+
+def test_plan_and_measurement_are_compared(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[model]\nvocab_size = 320\n")
+    text = text_of(PlannedStep(config, world_size=2, device_name="NVIDIA H100 80GB HBM3"))
+    pattern = (
+        r"([\d,]+) tokens/s on NVIDIA H100 80GB SXM, measured 1,000,000 \(-(\d+) %\);"
+        r" 0\.\d\d GiB of tensors at the peak, 1\.50 allocated"
+    )
+    found = re.fullmatch(pattern, text)
+    assert found is not None, text
+    planned = int(found[1].replace(",", ""))
+    assert 1e6 / planned == pytest.approx(1 - int(found[2]) / 100, abs=0.01)
+
+
+def test_why_there_is_no_plan(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[model]\nvocab_size = 320\n")
+    text = text_of(PlannedStep(config, world_size=1, device_name="NVIDIA T4"))
+    assert text.startswith("none: --device: NVIDIA T4 is none of a100, h100")
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "is_one"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", True),
+        ("NVIDIA H200", "h200", True),
+        ("NVIDIA GH200 480GB", "h200", False),
+        ("NVIDIA GB200", "b200", False),
+        ("NVIDIA GB200", "gb200", True),
+        ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("NVIDIA GeForce RTX 4090", "rtx4090", True),
+        ("AMD Instinct MI300X", "mi300x", True),
+    ],
+)
+def test_device_of_a_gpu(title: str, name: str, is_one: bool) -> None:
+    assert is_model(title, name) == is_one
