@@ -13,6 +13,8 @@ from runtime.imports import import_variables
 
 # The first steps of a start compile, and fill caches.
 FIRST_STEPS = 10
+# The lowest priority: ranks and their threads come first.
+NICE = 19
 GIB = 2**30
 
 
@@ -24,18 +26,11 @@ class PlannedStep:
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tools.plan", str(config), "--json"]
+        command = ["nice", "-n", str(NICE), sys.executable, "-m", "tools.plan", str(config)]
+        command += ["--json", f"--world-size={world_size}", "--device", device_name]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = subprocess.Popen(
-                [
-                    "nice",
-                    "-n",
-                    "19",
-                    *command,
-                    f"--world-size={world_size}",
-                    "--device",
-                    device_name,
-                ],
+                command,
                 env=os.environ | import_variables(os.environ) | own,
                 stdout=out,
                 stderr=err,

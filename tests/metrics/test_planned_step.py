@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from metrics import planned_step
 from metrics.planned_step import PlannedStep
 from planner.devices import is_model
 
 CONFIG = Path("train_configs/debug_model.toml")
 MEASURED = {"tokens_per_second": 1e6, "memory_gib": 1.5}
+
+
+@pytest.fixture(autouse=True)
+def priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests wait for plans."""
+    monkeypatch.setattr(planned_step, "NICE", 0)
 
 
 def text_of(planned: PlannedStep) -> str:
