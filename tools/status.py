@@ -25,6 +25,7 @@ import tomli
 from checkpoint.manifest import MANIFEST_FILE as MANIFEST
 from checkpoint.manifest import read_manifest, sizes_of
 from launcher.failures import MOST_ATTEMPTS
+from metrics.alarms import ALARM, is_alarm
 from metrics.goodput import goodput, history_of
 from metrics.metrics_file import read_metrics
 from runtime import exit_codes
@@ -77,6 +78,10 @@ class Status:
     """Failed attempts in control/failures."""
     last_failure: str
     last_failure_age: float | None
+    alarms: int
+    """Alarms in alarms.jsonl; warnings are not counted."""
+    last_alarm: str
+    last_alarm_age: float | None
     goodput: float | None
     provenance: dict[str, Any] | None
     """Provenance of the last attempt: ``runtime.provenance.Attempt``."""
@@ -121,6 +126,7 @@ def paragraph(status: Status) -> list[str]:
     failures = f"{status.failures} failed attempts"
     if status.last_failure:
         failures += f", the last {_ago(status.last_failure_age)}: {status.last_failure}"
+    alarms = f"alarms {status.alarms}, the last {_ago(status.last_alarm_age)}: {status.last_alarm}"
     return [
         f"{status.run}: {status.state}{why}, step {_cells(status)['step']}",
         f"  loss {_number(status.loss, '.4f')}  validation loss"
@@ -129,6 +135,7 @@ def paragraph(status: Status) -> list[str]:
         f"  last line {_ago(status.line_age)}  process {status.holder or 'unknown'}",
         f"  checkpoint: {checkpoint}",
         f"  goodput {_number(status.goodput, '.1%')}  restarts {status.restarts}  {failures}",
+        *([f"  {alarms}"] if status.alarms else []),
         *(f"  {line}" for line in status.provenance_lines),
         *(f"  problem: {text}" for text in status.problems),
     ]
@@ -173,6 +180,9 @@ def read_status(folder: Path, now: float) -> Status:
     problems += found
     if os.path.lexists(path := folder / "control" / "outcome") and not _outcome(path.parent)[0]:
         problems.append(f"{path}: neither done nor stopped")
+    alarms, found = read_records(folder / "alarms.jsonl", is_alarm)
+    problems += found
+    alarms = [alarm for alarm in alarms if alarm["kind"] == ALARM]
     failures = [record for record in records if type(record.get("attempt")) is int]
     failure = failures[-1] if failures else {}
     failed = _seconds(str(failure.get("time")))
@@ -202,6 +212,9 @@ def read_status(folder: Path, now: float) -> Status:
         failures=len(failures),
         last_failure=str(failure.get("reason", "")),
         last_failure_age=now - failed if failed else None,
+        alarms=len(alarms),
+        last_alarm=alarms[-1]["text"].removeprefix("ALARM: ") if alarms else "",
+        last_alarm_age=now - alarms[-1]["time"] if alarms else None,
         goodput=goodput(lines, end),
         provenance=provenance,
         provenance_lines=provenance_lines,

@@ -328,13 +328,34 @@ def failed_starts_beside(check: Callable[[Path], bool], control: Path) -> int:
     return failed
 
 
+def test_the_last_alarm_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path, {"step": 9, "age": 10}).parent
+    assert (read_status(folder, time.time()).alarms, "alarms" in shown(folder, capsys)) == (
+        0,
+        False,
+    )
+    lines = [("alarm", "ALARM: first"), ("alarm", "ALARM: the loss diverges"), ("warning", "slow")]
+    (folder / "alarms.jsonl").write_text(
+        "".join(
+            json.dumps({"step": 3, "time": time.time() - 120, "kind": kind, "text": text}) + "\n"
+            for kind, text in lines
+        )
+    )
+    assert "  alarms 2, the last 0:02:00 ago: the loss diverges\n" in shown(folder, capsys)
+
+
+def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert status.main([str(folder)]) == exit_codes.DONE
+    return capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_to_one_run_hides_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     healthy = write_run(tmp_path / "healthy", {"step": 1, "age": 10}).parent
     control = write_run(tmp_path / "damaged", {"step": 1, "age": 10})
-    for file in ("metrics.jsonl", "config.toml"):
+    for file in ("metrics.jsonl", "config.toml", "alarms.jsonl"):
         damage(control.parent / file, name)
     for file in ("failures", "outcome", "exit_code", "progress"):
         damage(control / file, name)
@@ -342,7 +363,7 @@ def test_damage_to_one_run_hides_no_other(
     out = capsys.readouterr().out.splitlines()
     assert out[2].startswith(f"{healthy}  ")
     problems = [line for line in out if line.startswith(f"problem: {control.parent}")]
-    assert 1 <= len(problems) <= 4, "a line for each file"
+    assert 1 <= len(problems) <= 5, "a line for each file"
     assert status.main([str(control.parent), str(healthy), "--json"]) == exit_codes.DONE
 
 
