@@ -6,7 +6,7 @@ Read ``main`` first, then ``TrainLoop`` in ``train_loop.py``. ``./run_train.sh``
 # ruff: noqa: E402
 from runtime.imports import begin_imports, end_imports
 
-begin_imports()
+leave = begin_imports()
 
 import gc
 import json
@@ -148,4 +148,4 @@ def report_config_error(error: ValueError) -> int:
 
 if __name__ == "__main__":
     init_logging()
-    sys.exit(start(sys.argv[1:]))
+    leave(start(sys.argv[1:]))

@@ -9,7 +9,7 @@ torchrun would flatten to 1, and with 93 if a retry would not help.
 from runtime.imports import begin_imports, end_imports
 
 IS_PROGRAM = __name__ == "__main__"
-begin_imports(announcement="start: importing PyTorch" if IS_PROGRAM else "")
+leave = begin_imports(announcement="start: importing PyTorch" if IS_PROGRAM else "")
 
 import json
 import os
@@ -291,6 +291,6 @@ def shown_ranks(text: str, n_ranks: int) -> set[int]:
 
 if IS_PROGRAM:
     try:
-        sys.exit(main(sys.argv[1:], os.environ))
+        leave(main(sys.argv[1:], os.environ))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

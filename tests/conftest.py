@@ -1,11 +1,13 @@
 import logging
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from runtime.log import logger
 from tests.lib.ranks import RankPool
+from tests.lib.warm import WarmPopen
 
 # Shells make background jobs ignore SIGINT, and processes started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,6 +44,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def warm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start Python on this repository's programs by a process that has imported PyTorch."""
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,9 @@ def interrupt(folder: Path, number: signal.Signals, *, whole_session: bool) -> t
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    run(folder, 2, **{"training.steps": "6"})
+    process = start(folder, 2, is_warm=False, **{"training.steps": "6"})
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     return folder
 
 

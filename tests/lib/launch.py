@@ -13,7 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from runtime.imports import import_variables
+from shardloom import command_line
 from tests.lib.repository import ROOT
+from tests.lib.warm import WarmPopen
 
 SMALL = {
     "training.seq_len": "32",
@@ -65,20 +68,29 @@ def start(
     terminal: int | None = None,
     root: Path = ROOT,
     cwd: Path | None = None,
+    is_warm: bool = True,
     environment: Mapping[str, str] = MappingProxyType({}),
     **overrides: str,
 ) -> subprocess.Popen[str]:
     """Start a run; its output goes to a pipe, or to the file descriptor ``terminal``.
 
-    ``root``: the repository. ``environment`` is added to this process's.
+    ``root``: the repository. ``is_warm``: skip the shell and the imports, which ``run_train.sh``
+    starts with. ``environment`` is added to this process's.
     """
     keys = SMALL | {"job.output_dir": str(folder)} | overrides
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
     own = {"PYTHON": sys.executable, "NGPU": str(n_ranks), **environment}
-    return subprocess.Popen(
-        [root / "run_train.sh", *arguments],
+    variables = os.environ | own
+    command = [str(root / "run_train.sh"), *arguments]
+    if is_warm and root == ROOT and terminal is None:
+        command, variables = (
+            command_line("train", arguments),
+            variables | import_variables(variables),
+        )
+    return WarmPopen(
+        command,
         cwd=cwd,
-        env=os.environ | own,
+        env=variables,
         stdout=subprocess.PIPE if terminal is None else None,
         stderr=subprocess.STDOUT if terminal is None else None,
         text=True,

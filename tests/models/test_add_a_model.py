@@ -2,10 +2,10 @@
 
 import os
 import re
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from subprocess import run as run_command
 
 import pytest
 import torch
@@ -52,6 +52,7 @@ def add_to_path(folder: Path) -> None:
     sys.path.append(str(folder))
 
 
+@pytest.mark.usefixtures("warm_starts")
 def test_losses_match_on_any_mesh_and_generate_works(folder: Path) -> None:
     # The folder of a run is that of the debug model in tests/lib.
     keys = {"job.name": "debug_model", "training.steps": "3"}
@@ -65,9 +66,9 @@ def test_losses_match_on_any_mesh_and_generate_works(folder: Path) -> None:
         assert [*got] == [1, 2, 3]
         for step, values in got.items():
             assert values == pytest.approx(want[step], rel=1e-9)
-    path = f"{folder}:{ROOT}"
+    path = f"{ROOT}:{folder}"
     checkpoint = folder / PP / "debug_model"
-    written = run_command(
+    written = subprocess.run(
         [sys.executable, "-m", "tools.generate", checkpoint, "--tokens", "4", "--model", NAME],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,

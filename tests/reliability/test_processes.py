@@ -22,6 +22,7 @@ from runtime.run_folder import list_checkpoints, step_of
 from tests.lib.launch import LONG, plant_crashing_model, start, wait_for_steps
 from tests.lib.processes import are_gone, is_running, seconds_until
 from tests.lib.repository import ROOT
+from tests.lib.warm import ZYGOTE
 
 TIMEOUT_SECONDS = 5
 KEYS = LONG | {
@@ -48,13 +49,10 @@ def long_run(folder: Path, n_ranks: int) -> Iterator[tuple[subprocess.Popen[str]
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
+    """Process ids by rank, in the order in which the launcher started them."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    found = {}
-    for child in children:
-        lines = Path(f"/proc/{child}/environ").read_text().split("\0")
-        environment = dict(line.split("=", 1) for line in lines if "=" in line)
-        found[int(environment["RANK"])] = int(child)
-    return found
+    names = {int(child): Path(f"/proc/{child}/comm").read_text().strip() for child in children}
+    return dict(enumerate(child for child, name in names.items() if name != ZYGOTE))
 
 
 def has_failures(folder: Path, count: int) -> bool:

@@ -24,6 +24,7 @@ from tests.lib.forked import CONFIG
 from tests.lib.launch import without_slow_phases
 from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
+from tests.lib.warm import WarmPopen
 from tools import preflight, preflight_rank, preflight_speed
 from tools.preflight import rendezvous
 from tools.preflight_rank import below, unequal
@@ -61,7 +62,7 @@ def start(
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-P", "-m", "tests.tools.planted_preflight", "launch"]
-    return subprocess.Popen(
+    return WarmPopen(
         [*command, str(CONFIG), *overrides],
         env=environment,
         stdout=subprocess.PIPE,

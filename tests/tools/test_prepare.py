@@ -473,6 +473,7 @@ def test_hub_dataset_is_prepared(tmp_path: Path) -> None:
     check_documents(folder, DataSource(type="huggingface", path=keys[3]), ranks)
 
 
+@pytest.mark.usefixtures("warm_starts")
 def test_table_is_prepared_from_the_command_line(tmp_path: Path) -> None:
     # Some shards have only empty documents.
     counts = [0 if 1000 <= number < 2000 else number % 3 for number in range(3000)]

@@ -1,0 +1,170 @@
+"""Process of ``tests/lib/warm.py`` that has imported what programs import, and forks them.
+
+Programs that start others, as the launcher starts ranks, have zygotes of their own: so each process
+is a child of the one that started it.
+"""
+
+import atexit
+import ctypes
+import gc
+import io
+import json
+import os
+import platform
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import NoReturn
+
+import launcher.launch  # noqa: F401
+import tests.lib.forked  # noqa: F401 (train.py, and what compilations import)
+import tools.convert
+import tools.generate
+import tools.plan
+import tools.preflight
+import tools.preflight_rank
+import tools.slurm_begin  # noqa: F401
+from runtime.machine import die_with_parent
+from tests.lib import warm
+from tests.lib.warm import ZYGOTE, Program, WarmPopen, receive
+
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
+CLONE_PARENT = 0x8000
+PR_SET_NAME = 15
+POPEN = subprocess.Popen
+
+
+def serve(connection: socket.socket, parent: int) -> Program:
+    """Fork programs; return in each of them, never in this process, which ends with its parent."""
+    die_with_parent(parent)
+    _set_name(ZYGOTE)
+    # They are for this process's parent and its children, not for the zygote of them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while True:
+        try:
+            header, streams, _, _ = socket.recv_fds(connection, 8, maxfds=3)
+            if not header:
+                raise EOFError
+            content = receive(connection, int.from_bytes(header))
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        if (pid := _fork_sibling()) == 0:
+            connection.close()
+            for number, descriptor in enumerate(streams):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            return Program(**json.loads(content))
+        for descriptor in streams:
+            os.close(descriptor)
+        connection.sendall(pid.to_bytes(8))
+
+
+def leave(code: int) -> NoReturn:
+    """Exit as Python does, but do not free what was imported: that takes a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fork_sibling() -> int:
+    """``os.fork`` of a child of this process's parent."""
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    # PyDLL, because the child must hold the interpreter's lock.
+    pid = int(ctypes.PyDLL(None).syscall(SYS_CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+    else:
+        python.PyOS_AfterFork_Parent()
+    return pid
+
+
+def _set_name(name: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def become(program: Program) -> None:
+    """Take over the state that Python has at the first line of ``program``."""
+    if program.is_session_leader:
+        os.setsid()
+    _set_name("python")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    os.chdir(program.folder)
+    os.environ.clear()
+    os.environ.update(program.environment)
+    sys.argv = [program.module, *program.arguments]
+    own = set(program.path) | {str(warm.ROOT), ""}
+    sys.path[:] = [*program.path, *(entry for entry in sys.path if entry not in own)]
+    tempfile.tempdir = None
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        setattr(sys, name, _stream(getattr(sys, f"__{name}__"), number, program.is_unbuffered))
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+
+
+def _stream(like: io.TextIOWrapper, number: int, is_unbuffered: bool) -> io.TextIOWrapper:
+    buffering = 0 if is_unbuffered else -1
+    return io.TextIOWrapper(
+        open(number, "wb", buffering, closefd=False),
+        encoding=like.encoding,
+        errors=like.errors,
+        line_buffering=number == 2 or os.isatty(number),
+        write_through=is_unbuffered,
+    )
+
+
+def give_zygote() -> Program | None:
+    """Fork a zygote for what this process starts; return in that, too, with its program."""
+    own, other = socket.socketpair()
+    parent = os.getpid()
+    if os.fork() == 0:
+        own.close()
+        # Readers of this process's output wait until nobody can write to it.
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nowhere, number)
+        os.close(nowhere)
+        return serve(other, parent)
+    other.close()
+    warm.zygote = lambda: own  # type: ignore[assignment]
+    subprocess.Popen = WarmPopen  # type: ignore[misc]
+    return None
+
+
+def main() -> None:
+    gc.freeze()
+    program = serve(socket.socket(fileno=int(sys.argv[1])), os.getppid())
+    become(program)
+    is_rank = program.module.endswith(".py")
+    if not is_rank and (started := give_zygote()) is not None:
+        program, is_rank = started, started.module.endswith(".py")
+        become(program)
+        subprocess.Popen = POPEN  # type: ignore[misc]
+    leave(run(program, is_rank=is_rank))
+
+
+def run(program: Program, *, is_rank: bool) -> int:
+    """Run ``program``; return its exit code, if it does not exit by itself."""
+    try:
+        if is_rank:
+            runpy.run_path(program.module, run_name="__main__")
+        else:
+            sys.modules.pop(program.module, None)
+            runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return end.code or 0
+        raise
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()
