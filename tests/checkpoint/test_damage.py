@@ -203,27 +203,27 @@ def save_two(folder: Path) -> list[Loaded]:
 
 
 def load_all(folders: list[Path]) -> list[Loaded]:
-    """Step, values and digests of a new run that loads from each folder."""
-    found = []
+    """Step, values and digests of a run that loads from each folder."""
+    run, found = Run(folders[0], TWO), []
     for folder in folders:
-        run = Run(folder, TWO)
-        step = run.checkpointer.load_latest()
+        run.spoil()
+        step = run.checkpointer_in(folder).load_latest()
         found.append((step, run.values.state, run.digests()))
     return found
 
 
 def errors_of_loading(folders: list[Path], *, is_initial: bool) -> list[str]:
     """Errors of loading from each folder; the weights must not change."""
-    found = []
+    run, found = Run(folders[0], TWO), []
+    before = run.digests()
     for folder in folders:
-        run = Run(folder, TWO, initial_load_path=str(folder / NEWER))
-        before = run.digests()
-        from_path = partial(run.checkpointer.load_initial, run.model_state)
-        load = from_path if is_initial else run.checkpointer.load_latest
+        checkpointer = run.checkpointer_in(folder, initial_load_path=str(folder / NEWER))
+        from_path = partial(checkpointer.load_initial, run.model_state)
+        load = from_path if is_initial else checkpointer.load_latest
         with pytest.raises(ConfigError) as raised:
             load()
-        assert run.digests() == before
         found.append(str(raised.value))
+    assert run.digests() == before
     return found
 
 

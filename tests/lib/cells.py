@@ -195,11 +195,12 @@ def cost(cell: Cell) -> float:
 
 @dataclass(frozen=True)
 class Suite:
-    """Dimensions and ranks of an array, and how many values it combines."""
+    """Dimensions and ranks of an array besides ``NAMED``, and how many values it combines."""
 
     dimensions: Mapping[str, tuple[Any, ...]]
     max_ranks: int
     strength: int
+    seed: int
 
     @cached_property
     def array(self) -> CoveringArray:
@@ -217,6 +218,8 @@ class Suite:
             strength=self.strength,
             supports=[dict(zip(names, support, strict=True)) for support in values],
             cost=lambda row: cost(Cell(**row)),
+            given=[asdict(cell) for cell in NAMED if cell.compute_dtype == "float64"],
+            seed=self.seed,
         )
 
     @property
@@ -224,7 +227,7 @@ class Suite:
         return [Cell(**row) for row in self.array.rows]
 
 
-FULL = Suite(DIMENSIONS, max_ranks=8, strength=3)
+FULL = Suite(DIMENSIONS, max_ranks=8, strength=3, seed=0)
 # Degrees of 4 leave no ranks for other degrees: see NAMED.
 FAST = Suite(
     DIMENSIONS
@@ -240,6 +243,8 @@ FAST = Suite(
     },
     max_ranks=4,
     strength=2,
+    # Of sixty seeds, that of the array that takes the least time.
+    seed=31,
 )
 NAMED = [
     # Only a group that is smaller than the ranks frees weights in part.

@@ -6,7 +6,7 @@ are built greedily, as in AETG (Cohen et al., 1997): each starts from a combinat
 yet, and gets the values that add the most others.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from random import Random
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 Combination = frozenset[tuple[str, Any]]
 # Rows tried for each row that is taken.
-CANDIDATES = 8
+CANDIDATES = 20
 
 
 class CoveringArray(NamedTuple):
@@ -30,23 +30,26 @@ def covering_array(
     strength: int,
     supports: Iterable[Row],
     cost: Callable[[Row], float],
+    given: Sequence[Row] = (),
+    seed: int = 0,
 ) -> CoveringArray:
     """Build rows that have every valid combination of ``strength`` values. Deterministic.
 
+    ``given``: rows besides those that are built; their combinations need no other.
     ``dimensions``: values of each; the first is neutral. ``supports``: values to try where a
     combination is not valid with neutral others, for example because it needs more ranks.
     """
     neutral = {name: values[0] for name, values in dimensions.items()}
-    supports, random = list(supports), Random(0)
+    supports, random = list(supports), Random(seed)
     rows: list[Row] = []
     impossible: set[Combination] = set()
     if strength > 2:
         lower = covering_array(
-            dimensions, is_valid, strength=strength - 1, supports=supports, cost=cost
+            dimensions, is_valid, strength=strength - 1, supports=supports, cost=cost, given=given
         )
         impossible = lower.impossible
     targets = [t for t in _targets(dimensions, strength) if not _subsets(t) & impossible]
-    missing = set(targets)
+    missing = set(targets).difference(*(covered(row, strength) for row in given))
 
     def start(fixed: Row) -> Row | None:
         """Return the values that a row with ``fixed`` must have; None if there is no such row."""

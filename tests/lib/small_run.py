@@ -51,15 +51,25 @@ class Run:
         )
         self.values = Values()
         self.model_state = ModelState(self.model)
-        optimizer_state = OptimizerState(self.model, self.optimizer)
-        self.checkpointer = Checkpointer(
+        self._optimizer_state = OptimizerState(self.model, self.optimizer)
+        self.checkpointer = self.checkpointer_in(folder, **config)
+
+    def checkpointer_in(self, folder: Path, **config: Any) -> Checkpointer:
+        return Checkpointer(
             folder,
             Checkpoint(**config),
-            tensor_states={"model": self.model_state, "optimizer": optimizer_state},
+            tensor_states={"model": self.model_state, "optimizer": self._optimizer_state},
             json_states={"train": self.values},
             metadata={},
             validate=lambda manifest: None,
         )
+
+    def spoil(self) -> None:
+        """Overwrite the whole state, so that only a load can give the saved one."""
+        self.values.state = {"step": -1}
+        for parameter in self.model.parameters():
+            for tensor in (parameter.detach(), *self.optimizer.state.get(parameter, {}).values()):
+                tensor.fill_(7)
 
     def save(self, *steps: int) -> None:
         """Run one optimizer update before each save."""

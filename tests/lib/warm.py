@@ -9,16 +9,18 @@ import inspect
 import json
 import os
 import platform
+import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).absolute().parents[2]
+TRAINER = ROOT / "train.py"
 ZYGOTE = "zygote"
 """Its name in ``/proc/PID/comm``, by which tests tell it from a launcher's ranks."""
 FLAGS = ("-u", "-P")
@@ -37,10 +39,14 @@ class Program:
     arguments: list[str]
     environment: dict[str, str]
     folder: str
-    path: list[str]
+    path: list[str] = field(default_factory=list)
     """Entries of ``sys.path`` before the standard library's."""
-    is_unbuffered: bool
-    is_session_leader: bool
+    is_unbuffered: bool = False
+    is_session_leader: bool = False
+
+    @property
+    def is_rank(self) -> bool:
+        return self.module == str(TRAINER)
 
 
 class WarmPopen(subprocess.Popen[Any]):
@@ -59,6 +65,23 @@ class WarmPopen(subprocess.Popen[Any]):
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
+
+
+FORKING_PYTHON = """#!/bin/sh
+if [ "$1 $2" = "-m launcher.launch" ] || [ "$1 $2" = "-m tools.preflight" ]; then
+  shift
+  exec {python} -m tests.lib.zygote "$@"
+fi
+exec {python} "$@"
+"""
+
+
+def write_forking_python(folder: Path) -> str:
+    """Write an interpreter for shells, which starts ranks warm; return its path."""
+    path = folder / "python"
+    path.write_text(FORKING_PYTHON.format(python=shlex.quote(sys.executable)))
+    path.chmod(0o755)
+    return str(path)
 
 
 def _program(given: Mapping[str, Any]) -> Program | None:
@@ -80,7 +103,7 @@ def _program(given: Mapping[str, Any]) -> Program | None:
     is_module = words[:1] == ["-m"] and (ROOT / words[1].partition(".")[0]).is_dir()
     if (
         executable != sys.executable
-        or not (is_module or words[:1] == [str(ROOT / "train.py")])
+        or not (is_module or words[:1] == [str(TRAINER)])
         or entries[:1] != [str(ROOT)]
         or read_at_start(environment) != read_at_start(ENVIRONMENT)
     ):

@@ -2,6 +2,9 @@
 
 Programs that start others, as the launcher starts ranks, have zygotes of their own: so each process
 is a child of the one that started it.
+
+    python -m tests.lib.zygote DESCRIPTOR             for the process at the other end of a socket
+    python -m tests.lib.zygote MODULE [arguments]     run MODULE, whose ranks are forked
 """
 
 import atexit
@@ -18,16 +21,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from importlib import import_module  # noqa: TID251
 from typing import NoReturn
 
-import launcher.launch  # noqa: F401
-import tests.lib.forked  # noqa: F401 (train.py, and what compilations import)
-import tools.convert
-import tools.generate
-import tools.plan
-import tools.preflight
-import tools.preflight_rank
-import tools.slurm_begin  # noqa: F401
 from runtime.machine import die_with_parent
 from tests.lib import warm
 from tests.lib.warm import ZYGOTE, Program, WarmPopen, receive
@@ -35,6 +31,18 @@ from tests.lib.warm import ZYGOTE, Program, WarmPopen, receive
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 CLONE_PARENT = 0x8000
 PR_SET_NAME = 15
+RANKS = ("train", "torch._dynamo")
+# Those of tests, and what compilations and pipelines import besides.
+PROGRAMS = (
+    "tests.lib.forked",
+    "launcher.launch",
+    "tools.convert",
+    "tools.generate",
+    "tools.plan",
+    "tools.preflight",
+    "tools.preflight_rank",
+    "tools.slurm_begin",
+)
 POPEN = subprocess.Popen
 
 
@@ -136,22 +144,27 @@ def give_zygote() -> Program | None:
     return None
 
 
-def main() -> None:
+def main(word: str, *arguments: str) -> None:
+    for name in PROGRAMS if word.isdecimal() else (*RANKS, word):
+        import_module(name)
     gc.freeze()
-    program = serve(socket.socket(fileno=int(sys.argv[1])), os.getppid())
-    become(program)
-    is_rank = program.module.endswith(".py")
-    if not is_rank and (started := give_zygote()) is not None:
-        program, is_rank = started, started.module.endswith(".py")
+    if word.isdecimal():
+        program = serve(socket.socket(fileno=int(word)), os.getppid())
+        become(program)
+    else:
+        program = Program(word, list(arguments), dict(os.environ), folder=os.getcwd())
+        sys.argv = [word, *arguments]
+    if not program.is_rank and (started := give_zygote()) is not None:
+        program = started
         become(program)
         subprocess.Popen = POPEN  # type: ignore[misc]
-    leave(run(program, is_rank=is_rank))
+    leave(run(program))
 
 
-def run(program: Program, *, is_rank: bool) -> int:
+def run(program: Program) -> int:
     """Run ``program``; return its exit code, if it does not exit by itself."""
     try:
-        if is_rank:
+        if program.is_rank:
             runpy.run_path(program.module, run_name="__main__")
         else:
             sys.modules.pop(program.module, None)
@@ -167,4 +180,4 @@ def run(program: Program, *, is_rank: bool) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

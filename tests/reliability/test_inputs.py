@@ -170,7 +170,7 @@ class Corruption:
 BROKEN = b'{"text": "no end\n'
 PARQUET = table(["a", "b", "c"])
 # pyarrow reads blocks of 10 MiB and restarts its line count in each.
-FAR = lines(600_000)
+FAR = lines(1) * 600_000
 CORRUPTIONS = {
     "broken JSON": Corruption("x.jsonl", lines(2) + BROKEN + lines(2), "line 3, byte 38: "),
     "broken JSON far down": Corruption("x.jsonl", FAR + BROKEN, f"line 600001, byte {len(FAR)}: "),

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from tests.lib.forked import QUICK, checkpoints, log, run
 from tests.lib.launch import SMALL, curve
 from tests.lib.repository import ROOT
 from tests.lib.slurm import wait_until
+from tests.lib.warm import write_forking_python
 
 HOSTS = ("a", "b")
 TIMEOUT_SECONDS = 8
@@ -59,7 +59,8 @@ def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subproce
     """Start a run with one rank per host; host i writes to ``folder/host-i.log``."""
     keys = SMALL | QUICK | {"job.output_dir": str(folder)} | overrides
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
-    environment = os.environ | {"PYTHON": sys.executable, "NGPU": "1", "OMP_NUM_THREADS": "1"}
+    python = write_forking_python(folder)
+    environment = os.environ | {"PYTHON": python, "NGPU": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"NNODES": "2", "MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"LOG_RANK": "0"}
     launchers = []
@@ -86,6 +87,7 @@ def test_cut_link_ends_both_hosts_and_run_resumes(tmp_path: Path) -> None:
     cut.mkdir()
     keys = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
     keys |= {"checkpoint.interval": "5", "checkpoint.keep_latest_k": "2"}
+    keys |= {"training.global_batch_size": "4"}
     keys |= {"comm.train_timeout_seconds": str(TIMEOUT_SECONDS)}
     with hosts() as name:
         with started(name, cut, **keys) as launchers:

@@ -1,7 +1,6 @@
 """Jobs on a real Slurm cluster: they train, are requeued and resumed, and end when they should."""
 
 import json
-import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from tests.lib import forked
 from tests.lib.launch import curve, plant_crashing_model
 from tests.lib.repository import ROOT
 from tests.lib.slurm import Cluster, cluster, wait_until
+from tests.lib.warm import write_forking_python
 
 LONG = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
 # Time within which a requeued job would have started again.
@@ -94,12 +94,13 @@ def submit(
     arguments = [str(config), *forked.options(folder, **overrides)]
     script = [str(ROOT / "slurm" / "train.sbatch"), *arguments]
     output = ["--output", str(folder / "%x-%j.log")]
-    variables = {"SITE": str(site), "PYTHON": sys.executable} | (environment or {})
+    variables = {"SITE": str(site), "PYTHON": write_forking_python(folder)} | (environment or {})
     return Job(slurm, slurm.sbatch(*output, *sbatch, *script, cwd=ROOT, **variables), folder)
 
 
 def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -> None:
     steps = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
+    steps["training.global_batch_size"] = "4"
     job = submit(slurm, tmp_path / "stopped", "--nodes=2", **steps)
     job.wait_for_steps(0)
     # The same signal as --signal=B:USR1@300 before the time limit.
