@@ -13,6 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -123,6 +124,7 @@ def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+LOCK = threading.Lock()
 # Of this process and of its zygote.
 ENVIRONMENT = dict(os.environ)
 
@@ -145,9 +147,10 @@ def zygote() -> socket.socket:
 def fork(program: Program, streams: list[int]) -> int:
     """Fork ``program`` with the descriptors ``streams`` as 0, 1 and 2; return its process id."""
     content = json.dumps(asdict(program)).encode()
-    socket.send_fds(zygote(), [len(content).to_bytes(8)], streams)
-    zygote().sendall(content)
-    return int.from_bytes(receive(zygote(), 8))
+    with LOCK:
+        socket.send_fds(zygote(), [len(content).to_bytes(8)], streams)
+        zygote().sendall(content)
+        return int.from_bytes(receive(zygote(), 8))
 
 
 def receive(connection: socket.socket, count: int) -> bytes:

@@ -24,7 +24,6 @@ import threading
 from importlib import import_module  # noqa: TID251
 from typing import NoReturn
 
-from runtime.machine import die_with_parent
 from tests.lib import warm
 from tests.lib.warm import ZYGOTE, Program, WarmPopen, receive
 
@@ -46,9 +45,8 @@ PROGRAMS = (
 POPEN = subprocess.Popen
 
 
-def serve(connection: socket.socket, parent: int) -> Program:
-    """Fork programs; return in each of them, never in this process, which ends with its parent."""
-    die_with_parent(parent)
+def serve(connection: socket.socket) -> Program:
+    """Fork programs; return in each of them. Exits when nobody has the other end."""
     _set_name(ZYGOTE)
     # They are for this process's parent and its children, not for the zygote of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -129,7 +127,6 @@ def _stream(like: io.TextIOWrapper, number: int, is_unbuffered: bool) -> io.Text
 def give_zygote() -> Program | None:
     """Fork a zygote for what this process starts; return in that, too, with its program."""
     own, other = socket.socketpair()
-    parent = os.getpid()
     if os.fork() == 0:
         own.close()
         # Readers of this process's output wait until nobody can write to it.
@@ -137,7 +134,7 @@ def give_zygote() -> Program | None:
         for number in range(3):
             os.dup2(nowhere, number)
         os.close(nowhere)
-        return serve(other, parent)
+        return serve(other)
     other.close()
     warm.zygote = lambda: own  # type: ignore[assignment]
     subprocess.Popen = WarmPopen  # type: ignore[misc]
@@ -149,7 +146,7 @@ def main(word: str, *arguments: str) -> None:
         import_module(name)
     gc.freeze()
     if word.isdecimal():
-        program = serve(socket.socket(fileno=int(word)), os.getppid())
+        program = serve(socket.socket(fileno=int(word)))
         become(program)
     else:
         program = Program(word, list(arguments), dict(os.environ), folder=os.getcwd())

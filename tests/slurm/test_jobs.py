@@ -13,12 +13,11 @@ from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE
 from runtime.run_folder import list_checkpoints, step_of
 from tests.lib import forked
-from tests.lib.launch import curve, plant_crashing_model
+from tests.lib.launch import LONG, curve, plant_crashing_model
 from tests.lib.repository import ROOT
 from tests.lib.slurm import Cluster, cluster, wait_until
 from tests.lib.warm import write_forking_python
 
-LONG = {"training.steps": "100000", "lr_scheduler.total_steps": "100000"}
 # Time within which a requeued job would have started again.
 SETTLED_SECONDS = 8.0
 
@@ -40,7 +39,7 @@ def crashing(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> "Job":
     """Job that crashes and is requeued while other tests run."""
     folder = tmp_path_factory.mktemp("crashing")
     environment, keys = plant_crashing_model(folder)
-    return submit(slurm, folder, "--nodelist=n3", environment=environment, **LONG, **keys)
+    return submit(slurm, folder, "--nodelist=n3", environment=environment, **LONG | keys)
 
 
 @dataclass(frozen=True)
