@@ -51,15 +51,6 @@ def covering_array(
     targets = [t for t in _targets(dimensions, strength) if not _subsets(t) & impossible]
     missing = set(targets).difference(*(covered(row, strength) for row in given))
 
-    def start(fixed: Row) -> Row | None:
-        """Return the values that a row with ``fixed`` must have; None if there is no such row."""
-        for support in [{}, *supports]:
-            if all(fixed.get(name, value) == value for name, value in support.items()):
-                row = support | fixed
-                if is_valid(neutral | row):
-                    return row
-        return None
-
     def complete(row: Row) -> Row:
         row = dict(row)
         names = [name for name in dimensions if name not in row]
@@ -76,7 +67,7 @@ def covering_array(
         return row
 
     for target in filter(missing.__contains__, targets):
-        begun = start(dict(target))
+        begun = _start(dict(target), neutral, supports, is_valid)
         if begun is None:
             impossible.add(target)
             missing.discard(target)
@@ -86,6 +77,18 @@ def covering_array(
         rows.append({name: best[name] for name in dimensions})
         missing -= covered(best, strength)
     return CoveringArray(rows, impossible)
+
+
+def _start(
+    fixed: Row, neutral: Row, supports: Sequence[Row], is_valid: Callable[[Row], bool]
+) -> Row | None:
+    """Return the values that a row with ``fixed`` must have; None if there is no such row."""
+    for support in [{}, *supports]:
+        if all(fixed.get(name, value) == value for name, value in support.items()):
+            row = support | fixed
+            if is_valid(neutral | row):
+                return row
+    return None
 
 
 def covered(row: Row, strength: int) -> set[Combination]:
