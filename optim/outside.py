@@ -89,7 +89,7 @@ def build_outside(
     except Exception as error:
         problem = f"cannot update weights: {describe_error(error)}"
     if problem:
-        raise ConfigError([f"optimizer.name: {config.name!r} {problem}; see docs/extend.md"])
+        raise ConfigError([f"optimizer.name: {config.name!r} {problem}; see docs/howto/extend.md"])
     return build(groups, config.lr)
 
 

@@ -1,7 +1,7 @@
 """Constraints on settings that depend on the model, the ranks or the hardware.
 
-They are checked before any process group or device is touched. ``docs/support.md`` is generated
-from this table and that of ``config/constraints.py``.
+They are checked before any process group or device is touched. This table and that of
+``config/constraints.py`` are written to ``docs/reference/constraints.md``.
 """
 
 import math

@@ -25,7 +25,7 @@ from run_spec import resolve
 from tests.lib.launch import run
 from tests.lib.repository import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"([A-Z_]+=\S+ )*(\./\w|sbatch |srun |pip |uv |python |shardloom )")
 # Words of a page that stand for a user's own, and optional arguments.
@@ -140,7 +140,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with gzip.open(folder / "web" / "pages.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"text": path.read_text()}) + "\n" for path in texts[:20])
     data, model, extend = (
-        (ROOT / "docs" / page).read_text() for page in ("data.md", "add_a_model.md", "extend.md")
+        (ROOT / "docs" / "howto" / page).read_text()
+        for page in ("data.md", "add_a_model.md", "extend.md")
     )
     mixture = re.search(r"in `mixture\.toml`,\n\n```toml\n(.*?)```", data, re.DOTALL)
     assert mixture is not None

@@ -1,4 +1,4 @@
-"""The files of docs/extend.md train: an optimizer, a schedule and documents of one's own."""
+"""The files of docs/howto/extend.md train: an optimizer, a schedule and documents of one's own."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ KEYS = {"training.steps": "6", "lr_scheduler.total_steps": "8"}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with the page's files, which can be imported."""
-    files = dict(FILE.findall((ROOT / "docs" / "extend.md").read_text()))
+    files = dict(FILE.findall((ROOT / "docs" / "howto" / "extend.md").read_text()))
     assert list(files) == ["own.toml", "my_optim.py", "my_schedule.py", "my_data.py"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)

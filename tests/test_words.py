@@ -35,7 +35,7 @@ EXEMPT = {"tests/test_words.py", "CHANGELOG.md"}
 
 
 def our_texts() -> list[Path]:
-    docs = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    docs = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     return [*python_files(), *(path.relative_to(ROOT) for path in docs)]
 
 

@@ -1,4 +1,4 @@
-"""``python -m tools.constraints_table`` writes docs/support.md from the tables of constraints."""
+"""``python -m tools.constraints_table`` writes docs/reference/constraints.md from the constraints."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from config.constraints import CONFIG_CONSTRAINTS, Constraint
 from parallelisms.constraints import RUN_CONSTRAINTS
 
 ROWS: tuple[Constraint[Any], ...] = (*RUN_CONSTRAINTS, *CONFIG_CONSTRAINTS)
-PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "constraints.md"
 INTRO = """\
 # Unsupported configurations
 
@@ -22,7 +22,7 @@ those in this table with exit code 2, before any process group or device is touc
 
 
 def constraints_page() -> str:
-    """Return the text of docs/support.md."""
+    """Return the text of docs/reference/constraints.md."""
     return INTRO + "".join(f"| `{row.key}` | {row.reason} |\n" for row in ROWS)
 
 

@@ -1,4 +1,4 @@
-"""The files of docs/add_a_model.md train on any mesh."""
+"""The files of docs/howto/add_a_model.md train on any mesh."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tests.lib.launch import curve, run
 from tests.lib.layouts import CP, PP, TP
 from tests.lib.repository import ROOT
 
-PAGE = ROOT / "docs" / "add_a_model.md"
+PAGE = ROOT / "docs" / "howto" / "add_a_model.md"
 NAME = "my_models.relu2_sharding:SPEC"
 FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Tests that each constraint is reachable, unique and listed in docs/support.md."""
+"""Tests that each constraint is reachable, unique and listed in docs/reference/constraints.md."""
 
 from dataclasses import dataclass
 from pathlib import Path

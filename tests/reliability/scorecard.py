@@ -1,4 +1,4 @@
-"""Run all scorecard tests and write their results to docs/reliability.md.
+"""Run all scorecard tests and write their results to docs/howto/recover.md.
 
 ``python -m tests.reliability.scorecard``; ``--full`` runs the full trial counts (hours).
 """
@@ -14,7 +14,7 @@ import torch
 
 from tests.lib.repository import ROOT
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "howto" / "recover.md"
 BEGIN, END = "<!-- scorecard -->", "<!-- end of scorecard -->"
 
 

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/report.md: ``python -m tests.report.screenshots RUN RUN RUN``
+"""Draw the pictures of docs/howto/report.md: ``python -m tests.report.screenshots RUN RUN RUN``
 
 The folder of the first run is shown light and on a phone, the second dark, and of the third the
 charts of layers. Needs Chromium.

@@ -251,7 +251,7 @@ def test_meaning_is_translated(toml: str, key: str, value: Any):
         ("[model]\nnorm_type = 'np_layernorm'", "RMSNorm"),
         ("[optimizer]\nname = 'Adam'", "optimizer.name = 'Adam'"),
         ("[optimizer]\nearly_step_in_backward = true", "without clipping"),
-        ("[training]\ndataset = 'my_data'", "docs/data.md"),
+        ("[training]\ndataset = 'my_data'", "docs/howto/data.md"),
         ("[training]\nmax_norm = inf", "1e9"),
         ("[training]\nmax_norm = 0.0", "1e9"),
         ("[training]\nsteps = -1", "training.steps = -1: out of range"),

@@ -1,7 +1,7 @@
 """The keys of torchtitan's TOML files, from the first of 2024 to the last of February 2026.
 
-``python -m tools.torchtitan.keys`` writes their table into docs/from_torchtitan.md. Names, meanings
-and defaults: torchtitan/config_manager.py and torchtitan/config/job_config.py in the history of
+``python -m tools.torchtitan.keys`` writes their table into docs/howto/from_torchtitan.md.
+Names, meanings and defaults: torchtitan/config_manager.py and torchtitan/config/job_config.py in the history of
 github.com/pytorch/torchtitan, whose release 0.2.2 is the last one with TOML files.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_torchtitan.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "from_torchtitan.md"
 HEADING = "## The keys\n"
 
 
@@ -80,7 +80,8 @@ KEYS: tuple[Key, ...] = (
               job__save_config_file="", job__config_file=""),
     *_old("only named torchtitan's own tests", "2025-08", job__use_for_integration_test=False,
           metrics__use_for_integration_test=False),
-    *_rejected("extends torchtitan itself: see docs/add_a_model.md", job__custom_config_module="",
+    *_rejected("extends torchtitan itself: see docs/howto/add_a_model.md",
+               job__custom_config_module="",
                experimental__custom_import=""),
     # Model and data
     _derived("model.name", "llama3", "model.name", "Llama 2, Llama 3 and Qwen3, dense and MoE"),
@@ -266,7 +267,7 @@ KEYS: tuple[Key, ...] = (
     _copied("validation.enable", False),
     _derived("validation.freq", 10, "validation.freq"),
     _derived("validation.steps", -1, "validation.steps", "-1, all of the data, is 10 batches"),
-    *_dropped("c4 has held-out documents, of other data some are held out; see docs/data.md",
+    *_dropped("c4 has held-out documents, of other data some are held out; see docs/howto/data.md",
               validation__dataset="c4_validation", validation__dataset_path="",
               validation__local_batch_size=8,
               validation__seq_len=2048),
@@ -290,7 +291,7 @@ KEYS: tuple[Key, ...] = (
               profiling__profiler_active=1, profiling__profiler_warmup=3),
     _derived("comm.init_timeout_seconds", 300, "comm.init_timeout_seconds", "if given"),
     _derived("comm.train_timeout_seconds", 100, "comm.train_timeout_seconds", "if given"),
-    *_dropped("the launcher turns the flight recorder on; see docs/reliability.md",
+    *_dropped("the launcher turns the flight recorder on; see docs/howto/recover.md",
               comm__trace_buf_size=20000, comm__save_traces_folder="comm_traces",
               comm__save_traces_file_prefix="rank_"),
     *_rejected("ranks are real processes: ./run_train.sh runs any mesh on CPUs",
@@ -385,7 +386,7 @@ RENAMED: dict[str, tuple[str, str]] = {
 
 
 def keys_table() -> str:
-    """Return the table of docs/from_torchtitan.md."""
+    """Return the table of docs/howto/from_torchtitan.md."""
     rows = ["| torchtitan | default | here | remark |", "|---|---|---|---|"]
     olds: dict[str, list[str]] = {}
     for old, (new, _) in RENAMED.items():

@@ -95,7 +95,7 @@ def model_keys(name: str, flavor: str, month: str) -> dict[str, Any]:
         known = ", ".join(FAMILIES)
         raise ValueError(
             f"model.name: {name!r} is not supported, only {known}; to add it see"
-            " docs/add_a_model.md"
+            " docs/howto/add_a_model.md"
         )
     plain = next((flavor.removesuffix(end) for end in MASKED if flavor.endswith(end)), flavor)
     for family, flavors in FAMILIES[name]:

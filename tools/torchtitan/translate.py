@@ -97,7 +97,7 @@ def _translate_data(given: Given, result: Translation) -> None:
     if name not in DATASETS:
         result.problems.append(
             f"training.dataset: {name!r} is not one of {', '.join(DATASETS)}: remove it, and add a"
-            " [data] table to the result; see docs/data.md"
+            " [data] table to the result; see docs/howto/data.md"
         )
         return
     source, where = DATASETS[name]
