@@ -1,4 +1,4 @@
-"""``python -m tools.constraints_table`` writes docs/reference/constraints.md from the constraints."""
+"""``python -m tools.constraints_table`` writes docs/reference/constraints.md from the tables of rows."""
 
 from pathlib import Path
 from typing import Any

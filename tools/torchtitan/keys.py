@@ -1,8 +1,8 @@
 """The keys of torchtitan's TOML files, from the first of 2024 to the last of February 2026.
 
 ``python -m tools.torchtitan.keys`` writes their table into docs/howto/from_torchtitan.md.
-Names, meanings and defaults: torchtitan/config_manager.py and torchtitan/config/job_config.py in the history of
-github.com/pytorch/torchtitan, whose release 0.2.2 is the last one with TOML files.
+Names, meanings and defaults: torchtitan/config_manager.py and torchtitan/config/job_config.py in
+the history of github.com/pytorch/torchtitan, whose release 0.2.2 is the last with TOML files.
 """
 
 from dataclasses import dataclass
