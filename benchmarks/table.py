@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.rows import ROOT, newest, read_rows, tables
 
 RESULTS, CONFIGS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "configs"
-PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "data_parallel.md")]
+DOCS = ROOT / "docs"
+PAGES = [*sorted((DOCS / "benchmarks").glob("*.md")), DOCS / "data_parallel.md"]
 MARKED = re.compile(r"(<!-- rows: (\S+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 
 

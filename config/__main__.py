@@ -1,6 +1,6 @@
-"""Print all keys or those of a section, or write the JSON schema.
+"""Print all keys or those of a section, or write the JSON schema or the page of all keys.
 
-``python -m config help [SECTION ...]``, ``python -m config schema``
+``python -m config help [SECTION ...]``, ``python -m config schema``, ``python -m config reference``
 """
 
 import os
@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from config.describe import help_text, schema_text
+from config.describe import help_text, reference_page, schema_text
 from config.loader import ConfigError
 
 # As in runtime/exit_codes.py.
@@ -19,6 +19,9 @@ MOST_COLUMNS = 100
 match sys.argv[1:]:
     case ["schema"]:
         Path(__file__).with_name("schema.json").write_text(schema_text())
+    case ["reference"]:
+        page = Path(__file__).parents[1] / "docs" / "reference" / "config.md"
+        page.write_text(reference_page())
     case ["help", *names]:
         columns = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
         try:

@@ -1,7 +1,8 @@
-"""Help text and JSON schema, both generated from ``JobConfig``."""
+"""Help text, page of the documentation and JSON schema, all generated from ``JobConfig``."""
 
 import difflib
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,15 @@ environment:
   PYTHON       interpreter to use
 
 sections: {sections}
+"""
+
+REFERENCE = """\
+# Configuration
+
+Every key with its default, type and range. A TOML file sets `key` in the table `[section]`, an
+argument `--section.key VALUE`. `./run_train.sh --help SECTION` prints the same text. The page is
+written by `./shardloom python -m config reference` from `config/job_config.py`. What cannot be
+combined is in [unsupported configurations](constraints.md).
 """
 
 
@@ -98,6 +108,31 @@ def _arrays(properties: dict[str, Any]) -> dict[str, dict[str, Any]]:
     refs = {name: item["$ref"] for name, item in items.items() if "$ref" in item}
     tables = JobConfig.model_json_schema()["$defs"]
     return {name: tables[ref.rsplit("/", 1)[1]]["properties"] for name, ref in refs.items()}
+
+
+def reference_page() -> str:
+    """Return the text of docs/reference/config.md."""
+    lines = [REFERENCE]
+    for section, properties in _sections().items():
+        lines += [f"## {section}", "", *_reference_keys(properties), ""]
+        for name, table in _arrays(properties).items():
+            lines += [f"### {section}.{name}", "", f"Keys of `[[{section}.{name}]]`:", ""]
+            lines += [*_reference_keys(table), ""]
+    return "\n".join(lines)
+
+
+def _reference_keys(properties: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, field in properties.items():
+        default = field.get("default")
+        default_text = "" if default is None else f" = `{json.dumps(default)}`"
+        lines.append(f"- **`{name}`**{default_text} (`{_type_text(field)}`)")
+        parts = " ".join(field["description"].split()).split("`")
+        # Outside of code, a word such as <job.name> is no tag, and *.txt no emphasis.
+        parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
+        text = "`".join(parts)
+        lines += ["", *textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    "), ""]
+    return lines
 
 
 def schema_text() -> str:

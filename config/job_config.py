@@ -466,7 +466,7 @@ class Metrics(Section):
     activations, attention logits, dead experts. Each takes one more forward pass. 0: off."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = ["tensorboard"]
     """Destinations of metrics, samples and alarms besides metrics.jsonl. wandb, mlflow and trackio
-    need their package; docs/reference/metrics.md has their environment variables."""
+    need their package; docs/howto/trackers.md has their environment variables."""
     project: Annotated[str, Field(min_length=1)] = "shardloom"
     """Project of wandb and trackio, experiment of mlflow, in which the run is called job.name."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None

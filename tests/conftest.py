@@ -97,7 +97,7 @@ def seeds(
 
 @pytest.fixture
 def record_result(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Record a result for the scorecard in docs/howto/recover.md."""
+    """Record a result for the scorecard in docs/scorecard.md."""
     return lambda text: request.node.user_properties.append(("result", text))
 
 

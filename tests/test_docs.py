@@ -30,7 +30,6 @@ BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"([A-Z_]+=\S+ )*(\./\w|sbatch |srun |pip |uv |python |shardloom )")
 # Words of a page that stand for a user's own, and optional arguments.
 STANDS_FOR = {
-    "outputs/<job.name> STEP": "outputs/debug_model 2",
     "outputs/run 400": "outputs/debug_model 2",
     "outputs/run/checkpoints/step-00000100 FOLDER": "outputs/debug_model exported",
     "convert import FOLDER CHECKPOINT": "convert import exported imported",
@@ -54,8 +53,11 @@ ELSEWHERE = {
     "pip download": "needs the package index",
     "shardloom ": "an installed package: tests/test_shardloom.py",
     "./shardloom python -m benchmarks.run": "takes minutes: tests/benchmarks",
-    "./shardloom python -m benchmarks.table": "writes docs/benchmarks.md: tests/benchmarks",
+    "./shardloom python -m benchmarks.table": "writes docs/benchmarks: tests/benchmarks",
     "./shardloom python -m config schema": "writes a file: tests/config/test_describe.py",
+    "./shardloom python -m config reference": "writes a page: test_pages.py",
+    "./shardloom python -m tools.torchtitan.keys": "writes a page: test_import_config.py",
+    "./shardloom python -m tools.build_site": "needs an extra: test_pages.py",
     "./shardloom python -m tools.constraints_table": "writes a page: test_constraints.py",
     "./shardloom python -m tests.reliability.scorecard": "takes an hour",
     "./shardloom python -m tests.report.screenshots": "writes docs/images",
@@ -139,15 +141,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "web").mkdir()
     with gzip.open(folder / "web" / "pages.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"text": path.read_text()}) + "\n" for path in texts[:20])
-    data, model, extend = (
-        (ROOT / "docs" / "howto" / page).read_text()
-        for page in ("data.md", "add_a_model.md", "extend.md")
-    )
-    mixture = re.search(r"in `mixture\.toml`,\n\n```toml\n(.*?)```", data, re.DOTALL)
+    howto = {path.name: path.read_text() for path in (ROOT / "docs" / "howto").glob("*.md")}
+    mixture = re.search(r"in `mixture\.toml`,\n\n```toml\n(.*?)```", howto["data.md"], re.DOTALL)
     assert mixture is not None
     (folder / "mixture.toml").write_text(mixture[1])
     (folder / "llama3_8b.toml").write_text(TORCHTITAN)
-    for name, text in re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", model + extend, re.M | re.S):
+    pages = "\n".join(howto.values())
+    for name, text in re.findall(r"^```\w+\n# (\w\S+\.\w+)\n(.*?)^```$", pages, re.M | re.S):
         path = folder / ("" if name.endswith(".toml") else "folder_of_my_models") / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -18,6 +18,7 @@ from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
 
 FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGES = ("extend.md", "own_optimizer.md", "own_schedule.md", "own_data.md")
 LION = "my_optim:Lion"
 # The debug model's file sets no key that the functions of the page do not take.
 KEYS = {"training.steps": "6", "lr_scheduler.total_steps": "8"}
@@ -25,8 +26,9 @@ KEYS = {"training.steps": "6", "lr_scheduler.total_steps": "8"}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder with the page's files, which can be imported."""
-    files = dict(FILE.findall((ROOT / "docs" / "howto" / "extend.md").read_text()))
+    """Folder with the pages' files, which can be imported."""
+    pages = [(ROOT / "docs" / "howto" / name).read_text() for name in PAGES]
+    files = dict(FILE.findall("\n".join(pages)))
     assert list(files) == ["own.toml", "my_optim.py", "my_schedule.py", "my_data.py"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -1,4 +1,4 @@
-"""``python -m tools.constraints_table`` writes docs/reference/constraints.md from the tables of rows."""
+"""``python -m tools.constraints_table`` writes docs/reference/constraints.md."""
 
 from pathlib import Path
 from typing import Any

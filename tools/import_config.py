@@ -3,7 +3,7 @@
 Prints the configuration, or writes it to OUT.toml, which must not exist; and on stderr what was
 dropped, what differs and what is still missing. A key that changes what is trained and has no
 equivalent is an error, with what to do; without -o nothing but the translation is on stdout.
-Every key is explained in docs/howto/from_torchtitan.md.
+Every key is explained in docs/reference/torchtitan_keys.md.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The files of docs/howto/add_a_model.md train on any mesh."""
+"""The files of docs/howto/add_a_model.md and its neighbors train on any mesh."""
 
 import os
 import re
@@ -18,17 +18,18 @@ from tests.lib.launch import curve, run
 from tests.lib.layouts import CP, PP, TP
 from tests.lib.repository import ROOT
 
-PAGE = ROOT / "docs" / "howto" / "add_a_model.md"
+PAGES = ("resize_a_model.md", "add_a_model.md", "shard_a_model.md")
 NAME = "my_models.relu2_sharding:SPEC"
 FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder with the page's files, in PYTHONPATH."""
-    files = dict(FILE.findall(PAGE.read_text()))
-    models = ["my_models/relu2.py", "my_models/relu2_sharding.py"]
-    assert list(files) == ["tiny.toml", *models, "relu2_debug.toml"]
+    """Folder with the pages' files, in PYTHONPATH."""
+    pages = [(ROOT / "docs" / "howto" / name).read_text() for name in PAGES]
+    files = dict(FILE.findall("\n".join(pages)))
+    models = ["my_models/relu2.py", "relu2_debug.toml", "my_models/relu2_sharding.py"]
+    assert list(files) == ["tiny.toml", *models]
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

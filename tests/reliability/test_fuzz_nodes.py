@@ -1,6 +1,6 @@
 """Two nodes that differ in one thing: both name it and end, or it changes nothing.
 
-docs/howto/recover.md, "Ranks that differ", lists what is compared.
+docs/howto/preflight.md, "Ranks that differ", lists what is compared.
 """
 
 import base64

@@ -1,6 +1,6 @@
 """The keys of torchtitan's TOML files, from the first of 2024 to the last of February 2026.
 
-``python -m tools.torchtitan.keys`` writes their table into docs/howto/from_torchtitan.md.
+``python -m tools.torchtitan.keys`` writes their table into docs/reference/torchtitan_keys.md.
 Names, meanings and defaults: torchtitan/config_manager.py and torchtitan/config/job_config.py in
 the history of github.com/pytorch/torchtitan, whose release 0.2.2 is the last with TOML files.
 """
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "from_torchtitan.md"
+NAMES_IN_A_CELL = 2
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "torchtitan_keys.md"
 HEADING = "## The keys\n"
 
 
@@ -291,7 +292,7 @@ KEYS: tuple[Key, ...] = (
               profiling__profiler_active=1, profiling__profiler_warmup=3),
     _derived("comm.init_timeout_seconds", 300, "comm.init_timeout_seconds", "if given"),
     _derived("comm.train_timeout_seconds", 100, "comm.train_timeout_seconds", "if given"),
-    *_dropped("the launcher turns the flight recorder on; see docs/howto/recover.md",
+    *_dropped("the launcher turns the flight recorder on; see docs/troubleshooting.md",
               comm__trace_buf_size=20000, comm__save_traces_folder="comm_traces",
               comm__save_traces_file_prefix="rank_"),
     *_rejected("ranks are real processes: ./run_train.sh runs any mesh on CPUs",
@@ -386,17 +387,25 @@ RENAMED: dict[str, tuple[str, str]] = {
 
 
 def keys_table() -> str:
-    """Return the table of docs/howto/from_torchtitan.md."""
+    """Return the table of docs/reference/torchtitan_keys.md."""
     rows = ["| torchtitan | default | here | remark |", "|---|---|---|---|"]
     olds: dict[str, list[str]] = {}
     for old, (new, _) in RENAMED.items():
         olds.setdefault(new, []).append(f"`{old}`")
     for key in KEYS:
-        names = ", ".join([f"`{key.name}`", *olds.get(key.name, [])])
+        names = [f"`{key.name}`", *olds.get(key.name, [])]
         default = "" if key.default in (None, "", []) else f"`{_toml(key.default)}`"
         ways = {"dropped": "changes nothing here: ", "rejected": "rejected: "}
         to = f"`{key.to}`" if key.to else ""
-        rows.append(f"| {names} | {default} | {to} | {ways.get(key.way, '')}{key.remark} |")
+        # A key with many old names has several rows.
+        for start in range(0, len(names), NAMES_IN_A_CELL):
+            cells = [
+                ", ".join(names[start : start + NAMES_IN_A_CELL]),
+                default,
+                to,
+                ways.get(key.way, "") + key.remark,
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
     for table, (switch, reason) in FEATURES.items():
         rows.append(f"| `{table}.*` | `{switch} = false` |  | rejected if enabled: {reason} |")
     tables = ", ".join(f"`{table}*`" for table in CONVERTERS)

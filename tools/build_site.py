@@ -1,0 +1,24 @@
+"""``python -m tools.build_site [FOLDER]`` builds the site of docs/, by default in build/site."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "build" / "site"
+
+
+def build_site(folder: Path) -> None:
+    """Write the site to ``folder``. Raises ``CalledProcessError`` for a broken link or anchor."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    subprocess.run([*command, "--site-dir", str(folder)], cwd=ROOT, check=True)
+
+
+if __name__ == "__main__":
+    try:
+        import mkdocs  # noqa: F401
+    except ImportError:
+        sys.exit("the site needs: pip install '.[docs]'")
+    target = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else SITE
+    build_site(target)
+    print(target / "index.html")
