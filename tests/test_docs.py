@@ -58,6 +58,7 @@ ELSEWHERE = {
     "./shardloom python -m config reference": "writes a page: test_pages.py",
     "./shardloom python -m tools.torchtitan.keys": "writes a page: test_import_config.py",
     "./shardloom python -m tools.build_site": "needs an extra: test_pages.py",
+    "./shardloom python -m http.server": "serves for ever",
     "./shardloom python -m tools.constraints_table": "writes a page: test_constraints.py",
     "./shardloom python -m tests.reliability.scorecard": "takes an hour",
     "./shardloom python -m tests.report.screenshots": "writes docs/images",
