@@ -129,7 +129,7 @@ def _reference_keys(properties: dict[str, Any]) -> list[str]:
         lines.append(f"- **`{name}`**{default_text} (`{_type_text(field)}`)")
         parts = " ".join(field["description"].split()).split("`")
         # Outside of code, a word such as <job.name> is no tag, and *.txt no emphasis.
-        parts[::2] = [re.sub(r"([<*])", r"\\\1", part) for part in parts[::2]]
+        parts[::2] = [re.sub(r"\*", r"\\*", part.replace("<", "&lt;")) for part in parts[::2]]
         text = "`".join(parts)
         lines += ["", *textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    "), ""]
     return lines
