@@ -11,6 +11,7 @@ import pytest
 import shardloom
 from config import load_config
 from config.describe import reference_page
+from runtime import exit_codes
 from tests.lib.pages import FENCED, Page, all_pages
 from tests.lib.repository import ROOT, python_files
 from tools.build_site import build_site
@@ -26,6 +27,7 @@ MOST_LINES = {"README.md": 150} | {str(page.path): 80 for page in HOWTO}
 IN_CODE = re.compile(r"\bdocs/[\w/]+\.md\b")
 # Files of the repository that a page names, not those of a run or of a user.
 NAMED_FILE = re.compile(r"`((?:\w+/)+\w+\.(?:py|sbatch|sh|toml|txt))`")
+COMMAND = re.compile(r"`\./\w+ [^`]+`")
 TOML = re.compile(r"^```toml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.path))
@@ -74,6 +76,20 @@ def test_sentences_are_counted() -> None:
 @pytest.mark.parametrize("path", MOST_LINES)
 def test_page_is_short(path: str) -> None:
     assert len(BY_PATH[path].text.splitlines()) <= MOST_LINES[path]
+
+
+@pytest.mark.parametrize("page", HOWTO, ids=lambda page: page.path.stem)
+def test_how_to_says_when_how_and_by_which_test(page: Page) -> None:
+    assert {"when-to-use", "tested-by"} <= page.anchors
+    assert FENCED.search(page.text) or COMMAND.search(page.text)
+
+
+def test_exit_codes_page_has_all_codes() -> None:
+    codes = {str(code) for code in vars(exit_codes).values() if type(code) is int}
+    text = BY_PATH["docs/reference/exit_codes.md"].text
+    assert {
+        code for code in codes if not re.search(rf"^\| {code}[, ]", text, re.MULTILINE)
+    } == set()
 
 
 def test_every_page_is_in_the_site() -> None:
