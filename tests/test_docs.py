@@ -72,6 +72,7 @@ ELSEWHERE = {
 # What a command needs that is missing here, by the key that its error must name.
 LACKS = {
     "llama3_8b": "data.tokenizer: ",
+    "run_train.sh llama3_124m": "data.tokenizer: ",
     "~/Llama-3.2-1B": "data.tokenizer: ",
     "hf:Qwen/Qwen3-0.6B": "model.flavor: ",
     "run_train.sh mine.toml": "data.tokenizer: ",

@@ -146,7 +146,7 @@ def test_messages_of_troubleshooting_are_those_of_the_code() -> None:
     assert [row for row, text in fixed.items() if text not in code] == []
 
 
-@pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra docs")
+@pytest.mark.skipif(find_spec("material") is None, reason="needs the extra docs")
 def test_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     build_site(tmp_path)
     assert (tmp_path / "search" / "search_index.json").stat().st_size > 100_000

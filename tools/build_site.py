@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -15,9 +16,7 @@ def build_site(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        import mkdocs  # noqa: F401
-    except ImportError:
+    if find_spec("material") is None:
         sys.exit("the site needs: pip install '.[docs]'")
     target = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else SITE
     build_site(target)
