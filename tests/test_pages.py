@@ -131,7 +131,7 @@ def test_configuration_page_is_current() -> None:
 
 def test_commands_page_has_all_commands() -> None:
     text = BY_PATH["docs/reference/cli.md"].text
-    rows = [f"| `./shardloom {name}` | {what} |" for name, (_, what) in shardloom.COMMANDS.items()]
+    rows = [f"| `{name}` | {what} |" for name, (_, what) in shardloom.COMMANDS.items()]
     assert [row for row in rows if row not in text] == []
 
 

@@ -70,9 +70,10 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
     hardware = find_hardware(options.device, options.devices)
     # Simulating takes longer than finding out that there is no peak.
     peak_flops(config, hardware)
-    config, decided = pin_names(config), []
     if config.model.vocab_size is not None:
         config = without_data(config)
+    # Afterwards: a tokenizer that is not needed may be missing from the cache of the Hub.
+    config, decided = pin_names(config), []
     if auto_keys(config):
         decision = decide(config, n_ranks, hardware.device.memory_gib * GIB, has_gpu=True)
         config, decided = with_values(config, decision.values), [decision.text]
