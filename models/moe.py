@@ -25,7 +25,9 @@ class Experts(nn.Module):
         self.active_share = n_chosen / n_experts
         """Fraction of these weights that one token uses."""
         self.is_grouped = True
-        """True if bfloat16 on GPUs uses grouped_mm instead of a loop over experts."""
+        """True if bfloat16 uses grouped_mm instead of a loop over experts."""
+        self.grouped_device_type = "cuda"
+        """Type of the devices on which it does."""
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Map x (n, d) to (n, d).
@@ -48,7 +50,8 @@ class Experts(nn.Module):
             to_local_with_partial_grad(self.w3),
         )
         # Without any token, grouped_mm returns no gradient (pytorch/pytorch#192497).
-        if self.is_grouped and x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0:
+        has_kernel = x.device.type == self.grouped_device_type and x.dtype == torch.bfloat16
+        if self.is_grouped and has_kernel and len(x) > 0:
             offsets = counts.cumsum(0).to(torch.int32)
             gate = F.grouped_mm(x, w1.transpose(-2, -1), offs=offsets)
             h = F.silu(gate) * F.grouped_mm(x, w3.transpose(-2, -1), offs=offsets)

@@ -16,7 +16,7 @@ from config.constraints import CONFIG_CONSTRAINTS, Constraint, has_budget, is_fl
 from config.job_config import JobConfig
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
-from runtime.machine import has_float8
+from runtime.machine import lacks_float8
 
 
 class ModelShape(Protocol):
@@ -450,7 +450,7 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             "requires a GPU of CUDA capability 8.9 or higher; tests elsewhere can use"
             " float8.emulate",
             lambda run: is_float8(run.config) and not run.config.float8.emulate
-            and not (run.has_gpu and has_float8())),
+            and (not run.has_gpu or lacks_float8())),
     Constraint("parallelism.pipeline_parallel_schedule",
             "InterleavedZeroBubble is not supported with float8: it splits backward in two, and"
             " float8 would compute all of it in both",

@@ -51,9 +51,14 @@ class AllToAllDispatcher(nn.Module):
         sent = counts.view(self.degree, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        n_sent, n_received = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
+        n_sent, n_received = self.split_sizes(sent, received)
         dispatched = self.all_to_all(x, n_received, n_sent, self.group)
         return self.all_to_all(experts(dispatched, received), n_sent, n_received, self.group)
+
+    def split_sizes(self, sent: torch.Tensor, received: torch.Tensor) -> list[list[int]]:
+        """Rows to and from each rank, by counts (ep, e / ep). Waits for the device."""
+        sizes: list[list[int]] = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
+        return sizes
 
 
 class AllReduceCounts(nn.Module):

@@ -5,15 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.utils.flop_counter import flop_registry
 
+from planner.operators import Call, flops_of
 from runtime.compat import require
 
 KEY = "--device"
@@ -88,8 +87,8 @@ class StepRecord:
     groups: Mapping[str, Group]
     """By mesh dim."""
     flops: Mapping[tuple[str, str], float]
-    """By phase and kind: "matmul" or "attention"; the latter only for keys that the
-    causal mask leaves."""
+    """By phase and kind: "matmul", "float8 matmul", "attention" or "delta rule"; attention's only
+    for keys that the causal mask leaves."""
     traffic: Mapping[str, float]
     """Bytes read and written by all other operators, by phase."""
 
@@ -108,25 +107,6 @@ class Block:
     is_kept: bool = False
     """Forward left it for backward."""
     reference: Any = None
-
-
-@dataclass(eq=False)
-class Call:
-    """A call of an operator, and what came of it."""
-
-    phase: str
-    func: Any
-    args: Any
-    kwargs: Any
-    result: Any
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-    is_new: bool = False
-    """It allocated an output."""
-
-    @cached_property
-    def name(self) -> str:
-        return self.func.name().partition("::")[2].partition(".")[0]
 
 
 class StepRecorder(DispatchMode):
@@ -314,13 +294,9 @@ class StepRecorder(DispatchMode):
     def _count_work(self, call: Call) -> None:
         if not call.is_new and not call.name.endswith("_"):
             return  # A view.
-        packet = call.func.overloadpacket
-        if "scaled_dot_product" in call.name:
-            flops = attention_flops(call.name, call.args)
-            self._flops[call.phase, "attention"] += self.weight * flops
-        elif packet in flop_registry:
-            flops = flop_registry[packet](*call.args, **call.kwargs, out_val=call.result)
-            self._flops[call.phase, "matmul"] += self.weight * flops
+        kind, flops = flops_of(call)
+        if kind:
+            self._flops[call.phase, kind] += self.weight * flops
         else:
             size = sum(map(size_of, (*call.inputs, *call.outputs)))
             self._traffic[call.phase] += self.weight * size
@@ -360,11 +336,3 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def size_of(value: Any) -> int:
     """Bytes of a tensor; 0 for anything else."""
     return value.numel() * value.itemsize if isinstance(value, torch.Tensor) else 0
-
-
-def attention_flops(name: str, args: Any) -> int:
-    """FLOPs of causal attention: 2 matmuls forward, 5 backward, for the keys that are visible."""
-    q, k = args[1:3] if "backward" in name else args[:2]
-    (b, h, n_queries, head_dim), n_keys = q.shape, k.shape[2]
-    visible = n_queries * n_keys - n_queries**2 // 2
-    return (10 if "backward" in name else 4) * b * h * head_dim * visible

@@ -12,9 +12,11 @@ import torch
 
 from build_model import training_flops
 from config import ConfigError, JobConfig
+from config.constraints import is_float8
 from models.meta import build_on_meta
 from parallelisms.pipeline_parallel import stages_per_rank
 from planner.devices import Hardware
+from planner.operators import DELTA_RULE, FLOAT8_MATMUL
 from planner.recorder import (
     BACKWARD,
     FORWARD,
@@ -26,7 +28,7 @@ from planner.recorder import (
     Group,
     StepRecord,
 )
-from planner.step_plan import StepPlan, planned_config
+from planner.step_plan import StepPlan, planned_dtype
 
 # Fitted to rows of benchmarks/results, see FIT.
 MATMUL, ATTENTION, MEMORY = 0.78, 0.40, 0.70
@@ -92,12 +94,12 @@ def step_time(plan: StepPlan, hardware: Hardware) -> StepTime:
 
 def peak_flops(config: JobConfig, hardware: Hardware) -> float:
     """Return a device's peak FLOP/s in the dtype of compute. Raises ``ConfigError``."""
-    training = planned_config(config).training
-    is_mixed = training.dtype == "float32"
-    dtype: str = training.mixed_precision_param if is_mixed else training.dtype
-    if dtype not in hardware.device.tflops:
-        title, found = hardware.device.title, ", ".join(hardware.device.tflops)
-        raise ConfigError([f"training.dtype: the peak of {title} is known in {found}, not {dtype}"])
+    dtype = planned_dtype(config)
+    needed = {"training.dtype": dtype} | ({"float8.recipe": "float8"} if is_float8(config) else {})
+    for key, each in needed.items():
+        if each not in hardware.device.tflops:
+            title, found = hardware.device.title, ", ".join(hardware.device.tflops)
+            raise ConfigError([f"{key}: the peak of {title} is known in {found}, not {each}"])
     return hardware.device.tflops[dtype] * 1e12
 
 
@@ -105,11 +107,17 @@ def _stage_parts(
     record: StepRecord, plan: StepPlan, hardware: Hardware, peak: float
 ) -> dict[str, float]:
     """Seconds of a stage's rank: compute by kind, and exposed communication by mesh dim."""
-    parts: dict[str, float] = {"matmul": 0.0, "attention": 0.0, "other operators": 0.0}
+    kinds = dict.fromkeys(["matmul", "attention", *(kind for _, kind in record.flops)], 0.0)
+    parts: dict[str, float] = kinds | {"other operators": 0.0}
     compute: dict[str, float] = defaultdict(float)
-    shares = {"matmul": MATMUL, "attention": ATTENTION}
+    rates = {
+        "matmul": MATMUL * peak,
+        "attention": ATTENTION * peak,
+        DELTA_RULE: ATTENTION * peak,
+        FLOAT8_MATMUL: MATMUL * 1e12 * hardware.device.tflops.get("float8", 0.0),
+    }
     for (phase, kind), flops in record.flops.items():
-        seconds = flops / (peak * shares[kind])
+        seconds = flops / rates[kind]
         parts[kind] += seconds
         compute[PHASES[phase]] += seconds
     for phase, size in record.traffic.items():

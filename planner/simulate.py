@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -21,8 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from build_model import ShardedModel, build_sharded_model
 from data.loader import Microbatch
 from data.step_batches import StepBatch
+from kernels.fused_delta_rule import FusedDeltaRule
+from models.gated_delta_net import InnerDeltaNet
+from models.moe import MoE
 from optim import chunked_adamw, loss, one_pass_adamw
 from optim.one_pass_adamw import ParameterState
+from parallelisms.expert_parallel import AllToAllDispatcher
 from parallelisms.materialize import allocate
 from parallelisms.parallel_dims import ParallelDims
 from planner.recorder import (
@@ -57,6 +61,9 @@ def simulate_step(
     with fake_ranks(rank, world_size):
         dims = ParallelDims.build(run.config.parallelism, world_size, CPU.type)
         model = build_gpu_model(run, dims)
+        for moe in run.model_spec.moes(model.module):
+            assume_balance(cast(MoE, moe))
+        assume_fused(model.module)
         recorder = StepRecorder(
             groups_of(model), local_vocabulary(model), has_stages=dims.degrees.pp > 1
         )
@@ -73,6 +80,8 @@ def build_gpu_model(run: RunSpec, dims: ParallelDims) -> ShardedModel:
     def apply_kernels(module: nn.Module, dtype: torch.dtype | None) -> None:
         for attention in spec.attentions(module):
             attention.inner = _FlashAttention()
+        for moe in spec.moes(module):
+            cast(MoE, moe).experts.grouped_device_type = CPU.type
         for norm in (each for each in module.modules() if isinstance(each, nn.RMSNorm)):
             # A GPU's kernel keeps only its inputs; a CPU's operators keep float32 copies.
             forward = partial(_forward, norm)
@@ -83,6 +92,25 @@ def build_gpu_model(run: RunSpec, dims: ParallelDims) -> ShardedModel:
     return build_sharded_model(
         spec, run.model_args, run.config, dims, CPU, apply_kernels=apply_kernels
     )
+
+
+def assume_balance(moe: MoE) -> None:
+    """Make a rank of expert parallel receive as many tokens as it sends. Mutates ``moe``."""
+
+    def split(dispatcher: AllToAllDispatcher, inputs: tuple[Any, ...]) -> None:
+        n, degree = len(inputs[0]), dispatcher.degree
+        sent = [n // degree + (rank < n % degree) for rank in range(degree)]
+        received = [sent[dist.get_rank(dispatcher.group)]] * degree
+        dispatcher.split_sizes = lambda *_: [sent, received]  # type: ignore[method-assign]
+
+    if isinstance(moe.dispatcher, AllToAllDispatcher):
+        moe.dispatcher.register_forward_pre_hook(split)
+
+
+def assume_fused(model: nn.Module) -> None:
+    """Use flash-linear-attention's kernels, which a fake tensor does not run. Mutates ``model``."""
+    for inner in (each for each in model.modules() if isinstance(each, InnerDeltaNet)):
+        inner.rule = FusedDeltaRule(inner.rule)
 
 
 def _forward(module: nn.Module, *args: Any) -> Any:

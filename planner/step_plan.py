@@ -24,10 +24,9 @@ def _unless(key: str, reason: str, violated: Callable[[RunSpec], bool]) -> Const
 
 
 UNPLANNED: tuple[Constraint[RunSpec], ...] = (
-    _unless("model.name", "experts, whose tokens depend on data",
-            lambda run: hasattr(run.model_args, "n_experts")),
-    _unless("model.name", "gated delta nets", lambda run: hasattr(run.model_args, "n_key_heads")),
-    _unless("float8.recipe", "float8", lambda run: run.config.float8.recipe != "none"),
+    _unless("training.dtype", "experts and gated delta nets that compute in another dtype than"
+            " bfloat16", lambda run: hasattr(run.model_args, "n_experts")
+            and planned_dtype(run.config) != "bfloat16"),
     _unless("activation_checkpoint.mode", "memory_budget, by which the compiler chooses",
             lambda run: run.config.activation_checkpoint.mode == "memory_budget"),
     _unless("parallelism.fsdp_cpu_offload", "host memory",
@@ -91,10 +90,18 @@ def planned_config(config: JobConfig, *, has_gpu: bool = True) -> JobConfig:
         training = training.model_copy(update={"mixed_precision_param": "bfloat16"})
     changed = {
         "compile": config.compile.model_copy(update={"enable": False, "backend": "inductor"}),
+        "float8": config.float8.model_copy(update={"emulate": False}),
         "metrics": Metrics(),
         "training": training,
     }
     return config.model_copy(update=changed)
+
+
+def planned_dtype(config: JobConfig) -> str:
+    """Dtype of compute of the step that is simulated."""
+    training = planned_config(config).training
+    is_mixed = training.dtype == "float32"
+    return training.mixed_precision_param if is_mixed else training.dtype
 
 
 def _stages(run: RunSpec, degrees: Degrees) -> Sequence[int]:

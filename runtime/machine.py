@@ -37,9 +37,9 @@ def device_name(device: torch.device) -> str:
     return names[0] if names else platform.machine()
 
 
-def has_float8() -> bool:
-    """True if this GPU has float8 matmuls (compute capability 8.9 or newer)."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+def lacks_float8() -> bool:
+    """True if this machine's GPU has no float8 matmuls: compute capability below 8.9."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
 
 
 def available_cpus() -> int:
