@@ -4,7 +4,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -76,6 +76,30 @@ class Group:
         return RING_PASSES.get(collective.kind, 1.0) * collective.payload * (n - 1) / n
 
 
+class Timeline(NamedTuple):
+    """What is held from one change to the next, and where layers begin and end."""
+
+    held: torch.Tensor
+    """(changes, categories) int64, in bytes."""
+    marks: list[tuple[str, int]]
+    """Names of marks, and the number of changes before each."""
+
+    def segments(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Rows of ``held`` from each mark to the next, by its name and occurrence.
+
+        Rows after a mark without a name are left out.
+        """
+        found: dict[tuple[str, int], torch.Tensor] = {}
+        counts: Counter[str] = Counter()
+        marks = [("begin", 0), *self.marks]
+        ends = [*(index for _, index in marks[1:]), len(self.held)]
+        for (name, start), end in zip(marks, ends, strict=True):
+            counts[name] += 1
+            if name and end > start:
+                found[name, counts[name]] = self.held[start:end]
+        return found
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step of one rank."""
@@ -91,6 +115,7 @@ class StepRecord:
     for keys that the causal mask leaves."""
     traffic: Mapping[str, float]
     """Bytes read and written by all other operators, by phase."""
+    timeline: Timeline = field(default=Timeline(torch.empty(0), []), compare=False, repr=False)
 
     @property
     def peak(self) -> int:
@@ -131,6 +156,7 @@ class StepRecorder(DispatchMode):
         self._phase = FORWARD
         self._live: dict[int, Block] = {}
         self._changes: list[tuple[Block, int]] = []
+        self._marks: list[tuple[str, int]] = []
         self._collectives: dict[Collective, float] = defaultdict(float)
         self._flops: dict[tuple[str, str], float] = defaultdict(float)
         self._traffic: dict[str, float] = defaultdict(float)
@@ -142,9 +168,14 @@ class StepRecorder(DispatchMode):
     def restart(self) -> None:
         """Forget what was recorded, but not what is allocated."""
         self._changes = [(block, block.size) for block in self._live.values()]
+        self._marks = []
         for counts in (self._collectives, self._flops, self._traffic):
             counts.clear()
         self._phase, self.weight = FORWARD, 1.0
+
+    def mark(self, name: str) -> None:
+        """Note that what follows is ``name``; see ``Timeline``."""
+        self._marks.append((name, len(self._changes)))
 
     def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Set the category of the storages of these plain tensors."""
@@ -157,12 +188,15 @@ class StepRecorder(DispatchMode):
 
     def record(self) -> StepRecord:
         """Return what was recorded since the last ``restart``."""
+        held = self._held()
+        at_peak = held[held.sum(1).argmax()].tolist()
         return StepRecord(
-            memory=self._at_peak(),
+            memory=dict(zip(CATEGORIES, at_peak, strict=True)),
             collectives=dict(sorted(self._collectives.items())),
             groups={group.dim: group for group in self._groups.values()},
             flops=dict(sorted(self._flops.items())),
             traffic=dict(self._traffic),
+            timeline=Timeline(held, self._marks),
         )
 
     @contextmanager
@@ -301,16 +335,14 @@ class StepRecorder(DispatchMode):
             size = sum(map(size_of, (*call.inputs, *call.outputs)))
             self._traffic[call.phase] += self.weight * size
 
-    def _at_peak(self) -> dict[str, int]:
-        held: Counter[str] = Counter()
-        total = peak = 0
-        at_peak = dict.fromkeys(CATEGORIES, 0)
-        for block, change in self._changes:
-            held[_category(block)] += change
-            total += change
-            if total > peak:
-                peak, at_peak = total, at_peak | held
-        return at_peak
+    def _held(self) -> torch.Tensor:
+        """Bytes by category after each change (changes, categories)."""
+        columns = {category: index for index, category in enumerate(CATEGORIES)}
+        changes = torch.zeros(len(self._changes), len(CATEGORIES), dtype=torch.int64)
+        indices = [columns[_category(block)] for block, _ in self._changes]
+        sizes = torch.tensor([size for _, size in self._changes], dtype=torch.int64)
+        changes[torch.arange(len(indices)), indices] = sizes
+        return changes.cumsum(0)
 
 
 def _category(block: Block) -> str:

@@ -28,7 +28,7 @@ from planner.recorder import (
     Group,
     StepRecord,
 )
-from planner.step_plan import StepPlan, planned_dtype
+from planner.step_plan import StepPlan, compute_dtype, planned_config
 
 # Fitted to rows of benchmarks/results, see FIT.
 MATMUL, ATTENTION, MEMORY = 0.78, 0.40, 0.70
@@ -94,7 +94,7 @@ def step_time(plan: StepPlan, hardware: Hardware) -> StepTime:
 
 def peak_flops(config: JobConfig, hardware: Hardware) -> float:
     """Return a device's peak FLOP/s in the dtype of compute. Raises ``ConfigError``."""
-    dtype = planned_dtype(config)
+    dtype = compute_dtype(planned_config(config))
     needed = {"training.dtype": dtype} | ({"float8.recipe": "float8"} if is_float8(config) else {})
     for key, each in needed.items():
         if each not in hardware.device.tflops:

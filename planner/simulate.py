@@ -48,12 +48,13 @@ CPU = torch.device("cpu")
 
 
 def simulate_step(
-    run: RunSpec, world_size: int, rank: int, *, weights: Sequence[float]
+    run: RunSpec, world_size: int, rank: int, *, weights: Sequence[float], n_more: int = 0
 ) -> StepRecord:
     """Return the record of an optimizer step of ``rank``, after the first.
 
-    ``weights``: how many microbatches each one that is run stands for. Creates and destroys the
-    default process group.
+    ``weights``: how many microbatches each one that is run stands for. ``n_more``: layers of each
+    stage that a shallower model, to which this one is compared, does not have. Creates and destroys
+    the default process group.
     """
     # These probe with data, which later they have not.
     for path in (path for path in PRIVATE if "_foreach_" in path):
@@ -64,9 +65,11 @@ def simulate_step(
         for moe in run.model_spec.moes(model.module):
             assume_balance(cast(MoE, moe))
         assume_fused(model.module)
-        recorder = StepRecorder(
-            groups_of(model), local_vocabulary(model), has_stages=dims.degrees.pp > 1
-        )
+        groups, vocab_size = groups_of(model), local_vocabulary(model)
+        recorder = StepRecorder(groups, vocab_size, has_stages=dims.degrees.pp > 1)
+        for stage, module in enumerate(model.stages):
+            blocks = list(run.model_spec.blocks(module).values())
+            mark_blocks(recorder, blocks, f"stage {stage}", n_more=n_more)
         with recorder.recording():
             allocate(model.module, CPU)
             batch = planned_batch(run, len(weights))
@@ -111,6 +114,35 @@ def assume_fused(model: nn.Module) -> None:
     """Use flash-linear-attention's kernels, which a fake tensor does not run. Mutates ``model``."""
     for inner in (each for each in model.modules() if isinstance(each, InnerDeltaNet)):
         inner.rule = FusedDeltaRule(inner.rule)
+
+
+def mark_blocks(
+    recorder: StepRecorder, blocks: Sequence[nn.Module], stage: str, *, n_more: int
+) -> None:
+    """Mark where forward and backward of each block begin. Adds hooks to ``blocks``.
+
+    Names count from the nearer end; the ``n_more`` blocks in the middle have none.
+    """
+    n_front = (len(blocks) - n_more) // 2
+
+    def add_hooks(block: nn.Module, name: str) -> None:
+        def begin_forward(*_: object) -> None:
+            recorder.mark(name and f"{name} forward")
+
+        def begin_backward(_: object) -> None:
+            recorder.mark(name and f"{name} backward")
+
+        def end_forward(_: nn.Module, inputs: object, out: torch.Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(begin_backward)
+
+        block.register_forward_pre_hook(begin_forward)
+        block.register_forward_hook(end_forward)
+
+    for index, block in enumerate(blocks):
+        place = index if index < n_front else index - len(blocks)
+        is_middle = n_front <= index < n_front + n_more
+        add_hooks(block, "" if is_middle else f"{stage} block {place}")
 
 
 def _forward(module: nn.Module, *args: Any) -> Any:

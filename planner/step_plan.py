@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from config import ConfigError, JobConfig
 from config.constraints import Constraint
 from config.job_config import Metrics
 from parallelisms.parallel_dims import Degrees, resolve_degrees
 from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
+from planner.depth import affine, simulate_layers
 from planner.recorder import StepRecord
-from planner.simulate import simulate_step
 from run_spec import RunSpec
 
 # Microbatches on a rank that are all run; of more, those in the middle are alike.
@@ -26,7 +25,7 @@ def _unless(key: str, reason: str, violated: Callable[[RunSpec], bool]) -> Const
 UNPLANNED: tuple[Constraint[RunSpec], ...] = (
     _unless("training.dtype", "experts and gated delta nets that compute in another dtype than"
             " bfloat16", lambda run: hasattr(run.model_args, "n_experts")
-            and planned_dtype(run.config) != "bfloat16"),
+            and compute_dtype(run.config) != "bfloat16"),
     _unless("activation_checkpoint.mode", "memory_budget, by which the compiler chooses",
             lambda run: run.config.activation_checkpoint.mode == "memory_budget"),
     _unless("parallelism.fsdp_cpu_offload", "host memory",
@@ -66,11 +65,11 @@ class StepPlan:
 
 def plan_step(run: RunSpec, world_size: int, *, has_gpu: bool = True) -> StepPlan:
     """Simulate a step of ``run``. Raises ``ConfigError`` for what is not planned yet."""
-    if refused := [row.message(run) for row in UNPLANNED if row.violated(run)]:
+    planned = replace(run, config=planned_config(run.config, has_gpu=has_gpu))
+    if refused := [row.message(planned) for row in UNPLANNED if row.violated(planned)]:
         raise ConfigError(refused)
     degrees = resolve_degrees(run.config.parallelism, world_size)
     n = run.global_batch_size // (run.microbatch_size * degrees.batch)
-    planned = replace(run, config=planned_config(run.config, has_gpu=has_gpu))
     stages = []
     for stage in _stages(run, degrees):
         rank = stage * (world_size // degrees.pp)
@@ -78,7 +77,7 @@ def plan_step(run: RunSpec, world_size: int, *, has_gpu: bool = True) -> StepPla
             record = _pipeline_record(planned, world_size, rank, n)
         else:
             weights = [1.0] * n if n <= MOST_MICROBATCHES else [1.0, n - 2.0, 1.0]
-            record = simulate_step(planned, world_size, rank, weights=weights)
+            record = simulate_layers(planned, world_size, rank, weights=weights)
         stages.append(StagePlan(stage, record))
     return StepPlan(run, degrees, world_size, n, stages)
 
@@ -97,9 +96,9 @@ def planned_config(config: JobConfig, *, has_gpu: bool = True) -> JobConfig:
     return config.model_copy(update=changed)
 
 
-def planned_dtype(config: JobConfig) -> str:
-    """Dtype of compute of the step that is simulated."""
-    training = planned_config(config).training
+def compute_dtype(config: JobConfig) -> str:
+    """Dtype of compute of a ``planned_config``."""
+    training = config.training
     is_mixed = training.dtype == "float32"
     return training.mixed_precision_param if is_mixed else training.dtype
 
@@ -133,22 +132,16 @@ def _pipeline_record(run: RunSpec, world_size: int, rank: int, n: int) -> StepRe
     few, more = (2 * pp, 3 * pp) if is_deep else (pp, pp + 1)
 
     def simulate(count: int) -> StepRecord:
-        return simulate_step(run, world_size, rank, weights=[1.0] * count)
+        return simulate_layers(run, world_size, rank, weights=[1.0] * count)
 
     if n <= more or parallelism.pipeline_parallel_schedule == "GPipe":
         return simulate(n)
     low, high = simulate(few), simulate(more)
 
-    def extrapolate(name: str) -> dict[Any, float]:
-        low_counts, counts = getattr(low, name), getattr(high, name)
-        per_microbatch = {
-            key: (count - low_counts.get(key, 0.0)) / (more - few) for key, count in counts.items()
-        }
-        return {key: count + (n - more) * per_microbatch[key] for key, count in counts.items()}
-
+    steps = (n - few) / (more - few)
     return replace(
         high,
-        collectives=extrapolate("collectives"),
-        flops=extrapolate("flops"),
-        traffic=extrapolate("traffic"),
+        collectives=affine(low.collectives, high.collectives, steps),
+        flops=affine(low.flops, high.flops, steps),
+        traffic=affine(low.traffic, high.traffic, steps),
     )

@@ -1,0 +1,147 @@
+"""Simulates a deep model by two shallow ones, because its layers are alike.
+
+Collectives, FLOPs and traffic are affine in the number of layers. The peak of memory is not: it is
+the largest of many moments. But what is held at any one moment is affine: as long as a layer,
+counted from the nearer end of its stage, does there what it does in a model of any depth.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
+from planner.recorder import CATEGORIES, Collective, StepRecord
+from planner.simulate import simulate_step
+from run_spec import RunSpec
+
+# Layers of a stage of the shallower model, at least.
+FEWEST = 4
+
+
+def simulate_layers(
+    run: RunSpec, world_size: int, rank: int, *, weights: Sequence[float]
+) -> StepRecord:
+    """Return the record of ``simulate_step``, from shallower models where that is possible."""
+    n_layers, n_stages, period = run.model_args.n_layers, _n_stages(run), _period(run)
+    fewest = max(FEWEST, 2 * period) + 2 * _prefetched(run)
+    lengths = _lengths(run, n_layers)
+    # Periods of layers that every stage has to spare, beside the one of the deeper model.
+    spare = (min(lengths) - fewest) // period
+    if spare < 2 or not _is_periodic(run):
+        return simulate_step(run, world_size, rank, weights=weights)
+    shallow = n_layers - spare * period * n_stages
+    depths = [shallow, shallow + period * n_stages]
+    for depth, left_out in zip(depths, (spare, spare - 1), strict=True):
+        expected = [length - left_out * period for length in lengths]
+        assert _lengths(run, depth) == expected, "stages lose equal numbers of layers"
+    records = [
+        simulate_step(_with_layers(run, depth), world_size, rank, weights=weights, n_more=n_more)
+        for depth, n_more in zip(depths, (0, period), strict=True)
+    ]
+    record = extrapolated(*records, spare)
+    if record is None:
+        return simulate_step(run, world_size, rank, weights=weights)
+    return record
+
+
+def extrapolated(low: StepRecord, high: StepRecord, steps: float) -> StepRecord | None:
+    """Return the record that is ``steps`` times as far from ``low`` as ``high`` is.
+
+    None if they are not records of the same step.
+    """
+    collectives = _affine_collectives(low.collectives, high.collectives, steps)
+    if collectives is None or low.flops.keys() != high.flops.keys():
+        return None
+    return replace(
+        high,
+        memory=_affine_peak(low, high, steps),
+        collectives=collectives,
+        flops=affine(low.flops, high.flops, steps),
+        traffic=affine(low.traffic, high.traffic, steps),
+    )
+
+
+def affine(low: Any, high: Any, steps: float) -> dict[Any, float]:
+    """Counts that are ``steps`` times as far from ``low`` as ``high`` is."""
+    return {key: low.get(key, 0.0) * (1 - steps) + count * steps for key, count in high.items()}
+
+
+def _affine_collectives(low: Any, high: Any, steps: float) -> dict[Collective, float] | None:
+    """Of a call whose size depends on the number of layers, the size is affine, not the number."""
+    result: dict[Collective, float] = defaultdict(float)
+    shared = low.keys() & high.keys()
+    result |= affine({key: low[key] for key in shared}, {key: high[key] for key in shared}, steps)
+    others = [[key for key in sorted(counts) if key not in shared] for counts in (low, high)]
+    if len(others[0]) != len(others[1]):
+        return None
+    for first, second in zip(*others, strict=True):
+        if first[:3] != second[:3] or low[first] != high[second]:
+            return None
+        payload = round(first.payload + steps * (second.payload - first.payload))
+        result[second._replace(payload=payload)] += low[first]
+    return dict(sorted(result.items()))
+
+
+def _affine_peak(low: StepRecord, high: StepRecord, steps: float) -> dict[str, int]:
+    """Memory by category at the largest of all moments that both records have."""
+    best = torch.zeros(len(CATEGORIES), dtype=torch.int64)
+    segments = [record.timeline.segments() for record in (low, high)]
+    for label in segments[0].keys() & segments[1].keys():
+        first, second = segments[0][label], segments[1][label]
+        if len(first) != len(second):
+            # Such as the update, which goes over all parameters.
+            first, second = (each[each.sum(1).argmax()][None] for each in (first, second))
+        held = first + round(steps) * (second - first)
+        at_peak = held[held.sum(1).argmax()]
+        best = at_peak if at_peak.sum() > best.sum() else best
+    return dict(zip(CATEGORIES, best.tolist(), strict=True))
+
+
+def _with_layers(run: RunSpec, n_layers: int) -> RunSpec:
+    return replace(run, model_args=replace(run.model_args, n_layers=n_layers))
+
+
+def _n_stages(run: RunSpec) -> int:
+    parallelism = run.config.parallelism
+    return parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
+
+
+def _lengths(run: RunSpec, n_layers: int) -> list[int]:
+    """Layers of each stage."""
+    parallelism, n_stages = run.config.parallelism, _n_stages(run)
+    if n_stages == 1:
+        return [n_layers]
+    stages = stage_layers(
+        n_layers,
+        n_stages,
+        less_first=parallelism.pipeline_parallel_first_stage_less_layers,
+        less_last=parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    return [len(stage) for stage in stages]
+
+
+def _period(run: RunSpec) -> int:
+    """Number of layers after which their kinds repeat."""
+    checkpointing = run.config.activation_checkpoint
+    every = checkpointing.selective if checkpointing.mode == "selective" else 1
+    kinds: int = getattr(run.model_args, "attention_every", 1)
+    return math.lcm(kinds, every if isinstance(every, int) else 1)
+
+
+def _prefetched(run: RunSpec) -> int:
+    parallelism = run.config.parallelism
+    return max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
+
+
+def _is_periodic(run: RunSpec) -> bool:
+    """False if layers are put together: buckets of gradients, Muon's batches of matrices.
+
+    In a pipeline, a layer's place in its stage must decide its kind.
+    """
+    is_bucketed = run.config.parallelism.data_parallel == "ddp"
+    is_staged = _n_stages(run) > 1 and _period(run) > 1
+    return not (is_bucketed or is_staged or run.config.optimizer.name != "adamw")

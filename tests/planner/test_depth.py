@@ -1,0 +1,54 @@
+"""A deep model is simulated by two shallow ones, with the same result."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from planner import depth
+from planner.recorder import StepRecord
+from planner.simulate import simulate_step
+from planner.step_plan import planned_config
+from run_spec import RunSpec
+from tests.planner.test_simulate import (
+    BATCH,
+    EMULATED,
+    EP,
+    FLOAT8,
+    NEXT,
+    PP,
+    RECOMPUTE,
+    TP,
+    Keys,
+    run_of,
+)
+
+LAYERS = "model.args.n_layers"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "keys"),
+    [
+        (2, 0, {LAYERS: 6, TP: 2, FLOAT8: "tensorwise", RECOMPUTE: "selective"} | EMULATED),
+        (2, 1, {LAYERS: 12, PP: 2, BATCH: 8}),
+        (2, 0, NEXT | {LAYERS: 8, EP: 2}),
+    ],
+    ids=str,
+)
+def test_records_are_those_of_the_whole_model(world_size: int, rank: int, keys: Keys) -> None:
+    run = run_of(keys, world_size)
+    run = replace(run, config=planned_config(run.config))
+    depths = []
+
+    def simulate(
+        run: RunSpec, world_size: int, rank: int, *, weights: Sequence[float], n_more: int = 0
+    ) -> StepRecord:
+        depths.append(run.model_args.n_layers)
+        return simulate_step(run, world_size, rank, weights=weights, n_more=n_more)
+
+    weights = [1.0] * (4 if PP in keys else 1)
+    with patch.object(depth, "simulate_step", simulate):
+        found = depth.simulate_layers(run, world_size, rank, weights=weights)
+    assert found == simulate_step(run, world_size, rank, weights=weights)
+    assert max(depths) < run.model_args.n_layers
