@@ -339,13 +339,14 @@ class StepRecorder(DispatchMode):
         """Bytes by category after each change (changes, categories)."""
         columns = {category: index for index, category in enumerate(CATEGORIES)}
         changes = torch.zeros(len(self._changes), len(CATEGORIES), dtype=torch.int64)
-        indices = [columns[_category(block)] for block, _ in self._changes]
+        indices = [columns[category_of(block)] for block, _ in self._changes]
         sizes = torch.tensor([size for _, size in self._changes], dtype=torch.int64)
         changes[torch.arange(len(indices)), indices] = sizes
         return changes.cumsum(0)
 
 
-def _category(block: Block) -> str:
+def category_of(block: Block) -> str:
+    """Category of a block's bytes, once the step has ended."""
     if block.category in ("", COMMUNICATION) and block.is_kept:
         return ACTIVATIONS
     return block.category or TEMPORARIES

@@ -103,6 +103,16 @@ def peak_flops(config: JobConfig, hardware: Hardware) -> float:
     return hardware.device.tflops[dtype] * 1e12
 
 
+def rates_of(hardware: Hardware, peak: float) -> dict[str, float]:
+    """Return the FLOP/s that each kind of FLOPs reaches."""
+    return {
+        "matmul": MATMUL * peak,
+        "attention": ATTENTION * peak,
+        DELTA_RULE: ATTENTION * peak,
+        FLOAT8_MATMUL: MATMUL * 1e12 * hardware.device.tflops.get("float8", 0.0),
+    }
+
+
 def _stage_parts(
     record: StepRecord, plan: StepPlan, hardware: Hardware, peak: float
 ) -> dict[str, float]:
@@ -110,12 +120,7 @@ def _stage_parts(
     kinds = dict.fromkeys(["matmul", "attention", *(kind for _, kind in record.flops)], 0.0)
     parts: dict[str, float] = kinds | {"other operators": 0.0}
     compute: dict[str, float] = defaultdict(float)
-    rates = {
-        "matmul": MATMUL * peak,
-        "attention": ATTENTION * peak,
-        DELTA_RULE: ATTENTION * peak,
-        FLOAT8_MATMUL: MATMUL * 1e12 * hardware.device.tflops.get("float8", 0.0),
-    }
+    rates = rates_of(hardware, peak)
     for (phase, kind), flops in record.flops.items():
         seconds = flops / rates[kind]
         parts[kind] += seconds

@@ -48,7 +48,13 @@ CPU = torch.device("cpu")
 
 
 def simulate_step(
-    run: RunSpec, world_size: int, rank: int, *, weights: Sequence[float], n_more: int = 0
+    run: RunSpec,
+    world_size: int,
+    rank: int,
+    *,
+    weights: Sequence[float],
+    n_more: int = 0,
+    recorder_type: type[StepRecorder] = StepRecorder,
 ) -> StepRecord:
     """Return the record of an optimizer step of ``rank``, after the first.
 
@@ -66,7 +72,7 @@ def simulate_step(
             assume_balance(cast(MoE, moe))
         assume_fused(model.module)
         groups, vocab_size = groups_of(model), local_vocabulary(model)
-        recorder = StepRecorder(groups, vocab_size, has_stages=dims.degrees.pp > 1)
+        recorder = recorder_type(groups, vocab_size, has_stages=dims.degrees.pp > 1)
         for stage, module in enumerate(model.stages):
             blocks = list(run.model_spec.blocks(module).values())
             mark_blocks(recorder, blocks, f"stage {stage}", n_more=n_more)
