@@ -57,7 +57,7 @@ class TimedRecord(StepRecord):
 
 @dataclass(frozen=True)
 class Span:
-    """What a lane does from ``begin`` to ``end``, in seconds."""
+    """Occupation of a lane from ``begin`` to ``end``, in seconds."""
 
     lane: str
     """``COMPUTE`` or a mesh dim."""

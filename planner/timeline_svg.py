@@ -99,7 +99,7 @@ COLORS = {
     "other": ("#d9c7e8", "#a48fb8"),
 }
 WIDTH, LEFT, RIGHT, LANE, AREA = 960, 112, 16, 13, 110
-# Pixels whose memory is drawn as one.
+# Pixels whose memory is shown as one.
 COLUMN = 2
 
 
@@ -238,7 +238,7 @@ def _merged(spans: Sequence[Span], gap: float) -> list[Span]:
 
 
 def _memory(timeline: Timeline, floor: int, x_scale: float, y_scale: float) -> Iterator[str]:
-    """Areas of bytes by category, each over those drawn before; a column has its largest total."""
+    """Areas of bytes by category, each over earlier ones; a column has its largest total."""
     columns: dict[int, Counter[str]] = {}
     for time, held in timeline.memory:
         x = LEFT + COLUMN * round(time * x_scale / COLUMN)
