@@ -97,6 +97,17 @@ def test_every_page_is_in_the_site() -> None:
     assert sorted(listed) == sorted(path[5:] for path in BY_PATH if path.startswith("docs/"))
 
 
+@pytest.mark.parametrize("start", ["README.md", "docs/index.md"])
+def test_every_page_is_two_clicks_away(start: str) -> None:
+    def linked(path: str) -> set[str]:
+        files = (link.partition("#")[0] for link in BY_PATH[path].links)
+        return {os.path.normpath(Path(path).parent / file) for file in files} & BY_PATH.keys()
+
+    once = linked(start)
+    reached = once.union(*map(linked, once)) | {start, "README.md"}
+    assert sorted(BY_PATH.keys() - reached) == []
+
+
 def test_pages_that_code_names_exist() -> None:
     others = [*ROOT.glob("slurm/*"), *ROOT.glob("tools/*.sh"), ROOT / "pyproject.toml"]
     files = [*(ROOT / path for path in python_files()), *(p for p in others if p.is_file())]
