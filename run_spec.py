@@ -155,8 +155,7 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
 
     ``has_gpu``: of the machine that will train; None: of this one.
     """
-    flavor = local_path(config.model.flavor, CONFIG_FILES, key="model.flavor")
-    spec, published_args = find_model(config.model.name, flavor, config.model.args)
+    spec, published_args = model_of(config)
     has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
     degrees = check_constraints(config, published_args, world_size, has_gpu=has_gpu)
     check_installed(config.metrics.trackers)
@@ -201,6 +200,12 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
         ramp=[(p.steps, p.global_batch_size) for p in config.training.batch_size_ramp],
         lr_factor=build_schedule(config.lr_scheduler, total_steps),
     )
+
+
+def model_of(config: JobConfig) -> tuple[ModelSpec, TransformerArgs]:
+    """Return the model's family, and its flavor's args with those of ``model.args``."""
+    flavor = local_path(config.model.flavor, CONFIG_FILES, key="model.flavor")
+    return find_model(config.model.name, flavor, config.model.args)
 
 
 def _build_data(config: JobConfig, tokenizer: Tokenizer) -> tuple[Mixture, dict[str, Mixture]]:

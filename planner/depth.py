@@ -6,7 +6,7 @@ counted from the nearer end of its stage, does there what it does in a model of 
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
-from planner.recorder import CATEGORIES, Collective, StepRecord
+from planner.recorder import CATEGORIES, Collective, StepRecord, Timeline
 from planner.simulate import simulate_step
 from run_spec import RunSpec
 
@@ -26,7 +26,7 @@ def simulate_layers(
     run: RunSpec, world_size: int, rank: int, *, weights: Sequence[float]
 ) -> StepRecord:
     """Return the record of ``simulate_step``, from shallower models where that is possible."""
-    n_layers, n_stages, period = run.model_args.n_layers, _n_stages(run), _period(run)
+    n_layers, n_stages, period = run.model_args.n_layers, _n_stages(run), period_of(run)
     fewest = max(FEWEST, 2 * period) + 2 * _prefetched(run)
     lengths = _lengths(run, n_layers)
     # Periods of layers that every stage has to spare, beside the one of the deeper model.
@@ -38,11 +38,11 @@ def simulate_layers(
     for depth, left_out in zip(depths, (spare, spare - 1), strict=True):
         expected = [length - left_out * period for length in lengths]
         assert _lengths(run, depth) == expected, "stages lose equal numbers of layers"
-    records = [
+    low, high = (
         simulate_step(_with_layers(run, depth), world_size, rank, weights=weights, n_more=n_more)
         for depth, n_more in zip(depths, (0, period), strict=True)
-    ]
-    record = extrapolated(*records, spare)
+    )
+    record = extrapolated(low, high, spare)
     if record is None:
         return simulate_step(run, world_size, rank, weights=weights)
     return record
@@ -53,7 +53,7 @@ def extrapolated(low: StepRecord, high: StepRecord, steps: float) -> StepRecord 
 
     None if they are not records of the same step.
     """
-    collectives = _affine_collectives(low.collectives, high.collectives, steps)
+    collectives = affine_collectives(low.collectives, high.collectives, steps)
     if collectives is None or low.flops.keys() != high.flops.keys():
         return None
     return replace(
@@ -70,7 +70,7 @@ def affine(low: Any, high: Any, steps: float) -> dict[Any, float]:
     return {key: low.get(key, 0.0) * (1 - steps) + count * steps for key, count in high.items()}
 
 
-def _affine_collectives(low: Any, high: Any, steps: float) -> dict[Collective, float] | None:
+def affine_collectives(low: Any, high: Any, steps: float) -> dict[Collective, float] | None:
     """Of a call whose size depends on the number of layers, the size is affine, not the number."""
     result: dict[Collective, float] = defaultdict(float)
     shared = low.keys() & high.keys()
@@ -89,7 +89,7 @@ def _affine_collectives(low: Any, high: Any, steps: float) -> dict[Collective, f
 def _affine_peak(low: StepRecord, high: StepRecord, steps: float) -> dict[str, int]:
     """Memory by category at the largest of all moments that both records have."""
     best = torch.zeros(len(CATEGORIES), dtype=torch.int64)
-    segments = [record.timeline.segments() for record in (low, high)]
+    segments = [_segments(record.timeline) for record in (low, high)]
     for label in segments[0].keys() & segments[1].keys():
         first, second = segments[0][label], segments[1][label]
         if len(first) != len(second):
@@ -99,6 +99,22 @@ def _affine_peak(low: StepRecord, high: StepRecord, steps: float) -> dict[str, i
         at_peak = held[held.sum(1).argmax()]
         best = at_peak if at_peak.sum() > best.sum() else best
     return dict(zip(CATEGORIES, best.tolist(), strict=True))
+
+
+def _segments(timeline: Timeline) -> dict[tuple[str, int], torch.Tensor]:
+    """Rows of ``held`` from each mark to the next, by its name and occurrence.
+
+    Skips rows after a mark without a name.
+    """
+    found: dict[tuple[str, int], torch.Tensor] = {}
+    counts: Counter[str] = Counter()
+    marks = [("begin", 0), *timeline.marks]
+    ends = [*(index for _, index in timeline.marks), len(timeline.held)]
+    for (name, start), end in zip(marks, ends, strict=True):
+        counts[name] += 1
+        if name and end > start:
+            found[name, counts[name]] = timeline.held[start:end]
+    return found
 
 
 def _with_layers(run: RunSpec, n_layers: int) -> RunSpec:
@@ -124,7 +140,7 @@ def _lengths(run: RunSpec, n_layers: int) -> list[int]:
     return [len(stage) for stage in stages]
 
 
-def _period(run: RunSpec) -> int:
+def period_of(run: RunSpec) -> int:
     """Number of layers after which their kinds repeat."""
     checkpointing = run.config.activation_checkpoint
     every = checkpointing.selective if checkpointing.mode == "selective" else 1
@@ -143,5 +159,5 @@ def _is_periodic(run: RunSpec) -> bool:
     In a pipeline, a layer's place in its stage must decide its kind.
     """
     is_bucketed = run.config.parallelism.data_parallel == "ddp"
-    is_staged = _n_stages(run) > 1 and _period(run) > 1
+    is_staged = _n_stages(run) > 1 and period_of(run) > 1
     return not (is_bucketed or is_staged or run.config.optimizer.name != "adamw")

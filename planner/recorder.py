@@ -1,10 +1,10 @@
 """Records a training step: memory by category, collectives, FLOPs, and bytes moved by operators."""
 
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -77,27 +77,12 @@ class Group:
 
 
 class Timeline(NamedTuple):
-    """What is held from one change to the next, and where layers begin and end."""
+    """Memory after each change, and where layers begin and end."""
 
     held: torch.Tensor
     """(changes, categories) int64, in bytes."""
     marks: list[tuple[str, int]]
     """Names of marks, and the number of changes before each."""
-
-    def segments(self) -> dict[tuple[str, int], torch.Tensor]:
-        """Rows of ``held`` from each mark to the next, by its name and occurrence.
-
-        Rows after a mark without a name are left out.
-        """
-        found: dict[tuple[str, int], torch.Tensor] = {}
-        counts: Counter[str] = Counter()
-        marks = [("begin", 0), *self.marks]
-        ends = [*(index for _, index in marks[1:]), len(self.held)]
-        for (name, start), end in zip(marks, ends, strict=True):
-            counts[name] += 1
-            if name and end > start:
-                found[name, counts[name]] = self.held[start:end]
-        return found
 
 
 @dataclass(frozen=True)
@@ -116,6 +101,10 @@ class StepRecord:
     traffic: Mapping[str, float]
     """Bytes read and written by all other operators, by phase."""
     timeline: Timeline = field(default=Timeline(torch.empty(0), []), compare=False, repr=False)
+
+    def without_timeline(self) -> "StepRecord":
+        """A copy that is small enough to send to another process."""
+        return replace(self, timeline=Timeline(torch.empty(0), []))
 
     @property
     def peak(self) -> int:

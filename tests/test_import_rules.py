@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shardloom": set(),
     "planner": LIBRARIES | {"build_model", "run_spec", "train_step"},
     "tools": LIBRARIES | ROOT_FILES | {"planner", "report"},
-    "benchmarks": LIBRARIES | ROOT_FILES | {"shardloom", "tools", "train"},
+    "benchmarks": LIBRARIES | ROOT_FILES | {"planner", "shardloom", "tools", "train"},
     "tests": LIBRARIES
     | ROOT_FILES
     | {"benchmarks", "planner", "report", "shardloom", "tools", "train"},

@@ -23,14 +23,18 @@ from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
 from planner.auto import GIB, decide, without_data
 from planner.devices import find_hardware
+from planner.picture import picture
 from planner.plan_text import plan_json, plan_text
-from planner.roofline import peak_flops
+from planner.roofline import peak_flops, step_time
+from planner.search import Search
+from planner.search_text import search_json, search_text
 from planner.step_plan import plan_step
 from run_spec import resolve
 from run_summary import drawing, plan_lines
 from runtime import exit_codes
 from runtime.hub_paths import pin_names
 from runtime.log import say
+from runtime.machine import available_cpus
 from tools.cli import Parser, path_argument, reporting_errors, split_overrides, whole_number
 
 
@@ -49,13 +53,27 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--devices", type=path_argument, metavar="FILE", help="TOML file of more devices and links"
     )
+    parser.add_argument(
+        "--picture", type=path_argument, metavar="FILE", help="write an SVG; needs --device"
+    )
     parser.add_argument("--price", type=price, metavar="USD", help="of a device, per hour")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="the ten fastest meshes that fit, at training.global_batch_size; needs --device",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; needs --device")
     # What is left, such as --lr, has hints where configurations are loaded.
     options, rest = parser.parse_known_args(own)
-    needing = (options.json or None, options.devices, options.price)
+    needing = (
+        options.json or None,
+        options.search or None,
+        options.devices,
+        options.price,
+        options.picture,
+    )
     if options.device is None and any(option is not None for option in needing):
-        raise ValueError("--json, --devices and --price need --device")
+        raise ValueError("--json, --search, --devices, --picture and --price need --device")
     n_ranks = options.world_size or find_nodes(os.environ).count * ranks_per_node(os.environ)
     config = load_config(options.config, [*rest, *overrides])
     if options.device is not None:
@@ -74,10 +92,17 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
         config = without_data(config)
     # Afterwards: a tokenizer that is not needed may be missing from the cache of the Hub.
     config, decided = pin_names(config), []
+    if options.search:
+        answer = Search(config, n_ranks, hardware).run(available_cpus())
+        as_json = json.dumps(search_json(answer), indent=1).splitlines()
+        say(*(as_json if options.json else search_text(answer, n_ranks)))
+        return
     if auto_keys(config):
         decision = decide(config, n_ranks, hardware.device.memory_gib * GIB, has_gpu=True)
         config, decided = with_values(config, decision.values), [decision.text]
     plan = plan_step(resolve(config, n_ranks, has_gpu=True), n_ranks)
+    if options.picture is not None:
+        options.picture.write_text(picture(plan, step_time(plan, hardware), hardware))
     if options.json:
         say(*json.dumps(plan_json(plan, hardware), indent=1).splitlines())
     else:

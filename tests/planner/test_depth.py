@@ -11,7 +11,7 @@ from planner.recorder import StepRecord
 from planner.simulate import simulate_step
 from planner.step_plan import planned_config
 from run_spec import RunSpec
-from tests.planner.test_simulate import (
+from tests.lib.planned import (
     BATCH,
     EMULATED,
     EP,

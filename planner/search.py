@@ -1,0 +1,316 @@
+"""Searches the meshes of a cluster for the most tokens per second that fit."""
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import islice, product
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+from config import ConfigError, JobConfig
+from config.auto import MODES
+from config.job_config import ActivationCheckpoint, Float8, Parallelism
+from parallelisms.constraints import check_constraints
+from parallelisms.parallel_dims import Degrees
+from parallelisms.pipeline_parallel import stages_per_rank
+from planner.devices import Hardware
+from planner.estimate import Sample, Shape, estimated
+from planner.recorder import StepRecord
+from planner.roofline import peak_flops, stage_parts
+from planner.simulations import Map, Request, simulate_sample, simulate_whole
+from planner.step_plan import TIGHT
+from run_spec import model_of
+
+GIB = 1 << 30
+# Rows of the answer, and how many choices are planned in full for them, at most.
+N_BEST, MOST_PLANS = 10, 24
+# An estimate of memory may be this much too large, before the choice is planned in full.
+SLACK = 1.15
+MOST_SIZE, MOST_CP, MOST_PP = 8, 16, 16
+# Data-parallel ranks of a sample.
+SAMPLE_RANKS = 8
+
+
+class Choice(NamedTuple):
+    """One mesh, and what goes with it."""
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    schedule: str
+    mode: str
+    reshard: str
+    size: int
+    """Sequences of a microbatch."""
+    recipe: str
+    """Of float8."""
+
+    @property
+    def kind(self) -> "Kind":
+        return Kind(self.tp, self.cp, self.ep, self.mode, self.recipe)
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(
+            pp=self.pp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            cp=self.cp,
+            tp=self.tp,
+        )
+
+
+class Kind(NamedTuple):
+    """Choices that one sample stands for."""
+
+    tp: int
+    cp: int
+    ep: int
+    mode: str
+    recipe: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """A choice, its memory and its time."""
+
+    choice: Choice
+    peak: int
+    parts: dict[str, float]
+    tokens_per_second: float
+    is_estimate: bool
+    """Memory of a pipeline is estimated."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best choices, fastest first, and one more if there is one."""
+
+    best: list[Found]
+    n_choices: int
+    n_fitting: int
+
+
+class Search:
+    """A search for one model, batch and cluster."""
+
+    def __init__(self, config: JobConfig, world_size: int, hardware: Hardware) -> None:
+        if config.training.global_batch_size is None:
+            raise ConfigError(["training.global_batch_size: --search needs it, to compare equals"])
+        self._config, self._world_size, self._hardware = config, world_size, hardware
+        self._batch = config.training.global_batch_size
+        _, self._args = model_of(config)
+        self._limit = TIGHT * hardware.device.memory_gib * GIB
+
+    def run(self, n_workers: int = 1) -> Answer:
+        """Return the best choices, simulated by so many processes. Raises ``ConfigError``."""
+        choices = list(self._choices())
+        if not choices:
+            raise ConfigError([f"--search: no mesh of {self._world_size} ranks is legal"])
+        kinds = sorted({choice.kind for choice in choices})
+        if n_workers == 1:
+            return self._best(choices, kinds, map)
+        with ProcessPoolExecutor(n_workers, mp_context=get_context("spawn")) as pool:
+            return self._best(choices, kinds, pool.map)
+
+    def _best(self, choices: list[Choice], kinds: list[Kind], run_all: Map) -> Answer:
+        requests = [self._sample_request(kind) for kind in kinds]
+        samples = dict(zip(kinds, run_all(simulate_sample, requests), strict=True))
+        estimates = (self._estimate(choice, samples[choice.kind]) for choice in choices)
+        ranked = [found for found in estimates if found is not None]
+        fitting = [found for found in ranked if found.peak <= SLACK * self._limit]
+        fitting.sort(key=_rank)
+        legal = (found for found in fitting if self._is_legal(found.choice))
+        best: list[Found] = []
+        n_plans = 0
+        while len(best) <= N_BEST and n_plans < MOST_PLANS:
+            some = list(islice(legal, N_BEST + 1 - len(best)))
+            if not some:
+                break
+            n_plans += len(some)
+            best += [each for each in self._planned(some, run_all) if each.peak <= self._limit]
+        if not best:
+            least = min((found.peak for found in ranked), default=0) / GIB
+            raise ConfigError([f"--search: nothing fits; the least is {least:.1f} GiB of a rank"])
+        return Answer(sorted(best, key=_rank), len(choices), len(fitting))
+
+    def config_of(self, choice: Choice) -> JobConfig:
+        """The configuration with ``choice``."""
+        config = self._config
+        updates = {name: keys for name, keys in settings(choice).items() if name != "training"}
+        sections: dict[str, Any] = {}
+        for name, cls in SECTIONS.items():
+            kept = getattr(config, name).model_dump(exclude_unset=True)
+            kept = {key: value for key, value in kept.items() if key not in SEARCHED[name]}
+            if choice.cp == 1:
+                kept.pop("context_parallel_method", None)
+            if choice.pp == 1:
+                kept = {k: v for k, v in kept.items() if not k.startswith("pipeline_parallel")}
+            if choice.recipe == "none" and name == "float8":
+                kept = {}
+            sections[name] = cls.model_validate(kept | updates.get(name, {}))
+        size = {"local_batch_size": choice.size}
+        sections["training"] = config.training.model_copy(update=size)
+        return config.model_copy(update=sections)
+
+    def _choices(self) -> Iterator[Choice]:
+        n, device = self._world_size, self._hardware.device
+        n_experts: int = getattr(self._args, "n_experts", 1)
+        own = self._config.float8.recipe
+        recipes = (
+            [own] if own != "none" or "float8" not in device.tflops else ["none", "tensorwise"]
+        )
+        for tp, cp, pp in product(divisors(n), divisors(n, MOST_CP), divisors(n, MOST_PP)):
+            if n % (tp * cp * pp) or device.gpus_per_node % tp:
+                continue
+            rest = n // (tp * cp * pp)
+            for replicate, ep in product(divisors(rest), divisors(n_experts)):
+                base = Choice(
+                    replicate, rest // replicate, tp, cp, pp, ep, "1F1B", "full", "default", 1,
+                    "none",
+                )  # fmt: skip
+                if self._batch % base.degrees.batch or not self._is_legal(base):
+                    continue
+                yield from self._variants(base, recipes)
+
+    def _variants(self, base: Choice, recipes: Sequence[str]) -> Iterator[Choice]:
+        schedules = ["1F1B", "Interleaved1F1B"] if base.pp > 1 else ["1F1B"]
+        # In a pipeline, the default keeps weights.
+        reshards = ["default", "always"] if base.pp > 1 else ["default", "never"]
+        of_rank = self._batch // base.degrees.batch
+        sizes = divisors(of_rank, MOST_SIZE)
+        for schedule, mode, reshard, size, recipe in product(
+            schedules, MODES, reshards, sizes, recipes
+        ):
+            yield base._replace(
+                schedule=schedule, mode=mode, reshard=reshard, size=size, recipe=recipe
+            )
+
+    def _is_legal(self, choice: Choice) -> bool:
+        try:
+            config = self.config_of(choice)
+            check_constraints(config, self._args, self._world_size, has_gpu=True)
+        except ValueError:
+            return False
+        return True
+
+    def _sample_request(self, kind: Kind) -> "Request":
+        n_dp = SAMPLE_RANKS * max(1, kind.ep // (kind.tp * kind.cp))
+        choice = Choice(
+            1, n_dp, kind.tp, kind.cp, 1, kind.ep, "1F1B", kind.mode, "default", 1, kind.recipe
+        )
+        config = self.config_of(choice)
+        batch = {"global_batch_size": n_dp, "batch_size_ramp": []}
+        training = config.training.model_copy(update=batch)
+        return Request(config.model_copy(update={"training": training}), n_dp * kind.cp * kind.tp)
+
+    def _estimate(self, choice: Choice, sample: Sample | None) -> Found | None:
+        if sample is None:
+            return None
+        n = self._batch // (choice.size * choice.degrees.batch)
+        per_rank = 2 if choice.schedule != "1F1B" else 1
+        deep = (per_rank + 1) * choice.pp - 1 if per_rank > 1 else choice.pp
+        is_resharded = choice.reshard == ("always" if choice.pp > 1 else "default")
+        shape = Shape(
+            choice.degrees,
+            choice.ep,
+            -(-self._args.n_layers // choice.pp),
+            n,
+            choice.size,
+            min(n * per_rank, deep) / per_rank,
+            is_resharded,
+        )
+        record = estimated(sample, shape)
+        if record is None:
+            return None
+        return self._found(choice, record.peak, [record])
+
+    def _planned(self, some: list[Found], run_all: Map) -> list[Found]:
+        """Return ``some`` with the memory and time of their simulations, but for pipelines."""
+        whole = [found.choice for found in some if found.choice.pp == 1]
+        requests = [Request(self.config_of(choice), self._world_size) for choice in whole]
+        records = dict(zip(whole, run_all(simulate_whole, requests), strict=True))
+        return [
+            self._found(found.choice, records[found.choice].peak, [records[found.choice]])
+            if found.choice in records
+            else found
+            for found in some
+        ]
+
+    def _found(self, choice: Choice, peak: int, records: list[StepRecord]) -> Found:
+        config = self._config_of(choice.recipe)
+        n = self._batch // (choice.size * choice.degrees.batch)
+        peak_rate = peak_flops(config, self._hardware)
+        stages = [stage_parts(record, config, n, self._hardware, peak_rate) for record in records]
+        parts = max(stages, key=lambda each: sum(each.values()))
+        if choice.pp > 1:
+            parallelism = self.config_of(choice).parallelism
+            busy = sum(parts.values()) - parts.get("update", 0.0)
+            parts["pipeline idle"] = busy * (choice.pp - 1) / (n * stages_per_rank(parallelism))
+        rate = self._batch * config.training.seq_len / sum(parts.values())
+        return Found(choice, peak, parts, rate, is_estimate=choice.pp > 1)
+
+    def _config_of(self, recipe: str) -> JobConfig:
+        float8 = self._config.float8.model_copy(update={"recipe": recipe})
+        return self._config.model_copy(update={"float8": float8})
+
+
+def _rank(found: Found) -> tuple[float, Choice]:
+    return -found.tokens_per_second, found.choice
+
+
+SECTIONS: dict[str, Any] = {
+    "parallelism": Parallelism,
+    "activation_checkpoint": ActivationCheckpoint,
+    "float8": Float8,
+}
+SEARCHED = {
+    "parallelism": {
+        "data_parallel", "data_parallel_replicate_degree", "data_parallel_shard_degree",
+        "tensor_parallel_degree", "tensor_parallel_async", "context_parallel_degree",
+        "pipeline_parallel_degree", "pipeline_parallel_schedule",
+        "pipeline_parallel_microbatch_size", "pipeline_parallel_stages_per_rank",
+        "expert_parallel_degree", "fsdp_reshard_after_forward", "fsdp_reduce_gradients",
+        "fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_cpu_offload",
+    },
+    "activation_checkpoint": {"mode", "memory_budget", "selective"},
+    "float8": {"recipe"},
+}  # fmt: skip
+
+
+def settings(choice: Choice) -> dict[str, dict[str, Any]]:
+    """The keys of ``choice`` that differ from their defaults, by table."""
+    defaults = Parallelism()
+    keys = {
+        "data_parallel_replicate_degree": choice.dp_replicate,
+        "tensor_parallel_degree": choice.tp,
+        "context_parallel_degree": choice.cp,
+        "pipeline_parallel_degree": choice.pp,
+        "pipeline_parallel_schedule": choice.schedule,
+        "pipeline_parallel_microbatch_size": choice.size if choice.pp > 1 else 1,
+        "expert_parallel_degree": choice.ep,
+        "fsdp_reshard_after_forward": choice.reshard,
+    }
+    changed = {key: value for key, value in keys.items() if value != getattr(defaults, key)}
+    tables: dict[str, dict[str, Any]] = {
+        "training": {"local_batch_size": choice.size},
+        "parallelism": changed,
+        "activation_checkpoint": {"mode": choice.mode},
+        "float8": {"recipe": choice.recipe} if choice.recipe != "none" else {},
+    }
+    return {name: table for name, table in tables.items() if table}
+
+
+def divisors(n: int, most: float = math.inf) -> list[int]:
+    """Divisors of ``n``, up to ``most``."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    found = sorted({*small, *(n // i for i in small)})
+    return [each for each in found if each <= most]

@@ -1,0 +1,53 @@
+"""The simulations of a search, which other processes may run."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from config import JobConfig
+from planner.depth import period_of
+from planner.estimate import Sample
+from planner.recorder import StepRecord
+from planner.simulate import simulate_step
+from planner.step_plan import UNPLANNED, plan_step, planned_config
+from run_spec import resolve
+
+
+class Request(NamedTuple):
+    """A step to simulate."""
+
+    config: JobConfig
+    world_size: int
+
+
+Map = Callable[[Callable[[Request], Any], Iterable[Request]], Iterable[Any]]
+
+
+def simulate_sample(request: Request) -> Sample | None:
+    """Simulate two depths; None if the configuration is not legal, or not planned yet."""
+    try:
+        run = resolve(planned_config(request.config), request.world_size, has_gpu=True)
+    except ValueError:
+        return None
+    if any(row.violated(run) for row in UNPLANNED):
+        return None
+    period = period_of(run)
+    depths = (2 * period, 3 * period)
+    low, high = (
+        simulate_step(
+            replace(run, model_args=replace(run.model_args, n_layers=depth)),
+            request.world_size,
+            0,
+            weights=[1.0],
+        )
+        for depth in depths
+    )
+    dp_shard = run.global_batch_size
+    return Sample(low.without_timeline(), high.without_timeline(), depths[0], period, dp_shard)
+
+
+def simulate_whole(request: Request) -> StepRecord:
+    """Plan a step without a pipeline."""
+    run = resolve(request.config, request.world_size, has_gpu=True)
+    (stage,) = plan_step(run, request.world_size).stages
+    return stage.record.without_timeline()

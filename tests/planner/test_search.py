@@ -1,0 +1,70 @@
+"""A search finds what a plan of every choice would, and its answer can be pasted."""
+
+from pathlib import Path
+
+import pytest
+
+from config import ConfigError, load_config
+from planner.devices import find_hardware
+from planner.estimate import Shape, estimated
+from planner.recorder import StepRecord
+from planner.search import (
+    GIB,
+    N_BEST,
+    Choice,
+    Search,
+)
+from planner.search_text import search_json, search_text, toml_lines
+from planner.simulations import Request, simulate_sample, simulate_whole
+from tests.lib.planned import BATCH, SMALL
+
+WORLD = 8
+
+
+def search_of(keys: dict[str, object], world_size: int) -> Search:
+    values = SMALL | {"model.vocab_size": 320, "model.args.n_layers": 2} | keys
+    texts = [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    config = load_config(Path("debug_model"), texts)
+    return Search(config, world_size, find_hardware("a100", None))
+
+
+def test_estimates_are_those_of_plans() -> None:
+    """Collectives, FLOPs and traffic of a mesh, from a sample with other ranks and microbatches."""
+    search = search_of({BATCH: 64}, WORLD)
+    choice = Choice(2, 2, 2, 1, 1, 1, "1F1B", "full", "default", 4, "none")
+    sample = simulate_sample(search._sample_request(choice.kind))
+    assert sample is not None
+    found = estimated(sample, Shape(choice.degrees, 1, 2, 4, 4, 1.0, is_resharded=True))
+    real = simulate_whole(Request(search.config_of(choice), WORLD))
+    assert found is not None
+    assert found.flops == pytest.approx(real.flops)
+    assert sum(found.traffic.values()) == pytest.approx(sum(real.traffic.values()), rel=0.05)
+    sent = [sent_bytes(record) for record in (found, real)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.01)
+    assert found.peak == pytest.approx(real.peak, rel=0.3)
+
+
+def sent_bytes(record: StepRecord) -> float:
+    return sum(n * record.groups[call.dim].sent(call) for call, n in record.collectives.items())
+
+
+def test_the_answer_is_ranked_and_can_be_pasted(tmp_path: Path) -> None:
+    search = search_of({BATCH: 4}, 1)
+    answer = search.run()
+    rates = [found.tokens_per_second for found in answer.best]
+    assert rates == sorted(rates, reverse=True)
+    assert len(rates) == N_BEST + 1
+    limit = 0.9 * find_hardware("a100", None).device.memory_gib * GIB
+    assert all(found.peak <= limit for found in answer.best)
+    lines = search_text(answer, 1)
+    assert max(map(len, lines)) <= 100
+    assert any("lost to the tenth" in line for line in lines)
+    assert len(search_json(answer)["best"]) == N_BEST + 1
+    file = tmp_path / "best.toml"
+    file.write_text("\n".join(toml_lines(answer.best[0])))
+    load_config(file, ["--model.flavor", "debugmodel"])
+
+
+def test_a_search_compares_equal_batches() -> None:
+    with pytest.raises(ConfigError, match=r"training\.global_batch_size"):
+        search_of({}, 2)
