@@ -55,8 +55,8 @@ class Hardware:
     network: Link
 
     def is_inside_node(self, ranks: Sequence[int]) -> bool:
-        """True if the ranks are on one node; nodes have consecutive ranks."""
-        return len({rank // self.device.gpus_per_node for rank in ranks}) == 1
+        """True if the ranks, in ascending order, are on one node; nodes have consecutive ranks."""
+        return ranks[0] // self.device.gpus_per_node == ranks[-1] // self.device.gpus_per_node
 
 
 def find_hardware(name: str, own: Path | None) -> Hardware:

@@ -7,6 +7,7 @@ are then those of its simulation. Memory is an estimate: the parts of the peak a
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from parallelisms.parallel_dims import Degrees
@@ -85,6 +86,7 @@ def estimated(sample: Sample, shape: Shape) -> StepRecord | None:
     )
 
 
+@cache
 def groups(degrees: Degrees, ep: int) -> list[Group]:
     """Groups of the first rank."""
     shard = degrees.dp_shard * degrees.cp

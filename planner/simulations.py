@@ -32,7 +32,7 @@ def simulate_sample(request: Request) -> Sample | None:
     if any(row.violated(run) for row in UNPLANNED):
         return None
     period = period_of(run)
-    depths = (2 * period, 3 * period)
+    depths = (period, 2 * period)
     low, high = (
         simulate_step(
             replace(run, model_args=replace(run.model_args, n_layers=depth)),
