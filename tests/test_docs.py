@@ -26,6 +26,8 @@ from tests.lib.launch import run
 from tests.lib.repository import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Its commands need each other: tests/test_tutorial.py.
+PAGES.remove(ROOT / "docs" / "tutorial.md")
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"([A-Z_]+=\S+ )*(\./\w|sbatch |srun |pip |uv |python |shardloom )")
 # Words of a page that stand for a user's own, and optional arguments.
@@ -61,6 +63,7 @@ ELSEWHERE = {
     "./shardloom python -m http.server": "serves for ever",
     "./shardloom python -m tools.constraints_table": "writes a page: test_constraints.py",
     "./shardloom python -m tests.reliability.scorecard": "takes an hour",
+    "./shardloom python -m planner.timeline_svg": "writes docs/images: tests/planner/test_timeline.py",
     "./shardloom python -m tests.report.screenshots": "writes docs/images",
     "./shardloom report outputs/debug_model --watch": "serves for ever: tests/report/test_watch.py",
     "./shardloom fetch": "needs the Hub: tests/runtime/test_hub.py",

@@ -1,7 +1,7 @@
-"""Draw the pictures of docs/howto/report.md: ``python -m tests.report.screenshots RUN RUN RUN``
+"""Draw the pictures of docs/howto/report.md: ``python -m tests.report.screenshots RUN RUN RUN RUN``
 
-The folder of the first run is shown light and on a phone, the second dark, and of the third the
-charts of layers. Needs Chromium.
+The folder of the first run is shown light and on a phone, the second dark, of the third the charts
+of layers; the fourth is docs/tutorial.md's. Needs Chromium.
 """
 
 import sys
@@ -23,6 +23,7 @@ def main(folders: list[str]) -> None:
             ("dark", folders[1], "dark", (1280, 980)),
             ("phone", folders[0], "light", (390, 960)),
             ("layers", folders[2], "light", (1280, 780)),
+            ("tutorial", folders[3], "light", (1280, 980)),
         ):
             path = Path(scratch) / "report.html"
             path.write_bytes(render(page_data([Path(folder)])))
