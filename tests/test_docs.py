@@ -63,7 +63,7 @@ ELSEWHERE = {
     "./shardloom python -m http.server": "serves for ever",
     "./shardloom python -m tools.constraints_table": "writes a page: test_constraints.py",
     "./shardloom python -m tests.reliability.scorecard": "takes an hour",
-    "./shardloom python -m planner.timeline_svg": "writes docs/images: tests/planner/test_timeline.py",
+    "./shardloom python -m planner.timeline_svg": "writes docs/images: tests/planner",
     "./shardloom python -m tests.report.screenshots": "writes docs/images",
     "./shardloom report outputs/debug_model --watch": "serves for ever: tests/report/test_watch.py",
     "./shardloom fetch": "needs the Hub: tests/runtime/test_hub.py",

@@ -23,7 +23,7 @@ from runtime import exit_codes
 from tests.lib.repository import ROOT
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
-BLOCK = re.compile(r"^```\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TRAIN, KILL = "./run_train.sh tutorial.toml", "kill -9 "
 # Keys of the page's tutorial.toml in a fast run. Steps after the first checkpoint last a second.
 SMALL = {"dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 96}
@@ -31,10 +31,9 @@ SMALL |= {"steps": 100, "seq_len": 64, "local_batch_size": 1, "sample_tokens": 4
 
 
 def commands() -> list[str]:
-    """Commands of the page in order; a block with another first word is output."""
-    lines = [
-        line for block in BLOCK.findall(PAGE.replace("\\\n", " ")) for line in block.split("\n")
-    ]
+    """Commands of the page in order; a block with other first words is output."""
+    blocks = BLOCK.findall(PAGE.replace("\\\n", " "))
+    lines = [line for kind, block in blocks if not kind for line in block.splitlines()]
     starts = ("./", "cp ", "mkdir ", KILL, "NGPU=", "sbatch ", "PREFLIGHT=")
     return [line.strip() for line in lines if line.startswith(starts)]
 
