@@ -218,9 +218,9 @@ class StepRecorder(DispatchMode):
         call = Call(phase, func, args, kwargs, result, inputs, outputs)
         self._track(call)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._count_collective(call)
+            self.count_collective(call)
         else:
-            self._count_work(call)
+            self.count_work(call)
         return result
 
     def _track(self, call: Call) -> None:
@@ -286,7 +286,7 @@ class StepRecorder(DispatchMode):
         self._changes.append((block, _rounded(size) - block.size))
         block.size = _rounded(size)
 
-    def _count_collective(self, call: Call) -> None:
+    def count_collective(self, call: Call) -> None:
         kind = next((kind for part, kind in COLLECTIVES.items() if part in call.name), None)
         if kind is None:  # Waits and barriers.
             return
@@ -314,7 +314,7 @@ class StepRecorder(DispatchMode):
             self._groups[group.group_name] = Group(f"{whole.dim} / {len(ranks)}", ranks)
         return self._groups[group.group_name]
 
-    def _count_work(self, call: Call) -> None:
+    def count_work(self, call: Call) -> None:
         if not call.is_new and not call.name.endswith("_"):
             return  # A view.
         kind, flops = flops_of(call)

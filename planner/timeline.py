@@ -99,14 +99,14 @@ class EventRecorder(StepRecorder):
         super().count_kernel(tensors, *args)
         self._append(UPDATE, before, self._known(tensors), [])
 
-    def _count_work(self, call: Call) -> None:
+    def count_work(self, call: Call) -> None:
         before = self._totals()
-        super()._count_work(call)
+        super().count_work(call)
         self._append(call.phase, before, self._known(call.inputs), self._known(call.outputs))
 
-    def _count_collective(self, call: Call) -> None:
+    def count_collective(self, call: Call) -> None:
         before = dict(self._collectives)
-        super()._count_collective(call)
+        super().count_collective(call)
         counts = self._collectives.items()
         found = [key for key, count in counts if count != before.get(key, 0.0)]
         if found:
@@ -122,8 +122,8 @@ class EventRecorder(StepRecorder):
         found = (self._live.get(id(tensor.untyped_storage())) for tensor in tensors)
         return [block for block in found if block is not None]
 
-    def _totals(self) -> tuple[Counter[str], float]:
-        flops: Counter[str] = Counter()
+    def _totals(self) -> tuple[dict[str, float], float]:
+        flops: dict[str, float] = defaultdict(float)
         for (_, kind), value in self._flops.items():
             flops[kind] += value
         return flops, sum(self._traffic.values())
@@ -131,7 +131,7 @@ class EventRecorder(StepRecorder):
     def _append(
         self,
         phase: str,
-        before: tuple[Counter[str], float],
+        before: tuple[dict[str, float], float],
         reads: list[Block],
         writes: list[Block],
     ) -> None:

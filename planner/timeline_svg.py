@@ -5,7 +5,7 @@ a picture share their scales.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -47,17 +47,18 @@ BASE = {
     "compile.enable": "false",
     "parallelism.tensor_parallel_degree": 1,
 }
-EIGHT = {"training.local_batch_size": 8}
+Keys = dict[str, object]
+EIGHT: Keys = {"training.local_batch_size": 8}
 MODE = "parallelism.data_parallel"
 RESHARD, REDUCE = (
     f"parallelism.fsdp_{key}" for key in ("reshard_after_forward", "reduce_gradients")
 )
-HYBRID = {"config": "qwen3_next_80b_a3b", "model.args.n_experts": 64}
-NEVER, LAST = {RESHARD: "never"}, {REDUCE: "last_microbatch"}
-TENSOR = EIGHT | {"parallelism.tensor_parallel_degree": 8}
-CONTEXT = EIGHT | {"parallelism.context_parallel_degree": 8}
-Keys = Mapping[str, object]
-ALLGATHER = {"parallelism.context_parallel_method": "allgather"}
+HYBRID: Keys = {"config": "qwen3_next_80b_a3b", "model.args.n_experts": 64}
+NEVER: Keys = {RESHARD: "never"}
+LAST: Keys = {REDUCE: "last_microbatch"}
+TENSOR: Keys = EIGHT | {"parallelism.tensor_parallel_degree": 8}
+CONTEXT: Keys = EIGHT | {"parallelism.context_parallel_degree": 8}
+ALLGATHER: Keys = {"parallelism.context_parallel_method": "allgather"}
 # Keys by title; the rows of each picture.
 PICTURES: dict[str, dict[str, Keys]] = {
     "timeline_data_parallel": {
@@ -114,7 +115,7 @@ class Row:
     @property
     def lanes(self) -> list[str]:
         # A reduction of a few numbers is no lane.
-        found = Counter[str]()
+        found: dict[str, float] = defaultdict(float)
         for span in self.timeline.spans:
             found[span.lane] += span.end - span.begin
         shown = [lane for lane, seconds in found.items() if seconds > 1e-3]
