@@ -31,7 +31,7 @@ LAYERS = "model.args.n_layers"
     ("world_size", "rank", "keys"),
     [
         (2, 0, {LAYERS: 6, TP: 2, FLOAT8: "tensorwise", RECOMPUTE: "selective"} | EMULATED),
-        (2, 1, {LAYERS: 12, PP: 2, BATCH: 8}),
+        (2, 1, {LAYERS: 12, PP: 2, BATCH: 4}),
         (2, 0, NEXT | {LAYERS: 8, EP: 2}),
     ],
     ids=str,
@@ -47,7 +47,7 @@ def test_records_are_those_of_the_whole_model(world_size: int, rank: int, keys: 
         depths.append(run.model_args.n_layers)
         return simulate_step(run, world_size, rank, weights=weights, n_more=n_more)
 
-    weights = [1.0] * (4 if PP in keys else 1)
+    weights = [1.0] * (2 if PP in keys else 1)
     with patch.object(depth, "simulate_step", simulate):
         found = depth.simulate_layers(run, world_size, rank, weights=weights)
     assert found == simulate_step(run, world_size, rank, weights=weights)
