@@ -114,7 +114,9 @@ class Search:
         """Return the best choices, simulated by so many processes. Raises ``ConfigError``."""
         choices = list(self._choices())
         if not choices:
-            raise ConfigError([f"--search: no mesh of {self._world_size} ranks is legal"])
+            n, batch = self._world_size, self._batch
+            text = f"training.global_batch_size: no mesh of {n} ranks can train {batch} sequences"
+            raise ConfigError([text])
         kinds = sorted({choice.kind for choice in choices})
         if n_workers == 1:
             return self._best(choices, kinds, map)
