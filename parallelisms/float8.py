@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from config import ConfigError
 from config.job_config import Float8
 from runtime.compat import DISABLED_TORCH_FUNCTION, require, scaled_mm
 from runtime.dtensor import to_local
@@ -65,9 +66,9 @@ def apply_float8(blocks: nn.ModuleDict, *, config: Float8) -> None:
                 setattr(block.get_submodule(owner), attribute, linear)
     unused = [name for name in config.skip if not any(repr(name) in reason for reason in kept)]
     if unused:
-        raise ValueError(f"float8.skip: no linear layer of a block matches {unused}")
+        raise ConfigError([f"float8.skip: no linear layer of a block matches {unused}"])
     if not converted:
-        raise ValueError(f"float8.recipe: all linear layers are skipped: {list(kept)}")
+        raise ConfigError([f"float8.recipe: all linear layers are skipped: {list(kept)}"])
     for what, found in (("converted to", converted), ("not converted to", kept)):
         for name, layers in found.items():
             logger.info("float8: %s of %d blocks: %s %s",

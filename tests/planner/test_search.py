@@ -21,11 +21,11 @@ from tests.lib.planned import BATCH, SMALL
 WORLD = 8
 
 
-def search_of(keys: dict[str, object], world_size: int) -> Search:
+def search_of(keys: dict[str, object], world_size: int, *, device: str = "a100") -> Search:
     values = SMALL | {"model.vocab_size": 320, "model.args.n_layers": 2} | keys
     texts = [part for key, value in values.items() for part in (f"--{key}", str(value))]
     config = load_config(Path("debug_model"), texts)
-    return Search(config, world_size, find_hardware("a100", None))
+    return Search(config, world_size, find_hardware(device, None))
 
 
 def test_estimates_are_those_of_plans() -> None:
@@ -49,12 +49,13 @@ def sent_bytes(record: StepRecord) -> float:
 
 
 def test_the_answer_is_ranked_and_can_be_pasted(tmp_path: Path) -> None:
-    search = search_of({BATCH: 4, "model.args.n_layers": 1}, 1)
+    # In float8, all layers of this model are too small.
+    search = search_of({BATCH: 4, "model.args.n_layers": 1}, 1, device="h100")
     answer = search.run()
     rates = [found.tokens_per_second for found in answer.best]
     assert rates == sorted(rates, reverse=True)
     assert len(rates) == N_BEST + 1
-    limit = 0.9 * find_hardware("a100", None).device.memory_gib * GIB
+    limit = 0.9 * find_hardware("h100", None).device.memory_gib * GIB
     assert all(found.peak <= limit for found in answer.best)
     lines = search_text(answer, 1)
     assert max(map(len, lines)) <= 100
