@@ -25,9 +25,11 @@ from tests.lib.repository import ROOT
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TRAIN, KILL = "./run_train.sh tutorial.toml", "kill -9 "
+# Run with --full only, because other tests run the same programs: test_docs.py, test_convert.py.
+SLOW = ("./shardloom preflight", "./shardloom python -c")
 # Keys of the page's tutorial.toml in a fast run. Steps after the first checkpoint last a second.
 SMALL = {"dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 96}
-SMALL |= {"steps": 100, "seq_len": 64, "local_batch_size": 1, "sample_tokens": 4}
+SMALL |= {"steps": 100, "seq_len": 64, "sample_tokens": 4}
 
 
 def commands() -> list[str]:
@@ -77,13 +79,14 @@ def test_page_has_its_commands() -> None:
     assert len(ELSEWHERE) == 3
 
 
-def test_commands_run_in_their_order(workspace: Path) -> None:
+def test_commands_run_in_their_order(workspace: Path, request: pytest.FixtureRequest) -> None:
+    skipped = () if request.config.getoption("--full") else SLOW
     begin = HERE.index(TRAIN)
     for text in HERE[:begin]:
         call(text, workspace)
     train_and_kill(HERE[begin], HERE[begin + 1], workspace)
     for text in HERE[begin + 2 :]:
-        if "transformers" in text and find_spec("transformers") is None:
+        if text.startswith(skipped) or ("transformers" in text and not find_spec("transformers")):
             continue
         output = call(text, workspace)
         if text == TRAIN:
