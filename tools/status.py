@@ -241,16 +241,19 @@ def state_of(
     if is_locked(control / "lock"):
         # A new start deletes the previous outcome only after it has resumed.
         return (outcome, reason, ended) if outcome and ended >= locked_at else (runs, quiet, now)
+    code, exited = exit_codes.read_exit_code(control), _mtime(control / "exit_code")
+    # Ranks that are rejected, for example because no checkpoint verifies, leave the outcome.
+    if code == exit_codes.BAD_CONFIG and exited > max(ended, failed, last_line):
+        return "failed", REJECTED, exited
     if outcome and ended >= failed:
         return outcome, reason, ended
     # The launcher writes times in whole seconds.
     if failed and failed >= int(last_line):
         number = f"attempt {failure['attempt']} of {MOST_ATTEMPTS}"
         return "failed", f"{failure.get('reason')}; {number}", failed
-    if (code := exit_codes.read_exit_code(control)) is not None:
+    if code is not None:
         is_rejected = code == exit_codes.BAD_CONFIG
-        why = REJECTED if is_rejected else f"launcher exited with {code}"
-        return "failed", why, _mtime(control / "exit_code")
+        return "failed", REJECTED if is_rejected else f"launcher exited with {code}", exited
     host = read_text(control / "lock").rpartition(" on ")[2]
     if host == socket.gethostname() and LOCKS.exists():
         return "failed", "process died without an outcome", max(locked_at, last_line)

@@ -328,6 +328,16 @@ def failed_starts_beside(check: Callable[[Path], bool], control: Path) -> int:
     return failed
 
 
+def test_a_start_that_is_rejected_hides_an_earlier_outcome(tmp_path: Path) -> None:
+    control = write_run(tmp_path, {"step": 9, "age": 100})
+    (control / "outcome").write_text("done 9 steps")
+    set_age(control / "outcome", 90)
+    assert read(tmp_path).state == "done"
+    exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+    found = read(tmp_path)
+    assert (found.state, found.why) == ("failed", "bad configuration")
+
+
 def test_the_last_alarm_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path, {"step": 9, "age": 10}).parent
     assert (read_status(folder, time.time()).alarms, "alarms" in shown(folder, capsys)) == (
