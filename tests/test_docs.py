@@ -65,6 +65,7 @@ ELSEWHERE = {
     "./shardloom python -m tests.reliability.scorecard": "takes an hour",
     "./shardloom python -m planner.timeline_svg": "writes docs/images: tests/planner",
     "./shardloom python -m tests.report.screenshots": "writes docs/images",
+    "./shardloom plan llama3_8b --world-size 64": "searches for minutes: tests/planner",
     "./shardloom report outputs/debug_model --watch": "serves for ever: tests/report/test_watch.py",
     "./shardloom fetch": "needs the Hub: tests/runtime/test_hub.py",
     "./shardloom profile": "needs a traced run: tests/tools/test_profile_summary.py",
