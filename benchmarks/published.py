@@ -1,6 +1,6 @@
 """Plan published runs: ``python -m benchmarks.published [--plan]``
 
-Renders the table of docs/planning.md from benchmarks/results/published.jsonl, which ``--plan``
+Renders the table of docs/planning.md from benchmarks/published_plans.jsonl, which ``--plan``
 makes again from benchmarks/published.toml.
 """
 
@@ -26,7 +26,7 @@ from run_spec import resolve
 from runtime.machine import available_cpus
 
 RUNS = ROOT / "benchmarks" / "published.toml"
-RESULTS = ROOT / "benchmarks" / "results" / "published.jsonl"
+RESULTS = ROOT / "benchmarks" / "published_plans.jsonl"
 PAGE = ROOT / "docs" / "planning.md"
 MARKED = re.compile(r"(<!-- published runs -->\n).*?(<!-- end of published runs -->)", re.DOTALL)
 GIB = 1 << 30

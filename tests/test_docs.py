@@ -30,12 +30,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES.remove(ROOT / "docs" / "tutorial.md")
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"([A-Z_]+=\S+ )*(\./\w|sbatch |srun |pip |uv |python |shardloom )")
+NAMED_COMMAND = re.compile(r"\./shardloom [a-z-]+")
 # Words of a page that stand for a user's own, and optional arguments.
 STANDS_FOR = {
     "outputs/run 400": "outputs/debug_model 2",
     "outputs/run/checkpoints/step-00000100 FOLDER": "outputs/debug_model exported",
     "convert import FOLDER CHECKPOINT": "convert import exported imported",
     "preflight CONFIG": "preflight debug_model",
+    "--help SECTION": "--help optimizer",
     "RUN_FOLDER...": "outputs/debug_model",
     "outputs/debug_model outputs/books": "outputs/debug_model",
     "outputs/run": "outputs/debug_model",
@@ -109,8 +111,9 @@ class Documented:
 def commands_of(page: Path) -> list[Documented]:
     text = page.read_text().replace("\\\n", " ")
     lines = [line for block in BLOCK.findall(text) for line in block.splitlines()]
-    # In a sentence only those with arguments: others name the program.
-    inline = [part for part in re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)) if " " in part]
+    # In a sentence only those with arguments: others name the program, or a command of it.
+    parts = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    inline = [part for part in parts if " " in part and not NAMED_COMMAND.fullmatch(part)]
     found = [OPTIONAL.sub("", line) for line in lines + inline if COMMAND.match(line)]
     return [Documented(page.name, line) for line in dict.fromkeys(found)]
 

@@ -5,6 +5,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from runtime.log import say
+
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build" / "site"
 
@@ -20,4 +22,4 @@ if __name__ == "__main__":
         sys.exit("the site needs: pip install '.[docs]'")
     target = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else SITE
     build_site(target)
-    print(target / "index.html")
+    say(str(target / "index.html"))
