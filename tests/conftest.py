@@ -1,4 +1,5 @@
 import logging
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from tests.lib.warm import WarmPopen
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# As in run_tests.sh. A process with threads of OpenMP cannot be forked.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Files that run first: those that wait most, beside the longest of those that compute.
 FIRST = (
     "tests/slurm/test_jobs.py",
