@@ -81,7 +81,7 @@ def decide(config: JobConfig, world_size: int, memory: float, *, has_gpu: bool) 
             return decision
     if found:
         return max(found, key=lambda pair: pair[0])[1]
-    if refused:
+    if math.isinf(needed):
         raise refused[-1]
     raise ConfigError(
         [

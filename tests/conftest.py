@@ -13,9 +13,9 @@ from tests.lib.warm import WarmPopen
 # Shells make background jobs ignore SIGINT, and processes started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
 # As in run_tests.sh. A process with threads of OpenMP cannot be forked.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Files that run first: those that wait most, beside the longest of those that compute.
 FIRST = (
     "tests/slurm/test_jobs.py",

@@ -87,6 +87,20 @@ def test_nothing_fits_and_the_error_says_how_much(monkeypatch: pytest.MonkeyPatc
         decide(config_of({}), N_RANKS, 1000, has_gpu=True)
 
 
+@pytest.mark.usefixtures("counted")
+def test_a_mode_that_is_not_supported_does_not_hide_that_others_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def legal_sizes(smallest: JobConfig, *_: object, **__: object) -> list[JobConfig]:
+        if smallest.activation_checkpoint.mode == "full":
+            raise ConfigError(["activation_checkpoint.mode: not supported"])
+        return [smallest]
+
+    monkeypatch.setattr(auto, "legal_sizes", legal_sizes)
+    with pytest.raises(ConfigError, match="finds nothing that fits"):
+        decide(config_of({}), N_RANKS, 1000, has_gpu=True)
+
+
 def test_memory_is_that_of_a_plan() -> None:
     """The limit is between that of one and of two sequences."""
     config = config_of({"training.global_batch_size": 4})
