@@ -18,7 +18,7 @@ from planner.devices import Hardware
 from planner.estimate import Sample, Shape, estimated
 from planner.recorder import StepRecord
 from planner.roofline import peak_flops, stage_parts
-from planner.simulations import Map, Request, simulate_sample, simulate_whole
+from planner.search_simulations import Map, Request, simulate_sample, simulate_whole
 from planner.step_plan import TIGHT
 from run_spec import model_of
 

@@ -14,8 +14,8 @@ from planner.search import (
     Choice,
     Search,
 )
+from planner.search_simulations import Request, simulate_sample, simulate_whole
 from planner.search_text import search_json, search_text, toml_lines
-from planner.simulations import Request, simulate_sample, simulate_whole
 from tests.lib.planned import BATCH, SMALL
 
 WORLD = 8
