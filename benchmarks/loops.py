@@ -31,8 +31,10 @@ class Case(Section):
 
     loops: list[str]
     """Keys of LOOPS; the ratios are to "bare", if it is one of them."""
+    family: Literal["llama3", "qwen3"] = "llama3"
+    """Peers are compared with llama3 only."""
     flavor: str = "debugmodel"
-    """A flavor of llama3."""
+    """A flavor of the family."""
     shape: dict[str, int | bool] = Field(default_factory=dict)
     """Fields of TransformerArgs that differ from the flavor's."""
     ranks: Count = 1
@@ -56,7 +58,7 @@ class Case(Section):
     @property
     def args(self) -> TransformerArgs:
         sizes: dict[str, Any] = {**self.shape, "max_seq_len": self.seq_len}
-        return replace(find_model("llama3", self.flavor)[1], **sizes)
+        return replace(find_model(self.family, self.flavor)[1], **sizes)
 
 
 class Ready(NamedTuple):
@@ -104,6 +106,7 @@ def train_loop(turns: Turns, case: Case) -> None:
 def keys_of(case: Case) -> dict[str, str]:
     """Return the keys of train.py that train ``case``, besides its output folder."""
     keys = {
+        "model.name": case.family,
         "model.flavor": case.flavor,
         "model.vocab_size": case.args.vocab_size,
         "training.steps": 10**6,
@@ -133,7 +136,7 @@ def bare_loop(turns: Turns, case: Case, precision: str | None) -> None:
 def reference_model(case: Case) -> nn.Module:
     """The model with the weights that ``train.py`` gives it, sharded if there are several ranks."""
     device = init_distributed(Comm())
-    model = build_on_meta(find_model("llama3", case.flavor)[0], case.args, torch.float32)
+    model = build_on_meta(find_model(case.family, case.flavor)[0], case.args, torch.float32)
     blocks = list(cast(nn.ModuleDict, model.layers).values())
     apply_block_attention(
         [cast(nn.Module, block.attention) for block in blocks],

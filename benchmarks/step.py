@@ -84,7 +84,7 @@ def measured(case: Case, first: Turn, turns: list[Turn]) -> Row:
     seconds = statistics.median(turn.seconds for turn in turns) / case.steps_per_turn
     cpu_seconds = statistics.median(turn.cpu_seconds for turn in turns) / case.steps_per_turn
     rate = case.ranks * case.batch_size * case.seq_len / seconds
-    model = build_on_meta(find_model("llama3", case.flavor)[0], case.args, torch.float32)
+    model = build_on_meta(find_model(case.family, case.flavor)[0], case.args, torch.float32)
     args = case.args
     flops = flops_per_token(
         model, n_attentions=args.n_layers, n_heads=args.n_heads, head_dim=args.head_dim,
