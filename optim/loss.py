@@ -65,7 +65,7 @@ class _CrossEntropySum(torch.autograd.Function):
         at = torch.arange(len(rows), device=rows.device), torch.where(is_local, labels - start, 0)
         target = torch.where(is_local, rows[at] - row_max, 0.0)
         sum_exp = torch.empty_like(row_max)
-        _for_row_chunks(_sum_exp, rows, row_max, sum_exp, is_fused)
+        for_row_chunks(_sum_exp, rows, row_max, sum_exp, is_fused)
         if group is not None:
             both = torch.stack([sum_exp, target])
             dist.all_reduce(both, group=group)
@@ -83,7 +83,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, ctx.rows = ctx.rows, None
         row_max, scale, is_local, target_grad, *at = ctx.saved_tensors
-        _for_row_chunks(_write_gradient, rows, row_max, scale * gradient, ctx.is_fused)
+        for_row_chunks(_write_gradient, rows, row_max, scale * gradient, ctx.is_fused)
         target_grad = (target_grad * gradient).to(rows.dtype)
         rows[tuple(at)] = torch.where(is_local, target_grad, rows[tuple(at)])
         return rows.view(ctx.shape), None, None, None, None, None
@@ -104,7 +104,7 @@ def _write_gradient(
     torch.mul(shifted.exp_(), scale[:, None], out=rows)
 
 
-def _for_row_chunks(
+def for_row_chunks(
     function: Callable[..., None],
     rows: torch.Tensor,
     row_max: torch.Tensor,

@@ -317,6 +317,8 @@ class StepRecorder(DispatchMode):
     def count_work(self, call: Call) -> None:
         if not call.is_new and not call.name.endswith("_"):
             return  # A view.
+        if "empty" in call.name:
+            return  # An allocation.
         kind, flops = flops_of(call)
         if kind:
             self._flops[call.phase, kind] += self.weight * flops

@@ -250,6 +250,16 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def gpu_updates(recorder: StepRecorder) -> Iterator[None]:
     """Context in which the loss has the chunks of a GPU, and AdamW updates in one kernel."""
+    for_row_chunks = loss.for_row_chunks
+
+    def for_first_chunk(
+        function: Any, rows: torch.Tensor, row_max: torch.Tensor, per_row: torch.Tensor, *_: Any
+    ) -> None:
+        """Run one chunk, which stands for all of them."""
+        n, weight = min(len(rows), max(1, loss.CHUNK // rows.shape[1])), recorder.weight
+        recorder.weight *= len(rows) / n
+        for_row_chunks(function, rows[:n], row_max[:n], per_row[:n], False)
+        recorder.weight = weight
 
     def update_states(states: Sequence[ParameterState]) -> list[Any]:
         for state in states:
@@ -258,6 +268,7 @@ def gpu_updates(recorder: StepRecorder) -> Iterator[None]:
 
     with (
         patch.object(loss, "CPU_CHUNK", loss.CHUNK),
+        patch.object(loss, "for_row_chunks", for_first_chunk),
         patch.object(chunked_adamw, "_chunks", update_states),
         patch.object(one_pass_adamw, "_update_in_chunks", recorder.count_kernel),
     ):
