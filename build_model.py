@@ -8,10 +8,10 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from config import JobConfig
+from cuda_graphs import CudaRecorder, Recorder
 from forward_backward import ModelRunner, PipelineRunner, SPMDRunner
 from kernels.choose import choose_kernels
 from metrics.flops import flops_per_token, peak_flops
-from microbatch_graphs import CudaRecorder
 from models import ModelSpec, TransformerArgs
 from models.meta import build_on_meta
 from parallelisms.comm_volume import warn_if_comm_bound
@@ -87,8 +87,12 @@ class ShardedModel:
             compile=config.compile,
             device=self.device,
             accumulator=accumulator,
-            recorder=None if self.without_cuda_graphs else CudaRecorder(),
+            recorder=self.recorder(),
         )
+
+    def recorder(self) -> Recorder | None:
+        """Return what records CUDA graphs, unless ``without_cuda_graphs`` says why not."""
+        return None if self.without_cuda_graphs else CudaRecorder()
 
     @property
     def without_cuda_graphs(self) -> str:

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Compile, Parallelism
+from cuda_graphs import Inputs, MicrobatchGraphs, Recorder, run_step
 from data.loader import Microbatch
-from microbatch_graphs import Inputs, MicrobatchGraphs, Recorder, run_step
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import SequenceSharder
 from parallelisms.elastic import PairwiseGradientAccumulator
@@ -27,6 +27,10 @@ class ModelRunner(Protocol):
 
     tied_duplicates: list[nn.Parameter]
     """Tied parameters of this rank that an earlier stage has too, and whose norm it counts."""
+
+    @property
+    def recording(self) -> int | None:
+        """Number of the graphs in whose memory the gradients are; None if they are elsewhere."""
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
         """Accumulate gradients; return the loss of each microbatch on this rank (n,).
@@ -69,6 +73,10 @@ class SPMDRunner:
         if recorder is not None:
             parameters = list(model.parameters())
             self._graphs = MicrobatchGraphs(self._run_microbatch, parameters, recorder)
+
+    @property
+    def recording(self) -> int | None:
+        return None if self._graphs is None else self._graphs.recording
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
         # A step without target tokens has a loss of 0.
@@ -128,6 +136,8 @@ class SPMDRunner:
 
 class PipelineRunner:
     """Runs the stages of a pipeline by one of PyTorch's schedules."""
+
+    recording = None
 
     def __init__(
         self,

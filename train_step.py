@@ -1,12 +1,12 @@
 """The optimizer step: forward, backward, clipping, the update, and the router bias."""
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from build_model import ShardedModel
+from cuda_graphs import UpdateGraph
 from data.step_batches import StepBatch
 from metrics.layer_stats import LayerStats
 from optim.grad_norm import clip_grad_norm_, local_norms
@@ -64,6 +64,12 @@ class TrainStep:
             freq=config.metrics.layer_stats_freq,
             compiled=model.stages if config.compile.enable else [],
         )
+        recorder = model.recorder() if config.optimizer.name == "adamw" else None
+        self._graph: UpdateGraph | None = None
+        if recorder is not None:
+            self._graph = UpdateGraph(self._update, recorder)
+            for group in self.optimizer.param_groups:
+                group["capturable"] = True
         # Also where this pipeline stage has none: their metrics are collective.
         self._has_moes = model.has_moes
 
@@ -74,40 +80,63 @@ class TrainStep:
         """
         run, config = self._run, self._run.config
         self._expert_balancer.set_batch_fraction(batch.n_sequences / run.global_batch_size)
-        activations = self._observe_forward(step, batch)
+        is_observed = self._layer_stats.is_due(step)
+        layers: dict[str, float] = {}
+        if is_observed:
+            evaluate = partial(self.runner.evaluate, batch.microbatches)
+            layers |= self._layer_stats.observe_forward(evaluate)
         losses = self.runner.forward_backward(batch.microbatches, batch.n_tokens)
-        norms = local_norms(self._parameters)
-        grad_norm = clip_grad_norm_(
-            self._parameters,
-            config.training.max_norm,
-            norms=norms,
-            is_exact=config.debug.is_elastic,
-            pp_mesh=self._dims.pp_mesh,
-            tied_duplicates=self.runner.tied_duplicates,
-        )
         lr = config.optimizer.lr * run.lr_factor(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
-        with self._observed_update(step, norms) as layers:
-            self.nonfinite.step()
+        update = partial(self._update, layers=layers) if is_observed else self._run_update
+        grad_norm = update(losses.sum(), lr, step)
         self.optimizer.zero_grad()
         self._expert_balancer.update(self.nonfinite.found_inf)
-        return StepResult(losses, grad_norm, lr, activations | layers)
+        return StepResult(losses, grad_norm, lr, layers)
 
-    def _observe_forward(self, step: int, batch: StepBatch) -> dict[str, float]:
-        """Return statistics of layers of one more forward pass, if they are due."""
-        if not self._layer_stats.is_due(step):
-            return {}
-        return self._layer_stats.observe_forward(partial(self.runner.evaluate, batch.microbatches))
+    def _run_update(self, loss: torch.Tensor, lr: float, step: int) -> torch.Tensor:
+        """``_update``, as a graph if there is one."""
+        if self._graph is None:
+            return self._update(loss, lr, step)
+        # A graph would repeat numbers, and PyTorch's AdamW reads a learning rate in float32.
+        lr_tensor = torch.full((), lr, dtype=torch.float32, device=loss.device)
+        step_tensor = torch.full((), step, device=loss.device)
+        grad_norm = self._graph(self.runner.recording, loss, lr_tensor, step_tensor)
+        self._set_lr(lr)
+        return grad_norm
 
-    def _observed_update(
-        self, step: int, norms: list[torch.Tensor]
-    ) -> AbstractContextManager[dict[str, float]]:
-        """Context of the update, which fills in statistics of layers if they are due."""
-        if not self._layer_stats.is_due(step):
-            return nullcontext({})
-        return self._layer_stats.observe_update(norms, self.runner.tied_duplicates)
+    def _update(
+        self,
+        loss: torch.Tensor,
+        lr: float | torch.Tensor,
+        step: int | torch.Tensor,
+        layers: dict[str, float] | None = None,
+    ) -> torch.Tensor:
+        """Clip gradients and update weights; return the norm of the gradients, 0-d.
+
+        Adds statistics of layers to ``layers``, if given.
+        """
+        norms, tied = local_norms(self._parameters), self.runner.tied_duplicates
+        grad_norm = clip_grad_norm_(
+            self._parameters,
+            self._run.config.training.max_norm,
+            norms=norms,
+            is_exact=self._run.config.debug.is_elastic,
+            pp_mesh=self._dims.pp_mesh,
+            tied_duplicates=tied,
+        )
+        self.nonfinite.update_found_inf(step, loss=loss, norms=norms, grad_norm=grad_norm)
+        self._set_lr(lr)
+        if layers is None:
+            self.nonfinite.step()
+        else:
+            with self._layer_stats.observe_update(norms, tied) as found:
+                self.nonfinite.step()
+            layers |= found
+        return grad_norm
+
+    def _set_lr(self, lr: float | torch.Tensor) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
 
     def metrics(self) -> dict[str, float]:
         """Return the expert load of the last step and the updates skipped so far. Collective."""

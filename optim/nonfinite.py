@@ -64,12 +64,18 @@ class NonfiniteGuard:
 
     @torch.no_grad()
     def update_found_inf(
-        self, step: int, *, loss: torch.Tensor, norms: list[torch.Tensor], grad_norm: torch.Tensor
+        self,
+        step: int | torch.Tensor,
+        *,
+        loss: torch.Tensor,
+        norms: list[torch.Tensor],
+        grad_norm: torch.Tensor,
     ) -> None:
         """Skip the next update if any value is not finite on any rank. Collective.
 
-        ``loss``: this rank's, 0-d. ``norms``: ``local_norms`` of all parameters.
-        ``grad_norm``: result of ``clip_grad_norm_``, 0-d.
+        ``step``: 1-based; a tensor if this is recorded. ``loss``: this rank's, 0-d.
+        ``norms``: ``local_norms`` of all parameters. ``grad_norm``: result of
+        ``clip_grad_norm_``, 0-d.
         """
         values = (loss.to(self._no_index.device), torch.stack(norms), grad_norm)
         is_finite = torch.cat([value.isfinite().view(-1) for value in values])
@@ -78,11 +84,11 @@ class NonfiniteGuard:
             dist.all_reduce(index, op=dist.ReduceOp.MIN, group=group)
         self._decide(step, index)
 
-    def _decide(self, step: int, index: torch.Tensor) -> None:
+    def _decide(self, step: int | torch.Tensor, index: torch.Tensor) -> None:
         counts = self._counts
         is_bad = index < self._no_index
         is_first = is_bad & (counts["first_step"] == 0)
-        counts["first_step"].masked_fill_(is_first, step)
+        counts["first_step"].copy_(torch.where(is_first, step, counts["first_step"]))
         counts["first_index"].copy_(torch.where(is_first, index, counts["first_index"]))
         counts["in_a_row"].add_(1).mul_(is_bad)
         torch.maximum(counts["longest"], counts["in_a_row"], out=counts["longest"])

@@ -45,7 +45,7 @@ def one_pass_adamw(
     columns = [
         lr / (1 - beta1**counts),
         (1 - beta2**counts).rsqrt(),
-        torch.full_like(counts, 1 - lr * group["weight_decay"]),
+        torch.ones_like(counts) - lr * group["weight_decay"],
         is_skipped.expand_as(counts),
     ]
     # A row has 16 bytes or 32: kernels copy what is not aligned.

@@ -15,7 +15,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # As in run_tests.sh. A process with threads of OpenMP cannot be forked.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# After a fork, CUDA fails if its driver was asked for GPUs: Inductor of PyTorch 2.11 asks on import.
+# Nor may one whose CUDA was asked for GPUs, as Inductor of PyTorch 2.11 asks when it is imported.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # Files that run first: those that wait most, beside the longest of those that compute.

@@ -77,19 +77,20 @@ def test_compiled_block_is_as_many_kernels_as_expected(step: Step) -> None:
         {"compile.enable": "true", "training.global_batch_size": "32"},
         {"data.document_mask": "true", "activation_checkpoint.mode": "full"},
         {"float8.recipe": "tensorwise", "float8.skip_small": "false"},
+        {"training.dtype": "bfloat16"},
     ],
-    ids=["eager", "compiled", "documents", "float8"],
+    ids=["eager", "compiled", "documents", "float8", "bfloat16"],
 )
 def test_a_graph_takes_little_of_the_host(keys: dict[str, str], tmp_path: Path) -> None:
-    """A launch per microbatch; besides them the host launches batches, clipping and AdamW."""
+    """A launch per microbatch and one of the update; besides them the host launches batches."""
     ((_, _, recorded, *steps, _),) = train_on_stub(tmp_path, **GRAPHS, **keys)
     # The random generator's own, of which the models use nothing.
     n_graphs = int(keys.get("training.global_batch_size", "8")) // 8
-    assert recorded.count("recorded sync") <= min(n_graphs, 3)
+    assert recorded.count("recorded sync") <= min(n_graphs, 3) + 1
     assert recorded.count("recorded kernel") > 100
     for step in steps:
-        assert step.count("graph", "launch") == n_graphs
-        assert step.count("kernel") < 70
+        assert step.count("graph", "launch") == n_graphs + 1
+        assert step.count("kernel") < 30
         assert step.count("gemm") == 0
         assert step.syncs == step.device_allocations == {}
 

@@ -19,7 +19,7 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]
 
 
 class OpRecorder:
-    """A ``Recorder`` of microbatch_graphs.py."""
+    """A ``Recorder`` of cuda_graphs.py."""
 
     def __init__(self) -> None:
         self.n_recorded = 0
@@ -30,6 +30,7 @@ class OpRecorder:
     def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         with _Tape() as tape:
             result = function()
+        tape.undo()
         self.n_recorded += len(tape.calls)
         return result, lambda: _replay(tape.calls)
 
@@ -38,12 +39,33 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self._own: set[int] = set()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def undo(self) -> None:
+        """Give back what was there before to all that was changed: a capture computes nothing."""
+        for storage, before in self._before.values():
+            if storage.size() == before.size():
+                storage.copy_(before)
+
+    def _save(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what ``func`` is about to change, unless it was made since the tape began."""
+        by_name = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
+        written = {a.name for a in func._schema.arguments if a.is_write or func.namespace == "c10d"}
+        values = [value for name, value in (by_name | kwargs).items() if name in written]
+        for tensor in filter(_is_tensor, tree_leaves(values)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._own | self._before.keys():
+                self._before[storage._cdata] = storage, storage.clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Operations on the tensors that DTensors and float8 weights wrap come here next.
         if set(types) - {torch.Tensor, nn.Parameter}:
             return NotImplemented
+        self._save(func, args, kwargs or {})
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
         result = func(*args, **(kwargs or {}))
+        self._own |= {_storage(t) for t in tree_leaves(result) if _is_tensor(t)} - given
         if func.namespace != "profiler":
             self.calls.append((func, args, kwargs or {}, tree_leaves(result)))
             _wait(func, tree_leaves(result))

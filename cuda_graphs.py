@@ -1,4 +1,4 @@
-"""Forward and backward of microbatches as CUDA graphs, each of which the host launches at once.
+"""Microbatches and the update as CUDA graphs, each of which the host launches at once.
 
 A graph repeats what its capture did, with the same memory. So everything that changes from step to
 step is in a tensor that lives on: inputs are copied to fixed buffers, weights are updated in place,
@@ -101,6 +101,9 @@ class MicrobatchGraphs:
         self._run, self._parameters, self._recorder = run, parameters, recorder
         self._warm: set[tuple[Any, ...]] = set()
         self._graphs: _Graphs | None = None
+        self._n_recorded = 0
+        self.recording: int | None = None
+        """Number of the recording whose memory has the gradients; None if they are elsewhere."""
 
     def __call__(self, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
         """Accumulate the gradients of a step; return the loss of each microbatch, 0-d."""
@@ -109,10 +112,13 @@ class MicrobatchGraphs:
         kind = (*shapes, min(len(microbatches), 3))
         if kind not in self._warm or len(shapes) > 1:
             self._warm.add(kind)
+            self.recording = None
             return self._recorder.warm_up(lambda: run_step(self._run, microbatches))
         if self._graphs is None or self._graphs.kind != kind:
             self._graphs = None
             self._graphs = self._record(microbatches, kind)
+            self._n_recorded += 1
+        self.recording = self._n_recorded
         return self._replay(self._graphs, microbatches)
 
     def forget(self) -> None:
@@ -150,3 +156,28 @@ class MicrobatchGraphs:
         logger.info("CUDA graphs: recorded a step of %d microbatches", n)
         gradients = [parameter.grad for parameter in self._parameters]
         return _Graphs(kind, buffers, first, middle, last, gradients)
+
+
+class UpdateGraph:
+    """Runs the update of the weights: as a graph where ``MicrobatchGraphs`` has the gradients."""
+
+    def __init__(self, update: Callable[..., torch.Tensor], recorder: Recorder) -> None:
+        """``update`` takes 0-d tensors, and returns one."""
+        self._update, self._recorder = update, recorder
+        self._recording: int | None = None
+        self._inputs: tuple[torch.Tensor, ...] = ()
+        self._result = torch.empty(())
+        self._replay: Callable[[], None] = lambda: None
+
+    def __call__(self, recording: int | None, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``update(*inputs)``. ``recording``: that of the gradients."""
+        if recording is None:  # As in the first step, which also makes the optimizer's state.
+            return self._recorder.warm_up(lambda: self._update(*inputs))
+        if recording != self._recording:
+            self._recording, self._inputs = recording, tuple(each.clone() for each in inputs)
+            self._result, self._replay = self._recorder.record(lambda: self._update(*self._inputs))
+        for buffer, tensor in zip(self._inputs, inputs, strict=True):
+            buffer.copy_(tensor)
+        self._replay()
+        # The next replay overwrites it.
+        return self._result.clone()

@@ -1,7 +1,9 @@
 """Recorded microbatches: equal to eager ones bit for bit, whatever changes between steps."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,10 +11,8 @@ import torch
 from build_model import ShardedModel
 from config import JobConfig
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer
-from forward_backward import SPMDRunner
-from microbatch_graphs import CudaRecorder, MicrobatchGraphs
-from optim.grad_norm import clip_grad_norm_
-from optim.optimizer import build_optimizer
+from cuda_graphs import CudaRecorder, MicrobatchGraphs
+from data.step_batches import StepBatch
 from parallelisms.materialize import materialize
 from tests.lib.layouts import (
     CP,
@@ -32,9 +32,11 @@ from tests.lib.layouts import (
 from tests.lib.op_recorder import OpRecorder, as_on_devices
 from tests.lib.parity import global_batch, rows_of
 from tests.lib.ranks import RankPool
+from train_step import TrainStep
 
 # Number of microbatches of each step: kinds of steps repeat, and change.
 STEPS = (3, 3, 1, 1, 3, 4, 3, 2, 2, 3)
+LR = 2.0**-7
 FULL = ActivationCheckpoint(mode="full")
 SELECTIVE = ActivationCheckpoint(mode="selective")
 LAYOUTS = [
@@ -62,34 +64,29 @@ def train(
     sharded = shard_debugmodel(model, args_of(model), layout, dtype=dtype, device=device)
     module = sharded.module
     materialize(module, device, seed=3)
-    runner = build_runner(sharded, layout, recorder)
-    optimizer = build_optimizer(module, Optimizer(lr=1e-2))
+    training = sharded.config.training.model_copy(update={"max_norm": 0.05})
+    changes = {"optimizer": Optimizer(lr=LR), "training": training}
+    config = sharded.config.model_copy(update=changes)
+    # Numbers that float32 has.
+    run: Any = SimpleNamespace(
+        config=config, global_batch_size=1, lr_factor=lambda step: 1 - step / 16
+    )
+    with patch.object(ShardedModel, "recorder", lambda _: recorder):
+        train_step = TrainStep(run, sharded)
     batch = global_batch(sharded.args.vocab_size, documents)
     found: list[Any] = []
     for step, count in enumerate(STEPS):
         rows = [(step + index) % len(batch.tokens) for index in range(count)]
         microbatches = [rows_of(batch, slice(row, row + 1)) for row in rows]
         if step in (4, 7):
-            found += runner.evaluate(microbatches).tolist()
+            found += train_step.runner.evaluate(microbatches).tolist()
         # As if other ranks had other numbers of tokens in each step.
-        losses = runner.forward_backward(microbatches, SEQ_LEN * count + step)
-        parameters = list(module.parameters())
-        norm = clip_grad_norm_(parameters, 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [*losses.tolist(), norm.item()]
+        n_tokens = SEQ_LEN * count + step
+        result = train_step(
+            step + 1, StepBatch(microbatches, 0.0, count, n_tokens, is_end_of_data=False)
+        )
+        found += [*result.losses.tolist(), result.grad_norm.item(), result.lr]
     return [*found, *(digest(p.detach().cpu()) for p in module.parameters())]
-
-
-def build_runner(sharded: ShardedModel, layout: Layout, recorder: Any) -> SPMDRunner:
-    return SPMDRunner(
-        sharded.module,
-        sharded.dims.cp_mesh,
-        parallelism=sharded.config.parallelism,
-        device=sharded.device,
-        compile=sharded.config.compile,
-        recorder=recorder,
-    )
 
 
 def compare(model: str, layout: Layout, documents: bool) -> None:
