@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forward_backward": LIBRARIES | {"cuda_graphs"},
     "build_model": LIBRARIES | {"forward_backward", "cuda_graphs", "run_spec"},
     "run_summary": LIBRARIES | {"build_model", "report", "run_spec"},
-    "train_step": LIBRARIES | {"build_model", "run_spec"},
+    "train_step": LIBRARIES | {"build_model", "cuda_graphs", "run_spec"},
     "run_log": LIBRARIES | {"build_model", "run_spec", "train_step", "validation"},
     "resume": LIBRARIES | {"build_model", "run_spec", "train_step"},
     "validation": LIBRARIES | {"forward_backward", "generation", "run_spec"},

@@ -993,14 +993,16 @@ ROOT_FILES = [
         "update-before-its-mask",
         "train_step.py",
         before="""\
-        self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
-        with self._observed_update(step, norms) as layers:
+        self.nonfinite.update_found_inf(step, loss=loss, norms=norms, grad_norm=grad_norm)
+        self._set_lr(lr)
+        if layers is None:
             self.nonfinite.step()
 """,
         after="""\
-        with self._observed_update(step, norms) as layers:
+        self._set_lr(lr)
+        if layers is None:
             self.nonfinite.step()
-        self.nonfinite.update_found_inf(step, loss=losses.sum(), norms=norms, grad_norm=grad_norm)
+            self.nonfinite.update_found_inf(step, loss=loss, norms=norms, grad_norm=grad_norm)
 """,
         tests=(PLANTED,),
     ),
@@ -1127,6 +1129,20 @@ ROOT_FILES = [
         "cuda_graphs.py",
         before="                    buffer.copy_(tensor)",
         after="                    pass",
+        tests=("tests/test_cuda_graphs.py",),
+    ),
+    Mutation(
+        "graph-repeats-its-first-learning-rate",
+        "cuda_graphs.py",
+        before="            buffer.copy_(tensor)\n        self._replay()",
+        after="            pass\n        self._replay()",
+        tests=("tests/test_cuda_graphs.py",),
+    ),
+    Mutation(
+        "graph-updates-with-gradients-of-an-earlier-recording",
+        "cuda_graphs.py",
+        before="if recording != self._recording:",
+        after="if self._recording is None:",
         tests=("tests/test_cuda_graphs.py",),
     ),
 ]
