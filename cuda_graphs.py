@@ -33,6 +33,9 @@ def run_step(run: RunMicrobatch, microbatches: Sequence[Inputs]) -> list[torch.T
 class Recorder(Protocol):
     """Records what a function does on a device, and repeats it."""
 
+    n_bytes: int
+    """Memory that belongs to the recordings."""
+
     def warm_up(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` as ``record`` will. It may compile, choose kernels, and allocate."""
 
@@ -48,6 +51,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.n_bytes = 0
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         # Autograd runs backward on the streams of forward, and a capture waits for no other.
@@ -64,7 +68,9 @@ class CudaRecorder:
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
         with capture:
+            before = torch.cuda.memory_reserved()
             result = function()
+            self.n_bytes += torch.cuda.memory_reserved() - before
         return result, graph.replay
 
 
@@ -153,7 +159,8 @@ class MicrobatchGraphs:
         first = record(is_last=n == 1)
         middle = record(is_last=False) if n > 2 else None
         last = record(is_last=True) if n > 1 else None
-        logger.info("CUDA graphs: recorded a step of %d microbatches", n)
+        gib = self._recorder.n_bytes / 2**30
+        logger.info("CUDA graphs: recorded a step of %d microbatches, in %.2f GiB", n, gib)
         gradients = [parameter.grad for parameter in self._parameters]
         return _Graphs(kind, buffers, first, middle, last, gradients)
 

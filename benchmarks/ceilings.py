@@ -15,6 +15,9 @@ from config.job_config import Count, Section
 from metrics.flops import peak_flops
 from runtime.compat import scaled_mm
 
+# Seconds between two waits for the device.
+AT_LEAST = 0.02
+
 
 class Case(Section):
     matmul: list[Literal["float32", "bfloat16", "float8_e4m3fn"]]
@@ -59,17 +62,24 @@ def build_matmul(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
 
 
 def sustained(call: Callable[[], object], limit: float, device: torch.device) -> float:
-    """Median seconds of the calls within ``limit`` seconds, after one warmup call.
+    """Median seconds of the calls within ``limit`` seconds, after two warmup calls.
 
     Not the fastest: under load a GPU's clocks fall within seconds.
     """
-    call()
-    found: list[float] = []
-    end = time.perf_counter() + limit
-    while not found or time.perf_counter() < end:
+
+    def seconds_of(n_calls: int) -> float:
         begin = time.perf_counter()
-        call()
+        for _ in range(n_calls):
+            call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - begin)
+        return (time.perf_counter() - begin) / n_calls
+
+    seconds_of(1)
+    # Enough that waiting for the device does not count.
+    n_calls = max(1, round(AT_LEAST / seconds_of(1)))
+    end = time.perf_counter() + limit
+    found = [seconds_of(n_calls)]
+    while time.perf_counter() < end:
+        found.append(seconds_of(n_calls))
     return statistics.median(found)

@@ -361,7 +361,8 @@ class Compile(Section):
     """Backend of torch.compile."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
     """Record forward and backward of a microbatch once as a CUDA graph, which the host launches at
-    once; with compile.enable or without. auto: on one GPU. always: also on several."""
+    once, and the update as another; with compile.enable or without. auto: on one GPU. always: also
+    on several."""
 
 
 class Float8(Section):

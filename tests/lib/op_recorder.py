@@ -21,6 +21,8 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]
 class OpRecorder:
     """A ``Recorder`` of cuda_graphs.py."""
 
+    n_bytes = 0
+
     def __init__(self) -> None:
         self.n_recorded = 0
 
