@@ -153,4 +153,5 @@ def _build_profiler() -> torch.profiler.profile:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, record_shapes=True)
+    # It has one cycle. Without acc_events PyTorch 2.11 warns that it forgets those before.
+    return torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)

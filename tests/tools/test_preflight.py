@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
@@ -31,7 +32,7 @@ from tools.preflight_rank import below, unequal
 from tools.preflight_speed import bus_bandwidth, mesh_groups, n_rounds, partner
 
 HOST = socket.gethostname()
-TORCH = re.escape(torch.__version__)
+TORCH = re.escape(version("torch"))
 EXPERTS = ROOT / "train_configs" / "qwen3_moe_debug.toml"
 
 
