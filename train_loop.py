@@ -28,6 +28,7 @@ from runtime.control import RunControl
 from runtime.exit_codes import StopReason, stopped_by
 from runtime.log import OF_LINES, logger, show_progress
 from runtime.object_collectives import run_on_rank0
+from runtime.run_folder import list_checkpoints
 from train_step import StepResult, TrainStep
 from validation import Sample, Sampler, Validator
 
@@ -231,9 +232,11 @@ class TrainLoop:
 
 def log_outcome(run: RunSpec, step: int, stop: StopReason) -> None:
     """Log why the run ended, and where its files are."""
-    config = run.config
+    enabled, folder = run.config.checkpoint.enable, run.folder / "checkpoints"
+    has_checkpoints = enabled and bool(list_checkpoints(folder))
+    hint = stop.hint if has_checkpoints or not stop.is_worth_saving else "nothing was saved"
     what = f"stopped by {stop.reason} after step {step}" if stop.reason else f"done: {step} steps"
-    logger.info(f"{what}; {stop.hint if config.checkpoint.enable else 'nothing was saved'}")
+    logger.info("%s; %s", what, hint if enabled else "nothing was saved")
     logger.info("metrics of all steps: %s", run.folder / "metrics.jsonl")
-    if config.checkpoint.enable:
-        logger.info("checkpoints: %s", run.folder / "checkpoints")
+    if has_checkpoints:
+        logger.info("checkpoints: %s", folder)

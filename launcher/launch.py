@@ -37,7 +37,7 @@ from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
 from runtime.log import red, report, say, unless_closed
 from runtime.machine import available_cpus, enable_expandable_segments
-from runtime.run_folder import read_text
+from runtime.run_folder import list_checkpoints, read_text
 from runtime.run_lock import is_locked
 
 end_imports(was_announced=IS_PROGRAM)
@@ -118,10 +118,13 @@ def next_commands(
     """
     folder = config.job.folder
     ranks = f"NGPU={environment['NGPU']} " if environment.get("NGPU") else ""
+    # Before the first step there is nothing to save.
+    has_checkpoints = config.checkpoint.enable and bool(list_checkpoints(folder / "checkpoints"))
+    is_whole = outcome == exit_codes.FINISHED.outcome
+    can_start = has_checkpoints or (not is_whole and (folder / "config.toml").exists())
     commands = {}
     # A run that consumed its data would end at once.
-    if config.checkpoint.enable and is_alone and outcome != exit_codes.DATA_ENDED.outcome:
-        is_whole = outcome == exit_codes.FINISHED.outcome
+    if can_start and is_alone and outcome != exit_codes.DATA_ENDED.outcome:
         steps = 2 * config.training.steps
         longer = ["--training.steps", steps] if is_whole else []
         if is_whole and (config.lr_scheduler.total_steps or 0) < steps:
@@ -129,8 +132,9 @@ def next_commands(
             longer += ["--lr_scheduler.total_steps", steps]
         # The resolved configuration: the one that was named may be a pipe, or change.
         resume = command_text("train", folder / "config.toml", *longer)
-        commands["train on" if is_whole else "resume"] = ranks + resume
-    if config.checkpoint.enable:
+        purpose = "resume" if has_checkpoints else "start again"
+        commands["train on" if is_whole else purpose] = ranks + resume
+    if has_checkpoints:
         commands["generate text"] = command_text("generate", folder)
     commands["report"] = command_text("report", folder)
     if "tensorboard" in config.metrics.trackers:

@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
         try:
             (folder / "control" / "lock").stat()
             found.append(read_status(folder, time.time()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             others.append(f"{folder}: not a run folder: no control/lock")
         except OSError as error:
             others.append(f"{folder}: {error}")

@@ -662,15 +662,40 @@ def test_terminal_after_ctrl_z_and_at_the_end(tmp_path: Path, monkeypatch: pytes
         ("done", False, "next: generate text: "),
     ],
 )
-def test_next_commands_fit_the_end_of_the_run(outcome: str, is_alone: bool, first: str) -> None:
-    lines = launch.next_commands(JobConfig(), outcome, {"NGPU": "2"}, is_alone=is_alone)
+def test_next_commands_fit_the_end_of_the_run(
+    outcome: str, is_alone: bool, first: str, tmp_path: Path
+) -> None:
+    config = run_with_checkpoint(tmp_path)
+    lines = launch.next_commands(config, outcome, {"NGPU": "2"}, is_alone=is_alone)
     assert lines[0].startswith(first)
     assert ("config.toml --training.steps" in lines[0]) == lines[0].startswith("next: train on")
     assert any("your own text" in line for line in lines) == is_alone
 
 
-def test_longer_run_has_a_longer_schedule() -> None:
-    config = JobConfig.model_validate({"lr_scheduler": {"total_steps": 5000}})
-    for given, is_raised in ((JobConfig(), True), (config, False)):
-        line = launch.next_commands(given, "done", {}, is_alone=True)[0]
+@pytest.mark.parametrize("is_started", [True, False])
+@pytest.mark.parametrize("outcome", ["", "stopped SIGTERM", "done"])
+def test_next_commands_without_a_checkpoint_need_none(
+    outcome: str, is_started: bool, tmp_path: Path
+) -> None:
+    config = JobConfig.model_validate({"job": {"output_dir": str(tmp_path)}})
+    if is_started:
+        config.job.folder.mkdir()
+        (config.job.folder / "config.toml").touch()
+    lines = launch.next_commands(config, outcome, {}, is_alone=True)
+    purposes = [line.split(": ")[1] for line in lines]
+    again = ["start again"] if is_started and outcome != "done" else []
+    assert purposes[: purposes.index("report")] == again
+
+
+def test_longer_run_has_a_longer_schedule(tmp_path: Path) -> None:
+    for total, is_raised in ((None, True), (5000, False)):
+        config = run_with_checkpoint(tmp_path, total_steps=total)
+        line = launch.next_commands(config, "done", {}, is_alone=True)[0]
         assert ("--lr_scheduler.total_steps 2000" in line) == is_raised
+
+
+def run_with_checkpoint(folder: Path, **lr_scheduler: int | None) -> JobConfig:
+    given = {"job": {"output_dir": str(folder)}, "lr_scheduler": lr_scheduler}
+    config = JobConfig.model_validate(given)
+    (config.job.folder / "checkpoints" / "step-00000100").mkdir(parents=True, exist_ok=True)
+    return config

@@ -197,6 +197,16 @@ def test_one_run_prints_lines_and_several_a_table(
     assert f"{tmp_path}: not a run folder" in captured.err
 
 
+def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "notes.txt").touch()
+    others = [tmp_path, tmp_path / "none", file]
+    assert status.main([*map(str, others)]) == exit_codes.BAD_CONFIG
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [f"{path}: not a run folder: no control/lock" for path in others]
+    assert captured.err.splitlines() == lines
+
+
 def write_run(folder: Path, *lines: dict[str, float], holder: str = "4711 on elsewhere") -> Path:
     """Write a run folder whose metrics lines have ages in seconds; return its ``control/``."""
     control = folder / "debug_model" / "control"
