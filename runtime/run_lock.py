@@ -31,6 +31,11 @@ def lock_run(folder: Path) -> TextIO:
         file.seek(0)
         who = f"process {file.read(MAX_HOLDER).strip()} is writing to {folder.parent} now"
         raise ConfigError([f"job.name: {who}"]) from None
+    except OSError as error:
+        file.close()
+        text = f"{folder / 'lock'} cannot be locked: {error.strerror}"
+        needs = "its file system must support flock (Lustre: mount option flock)"
+        raise ConfigError([f"job.output_dir: {text}; {needs}"]) from None
     # The lock holds even if a full disk has no room for the name of its holder.
     with WriteAlarm().of(folder / "lock"):
         os.ftruncate(file.fileno(), 0)

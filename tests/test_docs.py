@@ -70,6 +70,7 @@ ELSEWHERE = {
     "./shardloom plan llama3_8b --world-size 64": "searches for minutes: tests/planner",
     "./shardloom report outputs/debug_model --watch": "serves for ever: tests/report/test_watch.py",
     "./shardloom fetch": "needs the Hub: tests/runtime/test_hub.py",
+    "./shardloom prepare c4_tokens": "needs the Hub; tests/tools/test_prepare.py",
     "./shardloom profile": "needs a traced run: tests/tools/test_profile_summary.py",
     "./shardloom COMMAND": "a pattern",
     "./shardloom python ...": "a pattern",

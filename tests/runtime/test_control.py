@@ -1,5 +1,6 @@
 """Stop requests reach all ranks at the same step, and one process at a time locks a run."""
 
+import errno
 import os
 import signal
 import socket
@@ -154,6 +155,17 @@ def test_locked_folder_names_the_process(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"^job\.name: {me}$"):
             lock_run(tmp_path)
     lock_run(tmp_path).close()
+
+
+def test_file_system_without_locks_is_an_error_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # Lustre without its option
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(ConfigError, match=r"job\.output_dir: .*lock cannot be locked: .*flock"):
+        lock_run(tmp_path)
 
 
 def stop_requested(folder: Path, make: Callable[[Path], None]) -> tuple[str | None, str | None]:

@@ -278,7 +278,7 @@ KEYS: tuple[Key, ...] = (
     *_dropped("metrics.jsonl and tensorboard/ are in the run's folder",
               metrics__save_tb_folder="tb", metrics__save_for_all_ranks=False,
               metrics__disable_color_printing=False),
-    *_dropped("metrics.jsonl has every number", metrics__enable_wandb=False),
+    *_dropped('metrics.trackers = ["wandb"] turns it on', metrics__enable_wandb=False),
     *_old("metrics.jsonl and tensorboard/ are in the run's folder", "2025-03",
           metrics__rank_0_only=True),
     *_old("metrics.jsonl and tensorboard/ are in the run's folder", "2024-12",
@@ -303,7 +303,7 @@ KEYS: tuple[Key, ...] = (
     *_dropped("an operation without a deterministic form is an error",
               debug__deterministic_warn_only=False),
     *_rejected("routes tokens without the router; remove it", debug__moe_force_load_balance=False),
-    *_dropped("train a few steps: the log has the peak of memory", memory_estimation__enable=False,
+    *_dropped("./shardloom plan shows the memory, without a GPU", memory_estimation__enable=False,
               memory_estimation__disable_fake_mode=False),
 )  # fmt: skip
 BY_NAME = {key.name: key for key in KEYS}
