@@ -10,7 +10,6 @@ same command resumes. The files are identical for any number of workers.
 import argparse
 import fcntl
 import json
-import os
 import re
 import signal
 import sys
@@ -57,6 +56,7 @@ SHARD_TOKENS = 1 << 26
 # Number of evenly spaced documents that estimate how many documents make a shard.
 MEASURED_DOCUMENTS = 64
 SUFFIXES = ("bin", "ends", "json")
+LOCK_FILE = ".lock"
 OWNED = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
 
 
@@ -205,20 +205,19 @@ def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:
 def _locked(folder: Path) -> Iterator[None]:
     """Create and lock ``folder``; raise ``ValueError`` if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    # Not the folder itself: NFS locks only what is open for writing.
+    with (folder / LOCK_FILE).open("ab") as lock:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{folder}: locked by another shardloom prepare") from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """Return the plan that ``folder`` was begun with; write ``plan`` if the folder is new."""
-    foreign = sorted(path.name for path in folder.iterdir() if not OWNED.fullmatch(path.name))
+    names = {path.name for path in folder.iterdir()} - {LOCK_FILE}
+    foreign = sorted(name for name in names if not OWNED.fullmatch(name))
     if foreign:
         text = f"{foreign[0]} is not a file of shardloom prepare; use a new folder"
         raise ValueError(f"{folder}: {text}")

@@ -96,7 +96,7 @@ def test_folder_has_shards_of_the_wanted_size(texts: list[object], whole: dict[s
     names = [shard["file"] for shard in index["shards"]]
     assert len(names) > 5
     ends = [name.replace(".bin", ".ends") for name in names]
-    assert whole.keys() == {"index.json", *names, *ends}
+    assert whole.keys() == {".lock", "index.json", *names, *ends}
     tokens = [shard["tokens"] for shard in index["shards"]]
     assert 0.5 < np.mean(tokens[:-1]) / SHARD_TOKENS < 2
 
