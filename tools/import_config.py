@@ -24,6 +24,7 @@ from runtime.log import say
 from runtime.printable import printable
 from tools.cli import Parser, path_argument, reporting_errors
 from tools.torchtitan.given import Translation
+from tools.torchtitan.keys import KEYS
 from tools.torchtitan.translate import translate
 
 HEADER = "Translated by ./shardloom import-config from a TOML file of torchtitan"
@@ -47,13 +48,15 @@ def main(arguments: list[str]) -> int:
     text = config_text(translation)
     config = check(text, options.file)
     report_lines("differs from torchtitan", translation.notes)
-    report_lines("still missing", missing(config))
+    lacking = missing(config)
+    report_lines("still missing", lacking)
     if options.output is None:
         say(*text.splitlines())
         return exit_codes.DONE
     with options.output.open("x", encoding="utf-8") as file:
         file.write(text)
-    say(f"wrote {options.output}; ./run_train.sh {options.output} trains it", file=sys.stderr)
+    then = "once that is there, " if lacking else ""
+    say(f"wrote {options.output}; {then}./run_train.sh {options.output} trains it", file=sys.stderr)
     return exit_codes.DONE
 
 
@@ -97,9 +100,7 @@ def check(text: str, origin: Path) -> JobConfig:
             config = load_config(path, [])
         except ConfigError as error:
             messages = [message.removeprefix(f"{path}: ") for message in error.messages]
-            raise ConfigError(
-                [f"{origin}: translated: {message}" for message in messages]
-            ) from None
+            raise ConfigError([with_origin(origin, message) for message in messages]) from None
     degrees = config.parallelism
     shards = degrees.data_parallel_shard_degree
     world_size = (
@@ -115,8 +116,15 @@ def check(text: str, origin: Path) -> JobConfig:
         _, args = find_model(config.model.name, config.model.flavor, config.model.args)
         check_constraints(anywhere, args, world_size, has_gpu=True)
     except ConfigError as error:
-        raise ConfigError([f"{origin}: translated: {text}" for text in error.messages]) from None
+        raise ConfigError([with_origin(origin, text) for text in error.messages]) from None
     return config
+
+
+def with_origin(origin: Path, message: str) -> str:
+    """Return a ``message`` that begins with a key of ours, with torchtitan's name for it."""
+    ours = message.partition(":")[0]
+    theirs = [key.name for key in KEYS if key.to == ours and key.name != ours]
+    return f"{origin}: translated{f' from {theirs[0]}' if theirs else ''}: {message}"
 
 
 def missing(config: JobConfig) -> list[str]:
