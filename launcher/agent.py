@@ -26,7 +26,13 @@ import torch.distributed as dist
 
 from config import ConfigError, JobConfig, dump_toml
 from launcher.console import Console
-from launcher.post_mortem import STORE_SECONDS, FailureReport, diagnose, is_aborted
+from launcher.post_mortem import (
+    STORE_SECONDS,
+    FailureReport,
+    diagnose,
+    explained,
+    is_aborted,
+)
 from launcher.rank_output import RankOutput
 from runtime import exit_codes
 from runtime.filesystem import make_folder, parse_object, reject_link
@@ -140,7 +146,7 @@ def run_ranks(
         _exit_barrier(store, nodes, requests, EXIT_BARRIER_SECONDS)
     if logs is not None and nodes.rank == 0:
         _remove_empty_folders([logs, *parents])
-    return End(codes, "".join(config_errors[:1]), received, agent.failure)
+    return End(codes, "".join(config_errors[:1]), received, explained(agent.failure, logs))
 
 
 def end_other_nodes(nodes: Nodes, mistake: str) -> None:

@@ -23,6 +23,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from launcher.flight_records import hanging_ranks, write_cpu_record
 from runtime import exit_codes
 from runtime.machine import die_with_parent
 from runtime.printable import format_traceback
@@ -71,6 +72,10 @@ class FailureReport:
     """Traceback of the first error; "" if a rank was killed, because then that is the cause."""
     silent: list[int]
     """Ranks that did not report and that, as far as this node knows, still run."""
+    n_causes: int = 0
+    """First of ``lines`` that give a cause; the rest are consequences."""
+    is_hang: bool = False
+    """Ranks waited for others, whose flight records may say for whom."""
 
 
 class RankHeartbeat:
@@ -136,6 +141,7 @@ class RankHeartbeat:
                 if self._is_finished.wait(POLL_SECONDS):
                     return
             self._put("report", self._snapshot())
+            write_cpu_record(os.environ)
         except dist.DistError:
             return
         if not self._is_finished.wait(REPORT_TIMEOUT_SECONDS):
@@ -153,6 +159,7 @@ class RankHeartbeat:
         )
         self._put("report", report)
         self._store.set(ABORT, "")
+        write_cpu_record(os.environ)
 
     def _snapshot(self) -> RankReport:
         """Return the current step and the main thread's position."""
@@ -204,11 +211,14 @@ def diagnose(
     # Ranks that exited without an error report, listed only if no other cause is known.
     unexplained = [] if killed or silent or errors else [r for r in ended if ended[r]]
     waiting, absent = _group_by_place(reports, errors[:1])
-    lines = [
+    causes = [
         *(f"{_who([rank], known)} {_exit_text(ended[rank])}" for rank in [*killed, *unexplained]),
         *(f"{_who([rank], known)} did not answer{_last_heartbeat(rank, known)}" for rank in silent),
         *(f"{_who(ranks, known)} did not join the others: {where}" for where, ranks in absent),
         *(f"{_who([e.rank], known)} failed {_where(e)}: {e.error}" for e in errors[:1]),
+    ]
+    lines = [
+        *causes,
         *(f"{_who([rank], known)} {_exit_text(ended[rank])}" for rank in aborted),
         *(f"{_who(ranks, known)}: {where}" for where, ranks in waiting),
     ]
@@ -217,7 +227,23 @@ def diagnose(
         lines=lines[:MAX_LINES] + rest,
         traceback=errors[0].traceback if errors and not killed else "",
         silent=silent,
+        n_causes=min(len(causes), MAX_LINES),
+        is_hang=not killed and (bool(silent or aborted) or _is_timeout(errors[:1])),
     )
+
+
+def explained(report: FailureReport | None, logs: Path | None) -> FailureReport | None:
+    """Add what flight records in ``logs`` say about a hang, below the causes that are known."""
+    if report is None or logs is None or not report.is_hang:
+        return report
+    n = report.n_causes
+    lines = [*report.lines[:n], *hanging_ranks(logs)[:MAX_LINES], *report.lines[n:]]
+    return replace(report, lines=lines)
+
+
+def _is_timeout(first_error: list[RankReport]) -> bool:
+    """True if the first error is that of a collective that timed out."""
+    return any(e.collective and re.search("timed? ?out", e.error, re.I) for e in first_error)
 
 
 def _group_by_place(
@@ -227,7 +253,7 @@ def _group_by_place(
 
     If a collective timed out, a rank that is in none is what the others waited for.
     """
-    timed_out = any(e.collective and re.search("timed? ?out", e.error, re.I) for e in first_error)
+    timed_out = _is_timeout(first_error)
     waiting: dict[str, list[int]] = {}
     absent: dict[str, list[int]] = {}
     for report in reports.values():

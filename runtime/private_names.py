@@ -117,6 +117,9 @@ PRIVATE: Mapping[str, PrivateName] = {
     "torch.distributed.distributed_c10d:_set_pg_timeout": PrivateName(
         "process groups keep comm.init_timeout_seconds", _accepts(timedelta(), None)
     ),
+    "torch._C._distributed_c10d:_dump_fr_trace": PrivateName(
+        "a run that hangs leaves no record of its collectives on the CPU"
+    ),
     # Parallelisms
     "torch.distributed._functional_collectives:all_to_all_single_autograd": PrivateName(
         "all-to-all uses Shardloom's autograd function", _accepts(None, None, None, None)

@@ -49,6 +49,7 @@ def test_each_trouble_is_named_once_in_log_and_report(tmp_path: Path) -> None:
     assert {trouble: len(named) for trouble, named in found.items()} == dict.fromkeys(NAMES, 1), (
         "\n".join(marks)
     )
+    assert re.search(r"^  rank 1 never entered gloo:\w+ of ", output, re.MULTILINE), output
     for (mark,) in found.values():
         assert output.count(mark.partition(" ")[2].removeprefix("failed: ")) == 1, output
 
