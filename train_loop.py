@@ -1,6 +1,8 @@
 """The loop over steps: when a step may start, what follows it, and how a run ends."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -119,6 +121,14 @@ class TrainLoop:
         """Show the newest step, and what is done besides training, on the console's live line."""
         show_progress(self.state.step, self.run.config.training.steps, activity)
 
+    @contextmanager
+    def activity(self, name: str) -> Iterator[None]:
+        """Context of work besides training: shown by ``name``, and no part of throughput."""
+        self.show(name)
+        with self.log.metrics.exclude_from_throughput():
+            yield
+        self.show()
+
     def is_spike(self, values: dict[str, float] | None) -> bool:
         """True if this step's logged loss is a spike. Collective where spikes are looked for."""
         if values is None or not self.spikes.enabled:
@@ -159,22 +169,20 @@ class TrainLoop:
 
     def validate(self, *, is_last: bool = False) -> None:
         if self.validator is not None:
-            self.show("validation")
-            with self.log.metrics.exclude_from_throughput(), record_function("validation"):
+            with self.activity("validation"), record_function("validation"):
                 losses = self.validator.evaluate(self.train_step.runner)
                 bits_per_nat = self.validator.bits_per_nat
                 self.log.metrics.log_validation(self.state.step, losses, bits_per_nat=bits_per_nat)
-                self.sample(is_last=is_last)
+            self.sample(is_last=is_last)
 
     def sample(self, *, is_last: bool) -> None:
         if self.sampler is not None:
-            self.show("sampling")
-            self.samples = self.sampler.sample(self.train_step.runner, self.state.step)
-            self.log.samples(self.samples, is_last=is_last)
+            with self.activity("sampling"), record_function("sampling"):
+                self.samples = self.sampler.sample(self.train_step.runner, self.state.step)
+                self.log.samples(self.samples, is_last=is_last)
 
     def save(self, *, wait: bool = False) -> None:
-        self.show("saving a checkpoint")
-        with self.log.metrics.exclude_from_throughput(), record_function("checkpoint"):
+        with self.activity("saving a checkpoint"), record_function("checkpoint"):
             self.log.sync()
             self.checkpointer.save(self.state.step, wait=wait)
 

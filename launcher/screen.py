@@ -149,9 +149,8 @@ class LiveState:
     def __init__(self) -> None:
         self.is_starting, self.steps = True, 0
         self._phase, self._since = "", time.time()
-        self._step, self._activity = 0, ""
+        self._step, self._activity, self._stepped = 0, "", 0.0
         self._metrics: dict[str, Any] = {}
-        self._metrics_time = 0.0
         self._losses = deque[float](maxlen=TREND_LOSSES)
         self._n_alarms = {logging.WARNING: 0, logging.ERROR: 0}
 
@@ -164,11 +163,13 @@ class LiveState:
             self._phase, self._since = printable(event["phase"]), record.created
         if "step" in event:
             self.is_starting, self._phase = False, ""
+            if event["step"] != self._step or not event["activity"]:
+                self._stepped = record.created
             self._step, self.steps = event["step"], event["steps"]
             if event["activity"] != self._activity:
                 self._activity, self._since = event["activity"], record.created
         if "metrics" in event:
-            self._metrics, self._metrics_time = event["metrics"], record.created
+            self._metrics = event["metrics"]
             self._losses.append(self._metrics["loss"])
 
     def text(self, width: int, now: float) -> Text:
@@ -195,13 +196,18 @@ class LiveState:
         return line
 
     def _metric_fields(self, now: float) -> list[str]:
-        metrics = self._metrics
-        left = metrics["seconds_left"] - (now - self._metrics_time)
         return [
-            f"loss {metrics['loss']:.3f}{self._trend()}",
-            f"left {short_duration(left)}",
-            *speed_fields(metrics),
+            f"loss {self._metrics['loss']:.3f}{self._trend()}",
+            f"left {short_duration(self._seconds_left(now))}",
+            *speed_fields(self._metrics),
         ]
+
+    def _seconds_left(self, now: float) -> float:
+        """Time of the steps that are left; a step counts down, but no further than its end."""
+        logged = self._metrics["step"]
+        each = self._metrics["seconds_left"] / max(1, self.steps - logged)
+        since = 0.0 if self._activity else min(each, now - self._stepped)
+        return each * (self.steps - max(self._step, logged)) - since
 
     def _trend(self) -> str:
         """Change of the mean loss from the older to the newer half of the last ones."""

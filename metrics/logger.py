@@ -54,6 +54,8 @@ class MetricsLogger:
         self._trackers = trackers
         if is_writer:
             self._file, self._restarts = open_metrics(folder / "metrics.jsonl", resumed_step)
+        # Seconds of steps that were logged, and of what was done between them.
+        self._trained, self._excluded = 0.0, 0.0
         self._reset()
 
     def is_due(self, step: int) -> bool:
@@ -82,7 +84,10 @@ class MetricsLogger:
         try:
             yield
         finally:
-            self._since += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self._since += seconds
+            if self._trained > 0.0:
+                self._excluded += seconds
 
     def log(self, step: int, steps_left: float, values: dict[str, float]) -> dict[str, Any]:
         """Write ``values`` (loss, grad_norm, lr, ...) and the throughput since the last call.
@@ -102,7 +107,9 @@ class MetricsLogger:
             "memory_gib": peak_memory_gib(self._device),
             "data_wait": data_wait / elapsed,
         }
-        seconds_left = record["seconds_per_step"] * steps_left
+        self._trained += elapsed
+        # Validation and checkpoints go on to take their share.
+        seconds_left = elapsed / steps * steps_left * (1.0 + self._excluded / self._trained)
         self.write(record)
         logger.info(
             "step %5d  loss %7.4f  grad_norm %7.4f  lr %.2e  tokens/s %s  mfu %s  memory %.2f GiB"

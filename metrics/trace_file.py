@@ -24,7 +24,7 @@ MAX_EVENTS = 2_000_000
 STEP = "ProfilerStep#"
 # Ranges that the trainer names, besides its steps.
 DATA_WAIT, STEP_SYNC = "data wait", "step sync"
-BETWEEN_STEPS = ("validation", "checkpoint", "replica check", "gc")
+BETWEEN_STEPS = ("validation", "sampling", "checkpoint", "replica check", "gc")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 # NCCL, NVSHMEM, and PyTorch's symmetric memory.
 COLLECTIVE_KERNEL = re.compile(

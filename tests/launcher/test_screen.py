@@ -16,7 +16,7 @@ import pytest
 
 from launcher.console import Console, PlainScreen, is_terminal
 from launcher.rank_output import RankOutput
-from launcher.screen import TerminalScreen, join_fitting, short_duration
+from launcher.screen import LiveState, TerminalScreen, join_fitting, short_duration
 from runtime.log import RecordFormatter, has_colors
 from tests.lib.processes import seconds_until
 
@@ -359,3 +359,24 @@ def test_join_prefers_more_fields_to_wider_spaces() -> None:
     assert join_fitting(["ab", "cd", "ef"], 9) == "ab cd ef"
     assert join_fitting(["ab", "cd", "ef"], 7) == "ab  cd"
     assert join_fitting(["abcdef", "gh"], 4) == "abcd"
+
+
+def test_time_left_follows_the_steps_and_waits_during_other_work() -> None:
+    state = LiveState()
+
+    def left(*records: logging.LogRecord, seconds: float) -> str:
+        for found in records:
+            state.follow(found)
+        return state.text(120, DAY + seconds).plain.partition("left ")[2].split()[0]
+
+    # 100 steps of 10 s are left of 1,000,000.
+    logged = metrics(step=999_900, seconds_left=1000.0)
+    assert left(step(999_899), logged, step(999_900), seconds=4.0) == "16m36s"
+    assert left(step(999_950), seconds=0.0) == "8m20s"
+    # A step that takes longer than those before it does not count down what follows it.
+    assert left(seconds=500.0) == "8m10s"
+    assert left(step(999_950, "sampling"), seconds=500.0) == "8m20s"
+    after = step(999_950)
+    after.created = DAY + 600.0
+    assert left(after, seconds=603.0) == "8m17s"
+    assert left(step(1_000_000), seconds=700.0) == "0s"

@@ -49,6 +49,24 @@ def build(folder: Path, *, tensorboard: bool = False, **changes: Any) -> Metrics
     return MetricsLogger(folder, Metrics(log_freq=10), **(keywords | changes))
 
 
+def test_time_left_has_the_share_of_validation(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = build(tmp_path)
+    # What is before the first step is not repeated.
+    with metrics.exclude_from_throughput():
+        clock.now += 100.0
+    for step, left in ((1, "0:16:30"), (2, "0:16:20"), (3, "0:21:33")):
+        metrics.count(tokens=1000, data_wait=0.0)
+        clock.now += 10.0
+        with caplog.at_level("INFO"):
+            metrics.log(step, 100 - step, VALUES)
+        assert caplog.text.endswith(f"left {left}\n")
+        if step == 2:
+            with metrics.exclude_from_throughput():
+                clock.now += 10.0
+
+
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
