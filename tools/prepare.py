@@ -216,8 +216,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """Return the plan that ``folder`` was begun with; write ``plan`` if the folder is new."""
-    names = {path.name for path in folder.iterdir()} - {LOCK_FILE}
-    foreign = sorted(name for name in names if not OWNED.fullmatch(name))
+    found = {path.name for path in folder.iterdir()} - {LOCK_FILE}
+    foreign = sorted(name for name in found if not OWNED.fullmatch(name))
     if foreign:
         text = f"{foreign[0]} is not a file of shardloom prepare; use a new folder"
         raise ValueError(f"{folder}: {text}")
