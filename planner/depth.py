@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
-from planner.recorder import CATEGORIES, Collective, StepRecord, Timeline
+from planner.recorder import CATEGORIES, FORWARD, UPDATE, Collective, StepRecord, Timeline
 from planner.simulate import simulate_step
 from run_spec import RunSpec
 
 # Layers of a stage of the shallower model, at least.
 FEWEST = 4
+BEGIN = "begin"
 
 
 def simulate_layers(
@@ -56,18 +57,25 @@ def extrapolated(low: StepRecord, high: StepRecord, steps: float) -> StepRecord 
     collectives = affine_collectives(low.collectives, high.collectives, steps)
     if collectives is None or low.flops.keys() != high.flops.keys():
         return None
+    timeline = _affine_timeline(low, high, steps)
+    at_peak = timeline.held[timeline.held.sum(1).argmax()].tolist()
     return replace(
         high,
-        memory=_affine_peak(low, high, steps),
+        memory=dict(zip(CATEGORIES, at_peak, strict=True)),
         collectives=collectives,
         flops=affine(low.flops, high.flops, steps),
         traffic=affine(low.traffic, high.traffic, steps),
+        timeline=timeline,
     )
 
 
-def affine(low: Any, high: Any, steps: float) -> dict[Any, float]:
-    """Counts that are ``steps`` times as far from ``low`` as ``high`` is."""
-    return {key: low.get(key, 0.0) * (1 - steps) + count * steps for key, count in high.items()}
+def affine(low: Any, high: Any, steps: float, start: Any = None) -> dict[Any, float]:
+    """Counts of ``start``, else ``low``, and ``steps`` times what ``high`` has more."""
+    start = low if start is None else start
+    return {
+        key: start.get(key, 0.0) + steps * (count - low.get(key, 0.0))
+        for key, count in high.items()
+    }
 
 
 def affine_collectives(low: Any, high: Any, steps: float) -> dict[Collective, float] | None:
@@ -86,34 +94,40 @@ def affine_collectives(low: Any, high: Any, steps: float) -> dict[Collective, fl
     return dict(sorted(result.items()))
 
 
-def _affine_peak(low: StepRecord, high: StepRecord, steps: float) -> dict[str, int]:
-    """Memory by category at the largest of all moments that both records have."""
-    best = torch.zeros(len(CATEGORIES), dtype=torch.int64)
+def _affine_timeline(low: StepRecord, high: StepRecord, steps: float) -> Timeline:
+    """Memory at all moments that both records have."""
     segments = [_segments(record.timeline) for record in (low, high)]
-    for label in segments[0].keys() & segments[1].keys():
-        first, second = segments[0][label], segments[1][label]
+    held: list[torch.Tensor] = []
+    marks: list[tuple[str, int]] = []
+    for label in (label for label in segments[0] if label in segments[1]):
+        first, second = (segment[label] for segment in segments)
         if len(first) != len(second):
             # Such as the update, which goes over all parameters.
-            first, second = (each[each.sum(1).argmax()][None] for each in (first, second))
-        held = first + round(steps) * (second - first)
-        at_peak = held[held.sum(1).argmax()]
-        best = at_peak if at_peak.sum() > best.sum() else best
-    return dict(zip(CATEGORIES, best.tolist(), strict=True))
+            first, second = (rows[rows.sum(1).argmax()][None] for rows in (first, second))
+        marks.append((label[0], sum(map(len, held))))
+        held.append(first + round(steps) * (second - first))
+    return Timeline(torch.cat(held), marks)
 
 
 def _segments(timeline: Timeline) -> dict[tuple[str, int], torch.Tensor]:
     """Rows of ``held`` from each mark to the next, by its name and occurrence.
 
-    Skips rows after a mark without a name.
+    Occurrences of forward, and of the update, are counted from the end: the last forward of a full
+    pipeline is that with the most in flight. Skips rows after a mark without a name.
     """
     found: dict[tuple[str, int], torch.Tensor] = {}
     counts: Counter[str] = Counter()
-    marks = [("begin", 0), *timeline.marks]
-    ends = [*(index for _, index in timeline.marks), len(timeline.held)]
+    marks = list(timeline.marks)
+    if not marks or marks[0][1] > 0:
+        marks.insert(0, (BEGIN, 0))
+    totals = Counter(name for name, _ in marks)
+    ends = [*(index for _, index in marks[1:]), len(timeline.held)]
     for (name, start), end in zip(marks, ends, strict=True):
         counts[name] += 1
+        is_from_end = name.endswith((FORWARD, UPDATE))
+        number = counts[name] - is_from_end * (totals[name] + 1)
         if name and end > start:
-            found[name, counts[name]] = timeline.held[start:end]
+            found[name, number] = timeline.held[start:end]
     return found
 
 

@@ -255,6 +255,7 @@ class StepRecorder(DispatchMode):
         if current_graph_task() < 0:
             if self._phase == BACKWARD:
                 self._phase, self.weight = UPDATE, 1.0
+                self.mark(UPDATE)
             return self._phase
         if self._phase != BACKWARD:
             for block in self._live.values():

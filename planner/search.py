@@ -1,10 +1,11 @@
 """Searches the meshes of a cluster for the most tokens per second that fit."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from itertools import islice, product
+from dataclasses import dataclass, field, replace
+from itertools import product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from run_spec import model_of
 GIB = 1 << 30
 # Rows of the answer, and how many choices are planned in full for them, at most.
 N_BEST, MOST_PLANS = 10, 24
+# Choices of one mesh whose modelled speeds differ by less are one row.
+ALIKE = 0.01
 # An estimate of memory may be this much too large, before the choice is planned in full.
 SLACK = 1.15
 MOST_SIZE, MOST_CP, MOST_PP = 8, 16, 16
@@ -52,6 +55,11 @@ class Choice(NamedTuple):
     @property
     def kind(self) -> "Kind":
         return Kind(self.tp, self.cp, self.ep, self.mode, self.recipe)
+
+    @property
+    def mesh(self) -> tuple[int, int, int, int]:
+        """Degrees but those of data parallel; replicas change the speed little."""
+        return self.tp, self.cp, self.pp, self.ep
 
     @property
     def degrees(self) -> Degrees:
@@ -82,8 +90,8 @@ class Found:
     peak: int
     parts: dict[str, float]
     tokens_per_second: float
-    is_estimate: bool
-    """Memory of a pipeline is estimated."""
+    alike: dict[str, list[Any]] = field(default_factory=dict)
+    """See the function of this name."""
 
     @property
     def seconds(self) -> float:
@@ -130,19 +138,33 @@ class Search:
         ranked = [found for found in estimates if found is not None]
         fitting = [found for found in ranked if found.peak <= SLACK * self._limit]
         fitting.sort(key=_rank)
-        legal = (found for found in fitting if self._is_legal(found.choice))
         best: list[Found] = []
-        n_plans = 0
-        while len(best) <= N_BEST and n_plans < MOST_PLANS:
-            some = list(islice(legal, N_BEST + 1 - len(best)))
-            if not some:
-                break
+        left, n_plans, most = fitting, 0, 1
+        while len(best) <= N_BEST and n_plans < MOST_PLANS and left:
+            some = self._different(left, best, most)
+            # Few meshes have several rows.
+            most += not some
+            taken = {found.choice for found in some}
+            left = [found for found in left if found.choice not in taken]
             n_plans += len(some)
             best += [each for each in self._planned(some, run_all) if each.peak <= self._limit]
         if not best:
             least = min((found.peak for found in ranked), default=0) / GIB
             raise ConfigError([f"--search: nothing fits; the least is {least:.1f} GiB of a rank"])
+        best = [replace(found, alike=alike(found.choice, fitting)) for found in best]
         return Answer(sorted(best, key=_rank), len(choices), len(fitting))
+
+    def _different(self, left: list[Found], best: list[Found], most: int) -> list[Found]:
+        """Return the fastest of ``left``, with at most ``most`` of a mesh besides ``best``."""
+        counts = Counter(found.choice.mesh for found in best)
+        some: list[Found] = []
+        for found in left:
+            if len(best) + len(some) > N_BEST:
+                break
+            if counts[found.choice.mesh] < most and self._is_legal(found.choice):
+                counts[found.choice.mesh] += 1
+                some.append(found)
+        return some
 
     def config_of(self, choice: Choice) -> JobConfig:
         """The configuration with ``choice``."""
@@ -236,15 +258,12 @@ class Search:
         return self._found(choice, record.peak, [record])
 
     def _planned(self, some: list[Found], run_all: Map) -> list[Found]:
-        """Return ``some`` with the memory and time of their simulations, but for pipelines."""
-        whole = [found.choice for found in some if found.choice.pp == 1]
-        requests = [Request(self.config_of(choice), self._world_size) for choice in whole]
-        records = dict(zip(whole, run_all(simulate_whole, requests), strict=True))
+        """Return ``some`` with the memory and time of their plans."""
+        requests = [Request(self.config_of(found.choice), self._world_size) for found in some]
+        plans = run_all(simulate_whole, requests)
         return [
-            self._found(found.choice, records[found.choice].peak, [records[found.choice]])
-            if found.choice in records
-            else found
-            for found in some
+            self._found(found.choice, max(record.peak for record in records), records)
+            for found, records in zip(some, plans, strict=True)
         ]
 
     def _found(self, choice: Choice, peak: int, records: list[StepRecord]) -> Found:
@@ -258,11 +277,27 @@ class Search:
             busy = sum(parts.values()) - parts.get("update", 0.0)
             parts["pipeline idle"] = busy * (choice.pp - 1) / (n * stages_per_rank(parallelism))
         rate = self._batch * config.training.seq_len / sum(parts.values())
-        return Found(choice, peak, parts, rate, is_estimate=choice.pp > 1)
+        return Found(choice, peak, parts, rate)
 
     def _config_of(self, recipe: str) -> JobConfig:
         float8 = self._config.float8.model_copy(update={"recipe": recipe})
         return self._config.model_copy(update={"float8": float8})
+
+
+def alike(choice: Choice, fitting: list[Found]) -> dict[str, list[Any]]:
+    """Values of single fields, instead of those of ``choice``, with which it is about as fast."""
+    rate = next(found.tokens_per_second for found in fitting if found.choice == choice)
+    values: dict[str, list[Any]] = defaultdict(list)
+    # Shards follow from replicas.
+    names = [name for name in Choice._fields if name != "dp_shard"]
+    for found in fitting:
+        other = found.choice
+        if other.mesh != choice.mesh or abs(found.tokens_per_second / rate - 1) >= ALIKE:
+            continue
+        changed = [name for name in names if getattr(other, name) != getattr(choice, name)]
+        if len(changed) == 1:
+            values[changed[0]].append(getattr(other, changed[0]))
+    return {name: sorted(others) for name, others in sorted(values.items())}
 
 
 def _rank(found: Found) -> tuple[float, Choice]:

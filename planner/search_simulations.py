@@ -49,8 +49,8 @@ def _sample(run: RunSpec, request: Request) -> Sample:
     return Sample(low.without_timeline(), high.without_timeline(), depths[0], period, dp_shard)
 
 
-def simulate_whole(request: Request) -> StepRecord:
-    """Plan a step without a pipeline."""
+def simulate_whole(request: Request) -> list[StepRecord]:
+    """Plan a step; return the records of its stages."""
     run = resolve(request.config, request.world_size, has_gpu=True)
-    (stage,) = plan_step(run, request.world_size).stages
-    return stage.record.without_timeline()
+    stages = plan_step(run, request.world_size).stages
+    return [stage.record.without_timeline() for stage in stages]

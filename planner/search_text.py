@@ -1,14 +1,24 @@
 """The answer of a search as lines of at most 100 columns, and as JSON."""
 
 import json
+from textwrap import wrap
 from typing import Any
 
-from planner.search import GIB, N_BEST, Answer, Found, settings
+from planner.search import ALIKE, GIB, N_BEST, Answer, Found, settings
 
 HEAD = (
     " #  dp rep  shard  tp  cp  pp  ep  schedule     recompute  reshard  size  float8"
     "     GiB  tokens/s"
 )
+# Fields of a choice that the alternatives of a row may differ in, as columns.
+ALIKE_NAMES = {
+    "dp_replicate": "dp rep",
+    "schedule": "schedule",
+    "mode": "recompute",
+    "reshard": "reshard",
+    "size": "size",
+    "recipe": "float8",
+}
 
 
 def search_text(answer: Answer, world_size: int) -> list[str]:
@@ -18,12 +28,9 @@ def search_text(answer: Answer, world_size: int) -> list[str]:
         f"search: {answer.n_choices:,} choices, {answer.n_fitting:,} of which may fit;"
         " tokens/s of a device, modelled",
         HEAD,
-        *(_row(number, found, world_size) for number, found in enumerate(best, start=1)),
     ]
-    if any(found.is_estimate for found in answer.best):
-        lines.append(
-            "~: estimated; ./shardloom plan with its lines counts the memory of a pipeline"
-        )
+    for number, found in enumerate(best, start=1):
+        lines += [_row(number, found, world_size), *_alike_lines(found)]
     for found in answer.best[N_BEST:]:
         lines += [_row(N_BEST + 1, found, world_size), f"    {why_slower(found, best[-1])}"]
     for number, found in enumerate(best, start=1):
@@ -63,7 +70,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
                 "settings": settings(found.choice),
                 "degrees": vars(found.choice.degrees) | {"ep": found.choice.ep},
                 "peak": found.peak,
-                "peak_is_estimate": found.is_estimate,
+                "alike": found.alike,
                 "modelled": {
                     "step_seconds": found.seconds,
                     "parts": found.parts,
@@ -75,12 +82,20 @@ def search_json(answer: Answer) -> dict[str, Any]:
     }
 
 
+def _alike_lines(found: Found) -> list[str]:
+    """Values of single columns with which the row would be about as fast."""
+    values = [f"{ALIKE_NAMES[name]} {', '.join(map(str, v))}" for name, v in found.alike.items()]
+    text = f"within {ALIKE:.0%}: {'; '.join(values)}"
+    indent = " " * 4
+    return wrap(text, 100, initial_indent=indent, subsequent_indent=indent) if values else []
+
+
 def _row(number: int, found: Found, world_size: int) -> str:
-    choice, mark = found.choice, "~" if found.is_estimate else " "
+    choice = found.choice
     schedule = choice.schedule if choice.pp > 1 else "-"
     return (
         f"{number:>2}{choice.dp_replicate:>8}{choice.dp_shard:>7}{choice.tp:>4}{choice.cp:>4}"
         f"{choice.pp:>4}{choice.ep:>4}  {schedule.replace('1F1B', '') or '1F1B':<13}"
         f"{choice.mode:<11}{choice.reshard:<9}{choice.size:>4}  {choice.recipe[:6]:<6}"
-        f"{mark}{found.peak / GIB:>7.1f}{found.tokens_per_second / world_size:>10,.0f}"
+        f"{found.peak / GIB:>8.1f}{found.tokens_per_second / world_size:>10,.0f}"
     )

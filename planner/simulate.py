@@ -30,13 +30,17 @@ from parallelisms.expert_parallel import AllToAllDispatcher
 from parallelisms.materialize import allocate
 from parallelisms.parallel_dims import ParallelDims
 from planner.recorder import (
+    BACKWARD,
     BUFFERS,
+    FORWARD,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
+    RECOMPUTE,
     Group,
     StepRecord,
     StepRecorder,
+    current_graph_task,
 )
 from run_spec import RunSpec
 from runtime.compat import find, has
@@ -133,10 +137,11 @@ def mark_blocks(
 
     def add_hooks(block: nn.Module, name: str) -> None:
         def begin_forward(*_: object) -> None:
-            recorder.mark(name and f"{name} forward")
+            phase = FORWARD if current_graph_task() < 0 else RECOMPUTE
+            recorder.mark(name and f"{name} {phase}")
 
         def begin_backward(_: object) -> None:
-            recorder.mark(name and f"{name} backward")
+            recorder.mark(name and f"{name} {BACKWARD}")
 
         def end_forward(_: nn.Module, inputs: object, out: torch.Tensor) -> None:
             if out.requires_grad:

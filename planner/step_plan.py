@@ -8,7 +8,8 @@ from config.constraints import Constraint
 from config.job_config import Metrics
 from parallelisms.parallel_dims import Degrees, resolve_degrees
 from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
-from planner.depth import affine, simulate_layers
+from planner.depth import simulate_layers
+from planner.pipeline import simulate_pipeline
 from planner.recorder import StepRecord
 from run_spec import RunSpec
 
@@ -72,12 +73,11 @@ def plan_step(run: RunSpec, world_size: int, *, has_gpu: bool = True) -> StepPla
     n = run.global_batch_size // (run.microbatch_size * degrees.batch)
     stages = []
     for stage in _stages(run, degrees):
-        rank = stage * (world_size // degrees.pp)
         if degrees.pp > 1:
-            record = _pipeline_record(planned, world_size, rank, n)
+            record = simulate_pipeline(planned, world_size, stage, n)
         else:
             weights = [1.0] * n if n <= MOST_MICROBATCHES else [1.0, n - 2.0, 1.0]
-            record = simulate_layers(planned, world_size, rank, weights=weights)
+            record = simulate_layers(planned, world_size, 0, weights=weights)
         stages.append(StagePlan(stage, record))
     return StepPlan(run, degrees, world_size, n, stages)
 
@@ -120,28 +120,3 @@ def _stages(run: RunSpec, degrees: Degrees) -> Sequence[int]:
         key=lambda rank: (sum(map(len, layers[rank :: degrees.pp])), -rank),
     )
     return [0, middle, degrees.pp - 1]
-
-
-def _pipeline_record(run: RunSpec, world_size: int, rank: int, n: int) -> StepRecord:
-    """Record a step of ``n`` microbatches by those of fewer, of which counts are affine in ``n``.
-
-    A pipeline that is full holds the same memory with any number, but for GPipe's.
-    """
-    parallelism = run.config.parallelism
-    pp, is_deep = parallelism.pipeline_parallel_degree, stages_per_rank(parallelism) > 1
-    few, more = (2 * pp, 3 * pp) if is_deep else (pp, pp + 1)
-
-    def simulate(count: int) -> StepRecord:
-        return simulate_layers(run, world_size, rank, weights=[1.0] * count)
-
-    if n <= more or parallelism.pipeline_parallel_schedule == "GPipe":
-        return simulate(n)
-    low, high = simulate(few), simulate(more)
-
-    steps = (n - few) / (more - few)
-    return replace(
-        high,
-        collectives=affine(low.collectives, high.collectives, steps),
-        flops=affine(low.flops, high.flops, steps),
-        traffic=affine(low.traffic, high.traffic, steps),
-    )

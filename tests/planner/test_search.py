@@ -35,7 +35,7 @@ def test_estimates_are_those_of_plans() -> None:
     sample = simulate_sample(search._sample_request(choice.kind))
     assert sample is not None
     found = estimated(sample, Shape(choice.degrees, 1, 2, 4, 4, 1.0, is_resharded=True))
-    real = simulate_whole(Request(search.config_of(choice), WORLD))
+    (real,) = simulate_whole(Request(search.config_of(choice), WORLD))
     assert found is not None
     assert found.flops == pytest.approx(real.flops)
     assert sum(found.traffic.values()) == pytest.approx(sum(real.traffic.values()), rel=0.05)
