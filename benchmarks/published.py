@@ -30,9 +30,12 @@ RESULTS = ROOT / "benchmarks" / "published_plans.jsonl"
 PAGE = ROOT / "docs" / "planning.md"
 MARKED = re.compile(r"(<!-- published runs -->\n).*?(<!-- end of published runs -->)", re.DOTALL)
 GIB = 1 << 30
+# torchtitan's loss of 2024 is cross entropy of logits that are cast to float32. It holds a copy,
+# its log-softmax and its gradient, of 4 bytes each, besides the logits that ours holds.
+FLOAT32_LOSS, LOSS_BYTES = "llama3_h100_202412_torchtitan.md", 12
 HEAD = (
-    "| system | run | device | tokens/s | planned | error | with its share | GiB | planned |\n"
-    "|---|---|---|---:|---:|---:|---:|---:|---:|\n"
+    "| system | run | device | tokens/s | planned | error | with its share | GiB | our tensors"
+    " | with its loss |\n|---|---|---|---:|---:|---:|---:|---:|---:|---:|\n"
 )
 
 
@@ -74,7 +77,7 @@ def table() -> str:
     for run, result in zip(runs, results, strict=True):
         ratios[run["system"]].append(run["tokens_per_second"] / result["tokens_per_second"])
     shares = {system: median(found) for system, found in ratios.items()}
-    lines, errors, rest, of_memory = [], [], [], []
+    lines, errors, rest, of_tensors, of_both, of_loss = [], [], [], [], [], []
     for run, result in zip(runs, results, strict=True):
         found, rate, gib = run["tokens_per_second"], result["tokens_per_second"], result["peak_gib"]
         errors.append(rate / found - 1)
@@ -82,19 +85,41 @@ def table() -> str:
         if len(ratios[run["system"]]) > 1:
             rest.append(scaled)
         known = run.get("memory_gib")
+        total = gib + float32_loss(run) / GIB
         if known:
-            of_memory.append(gib / known - 1)
+            of_tensors.append(gib / known - 1)
+            of_both.append(total / known - 1)
+        if known and total > gib:
+            of_loss.append(total / known - 1)
         device = f"{run['world_size']} {run['device'].partition('_')[0].upper()}"
         lines.append(
             f"| {run['system']} | {run['title']} | {device} | {found:,} | {rate:,.0f} |"
             f" {100 * errors[-1]:+.1f} % | {100 * scaled:+.1f} % | {known or ''} | {gib:.1f} |"
+            f" {f'{total:.1f}' if total > gib else ''} |"
         )
     listed = ", ".join(f"{system} {share:.2f}" for system, share in shares.items())
     summary = (
         f"Median error of {len(lines)} runs: tokens/s {_median(errors)}, and {_median(rest)} with"
-        f" one share for each system of several runs; memory {_median(of_memory)}."
+        f" one share for each system of several runs. Memory of {len(of_tensors)} runs: our tensors"
+        f" {_median(of_tensors)}; with the loss of those that have another one {_median(of_both)},"
+        f" and of these {len(of_loss)} alone {_median(of_loss)}."
     )
     return HEAD + "\n".join(lines) + f"\n\n{summary} Shares: {listed}.\n"
+
+
+def float32_loss(run: dict[str, Any]) -> float:
+    """Bytes that the loss of the run's system holds more than ours, where both peaks have it.
+
+    In a pipeline, the peak is that of another stage.
+    """
+    keys, parallelism = run["keys"], "parallelism.{}_parallel_degree"
+    degrees = {
+        name: keys.get(parallelism.format(name), 1) for name in ("tensor", "context", "pipeline")
+    }
+    if not run["source"].endswith(FLOAT32_LOSS) or degrees["pipeline"] > 1:
+        return 0.0
+    tokens = keys["training.local_batch_size"] * keys["training.seq_len"] / degrees["context"]
+    return LOSS_BYTES * tokens * keys["model.vocab_size"] / degrees["tensor"]
 
 
 def _median(errors: list[float]) -> str:

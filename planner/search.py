@@ -141,7 +141,7 @@ class Search:
         best: list[Found] = []
         left, n_plans, most = fitting, 0, 1
         while len(best) <= N_BEST and n_plans < MOST_PLANS and left:
-            some = self._different(left, best, most)
+            some = self.different(left, best, most)
             # Few meshes have several rows.
             most += not some
             taken = {found.choice for found in some}
@@ -154,7 +154,7 @@ class Search:
         best = [replace(found, alike=alike(found.choice, fitting)) for found in best]
         return Answer(sorted(best, key=_rank), len(choices), len(fitting))
 
-    def _different(self, left: list[Found], best: list[Found], most: int) -> list[Found]:
+    def different(self, left: list[Found], best: list[Found], most: int) -> list[Found]:
         """Return the fastest of ``left``, with at most ``most`` of a mesh besides ``best``."""
         counts = Counter(found.choice.mesh for found in best)
         some: list[Found] = []

@@ -12,7 +12,9 @@ from planner.search import (
     GIB,
     N_BEST,
     Choice,
+    Found,
     Search,
+    alike,
 )
 from planner.search_simulations import Request, simulate_sample, simulate_whole
 from planner.search_text import search_json, search_text, toml_lines
@@ -64,6 +66,18 @@ def test_the_answer_is_ranked_and_can_be_pasted(tmp_path: Path) -> None:
     file = tmp_path / "best.toml"
     file.write_text("\n".join(toml_lines(answer.best[0])))
     load_config(file, ["--model.flavor", "debugmodel"])
+
+
+def test_rows_are_of_different_meshes_and_name_what_is_alike() -> None:
+    search = search_of({BATCH: 64}, WORLD)
+    base = Choice(1, 8, 1, 1, 1, 1, "1F1B", "full", "default", 1, "none")
+    choices = [base, base._replace(size=2), base._replace(dp_shard=4, tp=2), base._replace(size=4)]
+    rates = [100.0, 99.5, 90.0, 80.0]
+    left = [Found(choice, 1, {}, rate) for choice, rate in zip(choices, rates, strict=True)]
+    assert search.different(left, [], 1) == [left[0], left[2]]
+    assert search.different(left, left[2:3], 1) == [left[0]]
+    assert search.different(left, [], 2) == left[:3]
+    assert alike(base, left) == {"size": [2]}
 
 
 def test_a_search_compares_equal_batches() -> None:
