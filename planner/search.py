@@ -140,7 +140,7 @@ class Search:
         fitting.sort(key=_rank)
         best: list[Found] = []
         left, n_plans, most = fitting, 0, 1
-        while len(best) <= N_BEST and n_plans < MOST_PLANS and left:
+        while len(best) <= N_BEST and n_plans < MOST_PLANS and left and most <= N_BEST + 1:
             some = self.different(left, best, most)
             # Few meshes have several rows.
             most += not some
@@ -155,12 +155,17 @@ class Search:
         return Answer(sorted(best, key=_rank), len(choices), len(fitting))
 
     def different(self, left: list[Found], best: list[Found], most: int) -> list[Found]:
-        """Return the fastest of ``left``, with at most ``most`` of a mesh besides ``best``."""
+        """Return the fastest of ``left``, with at most ``most`` of a mesh, ``best`` included.
+
+        Those of a mesh that are about as fast are left out, until so many are allowed that all are.
+        """
         counts = Counter(found.choice.mesh for found in best)
         some: list[Found] = []
         for found in left:
             if len(best) + len(some) > N_BEST:
                 break
+            if most <= N_BEST and any(is_alike(each, found) for each in best + some):
+                continue
             if counts[found.choice.mesh] < most and self._is_legal(found.choice):
                 counts[found.choice.mesh] += 1
                 some.append(found)
@@ -284,15 +289,21 @@ class Search:
         return self._config.model_copy(update={"float8": float8})
 
 
+def is_alike(one: Found, other: Found) -> bool:
+    """True for two of one mesh that are about as fast."""
+    is_near = abs(one.tokens_per_second / other.tokens_per_second - 1) < ALIKE
+    return is_near and one.choice.mesh == other.choice.mesh
+
+
 def alike(choice: Choice, fitting: list[Found]) -> dict[str, list[Any]]:
     """Values of single fields, instead of those of ``choice``, with which it is about as fast."""
-    rate = next(found.tokens_per_second for found in fitting if found.choice == choice)
+    own = next(found for found in fitting if found.choice == choice)
     values: dict[str, list[Any]] = defaultdict(list)
     # Shards follow from replicas.
     names = [name for name in Choice._fields if name != "dp_shard"]
     for found in fitting:
         other = found.choice
-        if other.mesh != choice.mesh or abs(found.tokens_per_second / rate - 1) >= ALIKE:
+        if not is_alike(own, found):
             continue
         changed = [name for name in names if getattr(other, name) != getattr(choice, name)]
         if len(changed) == 1:

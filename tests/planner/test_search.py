@@ -76,7 +76,8 @@ def test_rows_are_of_different_meshes_and_name_what_is_alike() -> None:
     left = [Found(choice, 1, {}, rate) for choice, rate in zip(choices, rates, strict=True)]
     assert search.different(left, [], 1) == [left[0], left[2]]
     assert search.different(left, left[2:3], 1) == [left[0]]
-    assert search.different(left, [], 2) == left[:3]
+    assert search.different(left, [], 2) == [left[0], left[2], left[3]]
+    assert search.different(left, [], 11) == left
     assert alike(base, left) == {"size": [2]}
 
 
