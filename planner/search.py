@@ -157,7 +157,7 @@ class Search:
     def different(self, left: list[Found], best: list[Found], most: int) -> list[Found]:
         """Return the fastest of ``left``, with at most ``most`` of a mesh, ``best`` included.
 
-        Those of a mesh that are about as fast are left out, until so many are allowed that all are.
+        Those of a mesh that are about as fast are skipped, until so many are allowed that all are.
         """
         counts = Counter(found.choice.mesh for found in best)
         some: list[Found] = []
