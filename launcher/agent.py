@@ -271,21 +271,31 @@ def _remove_empty_folders(new: list[Path]) -> None:
 
 
 def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
-    """Connect to the TCPStore of ranks and launchers, which the head node's launcher serves."""
+    """Connect to the TCPStore of ranks and launchers, which the head node's launcher serves.
+
+    Raises ``ConfigError`` on the head node if it cannot listen on the port.
+    """
     address, port, listener = nodes.address, nodes.port, None
     if nodes.count == 1:
         # By default the store would listen on all interfaces.
         server = socket.create_server(("127.0.0.1", 0))
         (address, port), listener = server.getsockname(), server.detach()
-    return dist.TCPStore(
-        address,
-        port,
-        is_master=nodes.rank == 0,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=nodes.rank == 0,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener,
+        )
+    except dist.DistNetworkError as error:
+        if "failed to listen" not in str(error):
+            raise
+        reason = str(error).partition("\n")[0].rpartition("message: ")[2]
+        text = f"MASTER_PORT={port}: cannot listen on this port: {reason}; set another"
+        raise ConfigError([text]) from None
 
 
 class Agent:

@@ -253,7 +253,10 @@ def find_nodes(environment: Mapping[str, str]) -> Nodes:
     # Jobs that share a head node need different ports.
     job = _number("SLURM_JOB_ID", environment.get("SLURM_JOB_ID", "0"), at_least=0)
     port_text = environment.get("MASTER_PORT")
-    port = _number("MASTER_PORT", port_text, at_least=1) if port_text else 20000 + job % 20000
+    # By default below the kernel's free ports, which begin at 32768.
+    port = _number("MASTER_PORT", port_text, at_least=1) if port_text else 20000 + job % 12000
+    if port > 65535:
+        raise ValueError(f"MASTER_PORT={port}: must be at most 65535")
     address = environment.get("MASTER_ADDR", "")
     if count > 1 and not address:
         # No fallback to localhost, which would train a separate world on each node.

@@ -93,9 +93,14 @@ def plan_json(plan: StepPlan, hardware: Hardware) -> dict[str, Any]:
 
 def run_seconds(plan: StepPlan, time: StepTime) -> float:
     """Modelled seconds of ``training.steps``; steps of a ramp count by their sequences."""
+    return run_tokens(plan) / time.tokens_per_second
+
+
+def run_tokens(plan: StepPlan) -> int:
+    """Tokens of ``training.steps``, also with a batch size ramp."""
     run = plan.run
     n_sequences = sequences_in(run.config.training.steps, run.ramp, run.global_batch_size)
-    return n_sequences * run.config.training.seq_len / time.tokens_per_second
+    return n_sequences * run.config.training.seq_len
 
 
 def _time_lines(plan: StepPlan, time: StepTime, price: float | None) -> list[str]:
@@ -115,8 +120,8 @@ def _time_lines(plan: StepPlan, time: StepTime, price: float | None) -> list[str
     cost = "" if price is None else f", {price * hours:,.0f} USD at {price:g} an hour"
     return [
         *lines,
-        f"run, modelled: {steps:,} steps in {seconds / 86400:,.3g} days, {hours:,.0f} device hours"
-        f"{cost}",
+        f"run, modelled: {steps:,} steps, {run_tokens(plan):,} tokens, in {seconds / 86400:,.3g}"
+        f" days, {hours:,.0f} device hours{cost}",
         f"checkpoint: {time.checkpoint_bytes / GB:,.4g} GB",
     ]
 

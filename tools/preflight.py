@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from config import load_config
+from config import ConfigError, load_config
 from launcher.agent import Nodes, open_store, run_ranks
 from launcher.console import Console, PlainScreen
 from launcher.launch import check_run, find_nodes, ranks_per_node, set_thread_defaults
@@ -52,6 +52,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         try:
             store = open_store(nodes, seconds)
             findings = rendezvous(store, nodes, n_ranks=n_ranks, seconds=seconds)
+        except ConfigError as error:
+            report(error)
+            return exit_codes.BAD_CONFIG
         except dist.DistError as error:
             reason = str(error).partition("\n")[0]
             where = f"{nodes.address}:{nodes.port}"

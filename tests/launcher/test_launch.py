@@ -5,6 +5,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config import JobConfig, load_config
+from config import ConfigError, JobConfig, load_config
 from launcher import agent, launch
-from launcher.agent import End, Nodes
+from launcher.agent import End, Nodes, open_store
 from launcher.failures import MOST_ATTEMPTS
 from launcher.launch import (
     DEFAULT_CPU_RANKS,
@@ -105,6 +106,18 @@ def test_jobs_on_one_head_node_have_different_ports():
     assert len(ports) == 100
 
 
+def test_default_ports_are_not_free_ports_of_the_kernel():
+    ports = [find_nodes({"SLURM_JOB_ID": str(job)}).port for job in range(100_000)]
+    assert (min(ports), max(ports)) == (20000, 31999)
+
+
+def test_port_in_use_names_master_port():
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"^MASTER_PORT={port}: .*address already in use"):
+            open_store(Nodes(count=2, rank=0, address="localhost", port=port), seconds=10)
+
+
 @pytest.mark.parametrize(
     ("environment", "key"),
     [
@@ -118,6 +131,7 @@ def test_jobs_on_one_head_node_have_different_ports():
         ({"NODE_RANK": "1"}, "NODE_RANK"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "head"}, "NODE_RANK"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT"),
     ],
 )
 def test_invalid_nodes_are_rejected_by_name(environment: dict[str, str], key: str):

@@ -79,6 +79,9 @@ def test_a_step_is_planned_as_table_and_as_json(capsys: pytest.CaptureFixture[st
     assert plan.main([*STEP, TP]) == exit_codes.DONE
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 100
+    (run,) = (line.split() for line in table if line.startswith("run, modelled: "))
+    steps, tokens = (int(run[place].replace(",", "")) for place in (2, 4))
+    assert tokens == steps * 2 * 8 * 256
     assert plan.main([*STEP, TP, "--json"]) == exit_codes.DONE
     text = capsys.readouterr().out
     (stage,) = json.loads(text)["stages"]

@@ -182,6 +182,11 @@ def test_bad_configuration_is_rejected(capsys: pytest.CaptureFixture[str]) -> No
     assert "does not divide 3 ranks" in capsys.readouterr().err
     assert preflight.main([str(CONFIG)], {"NNODES": "2"}) == BAD_CONFIG
     assert "MASTER_ADDR" in capsys.readouterr().err
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        environment = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        assert preflight.main([str(CONFIG)], environment) == BAD_CONFIG
+    assert f"MASTER_PORT={port}: cannot listen" in capsys.readouterr().err
 
 
 def test_rendezvous_reports_missing_and_duplicate_nodes() -> None:

@@ -4,6 +4,8 @@ import fcntl
 import json
 import math
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -385,6 +387,21 @@ def test_damage_to_one_run_hides_no_other(
     problems = [line for line in out if line.startswith(f"problem: {control.parent}")]
     assert 1 <= len(problems) <= 5, "a line for each file"
     assert status.main([str(control.parent), str(healthy), "--json"]) == exit_codes.DONE
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+def test_alerts_of_the_page_select_what_needs_a_look() -> None:
+    page = (ROOT / "docs" / "howto" / "status.md").read_text()
+    found = re.search(r"^needs_a_look='(.*?)'$", page, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    fine = {"state": "running", "why": "", "last_alarm_age": None}
+    bad = [{"state": "failed"}, {"state": "unknown"}, {"why": "no line"}, {"last_alarm_age": 9.5}]
+    good = [{}, {"last_alarm_age": 601}, {"state": "stopped", "why": "SIGTERM"}, {"state": "done"}]
+    lines = "".join(json.dumps(fine | {"run": run} | run) + "\n" for run in [*good, *bad])
+    done = subprocess.run(
+        ["jq", "-c", f"{found[1]} | .run"], input=lines, capture_output=True, text=True, check=True
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == bad
 
 
 def test_status_imports_no_torch() -> None:
