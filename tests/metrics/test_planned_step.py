@@ -61,6 +61,9 @@ def test_why_there_is_no_plan(tmp_path: Path) -> None:
         ("NVIDIA GB200", "gb200", True),
         ("NVIDIA A100-SXM4-80GB", "a100", True),
         ("NVIDIA GeForce RTX 4090", "rtx4090", True),
+        ("NVIDIA A10G", "a10g", True),
+        ("NVIDIA L4", "l4", True),
+        ("NVIDIA L40S", "l4", False),
         ("AMD Instinct MI300X", "mi300x", True),
     ],
 )
