@@ -25,7 +25,7 @@ from run_spec import model_of
 
 GIB = 1 << 30
 # Rows of the answer, and how many choices are planned in full for them, at most.
-N_BEST, MOST_PLANS = 10, 24
+N_BEST, MOST_PLANS = 10, 12
 # Choices of one mesh whose modelled speeds differ by less are one row.
 ALIKE = 0.01
 # An estimate of memory may be this much too large, before the choice is planned in full.
