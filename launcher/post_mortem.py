@@ -140,8 +140,9 @@ class RankHeartbeat:
                     next_beat += HEARTBEAT_SECONDS
                 if self._is_finished.wait(POLL_SECONDS):
                     return
-            self._put("report", self._snapshot())
+            # Before the report, because the launcher reads it once all ranks have reported.
             write_cpu_record(os.environ)
+            self._put("report", self._snapshot())
         except dist.DistError:
             return
         if not self._is_finished.wait(REPORT_TIMEOUT_SECONDS):
@@ -157,9 +158,9 @@ class RankHeartbeat:
             traceback=format_traceback(error),
             order=self._store.add("failures", 1),
         )
+        write_cpu_record(os.environ)
         self._put("report", report)
         self._store.set(ABORT, "")
-        write_cpu_record(os.environ)
 
     def _snapshot(self) -> RankReport:
         """Return the current step and the main thread's position."""

@@ -55,7 +55,8 @@ class Troubled(Transformer):
             self.step += 1
             self.kept.append(torch.ones(LEAKED_BYTES, dtype=torch.uint8))
             ones_like(torch.ones(self.step))
-            if self.step == LAST_STEP and os.environ["RANK"] == "1":
+            # Also after the launcher's signals.
+            while self.step == LAST_STEP and os.environ["RANK"] == "1":
                 signal.pause()
         return super().forward(x, positions, document_ids)
 

@@ -79,8 +79,8 @@ REQUIRED: dict[str, tuple[str, dict[str, str]]] = {
     ),
     DYNAMO: ("compile.enable", SELECTIVE | COMPILED),
 }
-# Used only on GPUs, in plans of a step or in benchmarks.
-NOT_ON_CPU = {
+# Used only on GPUs, in plans of a step, in benchmarks or after a failure.
+NOT_IN_A_RUN = {
     "torch:_scaled_mm",
     "torch._inductor.config:_micro_pipeline_tp",
     "torch._inductor.config:bucket_all_gathers_fx",
@@ -95,6 +95,7 @@ NOT_ON_CPU = {
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
     "torch.utils._pytree:tree_leaves",
     "torch._C:_current_graph_task_id",
+    "torch._C._distributed_c10d:_dump_fr_trace",
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "torch._dynamo.utils:calculate_time_spent",
     "torch._utils:_get_available_device_type",
@@ -140,7 +141,7 @@ FAULTS: dict[str, Fault] = {"missing": missing, "changed": changed}
 
 
 def test_every_private_name_has_a_case() -> None:
-    assert {*USES, *REQUIRED, *NOT_ON_CPU, *OPERATIONS} == set(PRIVATE)
+    assert {*USES, *REQUIRED, *NOT_IN_A_RUN, *OPERATIONS} == set(PRIVATE)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,7 @@ def empty_probe_cache() -> Any:
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("path", [*sorted(NOT_ON_CPU), *OPERATIONS])
+@pytest.mark.parametrize("path", [*sorted(NOT_IN_A_RUN), *OPERATIONS])
 def test_missing_name_is_logged_and_required_by_key(
     path: str,
     empty_probe_cache: None,
