@@ -34,7 +34,7 @@ class Recorder(Protocol):
     """Records what a function does on a device, and repeats it."""
 
     n_bytes: int
-    """Memory that belongs to the recordings."""
+    """Memory that recordings have taken from the device so far."""
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         """Call ``function`` as ``record`` will. It may compile, choose kernels, and allocate."""
@@ -149,7 +149,7 @@ class MicrobatchGraphs:
 
     def _record(self, microbatches: Sequence[Inputs], kind: tuple[Any, ...]) -> _Graphs:
         """Record a step of such microbatches, in order: each continues from the one before it."""
-        n = len(microbatches)
+        n, before = len(microbatches), self._recorder.n_bytes
         buffers = tuple(None if t is None else t.clone() for t in microbatches[0])
 
         def record(*, is_last: bool) -> _Graph:
@@ -159,7 +159,7 @@ class MicrobatchGraphs:
         first = record(is_last=n == 1)
         middle = record(is_last=False) if n > 2 else None
         last = record(is_last=True) if n > 1 else None
-        gib = self._recorder.n_bytes / 2**30
+        gib = (self._recorder.n_bytes - before) / 2**30
         logger.info("CUDA graphs: recorded a step of %d microbatches, in %.2f GiB", n, gib)
         gradients = [parameter.grad for parameter in self._parameters]
         return _Graphs(kind, buffers, first, middle, last, gradients)

@@ -29,7 +29,7 @@ def simulate_layers(
     """Return the record of ``simulate_step``, from shallower models where that is possible."""
     n_layers, n_stages, period = run.model_args.n_layers, _n_stages(run), period_of(run)
     fewest = max(FEWEST, 2 * period) + 2 * _prefetched(run)
-    lengths = _lengths(run, n_layers)
+    lengths = stage_lengths(run, n_layers)
     # Periods of layers that every stage has to spare, beside the one of the deeper model.
     spare = (min(lengths) - fewest) // period
     if spare < 2 or not _is_periodic(run):
@@ -38,7 +38,7 @@ def simulate_layers(
     depths = [shallow, shallow + period * n_stages]
     for depth, left_out in zip(depths, (spare, spare - 1), strict=True):
         expected = [length - left_out * period for length in lengths]
-        assert _lengths(run, depth) == expected, "stages lose equal numbers of layers"
+        assert stage_lengths(run, depth) == expected, "stages lose equal numbers of layers"
     low, high = (
         simulate_step(_with_layers(run, depth), world_size, rank, weights=weights, n_more=n_more)
         for depth, n_more in zip(depths, (0, period), strict=True)
@@ -140,7 +140,7 @@ def _n_stages(run: RunSpec) -> int:
     return parallelism.pipeline_parallel_degree * stages_per_rank(parallelism)
 
 
-def _lengths(run: RunSpec, n_layers: int) -> list[int]:
+def stage_lengths(run: RunSpec, n_layers: int) -> list[int]:
     """Layers of each stage."""
     parallelism, n_stages = run.config.parallelism, _n_stages(run)
     if n_stages == 1:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
-from planner.depth import affine, extrapolated, simulate_layers
+from parallelisms.pipeline_parallel import stages_per_rank
+from planner.depth import affine, extrapolated, simulate_layers, stage_lengths
 from planner.recorder import Group, StepRecord
 from run_spec import RunSpec
 
@@ -121,7 +121,8 @@ def _shortened(run: RunSpec, place: Place, rank: int) -> RunSpec | None:
     """Return ``run`` with the pipeline of ``place``, whose rank has the layers of ``rank``."""
     parallelism = run.config.parallelism
     per_rank = stages_per_rank(parallelism)
-    lengths = _lengths(run)[rank :: parallelism.pipeline_parallel_degree]
+    whole = stage_lengths(run, run.model_args.n_layers)
+    lengths = whole[rank :: parallelism.pipeline_parallel_degree]
     longest = max(lengths)
     less_first = longest - lengths[0] if place.rank == 0 else 0
     less_last = longest - lengths[-1] if place.rank == place.pp - 1 else 0
@@ -134,20 +135,8 @@ def _shortened(run: RunSpec, place: Place, rank: int) -> RunSpec | None:
     config = run.config.model_copy(update={"parallelism": parallelism.model_copy(update=keys)})
     args = replace(run.model_args, n_layers=n_layers)
     shortened = replace(run, config=config, model_args=args)
-    found = _lengths(shortened)[place.rank :: place.pp]
+    found = stage_lengths(shortened, n_layers)[place.rank :: place.pp]
     return shortened if found == lengths else None
-
-
-def _lengths(run: RunSpec) -> list[int]:
-    """Layers of each stage."""
-    parallelism = run.config.parallelism
-    stages = stage_layers(
-        run.model_args.n_layers,
-        parallelism.pipeline_parallel_degree * stages_per_rank(parallelism),
-        less_first=parallelism.pipeline_parallel_first_stage_less_layers,
-        less_last=parallelism.pipeline_parallel_last_stage_less_layers,
-    )
-    return [len(stage) for stage in stages]
 
 
 def _moved(

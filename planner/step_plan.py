@@ -7,8 +7,7 @@ from config import ConfigError, JobConfig
 from config.constraints import Constraint
 from config.job_config import Metrics
 from parallelisms.parallel_dims import Degrees, resolve_degrees
-from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
-from planner.depth import simulate_layers
+from planner.depth import simulate_layers, stage_lengths
 from planner.pipeline import simulate_pipeline
 from planner.recorder import StepRecord
 from run_spec import RunSpec
@@ -107,16 +106,10 @@ def _stages(run: RunSpec, degrees: Degrees) -> Sequence[int]:
     """Ranks of the pipeline that are planned: with other stages than the others."""
     if degrees.pp <= 2:
         return range(degrees.pp)
-    parallelism = run.config.parallelism
-    layers = stage_layers(
-        run.model_args.n_layers,
-        degrees.pp * stages_per_rank(parallelism),
-        less_first=parallelism.pipeline_parallel_first_stage_less_layers,
-        less_last=parallelism.pipeline_parallel_last_stage_less_layers,
-    )
+    lengths = stage_lengths(run, run.model_args.n_layers)
     # The earlier of equal stages, because it holds more microbatches.
     middle = max(
         range(1, degrees.pp - 1),
-        key=lambda rank: (sum(map(len, layers[rank :: degrees.pp])), -rank),
+        key=lambda rank: (sum(lengths[rank :: degrees.pp]), -rank),
     )
     return [0, middle, degrees.pp - 1]
