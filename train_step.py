@@ -64,6 +64,7 @@ class TrainStep:
             freq=config.metrics.layer_stats_freq,
             compiled=model.stages if config.compile.enable else [],
         )
+        # Muon and optimizers of your own take numbers from the host in each step.
         recorder = model.recorder() if config.optimizer.name == "adamw" else None
         self._graph: UpdateGraph | None = None
         if recorder is not None:

@@ -126,7 +126,7 @@ def run_ranks(
         environment = _environment(store, nodes, counts, logs)
         followed, is_head = first + min(shown, default=0), nodes.rank == 0
         # A log that all nodes share has the head's.
-        show_phase(f"{sum(counts)} ranks import PyTorch", is_logged=is_head)
+        show_phase(f"importing PyTorch on each rank, {sum(counts)} in all", is_logged=is_head)
         output = RankOutput(console, logs, followed=followed, shows_warnings=is_head)
         processes = _start(program, environment, error_files, shown=shown, output=output)
         agent = Agent(processes, store, sum(counts), console)
