@@ -31,7 +31,7 @@ class Case(Section):
 
     loops: list[str]
     """Keys of LOOPS; the ratios are to "bare", if it is one of them."""
-    family: Literal["llama3", "qwen3"] = "llama3"
+    family: Literal["llama3", "qwen3", "qwen3_moe", "qwen3_next"] = "llama3"
     """Peers are compared with llama3 only."""
     flavor: str = "debugmodel"
     """A flavor of the family."""
@@ -46,6 +46,8 @@ class Case(Section):
     compile: bool = False
     keys: Keys = Field(default_factory=dict)
     """More of train.py's keys, for the loop "train" only."""
+    packages: list[str] = Field(default_factory=list)
+    """Distributions that must be installed, such as one with kernels."""
     restarts: Count = 1
     """Starts of all loops: processes differ in speed by up to a tenth."""
     warmup: NonNegative = 3
@@ -100,7 +102,7 @@ def train_loop(turns: Turns, case: Case) -> None:
         config = load_config(ROOT / "train_configs/debug_model.toml", arguments)
         run = resolve(config, world_size=case.ranks)
         paced = PacedRun(**{field.name: getattr(run, field.name) for field in fields(run)})
-        train.main(replace(paced, model_args=case.args), RankHeartbeat({}))
+        train.main(paced, RankHeartbeat({}))
 
 
 def keys_of(case: Case) -> dict[str, str]:
@@ -117,6 +119,7 @@ def keys_of(case: Case) -> dict[str, str]:
         "checkpoint.enable": False,
         "validation.enable": False,
         "validation.sample_tokens": 0,
+        **{f"model.args.{name}": n for name, n in case.shape.items() if name != "vocab_size"},
         **case.keys,
     }
     # Weights of another dtype than float32 set the dtype of compute themselves.

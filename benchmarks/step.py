@@ -8,8 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -17,7 +16,8 @@ from benchmarks.loops import Case, bare_loop, train_loop
 from benchmarks.peers import PACKAGES, PEERS
 from benchmarks.rows import Row
 from benchmarks.turns import Loop, LoopError, Turn
-from metrics.flops import flops_per_token, peak_flops
+from build_model import training_flops
+from metrics.flops import peak_flops
 from models import find_model
 from models.meta import build_on_meta
 
@@ -37,7 +37,7 @@ def run(case: Case) -> Iterator[Row]:
     turns: dict[str, list[Turn]] = {name: [] for name in case.loops}
     probes: dict[str, list[float] | None] = {}
     for name in case.loops:
-        if missing := [p for p in PACKAGES.get(name, ()) if find_spec(p) is None]:
+        if missing := [p for p in packages_of(case, name) if installed_version(p) is None]:
             problems[name] = f"skipped: {', '.join(missing)} not installed"
     for _ in range(case.restarts):
         with ExitStack() as stack:
@@ -63,11 +63,24 @@ def run(case: Case) -> Iterator[Row]:
             yield {"what": name, "problem": problems[name]}
             continue
         row = measured(case, firsts[name], turns[name])
-        row["packages"] = {package: version(package) for package in PACKAGES.get(name, ())}
+        row["packages"] = {p: installed_version(p) for p in packages_of(case, name)}
         if name != "bare" and has_bare:
             row |= compared(turns["bare"], turns[name])
             row["problem"] = parity_problem(probes["bare"], probes[name])
         yield {"what": name} | row
+
+
+def packages_of(case: Case, loop: str) -> list[str]:
+    """Names of the distributions that ``loop`` needs besides the project's."""
+    return [*PACKAGES.get(loop, ()), *case.packages]
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, None if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def measured_turns(case: Case, loops: dict[str, Loop]) -> Iterator[tuple[str, Turn]]:
@@ -84,12 +97,9 @@ def measured(case: Case, first: Turn, turns: list[Turn]) -> Row:
     seconds = statistics.median(turn.seconds for turn in turns) / case.steps_per_turn
     cpu_seconds = statistics.median(turn.cpu_seconds for turn in turns) / case.steps_per_turn
     rate = case.ranks * case.batch_size * case.seq_len / seconds
-    model = build_on_meta(find_model(case.family, case.flavor)[0], case.args, torch.float32)
-    args = case.args
-    flops = flops_per_token(
-        model, n_attentions=args.n_layers, n_heads=args.n_heads, head_dim=args.head_dim,
-        seq_len=case.seq_len,
-    )  # fmt: skip
+    spec = find_model(case.family, case.flavor)[0]
+    model = build_on_meta(spec, case.args, torch.float32)
+    flops = training_flops(spec, case.args, model, case.seq_len)
     peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
     palm, causal = (peak and rate / case.ranks * count / peak for count in flops)
     return {

@@ -51,6 +51,10 @@ def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     assert [r["case"] for r in rows if r["what"] == "train"].count(row["case"]) == 1
     (odd,) = (r for r in rows if r["case"] == "a key that there is not")
     assert "float8" in odd["problem"]
+    (absent,) = (r for r in rows if r["case"] == "a package that there is not")
+    assert "no-such-package not installed" in absent["problem"]
+    (experts,) = (r for r in rows if r["case"] == "Qwen3-Next")
+    assert experts["parameters"] > 0 < experts["tokens_per_second"]
     (copy,) = (r for r in rows if r["what"] == "copy, 1 MiB")
     assert copy["gb_per_second"] > 0
     # Rows of another commit do not count.
@@ -80,7 +84,7 @@ def test_every_column_is_measured(name: str, overrides: list[str], tmp_path: Pat
 
 
 def test_missing_peer_is_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "find_spec", lambda name: None)
+    monkeypatch.setattr(step, "installed_version", lambda name: None)
     case = step.Case(
         loops=["bare", "torchtitan"], shape=TINY, seq_len=32, batch_size=1, dtype="float32",
         turns=1, warmup=0,
