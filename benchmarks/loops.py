@@ -1,6 +1,5 @@
 """``train.py`` and a bare PyTorch loop, with the same model, batch and settings, taking turns."""
 
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
@@ -96,13 +95,12 @@ def train_loop(turns: Turns, case: Case) -> None:
             batches.next = paced  # type: ignore[method-assign]
             return batches
 
-    with tempfile.TemporaryDirectory() as folder:
-        texts = keys_of(case) | {"job.output_dir": folder}
-        arguments = [part for key, text in texts.items() for part in (f"--{key}", text)]
-        config = load_config(ROOT / "train_configs/debug_model.toml", arguments)
-        run = resolve(config, world_size=case.ranks)
-        paced = PacedRun(**{field.name: getattr(run, field.name) for field in fields(run)})
-        train.main(paced, RankHeartbeat({}))
+    texts = keys_of(case) | {"job.output_dir": turns.folder}
+    arguments = [part for key, text in texts.items() for part in (f"--{key}", text)]
+    config = load_config(ROOT / "train_configs/debug_model.toml", arguments)
+    run = resolve(config, world_size=case.ranks)
+    paced = PacedRun(**{field.name: getattr(run, field.name) for field in fields(run)})
+    train.main(paced, RankHeartbeat({}))
 
 
 def keys_of(case: Case) -> dict[str, str]:

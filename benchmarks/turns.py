@@ -7,6 +7,7 @@ of steps are timed here.
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -35,8 +36,10 @@ class Turn(NamedTuple):
 class Turns:
     """Turns as seen by the loop in its own process."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, folder: str) -> None:
         self._connection, self._left, self._begin = connection, 0, (0.0, 0.0)
+        self.folder = folder
+        """Of all ranks of the loop; deleted with it."""
         self._is_ready = False
         self.note: Any = None
         """Any value, sent with the measurements of a turn and once when the loop is ready."""
@@ -91,13 +94,14 @@ class Loop:
         """
         self._deadline = deadline
         self._processes, self._connections = [], []
+        self._folder = tempfile.TemporaryDirectory()
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         context = get_context("spawn")
         for rank in range(ranks):
             parent_end, child_end = context.Pipe()
-            arguments = (child_end, rank, ranks, port, work, args)
+            arguments = (child_end, self._folder.name, rank, ranks, port, work, args)
             process = context.Process(target=_run, args=arguments, daemon=True)
             process.start()
             child_end.close()
@@ -142,10 +146,13 @@ class Loop:
         for process in self._processes:
             process.join(10)
             process.kill()
+            process.join()
+        self._folder.cleanup()
 
 
 def _run(
     connection: Connection,
+    folder: str,
     rank: int,
     ranks: int,
     port: int,
@@ -162,7 +169,7 @@ def _run(
     os.dup2(null, 1)
     os.dup2(null, 2)
     try:
-        work(Turns(connection), *args)
+        work(Turns(connection, folder), *args)
     except BaseException:
         connection.send(LoopError(traceback.format_exc()))
         os._exit(1)

@@ -30,8 +30,6 @@ UNPLANNED: tuple[Constraint[RunSpec], ...] = (
             lambda run: run.config.activation_checkpoint.mode == "memory_budget"),
     _unless("parallelism.fsdp_cpu_offload", "host memory",
             lambda run: run.config.parallelism.fsdp_cpu_offload),
-    _unless("parallelism.tensor_parallel_async", "collectives inside of matmuls",
-            lambda run: run.config.parallelism.tensor_parallel_async),
     _unless("parallelism.pipeline_parallel_schedule", "InterleavedZeroBubble",
             lambda run: run.config.parallelism.pipeline_parallel_degree > 1
             and run.config.parallelism.pipeline_parallel_schedule == "InterleavedZeroBubble"),
@@ -90,6 +88,8 @@ def planned_config(config: JobConfig, *, has_gpu: bool = True) -> JobConfig:
         "compile": config.compile.model_copy(update={"enable": False, "backend": "inductor"}),
         "float8": config.float8.model_copy(update={"emulate": False}),
         "metrics": Metrics(),
+        # It has the same collectives, in parts.
+        "parallelism": config.parallelism.model_copy(update={"tensor_parallel_async": False}),
         "training": training,
     }
     return config.model_copy(update=changed)

@@ -51,6 +51,8 @@ def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     assert [r["case"] for r in rows if r["what"] == "train"].count(row["case"]) == 1
     (odd,) = (r for r in rows if r["case"] == "a key that there is not")
     assert "float8" in odd["problem"]
+    (sharded,) = (r for r in rows if r["case"] == "8B, 2 ranks")
+    assert sharded["problem"] is None
     (absent,) = (r for r in rows if r["case"] == "a package that there is not")
     assert "no-such-package not installed" in absent["problem"]
     (experts,) = (r for r in rows if r["case"] == "Qwen3-Next")

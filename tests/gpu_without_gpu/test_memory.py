@@ -113,7 +113,8 @@ def test_benchmark_fits_its_gpu(config: str, case: dict[str, Any], tmp_path: Pat
     """The allocator's peak equals the measured one, if there is one."""
     keys = GRAPHS | keys_of(build_case(case)) | {"training.steps": str(N_STEPS)}
     (steps,) = train_on_stub(tmp_path, device=DEVICES[config], **keys)
-    assert steps[4].syncs == {}
+    # Statistics of layers are copied to the host in each step that has them.
+    assert steps[4].syncs == {} or "metrics.layer_stats_freq" in keys
     assert steps[4].retries == 0
     measured = measured_peak(config, case)
     if measured is not None:

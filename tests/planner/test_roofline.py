@@ -10,7 +10,7 @@ from config import load_config
 from config.job_config import Compile
 from planner.devices import Hardware, find_hardware
 from planner.recorder import BACKWARD, FORWARD, UPDATE, Collective, Group, StepRecord
-from planner.roofline import LINK, NETWORK, bandwidth, exposed_seconds, step_time
+from planner.roofline import ASYNC, LINK, NETWORK, bandwidth, exposed_seconds, step_time
 from planner.step_plan import plan_step
 from run_spec import resolve
 from tests.lib.repository import ROOT
@@ -48,6 +48,21 @@ def test_a_ring_shares_the_adapters_of_its_ranks(hardware: Hardware) -> None:
     assert bandwidth(Group("dp_shard_cp", tuple(range(0, 64, 8))), hardware) == adapter
     assert bandwidth(Group("dp_shard_cp", tuple(range(0, 64, 4))), hardware) == 2 * adapter
     assert bandwidth(Group("dp_shard_cp", tuple(range(64))), hardware) == 8 * adapter
+
+
+def test_async_tensor_parallel_hides_a_share_of_its_communication() -> None:
+    keys = ["--parallelism.tensor_parallel_degree=2", "--compile.enable=true"]
+    h100 = find_hardware("h100", None)
+
+    def parts(*more: str) -> dict[str, float]:
+        run = resolve(load_config(Path("debug_model"), [*keys, *more]), 2, has_gpu=True)
+        return dict(step_time(plan_step(run, 2), h100).parts)
+
+    plain, overlapped = parts(), parts("--parallelism.tensor_parallel_async=true")
+    hidden = plain.pop("exposed tp") - overlapped.pop("exposed tp")
+    # Communication of this small model takes longer than its matmuls.
+    assert hidden == pytest.approx(ASYNC * plain["matmul"])
+    assert overlapped == plain
 
 
 def record_of(*collectives: Collective) -> StepRecord:
