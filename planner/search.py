@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -19,7 +19,13 @@ from planner.devices import Hardware
 from planner.estimate import Sample, Shape, estimated
 from planner.recorder import StepRecord
 from planner.roofline import peak_flops, stage_parts
-from planner.search_simulations import Map, Request, simulate_sample, simulate_whole
+from planner.search_simulations import (
+    Map,
+    Request,
+    reported,
+    simulate_sample,
+    simulate_whole,
+)
 from planner.step_plan import TIGHT
 from run_spec import model_of
 
@@ -118,8 +124,11 @@ class Search:
         _, self._args = model_of(config)
         self._limit = TIGHT * hardware.device.memory_gib * GIB
 
-    def run(self, n_workers: int = 1) -> Answer:
-        """Return the best choices, simulated by so many processes. Raises ``ConfigError``."""
+    def run(self, n_workers: int = 1, report: Callable[[str], None] | None = None) -> Answer:
+        """Return the best choices, simulated by so many processes. Raises ``ConfigError``.
+
+        Calls ``report`` with lines on the progress.
+        """
         choices = list(self._choices())
         if not choices:
             n, batch = self._world_size, self._batch
@@ -127,9 +136,9 @@ class Search:
             raise ConfigError([text])
         kinds = sorted({choice.kind for choice in choices})
         if n_workers == 1:
-            return self._best(choices, kinds, map)
+            return self._best(choices, kinds, reported(map, report))
         with ProcessPoolExecutor(n_workers, mp_context=get_context("spawn")) as pool:
-            return self._best(choices, kinds, pool.map)
+            return self._best(choices, kinds, reported(pool.map, report))
 
     def _best(self, choices: list[Choice], kinds: list[Kind], run_all: Map) -> Answer:
         requests = [self._sample_request(kind) for kind in kinds]

@@ -23,6 +23,20 @@ class Request(NamedTuple):
 Map = Callable[[Callable[[Request], Any], Iterable[Request]], Iterable[Any]]
 
 
+def reported(run_all: Map, report: Callable[[str], None] | None) -> Map:
+    """Return ``run_all``, which calls ``report`` at each tenth of the requests."""
+
+    def run_reported(function: Callable[[Request], Any], requests: Iterable[Request]) -> Any:
+        requests = list(requests)
+        n, what = len(requests), "planned in full" if function is simulate_whole else "simulated"
+        for number, result in enumerate(run_all(function, requests), start=1):
+            if report is not None and 10 * number // n > 10 * (number - 1) // n:
+                report(f"search: {number} of {n} {what}")
+            yield result
+
+    return run_reported
+
+
 def simulate_sample(request: Request) -> Sample | None:
     """Simulate two depths; None if the configuration is not legal, or not planned yet."""
     try:

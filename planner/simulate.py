@@ -180,7 +180,11 @@ def record_step(
     batch: StepBatch,
     weights: Sequence[float],
 ) -> StepRecord:
-    """Return the record of the second step of ``model``, whose first allocates lasting state."""
+    """Return the record of the second step of ``model``.
+
+    The first allocates lasting state, exchanges the shapes that pipeline stages send, and fills
+    DTensor's cache of shardings, which runs operators.
+    """
     recorder.label(map(to_local, model.module.parameters()), PARAMETERS)
     recorder.label(map(to_local, model.module.buffers()), BUFFERS)
     step, forwards = TrainStep(run, model), iter(weights)

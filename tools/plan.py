@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,7 +94,8 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
     # Afterwards: a tokenizer that is not needed may be missing from the cache of the Hub.
     config, decided = pin_names(config), []
     if options.search:
-        answer = Search(config, n_ranks, hardware).run(available_cpus())
+        report = partial(say, file=sys.stderr)
+        answer = Search(config, n_ranks, hardware).run(available_cpus(), report)
         as_json = json.dumps(search_json(answer), indent=1).splitlines()
         say(*(as_json if options.json else search_text(answer, n_ranks)))
         return

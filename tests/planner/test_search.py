@@ -1,5 +1,6 @@
 """A search finds what a plan of every choice would, and its answer can be pasted."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,11 @@ def sent_bytes(record: StepRecord) -> float:
 def test_the_answer_is_ranked_and_can_be_pasted(tmp_path: Path) -> None:
     # In float8, all layers of this model are too small.
     search = search_of({BATCH: 4, "model.args.n_layers": 1}, 1, device="h100")
-    answer = search.run()
+    progress: list[str] = []
+    answer = search.run(report=progress.append)
+    simulated = [line for line in progress if line.endswith("simulated")]
+    assert re.fullmatch(r"search: (\d+) of \1 simulated", simulated[-1])
+    assert re.fullmatch(r"search: (\d+) of \1 planned in full", progress[-1])
     rates = [found.tokens_per_second for found in answer.best]
     assert rates == sorted(rates, reverse=True)
     assert len(rates) == N_BEST + 1
