@@ -25,6 +25,7 @@ from checkpoint.tensor_index import read_index
 from optim.spikes import LossSpikeDetector
 from runtime.run_folder import list_checkpoints
 from tests.lib.launch import SMALL
+from tests.lib.ranks import PRELOADED
 from tests.lib.repository import ROOT
 
 PATIENCE_SECONDS = 120
@@ -63,7 +64,7 @@ def started(
     """
     folder.mkdir(exist_ok=True)
     context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(PRELOADED)
     port, arguments = _free_port(), [str(config), *options(folder, **overrides)]
     processes = [
         context.Process(target=_train, args=(folder, arguments, rank, world_size, port, plant))

@@ -24,6 +24,9 @@ from runtime.compat import limit_gloo_to_one_thread
 GROUP_TIMEOUT = timedelta(seconds=60)
 # PyTorch caches meshes, which keep process groups alive, whose threads poll.
 CALLS_PER_POOL = 30
+# Modules of the process that ranks are forked from: one for all tests of a session. Ranks that read
+# JSON or CSV files import the second, which takes half a second of CPU time.
+PRELOADED = ["tests.lib.forked", "data.hub"]
 
 
 class RankError(AssertionError):
@@ -87,8 +90,7 @@ def _collect(
 
 def _start_worker() -> tuple[BaseProcess, Connection]:
     context = get_context("forkserver")
-    # One fork server serves all tests of a session; the trainer imports all that they need.
-    context.set_forkserver_preload(["tests.lib.forked"])
+    context.set_forkserver_preload(PRELOADED)
     parent_end, child_end = context.Pipe()
     process = context.Process(target=_serve, args=(child_end,), daemon=True)
     process.start()
