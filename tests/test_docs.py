@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,8 +22,10 @@ import shardloom
 from config import load_config
 from launcher.launch import check_run, ranks_per_node
 from run_spec import resolve
+from runtime.imports import import_variables
 from tests.lib.launch import run
 from tests.lib.repository import ROOT
+from tests.lib.warm import WarmPopen
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Its commands need each other: tests/test_tutorial.py.
@@ -45,6 +47,8 @@ STANDS_FOR = {
     "benchmarks.run NAME": "benchmarks.run --help",
 }
 OPTIONAL = re.compile(r" \[[^]]*\]")
+# Those that import PyTorch. The README's start in a shell, others by a process that has it.
+IMPORTS_TORCH = re.compile(r"\./shardloom (convert|generate|plan|preflight) [^$|&;<>~#]*")
 # Run elsewhere, or not here, and where or why.
 ELSEWHERE = {
     "./run_tests.sh": "this test suite",
@@ -168,14 +172,25 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def call(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def call(command: Documented, folder: Path) -> None:
+    """Run the command; fail if it does."""
+    text = command.text
     for words, others in STANDS_FOR.items():
         text = text.replace(words, others)
     own = {"PYTHON": sys.executable, "PYTHONPATH": str(folder / "folder_of_my_models")}
-    return subprocess.run(
-        ["bash", "-c", text],
-        cwd=folder, env=os.environ | own, capture_output=True, text=True, errors="replace",
+    environment = os.environ | own
+    program, popen = ["bash", "-c", text], subprocess.Popen
+    if command.page != "README.md" and IMPORTS_TORCH.fullmatch(text):
+        _, name, *arguments = shlex.split(text)
+        program, popen = shardloom.command_line(name, arguments), WarmPopen
+        environment |= import_variables(environment)
+    process = popen(
+        program,
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, errors="replace",
     )  # fmt: skip
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
 
 
 @pytest.mark.parametrize("command", RUN_HERE, ids=lambda c: f"{c.page}: {c.text[:60]}")
@@ -190,12 +205,10 @@ def test_command_works_as_written(
         small = " --training.steps 2 --lr_scheduler.warmup_steps 1 --validation.sample_tokens 0"
         # The run of the workspace has other keys.
         small += " --job.output_dir trained"
-        done = call(command.text.partition(" #")[0] + small, workspace)
-        assert done.returncode == 0, done.stderr
+        call(replace(command, text=command.text.partition(" #")[0] + small), workspace)
         return
     if not command.is_training:
-        done = call(command.text, workspace)
-        assert done.returncode == 0, done.stderr
+        call(command, workspace)
         return
     monkeypatch.chdir(workspace)
     monkeypatch.syspath_prepend(workspace / "folder_of_my_models")
