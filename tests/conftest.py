@@ -15,6 +15,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # As in run_tests.sh. A process with threads of OpenMP cannot be forked.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nor one with the thread that pyarrow's allocator has.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 # Nor may one whose CUDA was asked for GPUs, as Inductor of PyTorch 2.11 asks when it is imported.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 

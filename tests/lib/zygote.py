@@ -31,9 +31,10 @@ SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 CLONE_PARENT = 0x8000
 PR_SET_NAME = 15
 RANKS = ("train", "torch._dynamo")
-# Those of tests, and what compilations and pipelines import besides.
+# Those of tests, and what compilations, pipelines, and JSON or CSV files import besides.
 PROGRAMS = (
     "tests.lib.forked",
+    "data.hub",
     "launcher.launch",
     "tools.convert",
     "tools.generate",
