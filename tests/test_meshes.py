@@ -47,7 +47,7 @@ from tests.lib.marks import slow
 from tools import check_ledger
 
 UNTIED, TIED = FLAVORS = ("debugmodel", "debugmodel_tied")
-PROMPT = "def loss(logits, labels):"
+PROMPT = "def loss(logits, labels, mask):"
 # Two microbatches on two ranks, and as many microbatches as any pipeline here has stages.
 KEYS = {
     "lr_scheduler.total_steps": "40",
@@ -59,7 +59,7 @@ OBSERVED = {
     "validation.freq": "4",
     "validation.steps": "2",
     # Prompt and sample are longer than a sequence, so the window slides.
-    "validation.sample_tokens": "8",
+    "validation.sample_tokens": "4",
     "validation.sample_prompt": "",
     "validation.sample_prompts": f'["{PROMPT}", "def "]',
     "metrics.enable_ledger": "true",
@@ -243,7 +243,7 @@ def contiguous_logits() -> None:
         (local_validation_loss, Layout(2, {PP: 2}), "validation after step 0"),
         (contiguous_sequence_shards, Layout(2, GATHERED), "step 1"),
         slow(local_loss, Layout(2, {PP: 2}), "step 1"),
-        slow(contiguous_logits, Layout(2, GATHERED), "text"),
+        slow(contiguous_logits, Layout(2, GATHERED), "samples.jsonl"),
     ],
 )
 def test_fault_changes_the_run(
@@ -297,7 +297,7 @@ def test_run_changes_its_mesh_on_resume(
         end = start + 2
         for path in tmp_path.glob("rank-*.log"):
             path.unlink()
-        keys["validation.sample_tokens"] = "8" if end == steps else "0"
+        keys["validation.sample_tokens"] = "4" if end == steps else "0"
         run(tmp_path, layout.world_size, **keys_of(layout, flavor, end), **keys)
         assert (f"resumed from step {start} of" in log(tmp_path)) == (start > 0)
     assert_same_run(tmp_path, two_ranks(flavor, steps, **keys))
