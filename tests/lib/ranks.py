@@ -101,8 +101,6 @@ def _start_worker() -> tuple[BaseProcess, Connection]:
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     limit_gloo_to_one_thread()
-    # It collects after each call, instead of many times in it.
-    gc.disable()
     while True:
         try:
             function, rank, world_size, store, args = connection.recv()
