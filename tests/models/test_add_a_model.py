@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from config import load_config
 from models import find_model
@@ -18,7 +19,7 @@ from tests.lib.launch import curve, run
 from tests.lib.layouts import CP, PP, TP
 from tests.lib.repository import ROOT
 
-PAGES = ("resize_a_model.md", "add_a_model.md", "shard_a_model.md")
+PAGES = ("resize_a_model.md", "add_a_model.md", "shard_a_model.md", "add_an_attention.md")
 NAME = "my_models.relu2_sharding:SPEC"
 FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -29,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pages = [(ROOT / "docs" / "howto" / name).read_text() for name in PAGES]
     files = dict(FILE.findall("\n".join(pages)))
     models = ["my_models/relu2.py", "relu2_debug.toml", "my_models/relu2_sharding.py"]
-    assert list(files) == ["tiny.toml", *models]
+    assert list(files) == ["tiny.toml", *models, "my_models/gated.py"]
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -78,6 +79,35 @@ def test_losses_match_on_any_mesh_and_generate_works(folder: Path) -> None:
     )
     assert written.returncode == 0, written.stderr
     assert NAME in written.stderr
+
+
+@pytest.mark.usefixtures("warm_starts")
+def test_another_attention_is_sharded_and_exported(folder: Path) -> None:
+    gated = "my_models.gated:SPEC"
+    keys = {"model.name": gated, "training.steps": "2", "checkpoint.interval": "2"}
+    for path, more in ((folder / "one", {}), (folder / "tp", {f"parallelism.{TP}": "2"})):
+        options = {"plant": partial(add_to_path, folder), **keys, **more}
+        with started(path, 1 + bool(more), **options) as ranks:
+            assert codes(ranks) == {0}, log(path)
+    want, got = curve(folder / "one"), curve(folder / "tp")
+    assert got[2] == pytest.approx(want[2], rel=1e-9)
+    exported = folder / "exported"
+    run_folder = folder / "tp" / "debug_model"
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.convert", "export", run_folder, exported, "--model", gated],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    tensors = load_file(exported / "model.safetensors")
+    assert tensors["model.layers.0.self_attn.gate_proj.weight"].abs().max() > 0
+    options = {"plant": partial(add_to_path, folder), **keys}
+    options["checkpoint.initial_load_path"] = str(exported)
+    with started(folder / "loaded", 1, **options) as ranks:
+        assert codes(ranks) == {0}, log(folder / "loaded")
+    assert curve(folder / "loaded")[1][0] < want[1][0]
 
 
 @pytest.mark.parametrize(
