@@ -121,7 +121,9 @@ def next_commands(
     # Before the first step there is nothing to save.
     has_checkpoints = config.checkpoint.enable and bool(list_checkpoints(folder / "checkpoints"))
     is_whole = outcome == exit_codes.FINISHED.outcome
-    can_start = has_checkpoints or (not is_whole and (folder / "config.toml").exists())
+    # The resolved configuration: the one that was named may be a pipe, or change.
+    resolved = folder / "config.toml"
+    can_start = has_checkpoints or (not is_whole and resolved.exists())
     commands = {}
     # A run that consumed its data would end at once.
     if can_start and is_alone and outcome != exit_codes.DATA_ENDED.outcome:
@@ -130,8 +132,7 @@ def next_commands(
         if is_whole and (config.lr_scheduler.total_steps or 0) < steps:
             # The resolved configuration has the former number of steps.
             longer += ["--lr_scheduler.total_steps", steps]
-        # The resolved configuration: the one that was named may be a pipe, or change.
-        resume = command_text("train", folder / "config.toml", *longer)
+        resume = command_text("train", resolved, *longer)
         purpose = "resume" if has_checkpoints else "start again"
         commands["train on" if is_whole else purpose] = ranks + resume
     if has_checkpoints:
@@ -139,9 +140,10 @@ def next_commands(
     commands["report"] = command_text("report", folder)
     if "tensorboard" in config.metrics.trackers:
         commands["curves"] = command_text("tensorboard", "--logdir", folder / "tensorboard")
-    if config.data.source == "builtin" and not config.data.sources and is_alone:
+    on_builtin = config.data.source == "builtin" and not config.data.sources
+    if on_builtin and is_alone and (has_checkpoints or resolved.exists()):
         own = ["--data.source", "files", "--data.path", "books/**/*.txt", "--job.name", "books"]
-        commands["your own text"] = ranks + command_text("train", *own)
+        commands["your own text"] = ranks + command_text("train", resolved, *own)
     return [f"next: {purpose}: {command}" for purpose, command in commands.items()]
 
 

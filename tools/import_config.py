@@ -20,6 +20,7 @@ from data.tokenizer import load_tokenizer
 from models import find_model
 from parallelisms.constraints import check_constraints
 from runtime import exit_codes
+from runtime.commands import command_text
 from runtime.log import say
 from runtime.printable import printable
 from tools.cli import Parser, path_argument, reporting_errors
@@ -56,7 +57,8 @@ def main(arguments: list[str]) -> int:
     with options.output.open("x", encoding="utf-8") as file:
         file.write(text)
     then = "once that is there, " if lacking else ""
-    say(f"wrote {options.output}; {then}./run_train.sh {options.output} trains it", file=sys.stderr)
+    command = command_text("train", options.output)
+    say(f"wrote {options.output}; {then}{command} trains it", file=sys.stderr)
     return exit_codes.DONE
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from config import load_config
 from config.job_config import Data
+from config.loader import find_config, read_toml
 from config.paths import literal_path
 from data.files import evenly_spaced
 from data.sources import open_documents
@@ -55,6 +56,8 @@ CONFIG_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 SHARD_TOKENS = 1 << 26
 # Number of evenly spaced documents that estimate how many documents make a shard.
 MEASURED_DOCUMENTS = 64
+# Keys that describe the text of a source, with the values of a source of tokens.
+DEFAULTS_OF_TEXT = {"sources": "[]", "subset": "", "text_key": "text", "args": "{}"}
 SUFFIXES = ("bin", "ends", "json")
 LOCK_FILE = ".lock"
 OWNED = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
@@ -70,6 +73,7 @@ def main(arguments: list[str]) -> int:
         data = pin_names(config, ["data.tokenizer"]).data
         n_workers = options.workers or available_cpus()
         prepare(options.folder, data, n_workers=n_workers, shard_tokens=options.shard_tokens)
+        say(f"next: {command_text('train', *_train_arguments(options.folder, options.config))}")
     except KeyboardInterrupt:
         print("interrupted; run the same command to resume", file=sys.stderr)
         return exit_codes.PREEMPTED
@@ -128,7 +132,7 @@ def verify_folder(folder: Path) -> int:
 
 
 def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> None:
-    """Write the missing shards and the index of ``folder``; print the command that reads it.
+    """Write the missing shards and the index of ``folder``; print what it has.
 
     Raises ``ValueError`` for bad data, or if ``folder`` was begun with other settings.
     """
@@ -160,12 +164,21 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
         f" {index['bad']:,} bad ones skipped), {index['tokens']:,} tokens of {index['dtype']},"
         f" {n_shards} shards"
     )
-    named = index["tokenizer"]
+
+
+def _train_arguments(folder: Path, config_file: Path | None) -> list[str]:
+    """Arguments of the command ``train`` that read ``folder`` instead of the text of a config."""
+    named = read_index(folder)["tokenizer"]
     paths = {"path": str(folder), "tokenizer": named["name"]}
     keys = {"source": "tokens"} | {key: literal_path(path) for key, path in paths.items()}
     keys |= {key: named[key] for key in ("bos", "eos") if named.get(key) is not None}
     overrides = [word for key, value in keys.items() for word in (f"--data.{key}", value)]
-    say(f"next: {command_text('train', *overrides)}")
+    if config_file is None:
+        return overrides
+    # Keys of the text have no effect on tokens, so that train rejects them.
+    given = read_toml(find_config(config_file))[0].get("data", {})
+    reset = [word for k, v in DEFAULTS_OF_TEXT.items() if k in given for word in (f"--data.{k}", v)]
+    return [str(config_file), *overrides, *reset]
 
 
 def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:

@@ -683,7 +683,11 @@ def test_next_commands_fit_the_end_of_the_run(
     lines = launch.next_commands(config, outcome, {"NGPU": "2"}, is_alone=is_alone)
     assert lines[0].startswith(first)
     assert ("config.toml --training.steps" in lines[0]) == lines[0].startswith("next: train on")
-    assert any("your own text" in line for line in lines) == is_alone
+    own = [line for line in lines if "your own text" in line]
+    assert len(own) == is_alone
+    # The same model and schedule, not those of the default configuration.
+    named = f"shardloom train {config.job.folder}/config.toml --data.source files "
+    assert all(named in line for line in own)
 
 
 @pytest.mark.parametrize("is_started", [True, False])

@@ -355,10 +355,11 @@ def test_random_files_are_translated_or_rejected_by_key():
 
 
 def test_command_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    source, target = tmp_path / "llama3_8b.toml", tmp_path / "out.toml"
+    source, target = tmp_path / "llama3_8b.toml", tmp_path / "out of it.toml"
     source.write_text(NEW)
     assert import_config.main([str(source), "-o", str(target)]) == exit_codes.DONE
     errors = capsys.readouterr().err
+    assert errors.endswith(f"shardloom train '{target}' trains it\n")
     assert "'./tokenizer.model' does not exist; put the tokenizer there" in errors
     assert "optimizer.implementation: the fused implementation" in errors
     text = target.read_text()

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from config import load_config
+from config.constraints import CONFIG_CONSTRAINTS
 from config.job_config import Data, DataSource
 from data import write_shards
 from data.rank_files import LLAMA3_PATTERN, companion_of
@@ -471,6 +474,30 @@ def test_hub_dataset_is_prepared(tmp_path: Path) -> None:
     assert run(folder, *keys, "--data.tokenizer", ranks, "--workers", 2) == exit_codes.DONE
     assert read_index(folder)["documents"] == 18
     check_documents(folder, DataSource(type="huggingface", path=keys[3]), ranks)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        '[data]\nsource = "files"\npath = "TEXTS"\ntext_key = "body"\n',
+        '[[data.sources]]\npath = "TEXTS"\ntext_key = "body"\n',
+    ],
+)
+def test_next_command_trains_the_configuration_on_the_tokens(
+    tables: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n')
+    file, folder = tmp_path / "a run.toml", tmp_path / "p"
+    tables = tables.replace("TEXTS", str(tmp_path / "*.jsonl"))
+    file.write_text(f"{tables}[training]\nsteps = 7\n")
+    assert run(folder, "--config", file, "--workers", 1) == exit_codes.DONE
+    line = capsys.readouterr().out.splitlines()[-1]
+    _, _, command, named, *overrides = shlex.split(line)
+    assert (command, named) == ("train", str(file))
+    config = load_config(Path(named), overrides)
+    (source,) = config.data.mixture
+    assert (source.type, source.path, config.training.steps) == ("tokens", str(folder), 7)
+    assert [row.message(config) for row in CONFIG_CONSTRAINTS if row.violated(config)] == []
 
 
 @pytest.mark.usefixtures("warm_starts")
