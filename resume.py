@@ -17,7 +17,7 @@ from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig
 from config.hub_names import INITIAL_LOAD_PATH, WEIGHT_FILES
-from config.resume_compat import changed_arguments, compare
+from config.resume_compat import ARGUMENTS_HINT, by_key, changed_arguments, compare
 from data.loader import MicrobatchLoader
 from data.tokenizer import Tokenizer, load_tokenizer
 from metrics.ledger import AttemptHeader
@@ -149,13 +149,25 @@ def validate_resume(run: RunSpec, manifest: dict[str, Any]) -> None:
             raise ConfigError([f"job.name: the checkpoint's manifest has no {key}"])
     changes = compare(manifest["config"], run.config)
     changes.raise_if_frozen_changed()
-    # Heads, rotary base and epsilon change no shape, so loading would not fail.
-    arguments = changed_arguments(manifest["model_args"], run.model_args)
-    if arguments:
-        raise ConfigError([f"model.flavor: {text} since the checkpoint" for text in arguments])
+    _check_arguments(run, manifest)
     _check_validation(run, manifest)
     for text in (*changes.recorded, *changes.free, *changes.gone):
         logger.info("changed since the checkpoint: %s", text)
+
+
+def _check_arguments(run: RunSpec, manifest: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` if the model has other arguments, by the keys that set them."""
+    # Heads, rotary base and epsilon change no shape, so loading would not fail.
+    changed = changed_arguments(manifest["model_args"], run.model_args)
+    before = by_key(manifest["config"]).get("model.args")
+    given = {*run.config.model.args, *(before if isinstance(before, dict) else ())}
+    errors = []
+    for text in changed:
+        is_given = text.partition(":")[0].partition(".")[0] in given
+        key = f"model.args.{text}" if is_given else f"model.flavor: {text}"
+        errors.append(f"{key} since the checkpoint in {run.folder}; {ARGUMENTS_HINT}")
+    if errors:
+        raise ConfigError(errors)
 
 
 def _check_validation(run: RunSpec, manifest: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import train_loop
 from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.manifest import read_manifest
 from config import ConfigError, load_config
-from resume import validate_resume
+from resume import checkpoint_metadata, validate_resume
 from run_spec import resolve
 from runtime import exit_codes
 from runtime.log import logger
@@ -192,6 +192,22 @@ def write_texts(folder: Path, text: str) -> None:
         (folder / f"{number}.txt").write_text(f"{text} {number} " * 50)
 
 
+def _check_key_and_remedy(folder: Path, keys: dict[str, str], manifest: dict[str, Any]) -> None:
+    """Check what a start says that adds or drops an entry of ``[model.args]``."""
+    sizes = {"model.args.n_layers": "3"}
+    more = resolve(load_config(CONFIG, options(folder, **keys, **sizes)), world_size=1)
+    less = resolve(load_config(CONFIG, options(folder, **keys)), world_size=1)
+    for run_spec, saved in ((more, less), (less, more)):
+        with pytest.raises(ConfigError) as caught:
+            validate_resume(run_spec, manifest | checkpoint_metadata(saved))
+        before, after = (spec.model_args.n_layers for spec in (saved, run_spec))
+        (message,) = caught.value.messages
+        assert message == (
+            f"model.args.n_layers: {before} to {after} since the checkpoint in"
+            f" {folder / 'debug_model'}; cannot change on resume: set a new job.name"
+        )
+
+
 @pytest.mark.row(23, "Another model, tokenizer or data is rejected on resume")
 def test_resume_rejects_another_run_by_key(
     tmp_path: Path, record_result: Callable[[str], None]
@@ -223,6 +239,7 @@ def test_resume_rejects_another_run_by_key(
     job = resolve(load_config(CONFIG, options(tmp_path, **keys)), world_size=1)
     arguments = manifest["model_args"]
     for name, value in (("n_heads", 1), ("rope_theta", 1.0), ("norm_eps", 1.0)):
-        with pytest.raises(ConfigError, match=name):
+        with pytest.raises(ConfigError, match=f"^model.flavor: {name}: "):
             validate_resume(job, manifest | {"model_args": arguments | {name: value}})
+    _check_key_and_remedy(tmp_path, keys, manifest)
     record_result(f"{len(changes) + 3} of {len(changes) + 3}, each by name")
