@@ -42,7 +42,6 @@ from runtime.run_lock import is_locked
 
 end_imports(was_announced=IS_PROGRAM)
 
-DONE_REASONS = (exit_codes.FINISHED, exit_codes.STOP_FILE, exit_codes.DATA_ENDED)
 TRAINER = Path(__file__).parents[1] / "train.py"
 DEFAULT_CPU_RANKS = 2
 
@@ -190,7 +189,7 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
         # Ranks killed by the signal had not installed their handlers yet, so nothing is lost.
         if has_saved or codes <= {-end.signal}:
             return exit_codes.PREEMPTED
-        has_ended = outcome in [reason.outcome for reason in DONE_REASONS]
+        has_ended = outcome in [reason.outcome for reason in exit_codes.COMPLETE]
         is_done = has_ended and codes == {exit_codes.DONE}
         return exit_codes.DONE if is_done else exit_codes.FAILED
     # When one rank exits, the agent terminates ranks that have not finished exiting.

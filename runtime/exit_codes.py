@@ -41,6 +41,8 @@ DATA_ENDED = StopReason(
     "the end of the data", DONE, "set repeat = true in [[data.sources]] to restart sources"
 )
 NOT_SAVED = StopReason("checkpoints that could not be saved", FAILED, is_worth_saving=False)
+COMPLETE = (FINISHED, STOP_FILE, DATA_ENDED)
+"""Reasons after which nobody has to start the run again."""
 
 
 def stopped_by(reason: str, *, has_checkpoints: bool) -> StopReason:

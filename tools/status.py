@@ -38,6 +38,9 @@ from tools.cli import Parser, path_argument, reporting_errors
 
 LOCKS = Path("/proc/locks")
 REJECTED = "bad configuration"
+LATER_REJECTED = f"a later start was rejected: {REJECTED}"
+# Outcomes after which nobody has to start the run again.
+ENDS = [end.outcome for end in exit_codes.COMPLETE]
 # Types of the values that are read from a line of metrics.jsonl and of control/failures.
 LINE = dict.fromkeys(
     ("loss", "validation_loss", "tokens_per_second", "mfu"), (int, float, NoneType)
@@ -243,17 +246,21 @@ def state_of(
         return (outcome, reason, ended) if outcome and ended >= locked_at else (runs, quiet, now)
     code, exited = exit_codes.read_exit_code(control), _mtime(control / "exit_code")
     # Ranks that are rejected, for example because no checkpoint verifies, leave the outcome.
-    if code == exit_codes.BAD_CONFIG and exited > max(ended, failed, last_line):
+    is_rejected = code == exit_codes.BAD_CONFIG and exited > max(ended, failed, last_line)
+    has_ended = ended >= failed and f"{outcome} {reason}".strip() in ENDS
+    if is_rejected and not has_ended:
         return "failed", REJECTED, exited
     if outcome and ended >= failed:
-        return outcome, reason, ended
+        # Another configuration in its folder is no failure of a run that has ended.
+        why = [reason, LATER_REJECTED] if is_rejected else [reason]
+        return outcome, "; ".join(filter(None, why)), ended
     # The launcher writes times in whole seconds.
     if failed and failed >= int(last_line):
         number = f"attempt {failure['attempt']} of {MOST_ATTEMPTS}"
         return "failed", f"{failure.get('reason')}; {number}", failed
     if code is not None:
-        is_rejected = code == exit_codes.BAD_CONFIG
-        return "failed", REJECTED if is_rejected else f"launcher exited with {code}", exited
+        text = f"launcher exited with {code}"
+        return "failed", REJECTED if code == exit_codes.BAD_CONFIG else text, exited
     host = read_text(control / "lock").rpartition(" on ")[2]
     if host == socket.gethostname() and LOCKS.exists():
         return "failed", "process died without an outcome", max(locked_at, last_line)

@@ -340,14 +340,32 @@ def failed_starts_beside(check: Callable[[Path], bool], control: Path) -> int:
     return failed
 
 
-def test_a_start_that_is_rejected_hides_an_earlier_outcome(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "state", "why"),
+    [
+        ("done", "done", "a later start was rejected: bad configuration"),
+        (
+            exit_codes.STOP_FILE.outcome,
+            "stopped",
+            "stop file; a later start was rejected: bad configuration",
+        ),
+        # This run should have gone on.
+        ("stopped SIGTERM", "failed", "bad configuration"),
+    ],
+)
+def test_a_start_that_is_rejected_leaves_a_run_that_has_ended(
+    outcome: str, state: str, why: str, tmp_path: Path
+) -> None:
     control = write_run(tmp_path, {"step": 9, "age": 100})
-    (control / "outcome").write_text("done 9 steps")
+    (control / "outcome").write_text(f"{outcome}\n")
     set_age(control / "outcome", 90)
-    assert read(tmp_path).state == "done"
+    before = read(tmp_path)
+    assert before.state == outcome.partition(" ")[0]
     exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
     found = read(tmp_path)
-    assert (found.state, found.why) == ("failed", "bad configuration")
+    assert (found.state, found.why) == (state, why)
+    if found.state == before.state:
+        assert found.goodput == before.goodput
 
 
 def test_the_last_alarm_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
