@@ -154,7 +154,9 @@ def _type_text(field: dict[str, Any]) -> str:
     if "const" in field or "enum" in field:
         return " | ".join(str(v) for v in field.get("enum", [field.get("const")]))
     if field["type"] == "array":
-        return f"array of {_type_text(field['items'])}s"
+        items = field["items"]
+        # The plural of a choice would be another value.
+        return f"array of {_type_text(items)}" + ("" if "enum" in items else "s")
     if field["type"] == "object":
         return "table"
     if field.get("pattern") == OUTSIDE_PATTERN:

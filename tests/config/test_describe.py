@@ -22,6 +22,12 @@ def test_schema_on_disk_is_current():
     assert on_disk == schema_text(), "run: python -m config schema"
 
 
+def test_choices_of_an_array_are_shown_as_they_are_written() -> None:
+    lines = help_text(("metrics.trackers", "float8.skip"), width=1000)
+    assert "(array of tensorboard | wandb | mlflow | trackio)" in lines
+    assert "(array of strings)" in lines
+
+
 @cache
 def help_lines() -> list[str]:
     return help_text(width=1000).splitlines()
