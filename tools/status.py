@@ -256,7 +256,7 @@ def state_of(
         return outcome, "; ".join(filter(None, why)), ended
     # The launcher writes times in whole seconds.
     if failed and failed >= int(last_line):
-        number = f"attempt {failure['attempt']} of {MOST_ATTEMPTS}"
+        number = f"failure {failure['attempt']} of {MOST_ATTEMPTS}"
         return "failed", f"{failure.get('reason')}; {number}", failed
     if code is not None:
         text = f"launcher exited with {code}"

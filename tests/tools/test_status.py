@@ -91,7 +91,7 @@ def test_killed_and_resumed_run(tmp_path: Path) -> None:
     assert read(tmp_path).why == "launcher exited with 1"
     record_failure(control, lines=[reason], codes={0: 1, 1: -9})
     found = read(tmp_path)
-    assert (found.state, found.why) == ("failed", f"{reason}; attempt 1 of 3")
+    assert (found.state, found.why) == ("failed", f"{reason}; failure 1 of 3")
     assert (found.failures, found.last_failure) == (1, reason)
 
     run(tmp_path, 1, **KEYS)
@@ -272,7 +272,7 @@ def test_outcome_belongs_to_the_start_that_wrote_it(tmp_path: Path) -> None:
         assert read(tmp_path).state == "stopped"
     set_age(control / "outcome", 100)
     record_failure(control, lines=["no room"], codes={0: 1})
-    assert (read(tmp_path).state, read(tmp_path).why) == ("failed", "no room; attempt 1 of 3")
+    assert (read(tmp_path).state, read(tmp_path).why) == ("failed", "no room; failure 1 of 3")
 
 
 @pytest.mark.parametrize(
