@@ -17,7 +17,7 @@ from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig
 from config.hub_names import INITIAL_LOAD_PATH, WEIGHT_FILES
-from config.resume_compat import ARGUMENTS_HINT, by_key, changed_arguments, compare
+from config.resume_compat import NEW_JOB_HINT, by_key, changed_arguments, compare
 from data.loader import MicrobatchLoader
 from data.tokenizer import Tokenizer, load_tokenizer
 from metrics.ledger import AttemptHeader
@@ -165,7 +165,7 @@ def _check_arguments(run: RunSpec, manifest: dict[str, Any]) -> None:
     for text in changed:
         is_given = text.partition(":")[0].partition(".")[0] in given
         key = f"model.args.{text}" if is_given else f"model.flavor: {text}"
-        errors.append(f"{key} since the checkpoint in {run.folder}; {ARGUMENTS_HINT}")
+        errors.append(f"{key} since the checkpoint in {run.folder}; {NEW_JOB_HINT}")
     if errors:
         raise ConfigError(errors)
 

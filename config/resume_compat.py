@@ -67,8 +67,8 @@ DEFAULT_HINT = (
     "cannot change on resume: to start from these weights, set a new job.name, and"
     " checkpoint.initial_load_path to the checkpoint"
 )
-# Weights of another model may not fit.
-ARGUMENTS_HINT = "cannot change on resume: set a new job.name"
+# Without the checkpoint's weights, which another model or tokenizer may not fit.
+NEW_JOB_HINT = "cannot change on resume: set a new job.name"
 # Hints for keys whose values can change although nobody edited them.
 HINTS = {
     "training.global_batch_size": "if absent, it follows the number of ranks: set it to the old"

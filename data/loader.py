@@ -12,6 +12,7 @@ import torch
 
 from config import ConfigError
 from config.job_config import Packing
+from config.resume_compat import NEW_JOB_HINT
 from data.mixture import Mixture, RowState, RowStream
 from data.packing import BestFitPacker, ConcatPacker, PackedSequence, RowReader, RowSpan
 from data.tokenizer import Tokenizer
@@ -147,7 +148,7 @@ class MicrobatchLoader:
         for key, name in keys.items():
             if state[key] != own[key]:
                 text = f"{name} changed since the checkpoint: {state[key]} to {own[key]}"
-                raise ConfigError([text])
+                raise ConfigError([f"{text}; {NEW_JOB_HINT}"])
         # Older checkpoints have no next_row.
         self._next_row = state.get("next_row", 0)
         rows = [row for rows in self._own_rows() for row in rows]
