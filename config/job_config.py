@@ -399,8 +399,9 @@ class Checkpoint(Section):
 
 class Numerics(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Policy for a nonfinite loss or gradient; the update is skipped in any case. stop: end the run
-    with exit code 93. skip: continue with the next step."""
+    """Policy for a nonfinite loss or gradient; the update is skipped in any case. stop: skip all
+    later updates too, and end the run with exit code 93 at the next step that is logged or saved.
+    skip: continue with the next step. The log then names the loss or the first gradient."""
     max_skipped: Count = 3
     """With on_nonfinite skip: end the run after this many consecutive nonfinite steps."""
     on_spike: Literal["ignore", "rollback"] = "ignore"
