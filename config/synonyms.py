@@ -59,6 +59,7 @@ lr_scheduler.warmup_steps: warmup warmup_iters warmup_ratio lr_warmup_iters lr_w
 lr_scheduler.warmup_steps: num_warmup_steps
 lr_scheduler.decay_ratio: decay_steps cooldown_steps lr_wsd_decay_iters
 lr_scheduler.decay_type: scheduler lr_scheduler lr_schedule lr_scheduler_type lr_decay_style
+lr_scheduler.decay_type: decay_lr
 lr_scheduler.min_lr_factor: lr_min min_lr min_lr_ratio
 lr_scheduler.total_steps: lr_decay_iters lr_decay_steps
 parallelism.data_parallel: ddp fsdp dp_mode strategy data_parallel_type
@@ -98,6 +99,8 @@ validation.freq: eval_every eval_freq eval_interval val_interval
 validation.steps: eval_iters eval_steps val_steps
 metrics.log_freq: log_every log_interval logging_steps log_every_n_steps
 metrics.trackers: enable_tensorboard tensorboard tensorboard_dir report_to
+metrics.trackers: wandb_log use_wandb enable_wandb
+metrics.project: wandb_project
 profiling.enable_trace: profile profiler enable_profiling run_profiler
 profiling.trace_freq: profile_freq
 comm.train_timeout_seconds: timeout ddp_timeout distributed_timeout_minutes
