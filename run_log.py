@@ -43,11 +43,13 @@ class RunLog:
         attempt: AttemptHeader,
         resumed_step: int | None,
         *,
+        alarms: AlarmsFile | None,
         detects_spikes: bool,
     ) -> None:
         """``resumed_step``: of the checkpoint loaded, if any. Collective.
 
-        ``detects_spikes``: the loop needs loss and gradient norm of every step.
+        ``alarms``: rank 0's, which this closes. ``detects_spikes``: the loop needs loss and
+        gradient norm of every step.
         """
         config, self._run = run.config.metrics, run
         self._is_writer, self._alarm = dist.get_rank() == 0, WriteAlarm()
@@ -68,10 +70,10 @@ class RunLog:
         self._samples = None
         if self._is_writer and run.config.validation.sample_tokens > 0:
             self._samples = SamplesFile(run.folder / "samples.jsonl", resumed_step)
-        self._alarms = None
+        self._alarms = alarms
         self._divergence, self._notices = Divergence(), Notices()
-        if self._is_writer:
-            self._alarms = AlarmsFile(run.folder / "alarms.jsonl", resumed_step or 0)
+        if self._alarms is not None:
+            self._alarms.end_step(resumed_step or 0)
             # A loss may have risen above what was the best before this start.
             for line in read_metrics(run.folder / "metrics.jsonl")[0]:
                 if line.get("loss") is not None:

@@ -22,6 +22,7 @@ from build_model import build_model
 from config import ConfigError, JobConfig, dump_toml, load_config
 from kernels.sdpa import sdpa_backend_priority
 from launcher.post_mortem import RankHeartbeat
+from metrics.alarms import AlarmsFile
 from metrics.profiling import StepProfiler
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
@@ -55,6 +56,8 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     device = init_distributed(config.comm)
     raise_if_unequal(run.facts(device) | (program := program_facts()))
     control.acquire_lock()
+    # From here on, because the start has warnings too.
+    alarms = AlarmsFile(run.folder / "alarms.jsonl") if dist.get_rank() == 0 else None
     recorder = AttemptRecorder(run.folder, dump_toml(config), program)
     dims = ParallelDims.build(config.parallelism, dist.get_world_size(), device.type)
     set_seed(config.debug)
@@ -90,7 +93,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     sampler = Sampler(run, dims) if config.validation.sample_tokens > 0 else None
     attempt = attempt_of(checkpointer, run, dims)
     log_plan(run, model, train_step.optimizer, resumed_step)
-    log = RunLog(run, model, attempt, resumed_step, detects_spikes=spikes.enabled)
+    log = RunLog(run, model, attempt, resumed_step, alarms=alarms, detects_spikes=spikes.enabled)
 
     # --- Loop
     gc.disable()  # Ranks that collect at different times wait for each other.

@@ -230,6 +230,8 @@ class TrainLoop:
         self.show("ending")
         self.log.close()
         log_outcome(self.run, step, stop)
+        if stop.code == exit_codes.FAILED:
+            self.heartbeat.failure = f"stopped by {stop.reason}"
         if stop != exit_codes.NOT_SAVED:
             self.control.end(stop.outcome)
         dist.barrier()

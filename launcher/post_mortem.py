@@ -79,7 +79,9 @@ class FailureReport:
 
 
 class RankHeartbeat:
-    """Context manager that reports this rank to its launcher. The trainer assigns ``step``.
+    """Context manager that reports this rank to its launcher.
+
+    The trainer assigns ``step``, and ``failure`` if it ends as failed without an exception.
 
     A thread sends heartbeats. An error that leaves the context is reported and ends the process at
     once, whatever threads and process groups wait for. From construction on, this process dies
@@ -90,7 +92,7 @@ class RankHeartbeat:
     def __init__(self, environment: Mapping[str, str]) -> None:
         if "LAUNCHER_PID" in environment:
             die_with_parent(int(environment["LAUNCHER_PID"]))
-        self.step = 0
+        self.step, self.failure = 0, ""
         self._rank = int(environment.get("RANK", 0))
         self._is_standalone = environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         store = dist.HashStore() if self._is_standalone else _connect(environment)
@@ -171,6 +173,7 @@ class RankHeartbeat:
             time=time.strftime("%H:%M:%S"),
             step=self.step,
             place=_place(traceback.walk_stack(frame)),
+            error=self.failure,
             collective=_collective(traceback.walk_stack(frame)),
         )
 

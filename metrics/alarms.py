@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from runtime.log import logger
 from runtime.run_folder import LineFile
 
 ALARM, WARNING = "alarm", "warning"
+# Kept in memory until there is room for them on the disk.
+MAX_PENDING = 1000
 
 
 class AlarmHandler(logging.Handler):
@@ -22,14 +25,21 @@ class AlarmHandler(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        # What takes it may log an error itself; other threads wait for the handler's lock.
-        if not self._is_busy:
-            self._is_busy = True
-            try:
-                kind = ALARM if record.levelno >= logging.ERROR else WARNING
-                self._take(kind, record.getMessage())
-            finally:
-                self._is_busy = False
+        kind = ALARM if record.levelno >= logging.ERROR else WARNING
+        self.call(lambda: self._take(kind, record.getMessage()))
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Call ``work``. What it logs itself is not passed on, and other threads wait."""
+        self.acquire()
+        try:
+            if not self._is_busy:
+                self._is_busy = True
+                try:
+                    work()
+                finally:
+                    self._is_busy = False
+        finally:
+            self.release()
 
     def close(self) -> None:
         logger.removeHandler(self)
@@ -37,24 +47,44 @@ class AlarmHandler(logging.Handler):
 
 
 class AlarmsFile:
-    """Appends warnings and alarms with their step. Those of steps that are repeated later stay."""
+    """Appends warnings and alarms with their step. Those of steps that are repeated later stay.
 
-    def __init__(self, path: Path, step: int) -> None:
-        """``step``: the newest one that is done."""
-        self._path, self._step = path, step
+    What a full disk has no room for is written after a later step. Nothing is written before the
+    first ``end_step``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._step: int | None = None
+        self._pending: deque[dict[str, Any]] = deque(maxlen=MAX_PENDING)
         self._file: LineFile | None = None
-        self._handler = AlarmHandler(self._write)
+        self._handler = AlarmHandler(self._take)
 
     def end_step(self, step: int) -> None:
-        """Count what follows to the step after ``step``."""
+        """Count what follows to the step after ``step``, the newest one that is done."""
         self._step = step
+        if self._pending:
+            self._handler.call(self._write)
 
-    def _write(self, kind: str, text: str) -> None:
-        line = {"step": self._step, "time": time.time(), "kind": kind, "text": text}
+    def _take(self, kind: str, text: str) -> None:
+        record = {"time": time.time(), "kind": kind, "text": text}
+        if self._step is None:
+            self._pending.append(record)
+        else:
+            self._pending.append({"step": self._step} | record)
+            self._write()
+
+    def _write(self) -> None:
         self._file = self._file or LineFile(self._path)
-        self._file.write(json.dumps(line))
+        # A run that resumes knows its step only after the first warnings.
+        while self._pending and self._file.write(
+            json.dumps({"step": self._step} | self._pending[0])
+        ):
+            self._pending.popleft()
 
     def close(self) -> None:
+        if self._pending and self._step is not None:
+            self._handler.call(self._write)
         self._handler.close()
         if self._file is not None:
             self._file.close()

@@ -128,7 +128,7 @@ class WriteAlarm:
             self._failed += 1
         else:
             if self._failed:
-                logger.warning("%s: written again; %d writes are missing", path, self._failed)
+                logger.warning("%s: written again; %d writes failed", path, self._failed)
             self._failed = 0
 
 
@@ -144,8 +144,8 @@ class LineFile:
         with self._alarm.of(path):
             self._open()
 
-    def write(self, line: str) -> None:
-        """Append a line. It survives a kill of the process, not a power cut."""
+    def write(self, line: str) -> bool:
+        """Append a line; False if that failed. It survives a kill, not a power cut."""
         data = (line + "\n").encode()
         with self._alarm.of(self._path):
             if self._file is not None and not is_file_at(self._file.fileno(), self._path):
@@ -163,6 +163,8 @@ class LineFile:
                     os.ftruncate(descriptor, size)
                 self.close()
                 raise
+            return True
+        return False
 
     def sync(self) -> None:
         """Flush the file to disk (fsync)."""

@@ -31,6 +31,31 @@ KEYS = LONG | {
     "comm.train_timeout_seconds": str(TIMEOUT_SECONDS),
 }
 LISTENS = "0A"
+# A model, and a disk on which no checkpoint and, until its step 3, no alarm has room.
+FULL_DISK = """
+import errno
+
+from checkpoint.checkpointer import Checkpointer
+from models.llama3 import SPEC
+from runtime.run_folder import LineFile
+
+MODEL, n_left, open_file = SPEC, 2, LineFile._open
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def open_alarms(self):
+    global n_left
+    if self._path.name == "alarms.jsonl" and n_left:
+        n_left -= 1
+        full()
+    return open_file(self)
+
+
+Checkpointer._open_scratch, LineFile._open = full, open_alarms
+"""
 
 
 @contextmanager
@@ -229,6 +254,28 @@ def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.Monk
     assert {node.returncode for node in nodes} == {FAILED}
     assert re.match(r"rank 1 \(.*\) did not answer", failures(tmp_path)[-1]["reason"])
     assert not is_running(hung)
+
+
+def test_run_without_saves_says_so_in_its_records(tmp_path: Path) -> None:
+    (tmp_path / "full_disk.py").write_text(FULL_DISK)
+    process = start(
+        tmp_path,
+        2,
+        environment={"PYTHONPATH": str(tmp_path)},
+        **{
+            "model.name": "full_disk:MODEL",
+            "training.steps": "8",
+            "checkpoint.interval": "1",
+            "checkpoint.max_unsaved_steps": "4",
+        },
+    )
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == FAILED, output
+    reason = failures(tmp_path)[-1]["reason"]
+    assert reason.endswith(": stopped by checkpoints that could not be saved"), reason
+    alarms = (tmp_path / "debug_model" / "alarms.jsonl").read_text().splitlines()
+    failed = [a for a in map(json.loads, alarms) if "checkpoint save failed" in a["text"]]
+    assert [alarm["step"] for alarm in failed] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.row(13, "A crash loop is bounded")
