@@ -62,6 +62,9 @@ class HubTable:
     def __getitem__(self, index: int) -> str | None:
         return self._column[index].as_py()
 
+    def place(self, index: int) -> str:
+        return f"{self.name}, row {index}"
+
     @property
     def split_hashes(self) -> np.ndarray:
         return record_hashes(self._key, len(self))
@@ -98,6 +101,9 @@ class HubStream:
 
     def changed_since(self, seconds: float) -> list[DataPath]:
         return []
+
+    def place(self, row: int, n_rows: int, number: int) -> str:
+        return ""
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[str | None]:
         n_shards = min(n_rows, self._dataset.num_shards)

@@ -114,7 +114,7 @@ class RowStream:
         n_rows: int,
         vocab_size: int,
     ) -> None:
-        self.row = row
+        self.row, self._n_rows = row, n_rows
         self._mixture, self._tokenizer, self._vocab_size = mixture, tokenizer, vocab_size
         self._taken, self._tokens, self._bad = list(state.taken), list(state.tokens), state.bad
         self._streams: list[Iterator[Document]] = [
@@ -162,8 +162,10 @@ class RowStream:
             return None
 
     def _where(self, before: RowState) -> str:
-        source = self._mixture.sources[before.source].description
-        return f"{source}: document {before.taken[before.source]} of row {self.row}"
+        source, number = self._mixture.sources[before.source], before.taken[before.source]
+        place = source.place(self.row, self._n_rows, number)
+        place = f" ({place})" if place else ""
+        return f"{source.description}: document {number} of row {self.row}{place}"
 
     def _check_ids(self, ids: np.ndarray, before: RowState) -> None:
         """Raise ``ValueError`` for ids out of range: a sharded embedding would return zeros."""

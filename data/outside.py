@@ -67,6 +67,9 @@ class OutsideDocuments:
             self._raise_or_log(f"{where}: {error}")
             return None
 
+    def place(self, index: int) -> str:
+        return f"{self._key}, document {index}"
+
     @property
     def split_hashes(self) -> np.ndarray:
         return record_hashes(self._name, len(self))

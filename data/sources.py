@@ -52,6 +52,10 @@ class Source(Protocol):
         """Files whose contents or names changed after this time since the epoch."""
         ...
 
+    def place(self, row: int, n_rows: int, number: int) -> str:
+        """File of the row's ``number``-th document, and its index there; "" if unknown."""
+        ...
+
     @property
     def n_documents(self) -> int | None:
         """Number of documents in one epoch, over all rows; None if unknown."""
@@ -76,6 +80,10 @@ class Documents(Protocol):
         """Uniform uint64 per document that decides whether it is held out."""
         ...
 
+    def place(self, index: int) -> str:
+        """File of a document, and its index there."""
+        ...
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Document: ...
 
@@ -97,6 +105,9 @@ class SkipBadRecords:
     @property
     def split_hashes(self) -> np.ndarray:
         return self._documents.split_hashes
+
+    def place(self, index: int) -> str:
+        return self._documents.place(index)
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -126,8 +137,9 @@ class ShuffledDocuments:
         repeat: bool = True,
         groups: np.ndarray | None = None,
         paths: Sequence[DataPath] = (),
+        place: Callable[[int], str] = lambda index: "",
     ) -> None:
-        """``groups``, ``paths``: as in ``Documents``."""
+        """``groups``, ``paths``, ``place``: as in ``Documents``."""
         if len(documents) == 0:
             raise ValueError("data.path: no documents")
         if len(indices) == 0:
@@ -136,7 +148,7 @@ class ShuffledDocuments:
                 " see data.validation_percent"
             )
         self._documents, self._indices, self._seed = documents, indices, seed
-        self._groups, self._paths = groups, paths
+        self._groups, self._paths, self._place = groups, paths, place
         self._repeat, self.n_documents = repeat, len(indices)
         parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
@@ -150,6 +162,10 @@ class ShuffledDocuments:
             epoch, index = divmod(counter, len(self._indices))
             yield self._documents[self._order(epoch)[index]]
             counter += n_rows
+
+    def place(self, row: int, n_rows: int, number: int) -> str:
+        epoch, index = divmod(number * n_rows + row, len(self._indices))
+        return self._place(int(self._order(epoch)[index]))
 
     def changed_since(self, seconds: float) -> list[DataPath]:
         # Not the time of modification, which copies keep and programs set.
@@ -289,6 +305,7 @@ def _build_source(
         fingerprint=fingerprint,
         groups=documents.groups,
         paths=documents.paths,
+        place=documents.place,
     )
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if percent == 0 or not with_held_out:

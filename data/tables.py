@@ -75,6 +75,11 @@ class Tables:
     def paths(self) -> list[DataPath]:
         return [path for path, _, _ in self._files]
 
+    def place(self, index: int) -> str:
+        number, row = find_shard(self._ends, index)
+        group = self._groups[number]
+        return f"{self._files[group.file][0]}, row {group.first_row + row}"
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 

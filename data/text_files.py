@@ -61,6 +61,10 @@ class TextFiles:
     def paths(self) -> list[DataPath]:
         return [path for path, _ in self._files]
 
+    def place(self, index: int) -> str:
+        file, piece = find_shard(self._ends, index)
+        return f"{self._files[file][0]}, piece {piece}"
+
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 

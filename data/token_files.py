@@ -110,6 +110,10 @@ class TokenFiles:
         start, end = bounds(document)
         return ids[start:end]
 
+    def place(self, index: int) -> str:
+        number, document = find_shard(self._ends, index)
+        return f"{self._shards[number].path}, document {document}"
+
     @property
     def split_hashes(self) -> np.ndarray:
         """Uniform uint64 per document that depends only on its file's name and its index.

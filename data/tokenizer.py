@@ -159,7 +159,8 @@ def load_encoding(name: str) -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:
-        raise ValueError(f"data.tokenizer: cannot download {name}: {error}") from error
+        hint = "without network, set TIKTOKEN_CACHE_DIR to a folder where it was downloaded to"
+        raise ValueError(f"data.tokenizer: cannot download {name}: {error}; {hint}") from error
 
 
 def _byte_encoding() -> tiktoken.Encoding:

@@ -72,6 +72,7 @@ def _build(
         repeat=False,
         groups=documents.groups,
         paths=documents.paths,
+        place=documents.place,
     )
 
 

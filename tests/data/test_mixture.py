@@ -218,6 +218,9 @@ class Ids:
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[np.ndarray]:
         return iter(self._documents[start:])
 
+    def place(self, row: int, n_rows: int, number: int) -> str:
+        return f"ids.bin, document {number}"
+
 
 @pytest.mark.parametrize(
     ("bad", "dtype"), [(20, "uint16"), (20, "int32"), (2**31, "uint32"), (-1, "int32"), (-1, "i8")]
@@ -239,8 +242,11 @@ prefetch=1,
         return [*batch.tokens[0].tolist(), int(batch.labels[0, -1])]
 
     assert read_all(19) == [5, 5, 6, 1, 19, 2]
-    with pytest.raises(ValueError, match=f"ids: document 2 of row 0 has the id {bad}; .* is 20"):
+    with pytest.raises(
+        ValueError, match=r"ids: document 2 of row 0 \(ids.bin, document 2\) has"
+    ) as error:
         read_all(bad)
+    assert f" has the id {bad}; model.vocab_size is 20" in str(error.value)
 
 
 BAD_LINES = {

@@ -4,15 +4,16 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from config.job_config import DataSource
+from config.job_config import Data, DataSource
 from data import token_files
-from data.sources import open_documents
+from data.sources import build_sources, open_documents
 from data.token_files import (
     DTYPES,
     TokenFiles,
@@ -327,3 +328,15 @@ def test_vanished_file_is_not_bad_data(tmp_path: Path) -> None:
     assert documents[0] is not None
     with pytest.raises(OSError, match=r"shard-00001\.bin"):
         documents[1]
+
+
+def test_documents_are_named_by_their_shard(tmp_path: Path) -> None:
+    """An id outside the vocabulary is looked up by the order in which a row reads."""
+    folder = write_prepared(tmp_path / "a", [[[1], [2], [3]], [[4], [5]]])
+    data = Data(source="tokens", path=str(folder), validation_percent=0.0)
+    (source,), _ = build_sources(data, 0)
+    for row in range(2):
+        for number, ids in enumerate(islice(source.documents(row, 2, 0), 7)):
+            shard, document = divmod(int(ids[0]) - 1, 3)
+            place = f"{folder}/shard-{shard:05d}.bin, document {document}"
+            assert source.place(row, 2, number) == place
