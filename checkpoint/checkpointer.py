@@ -7,6 +7,7 @@ verifies. A thread writes; the main thread runs the collectives and the rename.
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,6 +62,8 @@ class PendingSave:
     scratch: Path
     json_state: dict[str, Any]
     written: Future[tuple[dict[str, Any], dict[str, TensorRecord]]]
+    began: float
+    """``time.monotonic()``."""
 
 
 class Checkpointer:
@@ -141,7 +144,7 @@ class Checkpointer:
         errors, and must be called before the next ``begin``.
         """
         assert self._pending is None, "finish() the pending save first"
-        planner = dcp.DefaultSavePlanner()
+        planner, began = dcp.DefaultSavePlanner(), time.monotonic()
         json_state: dict[str, Any] = {}
         try:
             scratch = run_on_rank0(partial(self._open_scratch, step))
@@ -162,7 +165,7 @@ class Checkpointer:
             written = self._writer.submit(write_tensor_file, path, self._items, resolve)
         except Exception as error:  # On this rank only: ``finish`` raises it on all ranks.
             written.set_exception(error)
-        self._pending = PendingSave(step, scratch, json_state, written)
+        self._pending = PendingSave(step, scratch, json_state, written, began)
         if self._config.async_mode == "disabled":
             written.exception()
 
@@ -186,7 +189,7 @@ class Checkpointer:
         self.newest_step = save.step
         self._verified.add(folder.name)
         self._on_saved(save.step)
-        logger.info("checkpoint: saved %s", folder)
+        logger.info("checkpoint: saved %s in %.1f s", folder, time.monotonic() - save.began)
         if self._rank == 0 and self._config.keep_latest_k:
             self._purged = self._purger.submit(self._purge)
         return folder

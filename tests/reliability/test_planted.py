@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,7 @@ def test_spike_is_rolled_back_and_its_data_skipped(tmp_path: Path) -> None:
     expect_exit(log_syncs_of_the_ledger, plain, {exit_codes.DONE}, **keys)
     # On each of two ranks, before each of four checkpoints.
     assert [log(plain).count(text) for text in ("ledger: synced", "checkpoint: saved")] == [8, 8]
+    assert len(re.findall(r"checkpoint: saved \S+ in \d+\.\d s\n", log(plain))) == 8
     assert log(plain).index("ledger: synced") < log(plain).index("checkpoint: saved")
     expect_exit(spike_at_step_5, rolled, {exit_codes.DONE}, **keys)
     assert "rollback: from step 5 to step 4" in log(rolled)
