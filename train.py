@@ -51,12 +51,10 @@ end_imports()
 def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     """Train, and return the exit code of the process (``runtime/exit_codes.py``)."""
     # --- Ranks: signal handlers before the process group, so that no early signal is lost
-    config = run.config
-    control = RunControl(run.folder / "control")
+    config, control = run.config, RunControl(run.folder / "control")
     device = init_distributed(config.comm)
     raise_if_unequal(run.facts(device) | (program := program_facts()))
     control.acquire_lock()
-    # From here on, because the start has warnings too.
     alarms = AlarmsFile(run.folder / "alarms.jsonl") if dist.get_rank() == 0 else None
     recorder = AttemptRecorder(run.folder, dump_toml(config), program)
     dims = ParallelDims.build(config.parallelism, dist.get_world_size(), device.type)

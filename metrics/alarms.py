@@ -49,8 +49,8 @@ class AlarmHandler(logging.Handler):
 class AlarmsFile:
     """Appends warnings and alarms with their step. Those of steps that are repeated later stay.
 
-    What a full disk has no room for is written after a later step. Nothing is written before the
-    first ``end_step``.
+    What a full disk has no room for is written after a later step. Warnings of the start are
+    written by the first ``end_step``.
     """
 
     def __init__(self, path: Path) -> None:
