@@ -42,6 +42,10 @@ def notes(plan: StepPlan) -> list[str]:
     ]
     if plan.run.config.compile.enable:
         texts.append("compile.enable: memory is that of eager code, which holds more activations")
+        if plan.run.config.parallelism.data_parallel == "simple_fsdp":
+            texts.append(
+                "compile.enable: SimpleFSDP's calls are those of eager code, one per weight"
+            )
     if plan.run.config.data.document_mask:
         texts.append("data.document_mask: planned as attention over whole sequences")
     if hasattr(plan.run.model_args, "n_experts"):

@@ -144,7 +144,10 @@ def stage_parts(
         seconds *= 0.0 if phase == RECOMPUTE and config.compile.enable else left
         parts["other operators"] += seconds
         compute[PHASES[phase]] += seconds
-    for dim, seconds in exposed_seconds(record, compute, n_microbatches, hardware).items():
+    # Eager SimpleFSDP waits for each weight; the compiler gathers a block's together, and earlier.
+    waits = config.parallelism.data_parallel == "simple_fsdp" and not config.compile.enable
+    hiding = {} if waits else compute
+    for dim, seconds in exposed_seconds(record, hiding, n_microbatches, hardware).items():
         parts[f"exposed {dim}"] = seconds
     if config.parallelism.tensor_parallel_async:
         matmuls = parts["matmul"] + parts.get(FLOAT8_MATMUL, 0.0)

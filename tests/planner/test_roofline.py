@@ -65,6 +65,18 @@ def test_async_tensor_parallel_hides_a_share_of_its_communication() -> None:
     assert overlapped == plain
 
 
+def test_eager_simple_fsdp_waits_for_all_weights() -> None:
+    def exposed(*keys: str) -> float:
+        arguments = ["--training.seq_len=2048", *keys]
+        run = resolve(load_config(Path("debug_model"), arguments), 2, has_gpu=True)
+        return step_time(plan_step(run, 2), find_hardware("h100", None)).parts[
+            "exposed dp_shard_cp"
+        ]
+
+    simple = "--parallelism.data_parallel=simple_fsdp"
+    assert exposed(simple) > exposed(simple, "--compile.enable=true")
+
+
 def record_of(*collectives: Collective) -> StepRecord:
     groups = {dim: Group(dim, tuple(range(8))) for dim in ("dp_shard_cp", "tp")}
     return StepRecord({}, dict.fromkeys(collectives, 4.0), groups, {}, {})
