@@ -189,8 +189,8 @@ def call(command: Documented, folder: Path) -> None:
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, errors="replace",
     )  # fmt: skip
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
+    output, errors = process.communicate()
+    assert process.returncode == 0, f"{output[-2000:]}\n{errors}"
 
 
 @pytest.mark.parametrize("command", RUN_HERE, ids=lambda c: f"{c.page}: {c.text[:60]}")
