@@ -83,7 +83,8 @@ def simulate_step(
         with recorder.recording():
             allocate(model.module, CPU)
             batch = planned_batch(run, len(weights))
-        return record_step(run, model, recorder, batch=batch, weights=weights)
+        step = TrainStep(run, model)
+        return record_step(step, model, recorder, batch=batch, weights=weights)
 
 
 def build_gpu_model(run: RunSpec, dims: ParallelDims) -> ShardedModel:
@@ -173,21 +174,21 @@ class _FlashAttention(nn.Module):
 
 
 def record_step(
-    run: RunSpec,
+    step: TrainStep,
     model: ShardedModel,
     recorder: StepRecorder,
     *,
     batch: StepBatch,
     weights: Sequence[float],
 ) -> StepRecord:
-    """Return the record of the second step of ``model``.
+    """Run the first two steps of ``model``; return the record of the second.
 
     The first allocates lasting state, exchanges the shapes that pipeline stages send, and fills
     DTensor's cache of shardings, which runs operators.
     """
     recorder.label(map(to_local, model.module.parameters()), PARAMETERS)
     recorder.label(map(to_local, model.module.buffers()), BUFFERS)
-    step, forwards = TrainStep(run, model), iter(weights)
+    forwards = iter(weights)
 
     def begin_microbatch(*_: object) -> None:
         recorder.begin_forward(next(forwards, 1.0))

@@ -1,6 +1,7 @@
 """End-to-end tests of the benchmark harness on tiny shapes: rows, resume, errors, tables."""
 
 import json
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -150,13 +151,17 @@ def failing(turns: Turns) -> None:
     raise RuntimeError("out of | memory")
 
 
+def hanging(_: Turns) -> None:
+    signal.pause()
+
+
 def test_failed_loop_raises_and_hung_loop_times_out() -> None:
     far = run.time.monotonic() + 60
     with pytest.raises(LoopError) as caught, Loop(failing, deadline=far) as loop:
         loop.turn()
     assert caught.value.problem == "RuntimeError: out of / memory"
     with pytest.raises(TimeoutError):
-        Loop(run.time.sleep, deadline=run.time.monotonic() + 0.1)
+        Loop(hanging, deadline=run.time.monotonic() + 0.1)
 
 
 def test_committed_configs_are_valid() -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,16 @@ from config import load_config
 from config.job_config import Compile
 from planner.devices import Hardware, find_hardware
 from planner.recorder import BACKWARD, FORWARD, UPDATE, Collective, Group, StepRecord
-from planner.roofline import ASYNC, LINK, NETWORK, bandwidth, exposed_seconds, step_time
-from planner.step_plan import plan_step
+from planner.roofline import (
+    ASYNC,
+    LINK,
+    NETWORK,
+    StepTime,
+    bandwidth,
+    exposed_seconds,
+    step_time,
+)
+from planner.step_plan import StepPlan, plan_step
 from run_spec import resolve
 from tests.lib.repository import ROOT
 
@@ -28,17 +37,26 @@ def measured(case: str) -> float:
     return next(row["tokens_per_second"] for row in rows if row["case"] == case)
 
 
+def plan_of(world_size: int, *keys: str) -> StepPlan:
+    run = resolve(load_config(Path("debug_model"), list(keys)), world_size, has_gpu=True)
+    return plan_step(run, world_size)
+
+
+def time_of(plan: StepPlan, device: str, **sections: Any) -> StepTime:
+    """Time of ``plan`` whose configuration has ``sections`` instead, which change no record."""
+    config = plan.run.config.model_copy(update=sections)
+    changed = replace(plan, run=replace(plan.run, config=config))
+    return step_time(changed, find_hardware(device, None))
+
+
 def test_rows_of_a_small_model_are_predicted() -> None:
     keys = {
         "model.flavor": "124M", "model.vocab_size": 50304, "training.seq_len": 2048,
         "training.local_batch_size": 16, "activation_checkpoint.mode": "none",
     }  # fmt: skip
-    arguments = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
-    plan = plan_step(resolve(load_config(Path("debug_model"), arguments), 1, has_gpu=True), 1)
+    plan = plan_of(1, *(part for key, value in keys.items() for part in (f"--{key}", str(value))))
     for case, is_compiled in (("124M, 2k", True), ("124M, 2k, eager", False)):
-        config = plan.run.config.model_copy(update={"compile": Compile(enable=is_compiled)})
-        case_plan = replace(plan, run=replace(plan.run, config=config))
-        predicted = step_time(case_plan, find_hardware("h200", None)).tokens_per_second
+        predicted = time_of(plan, "h200", compile=Compile(enable=is_compiled)).tokens_per_second
         assert predicted == pytest.approx(measured(case), rel=0.05)
 
 
@@ -51,14 +69,11 @@ def test_a_ring_shares_the_adapters_of_its_ranks(hardware: Hardware) -> None:
 
 
 def test_async_tensor_parallel_hides_a_share_of_its_communication() -> None:
-    keys = ["--parallelism.tensor_parallel_degree=2", "--compile.enable=true"]
-    h100 = find_hardware("h100", None)
-
-    def parts(*more: str) -> dict[str, float]:
-        run = resolve(load_config(Path("debug_model"), [*keys, *more]), 2, has_gpu=True)
-        return dict(step_time(plan_step(run, 2), h100).parts)
-
-    plain, overlapped = parts(), parts("--parallelism.tensor_parallel_async=true")
+    keys = ("tensor_parallel_degree=2", "tensor_parallel_async=true")
+    plan = plan_of(2, "--compile.enable=true", *(f"--parallelism.{key}" for key in keys))
+    waiting = plan.run.config.parallelism.model_copy(update={"tensor_parallel_async": False})
+    overlapped = dict(time_of(plan, "h100").parts)
+    plain = dict(time_of(plan, "h100", parallelism=waiting).parts)
     hidden = plain.pop("exposed tp") - overlapped.pop("exposed tp")
     # Communication of this small model takes longer than its matmuls.
     assert hidden == pytest.approx(ASYNC * plain["matmul"])
@@ -66,15 +81,13 @@ def test_async_tensor_parallel_hides_a_share_of_its_communication() -> None:
 
 
 def test_eager_simple_fsdp_waits_for_all_weights() -> None:
-    def exposed(*keys: str) -> float:
-        arguments = ["--training.seq_len=2048", *keys]
-        run = resolve(load_config(Path("debug_model"), arguments), 2, has_gpu=True)
-        return step_time(plan_step(run, 2), find_hardware("h100", None)).parts[
-            "exposed dp_shard_cp"
-        ]
-
     simple = "--parallelism.data_parallel=simple_fsdp"
-    assert exposed(simple) > exposed(simple, "--compile.enable=true")
+    plan = plan_of(2, "--training.seq_len=2048", "--model.args.n_layers=2", simple)
+    exposed = [
+        time_of(plan, "h100", compile=Compile(enable=is_compiled)).parts["exposed dp_shard_cp"]
+        for is_compiled in (False, True)
+    ]
+    assert exposed[0] > exposed[1]
 
 
 def record_of(*collectives: Collective) -> StepRecord:
