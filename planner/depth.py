@@ -19,7 +19,7 @@ from planner.simulate import simulate_step
 from run_spec import RunSpec
 
 # Layers of a stage of the shallower model, at least.
-FEWEST = 4
+FEWEST = 3
 BEGIN = "begin"
 
 

@@ -293,6 +293,8 @@ class StepRecorder(DispatchMode):
             return
         groups = map(self._group_of, call.args)
         group = next(group for group in groups if group is not None)
+        if kind in ("send", "receive") and is_scalar(call):
+            return  # A vote of pipeline stages, in the first step of a schedule.
         sizes = [sum(map(size_of, tree_leaves(arg))) for arg in (*call.args[:2], call.outputs)]
         self._collectives[Collective(call.phase, kind, group.dim, max(sizes))] += self.weight
         for tensor in (*call.inputs, *call.outputs):
@@ -320,6 +322,8 @@ class StepRecorder(DispatchMode):
             return  # A view.
         if "empty" in call.name:
             return  # An allocation.
+        if is_scalar(call):
+            return  # No traffic to speak of.
         kind, flops = flops_of(call)
         if kind:
             self._flops[call.phase, kind] += self.weight * flops
@@ -346,6 +350,11 @@ def category_of(block: Block) -> str:
 
 def _rounded(size: int) -> int:
     return -(-size // GRANULARITY) * GRANULARITY
+
+
+def is_scalar(call: Call) -> bool:
+    """True for an operator on single elements."""
+    return all(tensor.numel() == 1 for tensor in (*call.inputs, *call.outputs))
 
 
 def is_plain(cls: type) -> bool:

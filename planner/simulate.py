@@ -183,8 +183,7 @@ def record_step(
 ) -> StepRecord:
     """Run the first two steps of ``model``; return the record of the second.
 
-    The first allocates lasting state, exchanges the shapes that pipeline stages send, and fills
-    DTensor's cache of shardings, which runs operators.
+    The first allocates lasting state and fills DTensor's cache of shardings, which runs operators.
     """
     recorder.label(map(to_local, model.module.parameters()), PARAMETERS)
     recorder.label(map(to_local, model.module.buffers()), BUFFERS)
@@ -201,9 +200,8 @@ def record_step(
         # Before FSDP's hooks, which gather weights.
         stage.register_forward_pre_hook(begin_microbatch, prepend=True)
     step.optimizer.register_step_pre_hook(label_gradients)
-    # A pipeline has one schedule for all steps; else one microbatch is enough.
-    has_stages = model.dims.degrees.pp > 1
-    first = batch if has_stages else replace(batch, microbatches=batch.microbatches[-1:])
+    # As few microbatches as a schedule allows.
+    first = replace(batch, microbatches=batch.microbatches[-model.dims.degrees.pp :])
     for number, each in enumerate((first, batch), start=1):
         forwards = iter(weights)
         recorder.restart()
