@@ -48,8 +48,10 @@ from tools import check_ledger
 
 UNTIED, TIED = FLAVORS = ("debugmodel", "debugmodel_tied")
 PROMPT = "def loss(logits, labels, mask):"
-# Two microbatches on two ranks, and as many microbatches as any pipeline here has stages.
+# As many layers as any pipeline here has stages; two microbatches on two ranks, and as many
+# microbatches.
 KEYS = {
+    "model.args.n_layers": "4",
     "lr_scheduler.total_steps": "40",
     "training.local_batch_size": "1",
     "training.global_batch_size": "4",

@@ -74,8 +74,8 @@ class Cell:
     @property
     def microbatches(self) -> tuple[int, ...]:
         """Number of microbatches of each step. Compiled steps have one shape."""
-        if self.pipeline:
-            return (4, 4)
+        if degree := self.pipeline and _degree(self.pipeline):
+            return (4, 4 if self.compile or degree > 2 else 2)
         return (2, 2) if self.compile else (2, 1)
 
     @property

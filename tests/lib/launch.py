@@ -19,6 +19,7 @@ from tests.lib.repository import ROOT
 from tests.lib.warm import WarmPopen
 
 SMALL = {
+    "model.args.n_layers": "2",
     "training.seq_len": "32",
     "training.local_batch_size": "2",
     "training.global_batch_size": "8",

@@ -148,7 +148,8 @@ def wait_until(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"timed out after {seconds} seconds"
-        time.sleep(0.1)
+        # Most conditions start a process.
+        time.sleep(0.5)
 
 
 def _require() -> None:
