@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ from planner.search_simulations import (
     Request,
     reported,
     simulate_sample,
-    simulate_whole,
+    simulate_stage,
 )
-from planner.step_plan import TIGHT
-from run_spec import model_of
+from planner.step_plan import TIGHT, planned_stages
+from run_spec import model_of, resolve
 
 GIB = 1 << 30
 # Rows of the answer, and how many choices are planned in full for them, at most.
@@ -273,11 +273,18 @@ class Search:
 
     def _planned(self, some: list[Found], run_all: Map) -> list[Found]:
         """Return ``some`` with the memory and time of their plans."""
-        requests = [Request(self.config_of(found.choice), self._world_size) for found in some]
-        plans = run_all(simulate_whole, requests)
+        n_ranks, requests = self._world_size, []
+        for found in some:
+            config = self.config_of(found.choice)
+            run = resolve(config, n_ranks, has_gpu=True)
+            stages = planned_stages(run, found.choice.degrees)
+            requests.append([Request(config, n_ranks, stage) for stage in stages])
+        # By stage, because few processes share few plans evenly only so.
+        planned = iter(run_all(simulate_stage, [each for parts in requests for each in parts]))
+        records = [list(islice(planned, len(parts))) for parts in requests]
         return [
-            self._found(found.choice, max(record.peak for record in records), records)
-            for found, records in zip(some, plans, strict=True)
+            self._found(found.choice, max(record.peak for record in of_stages), of_stages)
+            for found, of_stages in zip(some, records, strict=True)
         ]
 
     def _found(self, choice: Choice, peak: int, records: list[StepRecord]) -> Found:

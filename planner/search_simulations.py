@@ -9,7 +9,7 @@ from planner.depth import period_of
 from planner.estimate import Sample
 from planner.recorder import StepRecord
 from planner.simulate import simulate_step
-from planner.step_plan import UNPLANNED, plan_step, planned_config
+from planner.step_plan import UNPLANNED, plan_stage, planned_config
 from run_spec import RunSpec, resolve
 
 
@@ -18,6 +18,8 @@ class Request(NamedTuple):
 
     config: JobConfig
     world_size: int
+    stage: int = 0
+    """Rank of the pipeline."""
 
 
 Map = Callable[[Callable[[Request], Any], Iterable[Request]], Iterable[Any]]
@@ -28,7 +30,10 @@ def reported(run_all: Map, report: Callable[[str], None] | None) -> Map:
 
     def run_reported(function: Callable[[Request], Any], requests: Iterable[Request]) -> Any:
         requests = list(requests)
-        n, what = len(requests), "planned in full" if function is simulate_whole else "simulated"
+        n, what = (
+            len(requests),
+            "stages planned in full" if function is simulate_stage else "samples simulated",
+        )
         for number, result in enumerate(run_all(function, requests), start=1):
             if report is not None and 10 * number // n > 10 * (number - 1) // n:
                 report(f"search: {number} of {n} {what}")
@@ -63,8 +68,7 @@ def _sample(run: RunSpec, request: Request) -> Sample:
     return Sample(low.without_timeline(), high.without_timeline(), depths[0], period, dp_shard)
 
 
-def simulate_whole(request: Request) -> list[StepRecord]:
-    """Plan a step; return the records of its stages."""
+def simulate_stage(request: Request) -> StepRecord:
+    """Plan a step of ``request.stage``, with all microbatches and layers."""
     run = resolve(request.config, request.world_size, has_gpu=True)
-    stages = plan_step(run, request.world_size).stages
-    return [stage.record.without_timeline() for stage in stages]
+    return plan_stage(run, request.world_size, request.stage).without_timeline()

@@ -63,20 +63,26 @@ class StepPlan:
 
 def plan_step(run: RunSpec, world_size: int, *, has_gpu: bool = True) -> StepPlan:
     """Simulate a step of ``run``. Raises ``ConfigError`` for what is not planned yet."""
+    degrees = resolve_degrees(run.config.parallelism, world_size)
+    n = run.global_batch_size // (run.microbatch_size * degrees.batch)
+    stages = [
+        StagePlan(stage, plan_stage(run, world_size, stage, has_gpu=has_gpu))
+        for stage in planned_stages(run, degrees)
+    ]
+    return StepPlan(run, degrees, world_size, n, stages)
+
+
+def plan_stage(run: RunSpec, world_size: int, stage: int, *, has_gpu: bool = True) -> StepRecord:
+    """Simulate a step of the pipeline's rank ``stage``; see ``plan_step``."""
     planned = replace(run, config=planned_config(run.config, has_gpu=has_gpu))
     if refused := [row.message(planned) for row in UNPLANNED if row.violated(planned)]:
         raise ConfigError(refused)
     degrees = resolve_degrees(run.config.parallelism, world_size)
     n = run.global_batch_size // (run.microbatch_size * degrees.batch)
-    stages = []
-    for stage in _stages(run, degrees):
-        if degrees.pp > 1:
-            record = simulate_pipeline(planned, world_size, stage, n)
-        else:
-            weights = [1.0] * n if n <= MOST_MICROBATCHES else [1.0, n - 2.0, 1.0]
-            record = simulate_layers(planned, world_size, 0, weights=weights)
-        stages.append(StagePlan(stage, record))
-    return StepPlan(run, degrees, world_size, n, stages)
+    if degrees.pp > 1:
+        return simulate_pipeline(planned, world_size, stage, n)
+    weights = [1.0] * n if n <= MOST_MICROBATCHES else [1.0, n - 2.0, 1.0]
+    return simulate_layers(planned, world_size, 0, weights=weights)
 
 
 def planned_config(config: JobConfig, *, has_gpu: bool = True) -> JobConfig:
@@ -102,8 +108,8 @@ def compute_dtype(config: JobConfig) -> str:
     return training.mixed_precision_param if is_mixed else training.dtype
 
 
-def _stages(run: RunSpec, degrees: Degrees) -> Sequence[int]:
-    """Ranks of the pipeline that are planned: with other stages than the others."""
+def planned_stages(run: RunSpec, degrees: Degrees) -> Sequence[int]:
+    """Return the ranks of the pipeline that are planned: with other stages than the others."""
     if degrees.pp <= 2:
         return range(degrees.pp)
     lengths = stage_lengths(run, run.model_args.n_layers)

@@ -17,7 +17,7 @@ from planner.search import (
     Search,
     alike,
 )
-from planner.search_simulations import Request, simulate_sample, simulate_whole
+from planner.search_simulations import Request, simulate_sample, simulate_stage
 from planner.search_text import search_json, search_text, toml_lines
 from tests.lib.planned import BATCH, SMALL
 
@@ -38,7 +38,7 @@ def test_estimates_are_those_of_plans() -> None:
     sample = simulate_sample(search._sample_request(choice.kind))
     assert sample is not None
     found = estimated(sample, Shape(choice.degrees, 1, 2, 4, 4, 1.0, is_resharded=True))
-    (real,) = simulate_whole(Request(search.config_of(choice), WORLD))
+    real = simulate_stage(Request(search.config_of(choice), WORLD))
     assert found is not None
     assert found.flops == pytest.approx(real.flops)
     assert sum(found.traffic.values()) == pytest.approx(sum(real.traffic.values()), rel=0.05)
@@ -57,8 +57,8 @@ def test_the_answer_is_ranked_and_can_be_pasted(tmp_path: Path) -> None:
     progress: list[str] = []
     answer = search.run(report=progress.append)
     simulated = [line for line in progress if line.endswith("simulated")]
-    assert re.fullmatch(r"search: (\d+) of \1 simulated", simulated[-1])
-    assert re.fullmatch(r"search: (\d+) of \1 planned in full", progress[-1])
+    assert re.fullmatch(r"search: (\d+) of \1 samples simulated", simulated[-1])
+    assert re.fullmatch(r"search: (\d+) of \1 stages planned in full", progress[-1])
     rates = [found.tokens_per_second for found in answer.best]
     assert rates == sorted(rates, reverse=True)
     assert len(rates) == N_BEST + 1
