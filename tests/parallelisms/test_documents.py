@@ -628,7 +628,7 @@ VALUES = {"logits", "loss", "gradients"}
         pytest.param(case, faults, id=str(case))
         for case, faults in [
             (
-                Case(Layout(4, {CP: 4})),
+                Case(Layout(2, {CP: 2}), 6, 3),
                 {
                     with_interleaved_heads: VALUES,
                     with_positions_of_rank_0: VALUES,
@@ -650,7 +650,7 @@ VALUES = {"logits", "loss", "gradients"}
                 },
             ),
             (
-                Case(Layout(4, {TP: 4})),
+                Case(Layout(2, {TP: 2}), 6, 3),
                 {with_interleaved_heads: VALUES, without_gradients_of_shared_heads: {"gradients"}},
             ),
         ]
