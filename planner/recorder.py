@@ -153,6 +153,10 @@ class StepRecorder(DispatchMode):
     def begin_forward(self, weight: float = 1.0) -> None:
         """Call before a microbatch's forward, which counts ``weight`` times."""
         self._phase, self.weight = FORWARD, weight
+        for block in self._live.values():
+            if (block.phase, block.category) == (BACKWARD, COMMUNICATION):
+                # Reduced over shards; it is reduced over replicas after the last microbatch.
+                block.category = GRADIENTS
 
     def restart(self) -> None:
         """Forget what was recorded, but not what is allocated."""

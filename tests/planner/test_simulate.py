@@ -12,7 +12,13 @@ import torch
 from benchmarks.counting import held_bytes, operand_bytes, profiled
 from models.moe import MoE
 from parallelisms.parallel_dims import ParallelDims
-from planner.recorder import COLLECTIVES, StepRecord, StepRecorder
+from planner.recorder import (
+    COLLECTIVES,
+    GRADIENTS,
+    PARAMETERS,
+    StepRecord,
+    StepRecorder,
+)
 from planner.simulate import (
     build_gpu_model,
     fake_ranks,
@@ -180,6 +186,12 @@ def test_memory_is_that_of_a_real_step(world_size: int, keys: Keys) -> None:
     with fake_ranks(0, world_size):
         _, _, profile = real_step(keys, world_size)
     assert stage.record.peak == pytest.approx(profile, rel=0.05)
+
+
+def test_gradients_that_wait_for_replicas_are_named() -> None:
+    run = run_of(LARGER | {REPLICATE: 2, BATCH: 64}, 4)
+    memory = plan_step(run, 4).stages[0].record.memory
+    assert memory[GRADIENTS] == pytest.approx(memory[PARAMETERS], rel=0.01)
 
 
 def test_a_plan_is_deterministic() -> None:
