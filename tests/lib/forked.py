@@ -24,7 +24,7 @@ from checkpoint.tensor_files import DTYPES
 from checkpoint.tensor_index import read_index
 from optim.spikes import LossSpikeDetector
 from runtime.run_folder import list_checkpoints
-from tests.lib.launch import SMALL
+from tests.lib.launch import small_keys
 from tests.lib.ranks import PRELOADED
 from tests.lib.repository import ROOT
 
@@ -82,7 +82,7 @@ def started(
 
 
 def options(folder: Path, **overrides: str) -> list[str]:
-    keys = SMALL | QUICK | {"job.output_dir": str(folder)} | overrides
+    keys = small_keys(folder, QUICK | overrides)
     return [part for key, value in keys.items() for part in (f"--{key}", value)]
 
 

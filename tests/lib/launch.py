@@ -40,6 +40,14 @@ LONG = {
     "lr_scheduler.total_steps": "100000",
 }
 
+
+def small_keys(folder: Path, overrides: Mapping[str, str]) -> dict[str, str]:
+    """Keys of a small run in ``folder``, and ``overrides``."""
+    # One layer of each kind.
+    hybrid = {"model.args.attention_every": "2"} if "qwen3_next" in overrides.values() else {}
+    return SMALL | hybrid | {"job.output_dir": str(folder)} | overrides
+
+
 CRASHING_MODEL = """
 from dataclasses import replace
 
@@ -78,7 +86,7 @@ def start(
     ``root``: the repository. ``is_warm``: skip the shell and the imports, which ``run_train.sh``
     starts with. ``environment`` is added to this process's.
     """
-    keys = SMALL | {"job.output_dir": str(folder)} | overrides
+    keys = small_keys(folder, overrides)
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
     own = {"PYTHON": sys.executable, "NGPU": str(n_ranks), **environment}
     variables = os.environ | own

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.forked import QUICK, checkpoints, log, run
-from tests.lib.launch import SMALL, curve
+from tests.lib.launch import curve, small_keys
 from tests.lib.repository import ROOT
 from tests.lib.slurm import wait_until
 from tests.lib.warm import write_forking_python
@@ -57,7 +57,7 @@ def ip(*arguments: str) -> None:
 @contextmanager
 def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start a run with one rank per host; host i writes to ``folder/host-i.log``."""
-    keys = SMALL | QUICK | {"job.output_dir": str(folder)} | overrides
+    keys = small_keys(folder, QUICK | overrides)
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
     python = write_forking_python(folder)
     environment = os.environ | {"PYTHON": python, "NGPU": "1", "OMP_NUM_THREADS": "1"}

@@ -94,7 +94,7 @@ def unsharded_model(checkpoint: Path) -> nn.Module:
     manifest = read_manifest(checkpoint)
     model_config, saved = manifest["config"]["model"], manifest["model_args"]
     spec, args = find_model(model_config["name"], model_config["flavor"])
-    model = spec.model_cls(replace(args, vocab_size=saved["vocab_size"], max_seq_len=SEQ_LEN))
+    model = spec.model_cls(replace(args, **saved | {"max_seq_len": SEQ_LEN}))
     model.double().init_weights()
     weights = {
         fqn.removeprefix("model."): tensor
