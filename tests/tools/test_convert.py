@@ -230,7 +230,7 @@ def test_export_errors(
         "'other' is not one of": {"config": {"model": {"name": "other"}}},
         "has changed since it was saved": {"model_args": manifest["model_args"] | {"n_experts": 8}},
         "not [64, 128]": {"model_args": manifest["model_args"] | {"vocab_size": 64}},
-        "not absent": {"model_args": manifest["model_args"] | {"n_layers": 3}},
+        "not absent": {"model_args": manifest["model_args"] | {"n_layers": 1}},
         "is absent": {"model_args": manifest["model_args"] | {"n_layers": 5}},
         "is not the tokenizer that": {"fingerprints": {"tokenizer": "0"}},
     }
@@ -265,7 +265,7 @@ def test_import_errors(exported: Path, tmp_path: Path, capsys: pytest.CaptureFix
         "attention_bias: True": {"attention_bias": True},
         "model.embed_tokens.weight is [320, 128], not [384, 128]": {"vocab_size": 384},
         "is missing": {"num_hidden_layers": 5},
-        "is unknown": {"num_hidden_layers": 3},
+        "is unknown": {"num_hidden_layers": 1},
         "tensors for": {"num_hidden_layers": 10**9},
         "calculation overflowed": {"hidden_size": 1 << 36, "vocab_size": 1 << 36},
     }
