@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from config import ConfigError
 from planner.operators import Call, flops_of
 from runtime.compat import require
 
@@ -214,7 +215,7 @@ class StepRecorder(DispatchMode):
         if inputs and self._is_data(inputs):
             return func(*args, **kwargs)
         if func.name() == "aten::_local_scalar_dense" and not self._is_real:
-            return self._vote()
+            return self._vote(args[0])
         phase = self._update_phase()
         with self._fake:
             result = func(*args, **kwargs)
@@ -241,13 +242,15 @@ class StepRecorder(DispatchMode):
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return self._block_of(tensor).category == PARAMETERS
 
-    def _vote(self) -> int:
+    def _vote(self, value: torch.Tensor) -> int:
         """Return what the host reads: the vote of a pipeline's stages that all know their shapes.
 
-        Raises ``NotImplementedError`` without a pipeline, because a fake tensor has no values.
+        Raises ``ConfigError`` for any other ``value``, because a fake tensor has none.
         """
-        if not self._has_stages:
-            raise NotImplementedError("a plan has no values, and the host reads one")
+        if not self._has_stages or value.dtype != torch.int32:
+            raise ConfigError(
+                ["model.name: is not planned: its code reads values of tensors on the host"]
+            )
         return 1
 
     def _is_data(self, tensors: list[torch.Tensor]) -> bool:

@@ -55,21 +55,23 @@ class StepPlan:
     """As it was resolved, compiled or not."""
     degrees: Degrees
     world_size: int
-    n_microbatches: int
-    """On each rank."""
     stages: list[StagePlan]
     """The first, the largest of those between, and the last."""
+
+    @property
+    def n_microbatches(self) -> int:
+        """Microbatches of each rank."""
+        return microbatches_of(self.run, self.degrees)
 
 
 def plan_step(run: RunSpec, world_size: int, *, has_gpu: bool = True) -> StepPlan:
     """Simulate a step of ``run``. Raises ``ConfigError`` for what is not planned yet."""
     degrees = resolve_degrees(run.config.parallelism, world_size)
-    n = run.global_batch_size // (run.microbatch_size * degrees.batch)
     stages = [
         StagePlan(stage, plan_stage(run, world_size, stage, has_gpu=has_gpu))
         for stage in planned_stages(run, degrees)
     ]
-    return StepPlan(run, degrees, world_size, n, stages)
+    return StepPlan(run, degrees, world_size, stages)
 
 
 def plan_stage(run: RunSpec, world_size: int, stage: int, *, has_gpu: bool = True) -> StepRecord:
@@ -78,11 +80,22 @@ def plan_stage(run: RunSpec, world_size: int, stage: int, *, has_gpu: bool = Tru
     if refused := [row.message(planned) for row in UNPLANNED if row.violated(planned)]:
         raise ConfigError(refused)
     degrees = resolve_degrees(run.config.parallelism, world_size)
-    n = run.global_batch_size // (run.microbatch_size * degrees.batch)
+    n = microbatches_of(run, degrees)
     if degrees.pp > 1:
-        return simulate_pipeline(planned, world_size, stage, n)
+        try:
+            return simulate_pipeline(planned, world_size, stage, n)
+        except RuntimeError as error:
+            # A schedule wraps what a stage raises.
+            if isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from None
+            raise
     weights = [1.0] * n if n <= MOST_MICROBATCHES else [1.0, n - 2.0, 1.0]
     return simulate_layers(planned, world_size, 0, weights=weights)
+
+
+def microbatches_of(run: RunSpec, degrees: Degrees) -> int:
+    """Return the number of microbatches of each rank in a step."""
+    return run.global_batch_size // (run.microbatch_size * degrees.batch)
 
 
 def planned_config(config: JobConfig, *, has_gpu: bool = True) -> JobConfig:

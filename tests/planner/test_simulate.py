@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks.counting import held_bytes, operand_bytes, profiled
+from config import ConfigError
 from models.moe import MoE
+from models.transformer import Transformer
 from parallelisms.parallel_dims import ParallelDims
 from planner.recorder import (
     COLLECTIVES,
@@ -186,6 +188,20 @@ def test_memory_is_that_of_a_real_step(world_size: int, keys: Keys) -> None:
     with fake_ranks(0, world_size):
         _, _, profile = real_step(keys, world_size)
     assert stage.record.peak == pytest.approx(profile, rel=0.05)
+
+
+@pytest.mark.parametrize(("world_size", "keys"), [(1, {}), (2, {PP: 2, BATCH: 8})], ids=str)
+def test_a_model_whose_code_reads_values_is_named(world_size: int, keys: Keys) -> None:
+    forward = Transformer.forward
+
+    def reading(self: Transformer, *inputs: Any, **options: Any) -> torch.Tensor:
+        result = forward(self, *inputs, **options)
+        return result if result.sum().item() > 0 else -result
+
+    run = run_of(keys, world_size)
+    refused = pytest.raises(ConfigError, match=r"model\.name: is not planned")
+    with patch.object(Transformer, "forward", reading), refused:
+        plan_step(run, world_size)
 
 
 def test_gradients_that_wait_for_replicas_are_named() -> None:
