@@ -30,10 +30,8 @@ def reported(run_all: Map, report: Callable[[str], None] | None) -> Map:
 
     def run_reported(function: Callable[[Request], Any], requests: Iterable[Request]) -> Any:
         requests = list(requests)
-        n, what = (
-            len(requests),
-            "stages planned in full" if function is simulate_stage else "samples simulated",
-        )
+        is_stage, n = function is simulate_stage, len(requests)
+        what = "stages planned in full" if is_stage else "samples simulated"
         for number, result in enumerate(run_all(function, requests), start=1):
             if report is not None and 10 * number // n > 10 * (number - 1) // n:
                 report(f"search: {number} of {n} {what}")

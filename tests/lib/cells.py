@@ -74,9 +74,8 @@ class Cell:
     @property
     def microbatches(self) -> tuple[int, ...]:
         """Number of microbatches of each step. Compiled steps have one shape."""
-        if degree := self.pipeline and _degree(self.pipeline):
-            return (4, 4 if self.compile or degree > 2 else 2)
-        return (2, 2) if self.compile else (2, 1)
+        first, fewest = (4, _degree(self.pipeline)) if self.pipeline else (2, 1)
+        return (first, first if self.compile else fewest)
 
     @property
     def args(self) -> TransformerArgs:

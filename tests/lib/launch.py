@@ -40,14 +40,6 @@ LONG = {
     "lr_scheduler.total_steps": "100000",
 }
 
-
-def small_keys(folder: Path, overrides: Mapping[str, str]) -> dict[str, str]:
-    """Keys of a small run in ``folder``, and ``overrides``."""
-    # One layer of each kind.
-    hybrid = {"model.args.attention_every": "2"} if "qwen3_next" in overrides.values() else {}
-    return SMALL | hybrid | {"job.output_dir": str(folder)} | overrides
-
-
 CRASHING_MODEL = """
 from dataclasses import replace
 
@@ -62,6 +54,15 @@ class Crashes(Transformer):
 
 CRASHES = replace(SPEC, model_cls=Crashes)
 """
+
+
+def small_keys(folder: Path, overrides: Mapping[str, str]) -> dict[str, str]:
+    """Keys of a small run in ``folder``, and ``overrides``."""
+    # One layer of each kind.
+    hybrid = (
+        {"model.args.attention_every": "2"} if overrides.get("model.name") == "qwen3_next" else {}
+    )
+    return SMALL | hybrid | {"job.output_dir": str(folder)} | overrides
 
 
 def plant_crashing_model(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
