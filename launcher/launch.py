@@ -230,15 +230,18 @@ def _outcome(control: Path) -> str:
 def ranks_per_node(environment: Mapping[str, str]) -> int:
     """NGPU, else Slurm's GPUs, else the visible GPUs, else two CPU ranks.
 
-    Raises ``ValueError`` for more ranks than visible GPUs.
+    Raises ``ValueError`` for more ranks than visible GPUs, unless NCCL may share them.
     """
     name = "NGPU" if environment.get("NGPU") else "SLURM_GPUS_ON_NODE"
     gpus = torch.cuda.device_count()
     if not environment.get(name):
         return gpus or DEFAULT_CPU_RANKS
     count = _number(name, environment[name], at_least=1)
-    if 0 < gpus < count:
-        text = "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU"
+    if 0 < gpus < count and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        text = (
+            "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU, or"
+            " NCCL_MULTI_RANK_GPU_ENABLE=1 to share GPUs (NCCL 2.30, which PyTorch 2.15 has)"
+        )
         raise ValueError(f"{name}={count}: only {gpus} GPUs are visible, and {text}")
     return count
 

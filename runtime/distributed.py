@@ -27,7 +27,9 @@ def init_distributed(comm: Comm) -> torch.device:
     set_default_timeout(timeout)
     limit_gloo_to_one_thread()
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        # Slurm may show each rank only its own GPU, and NCCL may let ranks share one.
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     else:

@@ -73,6 +73,7 @@ def test_more_ranks_than_gpus_are_rejected(name: str, monkeypatch: pytest.Monkey
     assert ranks_per_node({name: "2"}) == 2
     with pytest.raises(ValueError, match=f"{name}=3: only 2 GPUs are visible"):
         ranks_per_node({name: "3"})
+    assert ranks_per_node({name: "3", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}) == 3
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " "])

@@ -38,7 +38,7 @@ from tests.lib.layouts import (
     digest,
     shard_debugmodel,
 )
-from tests.lib.marks import slow
+from tests.lib.marks import skip_without_gpus, slow
 from tests.lib.parity import whole
 from tests.lib.ranks import RankPool
 from tests.lib.small_run import Run
@@ -193,8 +193,7 @@ def test_gemms_are_those_of_a_weight_quantized_later(config: Float8) -> None:
     ],
 )
 def test_float8_all_gather_is_bitwise_equal_on_gpus(ranks: RankPool, layout: Layout) -> None:
-    if layout.world_size > torch.cuda.device_count():
-        pytest.skip(f"needs {layout.world_size} GPUs")
+    skip_without_gpus(layout.world_size)
     check_equal(ranks, "qwen3", replace(layout, float8=HARDWARE), "bfloat16", "cuda")
 
 
