@@ -111,7 +111,10 @@ def step_comm_volume(
 
 
 def _bus_bandwidth(mesh: DeviceMesh) -> float:
-    """Measure the bytes per second that a rank of a 1-D mesh sends in an all-reduce. Collective."""
+    """Measure the bytes per second that a rank of a 1-D mesh sends in an all-reduce.
+
+    Collective over all ranks. Returns that of the slowest one, so that all warn alike, or none.
+    """
     probe = torch.zeros(PROBE_BYTES // 4, device=mesh.device_type)
     sent, best = 2 * (1 - 1 / mesh.size()) * PROBE_BYTES, 0.0
     for _ in range(PROBES):
@@ -120,7 +123,6 @@ def _bus_bandwidth(mesh: DeviceMesh) -> float:
         # Reading the result waits for the collective.
         probe[-1].item()
         best = max(best, sent / (time.perf_counter() - begin))
-    # All ranks agree on the slowest.
     slowest = torch.tensor(best, dtype=torch.float64, device=mesh.device_type)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MIN, group=mesh.get_group())
+    dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
     return slowest.item()

@@ -68,7 +68,9 @@ def apply_float8_all_gather(
         amaxes = torch.stack(foreach("norm", [_nonempty(s) for s in shards], torch.inf))
         amaxes = _rounded(amaxes, mp_policy)
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        scales.update(zip(sharded, scale_from_amax(amaxes, E4M3), strict=True))
+        # cuBLAS reads a scale from an address that is a multiple of 16 bytes.
+        spaced = scale_from_amax(amaxes, E4M3).unsqueeze(1).repeat(1, 4)
+        scales.update(zip(sharded, spaced[:, 0], strict=True))
         for shard in shards:
             # FSDP2 looks these up on the shards, which loading may have replaced.
             cast(Any, shard).fsdp_pre_all_gather = pre_all_gather

@@ -18,9 +18,17 @@ from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
-from parallelisms import float8_all_gather, parallelize
+from parallelisms import float8, float8_all_gather, parallelize
 from parallelisms.comm_volume import step_comm_volume
-from parallelisms.float8 import E4M3, RECIPES, Float8Linear, Float8Weight, compute_scale, quantize
+from parallelisms.float8 import (
+    E4M3,
+    RECIPES,
+    Float8Linear,
+    Float8Weight,
+    compute_scale,
+    emulated_mm,
+    quantize,
+)
 from parallelisms.float8_all_gather import gathered_in_float8
 from parallelisms.materialize import materialize
 from runtime.distributed import sum_over
@@ -179,6 +187,24 @@ def test_gemms_are_those_of_a_weight_quantized_later(config: Float8) -> None:
     for got, want in zip(*found, strict=True):
         assert got.dtype == torch.bfloat16
         assert torch.equal(got, want)
+
+
+def misaligned_scales() -> int:
+    """Number of scales at an address that cuBLAS cannot read, of all that GEMMs were given."""
+    found = []
+
+    def recording_mm(*args: Any, scale_a: torch.Tensor, scale_b: torch.Tensor, **kw: Any) -> Any:
+        found.extend(scale.data_ptr() % 16 for scale in (scale_a, scale_b))
+        return emulated_mm(*args, scale_a=scale_a, scale_b=scale_b, **kw)
+
+    with patch.object(float8, "emulated_mm", recording_mm):
+        trained("qwen3", Layout(2, float8=EMULATED), "bfloat16", True)
+    assert len(found) > 100
+    return len(found) - found.count(0)
+
+
+def test_scales_are_aligned(ranks: RankPool) -> None:
+    assert ranks.run(misaligned_scales, 2) == [0, 0]
 
 
 @pytest.mark.gpu

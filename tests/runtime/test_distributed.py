@@ -1,7 +1,14 @@
-"""Process groups have the configured timeout."""
+"""Process groups have the configured timeout, and each rank a GPU that it can see."""
 
 import subprocess
 import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from config.job_config import Comm
+from runtime.distributed import init_distributed
 
 TIMEOUTS = """
 import torch
@@ -20,3 +27,18 @@ def test_all_groups_have_the_configured_timeout() -> None:
     command = [sys.executable, "-c", TIMEOUTS]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert found.split() == ["77.0", "77.0"]
+
+
+@pytest.mark.parametrize(("visible", "index"), [(8, 3), (1, 0), (2, 1)])
+def test_rank_gets_a_visible_gpu(visible: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    chosen = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr("runtime.distributed.set_default_timeout", lambda timeout: None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "lo")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert init_distributed(Comm()) == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)]
