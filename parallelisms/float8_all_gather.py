@@ -68,9 +68,7 @@ def apply_float8_all_gather(
         amaxes = torch.stack(foreach("norm", [_nonempty(s) for s in shards], torch.inf))
         amaxes = _rounded(amaxes, mp_policy)
         dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-        # cuBLAS reads a scale from an address that is a multiple of 16 bytes.
-        spaced = scale_from_amax(amaxes, E4M3).unsqueeze(1).repeat(1, 4)
-        scales.update(zip(sharded, spaced[:, 0], strict=True))
+        scales.update(zip(sharded, _aligned(scale_from_amax(amaxes, E4M3)), strict=True))
         for shard in shards:
             # FSDP2 looks these up on the shards, which loading may have replaced.
             cast(Any, shard).fsdp_pre_all_gather = pre_all_gather
@@ -145,6 +143,11 @@ def _rounded(x: torch.Tensor, mp_policy: MixedPrecisionPolicy) -> torch.Tensor:
     """x rounded to the compute dtype, as float32."""
     assert mp_policy.param_dtype is not None
     return x.to(mp_policy.param_dtype).to(torch.float32)
+
+
+def _aligned(scales: torch.Tensor) -> torch.Tensor:
+    """``scales`` (n,), each at a multiple of 16 bytes, as cuBLAS reads them."""
+    return scales.unsqueeze(1).repeat(1, 4)[:, 0]
 
 
 def _nonempty(shard: torch.Tensor) -> torch.Tensor:
