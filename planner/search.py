@@ -1,19 +1,14 @@
 """Searches the meshes of a cluster for the most tokens per second that fit."""
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import islice
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any
 
 from config import ConfigError, JobConfig
-from config.auto import MODES
-from config.job_config import ActivationCheckpoint, Float8, Parallelism
-from parallelisms.constraints import check_constraints
-from parallelisms.parallel_dims import Degrees
 from parallelisms.pipeline_parallel import stages_per_rank
 from planner.devices import Hardware
 from planner.estimate import Sample, Shape, estimated
@@ -26,6 +21,7 @@ from planner.search_simulations import (
     simulate_sample,
     simulate_stage,
 )
+from planner.search_space import Choice, Kind, SearchSpace
 from planner.step_plan import TIGHT, planned_stages
 from run_spec import model_of, resolve
 
@@ -36,56 +32,8 @@ N_BEST, MOST_PLANS = 10, 12
 ALIKE = 0.01
 # An estimate of memory may be this much too large, before the choice is planned in full.
 SLACK = 1.15
-MOST_SIZE, MOST_CP, MOST_PP = 8, 16, 16
 # Data-parallel ranks of a sample.
 SAMPLE_RANKS = 8
-
-
-class Choice(NamedTuple):
-    """One mesh, and what goes with it."""
-
-    dp_replicate: int
-    dp_shard: int
-    tp: int
-    cp: int
-    pp: int
-    ep: int
-    schedule: str
-    mode: str
-    reshard: str
-    size: int
-    """Sequences of a microbatch."""
-    recipe: str
-    """Of float8."""
-
-    @property
-    def kind(self) -> "Kind":
-        return Kind(self.tp, self.cp, self.ep, self.mode, self.recipe)
-
-    @property
-    def mesh(self) -> tuple[int, int, int, int]:
-        """Degrees but those of data parallel; replicas change the speed little."""
-        return self.tp, self.cp, self.pp, self.ep
-
-    @property
-    def degrees(self) -> Degrees:
-        return Degrees(
-            pp=self.pp,
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            cp=self.cp,
-            tp=self.tp,
-        )
-
-
-class Kind(NamedTuple):
-    """Choices that one sample stands for."""
-
-    tp: int
-    cp: int
-    ep: int
-    mode: str
-    recipe: str
 
 
 @dataclass(frozen=True)
@@ -122,6 +70,7 @@ class Search:
         self._config, self._world_size, self._hardware = config, world_size, hardware
         self._batch = config.training.global_batch_size
         _, self._args = model_of(config)
+        self.space = SearchSpace(config, world_size, hardware.device)
         self._limit = TIGHT * hardware.device.memory_gib * GIB
 
     def run(self, n_workers: int = 1, report: Callable[[str], None] | None = None) -> Answer:
@@ -129,7 +78,7 @@ class Search:
 
         Calls ``report`` with lines on the progress.
         """
-        choices = list(self._choices())
+        choices = list(self.space.choices())
         if not choices:
             n, batch = self._world_size, self._batch
             text = f"training.global_batch_size: no mesh of {n} ranks can train {batch} sequences"
@@ -175,77 +124,17 @@ class Search:
                 break
             if most <= N_BEST and any(is_alike(each, found) for each in best + some):
                 continue
-            if counts[found.choice.mesh] < most and self._is_legal(found.choice):
+            if counts[found.choice.mesh] < most and self.space.is_legal(found.choice):
                 counts[found.choice.mesh] += 1
                 some.append(found)
         return some
-
-    def config_of(self, choice: Choice) -> JobConfig:
-        """The configuration with ``choice``."""
-        config = self._config
-        updates = {name: keys for name, keys in settings(choice).items() if name != "training"}
-        sections: dict[str, Any] = {}
-        for name, cls in SECTIONS.items():
-            kept = getattr(config, name).model_dump(exclude_unset=True)
-            kept = {key: value for key, value in kept.items() if key not in SEARCHED[name]}
-            if choice.cp == 1:
-                kept.pop("context_parallel_method", None)
-            if choice.pp == 1:
-                kept = {k: v for k, v in kept.items() if not k.startswith("pipeline_parallel")}
-            if choice.recipe == "none" and name == "float8":
-                kept = {}
-            sections[name] = cls.model_validate(kept | updates.get(name, {}))
-        size = {"local_batch_size": choice.size}
-        sections["training"] = config.training.model_copy(update=size)
-        return config.model_copy(update=sections)
-
-    def _choices(self) -> Iterator[Choice]:
-        n, device = self._world_size, self._hardware.device
-        n_experts: int = getattr(self._args, "n_experts", 1)
-        own = self._config.float8.recipe
-        recipes = (
-            [own] if own != "none" or "float8" not in device.tflops else ["none", "tensorwise"]
-        )
-        for tp, cp, pp in product(divisors(n), divisors(n, MOST_CP), divisors(n, MOST_PP)):
-            if n % (tp * cp * pp) or device.gpus_per_node % tp:
-                continue
-            rest = n // (tp * cp * pp)
-            for replicate, ep in product(divisors(rest), divisors(n_experts)):
-                base = Choice(
-                    replicate, rest // replicate, tp, cp, pp, ep, "1F1B", "full", "default", 1,
-                    "none",
-                )  # fmt: skip
-                if self._batch % base.degrees.batch or not self._is_legal(base):
-                    continue
-                yield from self._variants(base, recipes)
-
-    def _variants(self, base: Choice, recipes: Sequence[str]) -> Iterator[Choice]:
-        schedules = ["1F1B", "Interleaved1F1B"] if base.pp > 1 else ["1F1B"]
-        # In a pipeline, the default keeps weights.
-        reshards = ["default", "always"] if base.pp > 1 else ["default", "never"]
-        of_rank = self._batch // base.degrees.batch
-        sizes = divisors(of_rank, MOST_SIZE)
-        for schedule, mode, reshard, size, recipe in product(
-            schedules, MODES, reshards, sizes, recipes
-        ):
-            yield base._replace(
-                schedule=schedule, mode=mode, reshard=reshard, size=size, recipe=recipe
-            )
-
-    def _is_legal(self, choice: Choice) -> bool:
-        try:
-            config = self.config_of(choice)
-            check_constraints(config, self._args, self._world_size, has_gpu=True)
-        except ValueError:
-            return False
-        return True
 
     def _sample_request(self, kind: Kind) -> "Request":
         n_dp = SAMPLE_RANKS * max(1, kind.ep // (kind.tp * kind.cp))
         choice = Choice(
             1, n_dp, kind.tp, kind.cp, 1, kind.ep, "1F1B", kind.mode, "default", 1, kind.recipe
         )
-        config = self.config_of(choice)
+        config = self.space.config_of(choice)
         batch = {"global_batch_size": n_dp, "batch_size_ramp": []}
         training = config.training.model_copy(update=batch)
         return Request(config.model_copy(update={"training": training}), n_dp * kind.cp * kind.tp)
@@ -275,7 +164,7 @@ class Search:
         """Return ``some`` with the memory and time of their plans."""
         n_ranks, requests = self._world_size, []
         for found in some:
-            config = self.config_of(found.choice)
+            config = self.space.config_of(found.choice)
             run = resolve(config, n_ranks, has_gpu=True)
             stages = planned_stages(run, found.choice.degrees)
             requests.append([Request(config, n_ranks, stage) for stage in stages])
@@ -294,7 +183,7 @@ class Search:
         stages = [stage_parts(record, config, n, self._hardware, peak_rate) for record in records]
         parts = max(stages, key=lambda each: sum(each.values()))
         if choice.pp > 1:
-            parallelism = self.config_of(choice).parallelism
+            parallelism = self.space.config_of(choice).parallelism
             busy = sum(parts.values()) - parts.get("update", 0.0)
             parts["pipeline idle"] = busy * (choice.pp - 1) / (n * stages_per_rank(parallelism))
         rate = self._batch * config.training.seq_len / sum(parts.values())
@@ -329,52 +218,3 @@ def alike(choice: Choice, fitting: list[Found]) -> dict[str, list[Any]]:
 
 def _rank(found: Found) -> tuple[float, Choice]:
     return -found.tokens_per_second, found.choice
-
-
-SECTIONS: dict[str, Any] = {
-    "parallelism": Parallelism,
-    "activation_checkpoint": ActivationCheckpoint,
-    "float8": Float8,
-}
-SEARCHED = {
-    "parallelism": {
-        "data_parallel", "data_parallel_replicate_degree", "data_parallel_shard_degree",
-        "tensor_parallel_degree", "tensor_parallel_async", "context_parallel_degree",
-        "pipeline_parallel_degree", "pipeline_parallel_schedule",
-        "pipeline_parallel_microbatch_size", "pipeline_parallel_stages_per_rank",
-        "expert_parallel_degree", "fsdp_reshard_after_forward", "fsdp_reduce_gradients",
-        "fsdp_forward_prefetch", "fsdp_backward_prefetch", "fsdp_cpu_offload",
-    },
-    "activation_checkpoint": {"mode", "memory_budget", "selective"},
-    "float8": {"recipe"},
-}  # fmt: skip
-
-
-def settings(choice: Choice) -> dict[str, dict[str, Any]]:
-    """The keys of ``choice`` that differ from their defaults, by table."""
-    defaults = Parallelism()
-    keys = {
-        "data_parallel_replicate_degree": choice.dp_replicate,
-        "tensor_parallel_degree": choice.tp,
-        "context_parallel_degree": choice.cp,
-        "pipeline_parallel_degree": choice.pp,
-        "pipeline_parallel_schedule": choice.schedule,
-        "pipeline_parallel_microbatch_size": choice.size if choice.pp > 1 else 1,
-        "expert_parallel_degree": choice.ep,
-        "fsdp_reshard_after_forward": choice.reshard,
-    }
-    changed = {key: value for key, value in keys.items() if value != getattr(defaults, key)}
-    tables: dict[str, dict[str, Any]] = {
-        "training": {"local_batch_size": choice.size},
-        "parallelism": changed,
-        "activation_checkpoint": {"mode": choice.mode},
-        "float8": {"recipe": choice.recipe} if choice.recipe != "none" else {},
-    }
-    return {name: table for name, table in tables.items() if table}
-
-
-def divisors(n: int, most: float = math.inf) -> list[int]:
-    """Divisors of ``n``, up to ``most``."""
-    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
-    found = sorted({*small, *(n // i for i in small)})
-    return [each for each in found if each <= most]

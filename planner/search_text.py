@@ -4,7 +4,8 @@ import json
 from textwrap import wrap
 from typing import Any
 
-from planner.search import ALIKE, GIB, N_BEST, Answer, Found, settings
+from planner.search import ALIKE, GIB, N_BEST, Answer, Found
+from planner.search_space import settings
 
 HEAD = (
     " #  dp rep  shard  tp  cp  pp  ep  schedule     recompute  reshard  size  float8"

@@ -9,15 +9,9 @@ from config import ConfigError, load_config
 from planner.devices import find_hardware
 from planner.estimate import Shape, estimated
 from planner.recorder import StepRecord
-from planner.search import (
-    GIB,
-    N_BEST,
-    Choice,
-    Found,
-    Search,
-    alike,
-)
+from planner.search import GIB, N_BEST, Found, Search, alike
 from planner.search_simulations import Request, simulate_sample, simulate_stage
+from planner.search_space import Choice
 from planner.search_text import search_json, search_text, toml_lines
 from tests.lib.planned import BATCH, SMALL
 
@@ -38,7 +32,7 @@ def test_estimates_are_those_of_plans() -> None:
     sample = simulate_sample(search._sample_request(choice.kind))
     assert sample is not None
     found = estimated(sample, Shape(choice.degrees, 1, 2, 4, 4, 1.0, is_resharded=True))
-    real = simulate_stage(Request(search.config_of(choice), WORLD))
+    real = simulate_stage(Request(search.space.config_of(choice), WORLD))
     assert found is not None
     assert found.flops == pytest.approx(real.flops)
     assert sum(found.traffic.values()) == pytest.approx(sum(real.traffic.values()), rel=0.05)
