@@ -3,7 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -13,13 +13,11 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from config import ConfigError
+from planner.fake_operators import KEY, FakeOperators, FakeTensor
 from planner.operators import Call, flops_of
 from runtime.compat import require
 
-KEY = "--device"
 DispatchMode: Any = require("torch.utils._python_dispatch:TorchDispatchMode", key=KEY)
-FakeTensorMode: Any = require("torch._subclasses.fake_tensor:FakeTensorMode", key=KEY)
-FakeTensor: Any = require("torch._subclasses.fake_tensor:FakeTensor", key=KEY)
 tree_leaves: Any = require("torch.utils._pytree:tree_leaves", key=KEY)
 current_graph_task: Any = require("torch._C:_current_graph_task_id", key=KEY)
 
@@ -137,8 +135,7 @@ class StepRecorder(DispatchMode):
     ) -> None:
         """``groups``: by name of the process group. ``vocab_size``: the last dim of logits."""
         super().__init__()
-        # Not a mode around this one: DTensor would propagate whole shapes in it, seen as local.
-        self._fake = nullcontext() if is_real else FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = FakeOperators()
         self._has_stages, self._is_real = has_stages, is_real
         self.weight = 1.0
         """Times that what runs now counts."""
@@ -217,8 +214,8 @@ class StepRecorder(DispatchMode):
         if func.name() == "aten::_local_scalar_dense" and not self._is_real:
             return self._vote(args[0])
         phase = self._update_phase()
-        with self._fake:
-            result = func(*args, **kwargs)
+        fake = self._fake
+        result = func(*args, **kwargs) if self._is_real else fake(func, args, kwargs, inputs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         call = Call(phase, func, args, kwargs, result, inputs, outputs)
         self._track(call)
