@@ -99,7 +99,7 @@ class TrackerThread:
             text = "ALARM: %s did not finish within %.0f s"
             logger.error(text, self._name, FINISH_SECONDS)
         if self._n_missing:
-            text = "%s: %d records are missing; metrics.jsonl has all"
+            text = "%s: %d records are missing"
             logger.warning(text, self._name, self._n_missing)
 
     def _work(self) -> None:

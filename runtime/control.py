@@ -96,6 +96,8 @@ class RunControl:
     def clear_previous_outcome(self) -> None:
         """Delete the ``outcome`` and ``stop`` files that the previous attempt left."""
         if self._is_writer:
+            if os.path.lexists(self._folder / "stop"):
+                logger.info("control/stop is from before this start: removed")
             for name in ("outcome", "stop"):
                 remove_file(self._folder / name)
 

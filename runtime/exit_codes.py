@@ -43,6 +43,8 @@ DATA_ENDED = StopReason(
 NOT_SAVED = StopReason("checkpoints that could not be saved", FAILED, is_worth_saving=False)
 COMPLETE = (FINISHED, STOP_FILE, DATA_ENDED)
 """Reasons after which nobody has to start the run again."""
+FAILURES = (NOT_FINITE, SPIKES, NOT_SAVED)
+"""Reasons that somebody has to look into."""
 
 
 def stopped_by(reason: str, *, has_checkpoints: bool) -> StopReason:

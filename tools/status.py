@@ -41,6 +41,7 @@ REJECTED = "bad configuration"
 LATER_REJECTED = f"a later start was rejected: {REJECTED}"
 # Outcomes after which nobody has to start the run again.
 ENDS = [end.outcome for end in exit_codes.COMPLETE]
+FAILED_ENDS = [end.outcome for end in exit_codes.FAILURES]
 # Types of the values that are read from a line of metrics.jsonl and of control/failures.
 LINE = dict.fromkeys(
     ("loss", "validation_loss", "tokens_per_second", "mfu"), (int, float, NoneType)
@@ -270,8 +271,14 @@ def state_of(
 
 
 def _outcome(control: Path) -> tuple[str, str, str]:
-    """Split ``control/outcome`` into "done" or "stopped", " " and the reason; "" if damaged."""
-    parts = read_text(control / "outcome").partition(" ")
+    """Split ``control/outcome`` into a state, " " and the reason; "" if damaged.
+
+    The state is "done", "stopped" or, for a reason that is a failure, "failed".
+    """
+    text = read_text(control / "outcome").strip()
+    parts = text.partition(" ")
+    if text in FAILED_ENDS:
+        return ("failed", *parts[1:])
     return parts if parts[0] in ("done", "stopped") else ("", "", "")
 
 

@@ -275,6 +275,13 @@ def test_outcome_belongs_to_the_start_that_wrote_it(tmp_path: Path) -> None:
     assert (read(tmp_path).state, read(tmp_path).why) == ("failed", "no room; failure 1 of 3")
 
 
+@pytest.mark.parametrize("end", exit_codes.FAILURES, ids=lambda end: end.reason)
+def test_run_that_ended_by_its_loss_has_failed(end: exit_codes.StopReason, tmp_path: Path) -> None:
+    control = write_run(tmp_path, {"step": 3, "age": 200})
+    (control / "outcome").write_text(f"{end.outcome}\n")
+    assert (read(tmp_path).state, read(tmp_path).why) == ("failed", end.reason)
+
+
 @pytest.mark.parametrize(
     ("device", "process", "inode", "is_held"),
     [(0, "1", 0, True), (1, "4711", 0, True), (1, "1", 0, False), (0, "4711", 1, False)],
