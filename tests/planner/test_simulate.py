@@ -214,3 +214,21 @@ def test_a_plan_is_deterministic() -> None:
     run = run_of({BATCH: 32}, 8)
     first, second = (plan_step(run, 8).stages[0].record for _ in range(2))
     assert first == second
+
+
+def test_float8_changes_no_collective_of_tensor_parallel() -> None:
+    """Gradients of inputs are summed over the matmuls before they are reduced over the ranks."""
+    common = {TP: 2, "model.args.n_layers": 2}
+    found = [
+        plan_step(run_of(common | keys, 2), 2).stages[0].record.collectives
+        for keys in ({}, EMULATED | {FLOAT8: "tensorwise"})
+    ]
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    big = [
+        Counter(
+            {(k.phase, k.kind): n for k, n in each.items() if k.dim == "tp" and k.kind in kinds}
+        )
+        for each in found
+    ]
+    assert big[0] == big[1]
+    assert big[0]["backward", "reduce_scatter"] > 0
