@@ -90,10 +90,11 @@ def find_config(path: Path) -> Path:
     section, _, name = str(path).partition(".")
     if not file.exists() and name in _fields(section):
         raise ConfigError([f"{path}: is a key, not a configuration; write --{path}=VALUE"])
+    # Before suffixes, because a name may have a dot: qwen3_0.6b.
+    if not file.exists() and str(path) in config_names():
+        return CONFIGS / f"{path}.toml"
     if file.exists() or file.suffix or len(file.parts) != 1:
         return file
-    if path.name in config_names():
-        return CONFIGS / f"{path}.toml"
     near = difflib.get_close_matches(path.name, config_names(), n=1)
     hint = f"did you mean {near[0]}?" if near else f"the names are {', '.join(config_names())}"
     raise ConfigError([f"{path}: neither a file nor a configuration of train_configs/; {hint}"])

@@ -8,6 +8,7 @@ import pytest
 
 from config import ConfigError, JobConfig, dump_toml, load_config
 from config.job_config import DataSource, LrScheduler, Training
+from config.loader import config_names, find_config
 from tests.lib.repository import ROOT
 
 DEBUG_MODEL = ROOT / "train_configs" / "debug_model.toml"
@@ -297,6 +298,11 @@ def test_committed_config_is_found_by_name(tmp_path: Path, monkeypatch: pytest.M
     # A file of that name comes first.
     (tmp_path / "llama3_8b").write_text("[model]\nflavor = '70B'\n")
     assert load_config(Path("llama3_8b"), []).model.flavor == "70B"
+
+
+def test_every_committed_config_is_found_by_name() -> None:
+    for name in config_names():
+        assert find_config(Path(name)).is_file()
 
 
 def test_no_suggestion_without_a_similar_name(toml: Path):
