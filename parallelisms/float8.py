@@ -122,9 +122,9 @@ class Float8Linear(nn.Linear):
             if self.weight.placements == (Shard(0),)
             else (features, features, Partial())
         )
+        # Backward of a redistribution, even to the same placement, would all-reduce the gradient.
         if input.placements != (x_placement,):
             input = input.redistribute(placements=[x_placement])
-        # Without a redistribution, whose backward would all-reduce the gradient of each linear.
         x = input.to_local(grad_placements=[grad_placement])
         out = self._local_linear(x, self.weight.to_local())
         return DTensor.from_local(out, self.weight.device_mesh, [out_placement], run_check=False)

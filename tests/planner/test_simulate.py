@@ -224,11 +224,11 @@ def test_float8_changes_no_collective_of_tensor_parallel() -> None:
         for keys in ({}, EMULATED | {FLOAT8: "tensorwise"})
     ]
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    big = [
+    counts = [
         Counter(
             {(k.phase, k.kind): n for k, n in each.items() if k.dim == "tp" and k.kind in kinds}
         )
         for each in found
     ]
-    assert big[0] == big[1]
-    assert big[0]["backward", "reduce_scatter"] > 0
+    assert counts[0] == counts[1]
+    assert counts[0]["backward", "reduce_scatter"] > 0
