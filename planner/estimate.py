@@ -6,6 +6,7 @@ are then those of its simulation. Memory is an estimate: the parts of the peak a
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -44,6 +45,10 @@ class Sample:
     period: int
     """Layers that ``high`` has more."""
     dp_shard: int
+    activations: tuple[int, int]
+    """The most bytes of them in ``low`` and ``high``, which may not be at the peak."""
+    of_weights: Mapping[str, float]
+    """Of a period's traffic, by phase, what more sequences do not make larger, such as casts."""
 
     def steps(self, n_layers: int) -> float:
         return (n_layers - self.depth) / self.period
@@ -61,6 +66,8 @@ class Shape(NamedTuple):
     """Sequences of a microbatch."""
     in_flight: float
     """Microbatches whose activations the first stage holds."""
+    accumulated: float
+    """Share of a pipeline stage's unsharded gradients that it holds then."""
     is_resharded: bool
     """Weights are freed after forward."""
 
@@ -74,13 +81,17 @@ def estimated(sample: Sample, shape: Shape) -> StepRecord | None:
     of_update = sample.dp_shard / shape.degrees.dp_shard
     tokens = shape.n_microbatches * shape.size
     traffic = affine(low.traffic, high.traffic, steps)
+    n_periods = shape.n_layers / sample.period
+    of_weights = {phase: n_periods * size for phase, size in sample.of_weights.items()}
     return StepRecord(
-        memory=_memory(sample, shape, collectives),
+        memory=_memory(sample, shape),
         collectives=_collectives(collectives, shape),
         groups={group.dim: group for group in groups(shape.degrees, shape.ep)},
         flops={key: tokens * n for key, n in affine(low.flops, high.flops, steps).items()},
         traffic={
-            phase: size * (of_update if phase == UPDATE else tokens)
+            phase: size * of_update
+            if phase == UPDATE
+            else size * tokens - of_weights.get(phase, 0.0) * (tokens - shape.n_microbatches)
             for phase, size in traffic.items()
         },
     )
@@ -124,43 +135,55 @@ def _collectives(of_one: dict[Collective, float], shape: Shape) -> dict[Collecti
             repeats = n if shape.is_resharded else 0 if is_again else 1
             result[call] += count * repeats
         else:
-            # A pipeline reduces after its last microbatch.
-            repeats = n if degrees.pp == 1 else 1
-            result[call] += count * repeats
+            # A pipeline reduces after its last microbatch, and hides it behind nothing.
+            phase, repeats = (UPDATE, 1) if degrees.pp > 1 else (call.phase, n)
+            result[call._replace(phase=phase)] += count * repeats
             shard = degrees.dp_shard * degrees.cp
             if degrees.dp_replicate > 1 and call.kind == "reduce_scatter":
                 # FSDP2 sums over replicas once a step.
-                key = Collective(BACKWARD, "all_reduce", "dp_replicate", call.payload // shard)
+                key = Collective(phase, "all_reduce", "dp_replicate", call.payload // shard)
                 result[key] += count
-    return dict(result)
+    return {call: count for call, count in result.items() if count}
 
 
-def _memory(sample: Sample, shape: Shape, collectives: dict[Collective, float]) -> dict[str, int]:
+def _memory(sample: Sample, shape: Shape) -> dict[str, int]:
     """Bytes by category near the end of forward or the begin of backward."""
     steps = sample.steps(shape.n_layers)
     low, high = (dict(record.memory) for record in (sample.low, sample.high))
     memory = {key: max(size, 0.0) for key, size in affine(low, high, steps).items()}
     for key in (PARAMETERS, OPTIMIZER):
         memory[key] *= sample.dp_shard / shape.degrees.dp_shard
-    per_layer = max(high[ACTIVATIONS] - low[ACTIVATIONS], 0) / sample.period
+    of_low, of_high = sample.activations
+    per_layer = (of_high - of_low) / sample.period
     kept = per_layer * shape.n_layers
-    rest = max(memory[ACTIVATIONS] - kept, 0.0)
+    rest = of_low - per_layer * sample.depth
     memory[ACTIVATIONS] = shape.size * (kept * shape.in_flight + rest)
     for key in (LOGITS, TEMPORARIES):
         memory[key] *= shape.size
     memory[COMMUNICATION] = min(memory[COMMUNICATION], high[COMMUNICATION] * 1.25)
-    payloads = {
-        kind: sum(
-            count * call.payload
-            for call, count in collectives.items()
-            if call.kind == kind and call.dim in WEIGHT_DIMS and call.phase in phases
-        )
-        for kind, phases in (("all_gather", (FORWARD,)), ("reduce_scatter", (BACKWARD,)))
-    }
     if not shape.is_resharded:
-        memory[GATHERED] = max(memory[GATHERED], payloads["all_gather"])
+        gathered = _of_weights(sample, shape, "all_gather", FORWARD)
+        memory[GATHERED] = max(memory[GATHERED], gathered)
     if shape.degrees.pp > 1:
-        memory[GRADIENTS] = payloads["reduce_scatter"]
+        gradients = _of_weights(sample, shape, "reduce_scatter", BACKWARD)
+        memory[GRADIENTS] = shape.accumulated * gradients
     elif shape.n_microbatches > 1:
         memory[GRADIENTS] = memory[PARAMETERS]
     return {category: round(memory[category]) for category in CATEGORIES}
+
+
+def _of_weights(sample: Sample, shape: Shape, kind: str, phase: str) -> float:
+    """Bytes of a stage's unsharded weights or gradients in the collectives of this kind."""
+
+    def payload(n_layers: int) -> float:
+        low, high = sample.low.collectives, sample.high.collectives
+        calls = affine_collectives(low, high, sample.steps(n_layers)) or {}
+        return sum(
+            count * call.payload
+            for call, count in calls.items()
+            if (call.phase, call.kind) == (phase, kind) and call.dim in WEIGHT_DIMS
+        )
+
+    # Embeddings and output layer are on different ranks of a pipeline.
+    twice = payload(0) if shape.degrees.pp > 1 else 0.0
+    return payload(shape.n_layers) - twice / 2

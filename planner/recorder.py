@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -109,6 +110,10 @@ class StepRecord:
     def peak(self) -> int:
         return sum(self.memory.values())
 
+    def most(self, category: str) -> int:
+        """The most bytes of ``category`` at any moment; needs the timeline."""
+        return int(self.timeline.held[:, CATEGORIES.index(category)].max())
+
 
 @dataclass(eq=False)
 class Block:
@@ -127,13 +132,14 @@ class StepRecorder(DispatchMode):
 
     def __init__(
         self,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, Sequence[Group]],
         vocab_size: int,
         *,
         has_stages: bool = False,
         is_real: bool = False,
     ) -> None:
-        """``groups``: by name of the process group. ``vocab_size``: the last dim of logits."""
+        """``groups``: of the mesh dims that share a process group, by its name. ``vocab_size``: the
+        last dim of logits."""
         super().__init__()
         self._fake = FakeOperators()
         self._has_stages, self._is_real = has_stages, is_real
@@ -151,10 +157,7 @@ class StepRecorder(DispatchMode):
     def begin_forward(self, weight: float = 1.0) -> None:
         """Call before a microbatch's forward, which counts ``weight`` times."""
         self._phase, self.weight = FORWARD, weight
-        for block in self._live.values():
-            if (block.phase, block.category) == (BACKWARD, COMMUNICATION):
-                # Reduced over shards; it is reduced over replicas after the last microbatch.
-                block.category = GRADIENTS
+        self._label_left(GRADIENTS, ("", COMMUNICATION))
 
     def restart(self) -> None:
         """Forget what was recorded, but not what is allocated."""
@@ -184,7 +187,7 @@ class StepRecorder(DispatchMode):
         return StepRecord(
             memory=dict(zip(CATEGORIES, at_peak, strict=True)),
             collectives=dict(sorted(self._collectives.items())),
-            groups={group.dim: group for group in self._groups.values()},
+            groups={group.dim: group for group in chain.from_iterable(self._groups.values())},
             flops=dict(sorted(self._flops.items())),
             traffic=dict(self._traffic),
             timeline=Timeline(held, self._marks),
@@ -236,6 +239,12 @@ class StepRecorder(DispatchMode):
             elif is_new and output.ndim > 1 and output.shape[-1] == self._vocab_size:
                 block.category = LOGITS
 
+    def _label_left(self, category: str, of: tuple[str, ...]) -> None:
+        """Set the category of what backward left, if it is one ``of`` these."""
+        for block in self._live.values():
+            if block.phase == BACKWARD and block.category in of:
+                block.category = category
+
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return self._block_of(tensor).category == PARAMETERS
 
@@ -259,6 +268,7 @@ class StepRecorder(DispatchMode):
         if current_graph_task() < 0:
             if self._phase == BACKWARD:
                 self._phase, self.weight = UPDATE, 1.0
+                self._label_left(GRADIENTS, ("",))
                 self.mark(UPDATE)
             return self._phase
         if self._phase != BACKWARD:
@@ -295,8 +305,7 @@ class StepRecorder(DispatchMode):
         kind = next((kind for part, kind in COLLECTIVES.items() if part in call.name), None)
         if kind is None:  # Waits and barriers.
             return
-        groups = map(self._group_of, call.args)
-        group = next(group for group in groups if group is not None)
+        group = _used(next(filter(None, map(self._groups_of, call.args))), kind, call)
         if kind in ("send", "receive") and is_scalar(call):
             return  # A vote of pipeline stages, in the first step of a schedule.
         sizes = [sum(map(size_of, tree_leaves(arg))) for arg in (*call.args[:2], call.outputs)]
@@ -305,20 +314,21 @@ class StepRecorder(DispatchMode):
             block = self._block_of(tensor)
             block.category = block.category or COMMUNICATION
 
-    def _group_of(self, arg: Any) -> Group | None:
+    def _groups_of(self, arg: Any) -> Sequence[Group]:
         if isinstance(arg, str):
-            return self._groups.get(arg)
+            return self._groups.get(arg, ())
         if not isinstance(arg, torch.ScriptObject):
-            return None
+            return ()
         try:
             group = dist.ProcessGroup.unbox(arg)
         except (RuntimeError, TypeError):  # Another script object.
-            return None
+            return ()
         if group.group_name not in self._groups:
             # FSDP's smaller group that keeps the weights after forward.
             ranks = tuple(dist.get_process_group_ranks(group))
-            whole = next(each for each in self._groups.values() if {*ranks} <= {*each.ranks})
-            self._groups[group.group_name] = Group(f"{whole.dim} / {len(ranks)}", ranks)
+            wholes = (groups[0] for groups in self._groups.values())
+            whole = next(each for each in wholes if {*ranks} <= {*each.ranks})
+            self._groups[group.group_name] = [Group(f"{whole.dim} / {len(ranks)}", ranks)]
         return self._groups[group.group_name]
 
     def count_work(self, call: Call) -> None:
@@ -350,6 +360,19 @@ def category_of(block: Block) -> str:
     if block.category in ("", COMMUNICATION) and block.is_kept:
         return ACTIVATIONS
     return block.category or TEMPORARIES
+
+
+def _used(groups: Sequence[Group], kind: str, call: Call) -> Group:
+    """The one of these ``groups``, which have the same ranks, that a collective is of.
+
+    Weights' dims come first. Weights are not exchanged, and have three dims at most, when experts'.
+    """
+    dims: tuple[str, ...] = ()
+    if kind == "all_to_all":
+        dims = ("cp", "ep")
+    elif any(tensor.dim() > 3 for tensor in call.inputs):
+        dims = ("cp",)
+    return next((group for group in groups if group.dim in dims), groups[0])
 
 
 def _rounded(size: int) -> int:

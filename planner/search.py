@@ -99,7 +99,7 @@ class Search:
         best: list[Found] = []
         left, n_plans, most = fitting, 0, 1
         while len(best) <= N_BEST and n_plans < MOST_PLANS and left and most <= N_BEST + 1:
-            some = self.different(left, best, most)
+            some = self.different(left, best, most)[: MOST_PLANS - n_plans]
             # Few meshes have several rows.
             most += not some
             taken = {found.choice for found in some}
@@ -137,7 +137,8 @@ class Search:
         config = self.space.config_of(choice)
         batch = {"global_batch_size": n_dp, "batch_size_ramp": []}
         training = config.training.model_copy(update=batch)
-        return Request(config.model_copy(update={"training": training}), n_dp * kind.cp * kind.tp)
+        config = config.model_copy(update={"training": training})
+        return Request(config, n_dp * kind.cp * kind.tp, schedule=kind.schedule)
 
     def _estimate(self, choice: Choice, sample: Sample | None) -> Found | None:
         if sample is None:
@@ -153,6 +154,8 @@ class Search:
             n,
             choice.size,
             min(n * per_rank, deep) / per_rank,
+            # After few microbatches, the first stage of a rank goes back when others are done.
+            1.0 if n * per_rank > deep + choice.pp else 1.0 / per_rank,
             is_resharded,
         )
         record = estimated(sample, shape)

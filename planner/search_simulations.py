@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from config import ConfigError, JobConfig
 from planner.depth import period_of
 from planner.estimate import Sample
-from planner.recorder import StepRecord
+from planner.recorder import ACTIVATIONS, UPDATE, StepRecord
 from planner.simulate import simulate_step
 from planner.step_plan import UNPLANNED, plan_stage, planned_config
 from run_spec import RunSpec, resolve
@@ -20,6 +20,8 @@ class Request(NamedTuple):
     world_size: int
     stage: int = 0
     """Rank of the pipeline."""
+    schedule: str = "1F1B"
+    """Of the pipeline that a sample, which has none, stands for."""
 
 
 Map = Callable[[Callable[[Request], Any], Iterable[Request]], Iterable[Any]]
@@ -51,19 +53,39 @@ def simulate_sample(request: Request) -> Sample | None:
 
 
 def _sample(run: RunSpec, request: Request) -> Sample:
-    period = period_of(run)
-    depths = (period, 2 * period)
-    low, high = (
-        simulate_step(
-            replace(run, model_args=replace(run.model_args, n_layers=depth)),
-            request.world_size,
-            0,
-            weights=[1.0],
-        )
-        for depth in depths
+    parallelism = run.config.parallelism.model_copy(
+        update={"pipeline_parallel_schedule": request.schedule}
     )
-    dp_shard = run.global_batch_size
-    return Sample(low.without_timeline(), high.without_timeline(), depths[0], period, dp_shard)
+    run = replace(run, config=run.config.model_copy(update={"parallelism": parallelism}))
+    period, n_sequences = period_of(run), run.global_batch_size
+
+    def simulated(depth: int, size: int) -> StepRecord:
+        shallow = replace(
+            run,
+            model_args=replace(run.model_args, n_layers=depth),
+            microbatch_size=size,
+            global_batch_size=size * n_sequences,
+        )
+        return simulate_step(shallow, request.world_size, 0, weights=[1.0])
+
+    low, high = simulated(period, 1), simulated(2 * period, 1)
+    of_weights = {}
+    if run.config.float8.recipe != "none":
+        wide = simulated(2 * period, 2)
+        of_weights = {
+            phase: max(2 * size - wide.traffic[phase], 0.0) / 2
+            for phase, size in high.traffic.items()
+            if phase != UPDATE
+        }
+    return Sample(
+        low.without_timeline(),
+        high.without_timeline(),
+        period,
+        period,
+        n_sequences,
+        (low.most(ACTIVATIONS), high.most(ACTIVATIONS)),
+        of_weights,
+    )
 
 
 def simulate_stage(request: Request) -> StepRecord:

@@ -53,7 +53,9 @@ class Choice(NamedTuple):
 
     @property
     def kind(self) -> "Kind":
-        return Kind(self.tp, self.cp, self.ep, self.mode, self.recipe)
+        # Scaled by tensor, weights are gathered in float8, but not with several stages per rank.
+        schedule = self.schedule if self.recipe == "tensorwise" else "1F1B"
+        return Kind(self.tp, self.cp, self.ep, self.mode, self.recipe, schedule)
 
     @property
     def mesh(self) -> tuple[int, int, int, int]:
@@ -79,6 +81,7 @@ class Kind(NamedTuple):
     ep: int
     mode: str
     recipe: str
+    schedule: str
 
 
 class SearchSpace:

@@ -4,6 +4,7 @@ Tensors are fake: they have shapes and no data. The process group is fake too: i
 ranks, and its collectives return at once.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -223,16 +224,20 @@ def planned_batch(run: RunSpec, n_microbatches: int) -> StepBatch:
     return StepBatch(microbatches, 0.0, n_sequences, n_sequences * seq_len, is_end_of_data=False)
 
 
-def groups_of(model: ShardedModel) -> dict[str, Group]:
-    """Return the process groups of this rank by name."""
+def groups_of(model: ShardedModel) -> dict[str, list[Group]]:
+    """Return the mesh dims of this rank by the name of their process group.
+
+    Those over all ranks share one.
+    """
     meshes = [model.dims.weight_mesh, model.dims.data_mesh]
     meshes += [p.device_mesh for p in model.module.parameters() if isinstance(p, DTensor)]
-    groups: dict[str, Group] = {}
+    groups: dict[str, list[Group]] = defaultdict(list)
     for mesh in dict.fromkeys(meshes):
         for dim in mesh.mesh_dim_names or ():
             group = mesh.get_group(dim)
             ranks = tuple(dist.get_process_group_ranks(group))
-            groups.setdefault(group.group_name, Group(dim, ranks))
+            if all(each.dim != dim for each in groups[group.group_name]):
+                groups[group.group_name].append(Group(dim, ranks))
     return groups
 
 

@@ -18,6 +18,7 @@ from planner.recorder import (
     COLLECTIVES,
     GRADIENTS,
     PARAMETERS,
+    UPDATE,
     StepRecord,
     StepRecorder,
 )
@@ -146,6 +147,30 @@ def test_collectives_are_those_of_a_real_step(ranks: RankPool, world_size: int, 
         if keys.get("model.name") != "qwen3_next":  # Whose delta rule has other kernels on GPUs.
             assert as_matmuls(planned.flops) == real.flops
         assert by_size(planned) == profile
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {CP: 4},
+        {CP: 4, METHOD: "allgather"},
+        {CP: 4, METHOD: "allgather", MODE: "simple_fsdp"},
+        MOE | {EP: 4},
+    ],
+    ids=str,
+)
+def test_collectives_of_tokens_over_all_ranks_are_no_data_parallel_ones(keys: Keys) -> None:
+    def of_tokens(world_size: int) -> list[tuple[str, str, str, float]]:
+        record = plan_step(run_of(keys, world_size), world_size).stages[0].record
+        found = record.collectives.items()
+        return [
+            (key.phase, key.kind, key.dim, count)
+            for key, count in found
+            if key.dim in ("cp", "ep") and key.phase != UPDATE
+        ]
+
+    # With more ranks, each mesh dim has a process group of its own.
+    assert of_tokens(4) == of_tokens(8) != []
 
 
 def as_matmuls(flops: Mapping[tuple[str, str], float]) -> Counter[tuple[str, str]]:
