@@ -148,7 +148,7 @@ def validate_resume(run: RunSpec, manifest: dict[str, Any]) -> None:
         if key not in manifest:
             raise ConfigError([f"job.name: the checkpoint's manifest has no {key}"])
     changes = compare(manifest["config"], run.config)
-    changes.raise_if_frozen_changed()
+    changes.raise_if_frozen_changed(run.folder)
     _check_arguments(run, manifest)
     _check_validation(run, manifest)
     for text in (*changes.recorded, *changes.free, *changes.gone):

@@ -5,6 +5,7 @@ training from then on. free: affects neither training nor validation.
 """
 
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
@@ -88,12 +89,13 @@ class Changes:
     gone: tuple[str, ...]
     """Keys of the checkpoint that this version lacks; they are not compared."""
 
-    def raise_if_frozen_changed(self) -> None:
-        """Raise ``ConfigError`` if a frozen key changed."""
+    def raise_if_frozen_changed(self, folder: Path) -> None:
+        """Raise ``ConfigError`` if a frozen key changed of the run in ``folder``."""
         if self.frozen:
             keys = (change.partition(":")[0] for change in self.frozen)
             hints = [HINTS.get(key, DEFAULT_HINT) for key in keys]
-            raise ConfigError([f"{c}; {hint}" for c, hint in zip(self.frozen, hints, strict=True)])
+            changes = [f"{c}; {hint}" for c, hint in zip(self.frozen, hints, strict=True)]
+            raise ConfigError([f"job.name: {folder} has a run with other settings", *changes])
 
 
 def compare(saved: dict[str, Any], now: JobConfig) -> Changes:

@@ -126,9 +126,11 @@ def next_commands(
     commands = {}
     # A run that consumed its data would end at once.
     if can_start and is_alone and outcome != exit_codes.DATA_ENDED.outcome:
-        steps = 2 * config.training.steps
+        planned = config.lr_scheduler.total_steps or 0
+        is_part = planned > config.training.steps
+        steps = planned if is_part else 2 * config.training.steps
         longer = ["--training.steps", steps] if is_whole else []
-        if is_whole and (config.lr_scheduler.total_steps or 0) < steps:
+        if is_whole and not is_part:
             # The resolved configuration has the former number of steps.
             longer += ["--lr_scheduler.total_steps", steps]
         resume = command_text("train", resolved, *longer)

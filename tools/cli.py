@@ -61,6 +61,12 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     return own, overrides
 
 
+def run_name(folder: Path) -> list[str]:
+    """Arguments of the command ``train`` for a run of its own, named like ``folder``."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", folder.resolve().name)
+    return ["--job.name", re.sub(r"^[.-]", "_", name)[:64] or "default"]
+
+
 def path_text(text: str) -> str:
     """Argument type for a path, or a name such as a tokenizer's: expands ``~`` and variables."""
     try:

@@ -37,6 +37,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("file", type=path_argument, metavar="X.toml")
     parser.add_argument("-o", "--output", type=path_argument, metavar="OUT.toml")
     options = parser.parse_args(arguments)
+    if options.output is not None and options.output.exists():
+        raise ValueError(f"{options.output}: exists, and is not overwritten")
     tables, errors = read_toml(options.file)
     if errors:
         raise ConfigError(errors)

@@ -50,7 +50,14 @@ from runtime.hub_paths import pin_names
 from runtime.log import say
 from runtime.machine import available_cpus
 from runtime.signals import handle_signals
-from tools.cli import Parser, path_argument, reporting_errors, split_overrides, whole_number
+from tools.cli import (
+    Parser,
+    path_argument,
+    reporting_errors,
+    run_name,
+    split_overrides,
+    whole_number,
+)
 
 CONFIG_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 SHARD_TOKENS = 1 << 26
@@ -174,7 +181,7 @@ def _train_arguments(folder: Path, config_file: Path | None) -> list[str]:
     keys |= {key: named[key] for key in ("bos", "eos") if named.get(key) is not None}
     overrides = [word for key, value in keys.items() for word in (f"--data.{key}", value)]
     if config_file is None:
-        return overrides
+        return [*run_name(folder), *overrides]
     # Keys of the text have no effect on tokens, so that train rejects them.
     given = read_toml(find_config(config_file))[0].get("data", {})
     reset = [word for k, v in DEFAULTS_OF_TEXT.items() if k in given for word in (f"--data.{k}", v)]

@@ -35,7 +35,7 @@ from data.tokenizer_json import BYTE_OF
 from runtime import exit_codes
 from runtime.commands import command_text
 from runtime.log import say
-from tools.cli import Parser, path_argument, reporting_errors, split_overrides
+from tools.cli import Parser, path_argument, reporting_errors, run_name, split_overrides
 
 SPECIAL_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>")
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -69,9 +69,9 @@ def main(arguments: list[str]) -> int:
         max_bytes=options.max_bytes,
     )
     tokenizer = literal_path(str(options.folder / FILES[0]))
-    config_file = [] if str(options.config) == os.devnull else [options.config]
-    command = ["train", *config_file, *overrides, "--data.tokenizer", tokenizer]
-    say(f"next: {command_text(*command)}")
+    is_given = str(options.config) != os.devnull
+    command = ["train", *([options.config] if is_given else run_name(options.folder)), *overrides]
+    say(f"next: {command_text(*command, '--data.tokenizer', tokenizer)}")
     return exit_codes.DONE
 
 

@@ -1,5 +1,6 @@
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -91,8 +92,9 @@ def test_frozen_change_is_rejected_by_name(key: str) -> None:
     found = compare(saved(), config(**{key: FROZEN_CHANGES[key]}))
     assert found.recorded == found.free == ()
     with pytest.raises(ConfigError) as caught:
-        found.raise_if_frozen_changed()
-    (message,) = caught.value.messages
+        found.raise_if_frozen_changed(Path("outputs/run"))
+    first, message = caught.value.messages
+    assert first == "job.name: outputs/run has a run with other settings"
     assert message.startswith(key.replace("__", ".") + ": ")
     is_batch_size = key == "training__global_batch_size"
     assert ("it follows the number of ranks" in message) == is_batch_size
@@ -122,14 +124,14 @@ def test_messages_have_old_and_new_value() -> None:
         "metrics.peak_tflops: unset to 989.0",
     )
     with pytest.raises(ConfigError) as caught:
-        found.raise_if_frozen_changed()
-    assert len(caught.value.messages) == 2
+        found.raise_if_frozen_changed(Path("outputs/run"))
+    assert len(caught.value.messages) == 3
 
 
 def test_recorded_changes_are_accepted() -> None:
     found = compare(saved(), config(training__seq_len=4096, lr_scheduler__total_steps=200))
     assert len(found.recorded) == 2
-    found.raise_if_frozen_changed()
+    found.raise_if_frozen_changed(Path("outputs/run"))
 
 
 def test_keys_of_other_versions_are_compared_as_defaults() -> None:

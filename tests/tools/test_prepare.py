@@ -238,7 +238,8 @@ def test_folder_of_other_settings_is_rejected(
     options = [*texts, "--shard_tokens", 1000]
     ranks = write_ranks(tmp_path / "r.tiktoken")
     assert run(folder, *options, "--workers", 1) == exit_codes.DONE
-    assert f"/shardloom train --data.source tokens --data.path {folder}" in capsys.readouterr().out
+    command = f"/shardloom train --job.name p --data.source tokens --data.path {folder}"
+    assert command in capsys.readouterr().out
 
     def error_of(*arguments: object) -> str:
         before = bytes_of(folder)
