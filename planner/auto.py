@@ -17,7 +17,7 @@ from config import ConfigError, JobConfig
 from config.auto import MODE, SIZE, auto_keys, candidates, with_values
 from config.job_config import Data, Validation
 from parallelisms.parallel_dims import resolve_degrees
-from planner.step_plan import TIGHT, plan_step
+from planner.step_plan import TIGHT, plan_step, without_bfloat16
 from run_spec import resolve
 from runtime.log import error_text
 from runtime.machine import host_memory
@@ -152,6 +152,8 @@ def main() -> None:
     """Answer one request: {"values": ..., "text": ...}, or {"error": ...}."""
     request, has_gpu = json.load(sys.stdin), torch.cuda.is_available()
     config = JobConfig.model_validate(request["config"])
+    if has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        config = without_bfloat16(config)
     memory = rank_memory(request["n_ranks"], has_gpu=has_gpu)
     try:
         decision = decide(config, request["world_size"], memory, has_gpu=has_gpu)

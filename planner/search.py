@@ -31,7 +31,7 @@ N_BEST, MOST_PLANS = 10, 12
 # Choices of one mesh whose modelled speeds differ by less are one row.
 ALIKE = 0.01
 # An estimate of memory may be this much too large, before the choice is planned in full.
-SLACK = 1.15
+SLACK = 1.05
 # Data-parallel ranks of a sample.
 SAMPLE_RANKS = 8
 

@@ -114,6 +114,14 @@ def planned_config(config: JobConfig, *, has_gpu: bool = True) -> JobConfig:
     return config.model_copy(update=changed)
 
 
+def without_bfloat16(config: JobConfig) -> JobConfig:
+    """Return ``config`` with the dtype of compute that "auto" means on devices without bfloat16."""
+    training = config.training
+    if training.mixed_precision_param == "auto" and training.dtype == "float32":
+        training = training.model_copy(update={"mixed_precision_param": "float32"})
+    return config.model_copy(update={"training": training})
+
+
 def compute_dtype(config: JobConfig) -> str:
     """Dtype of compute of a ``planned_config``."""
     training = config.training

@@ -29,7 +29,7 @@ from planner.plan_text import plan_json, plan_text
 from planner.roofline import peak_flops, step_time
 from planner.search import Search
 from planner.search_text import search_json, search_text
-from planner.step_plan import plan_step
+from planner.step_plan import plan_step, without_bfloat16
 from run_spec import resolve
 from run_summary import drawing, plan_lines
 from runtime import exit_codes
@@ -87,6 +87,8 @@ def main(arguments: list[str]) -> int:
 def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
     """Print what a step needs on ``options.device``."""
     hardware = find_hardware(options.device, options.devices)
+    if "bfloat16" not in hardware.device.tflops:
+        config = without_bfloat16(config)
     # Simulating takes longer than finding out that there is no peak.
     peak_flops(config, hardware)
     if config.model.vocab_size is not None:
