@@ -1,11 +1,13 @@
-"""Download what runs need of the Hugging Face Hub: ``./shardloom fetch NAME_OR_CONFIG.toml ...``
+"""Download what runs need of the Hugging Face Hub: ``./shardloom fetch NAME_OR_CONFIG ...``
 
 NAME is hf:OWNER/NAME or hf:OWNER/NAME@REVISION: its tokenizer and config.json, and with --weights
-its safetensors. CONFIG.toml: what data.tokenizer, model.flavor and checkpoint.initial_load_path
-name. The files go to the cache of huggingface_hub, where runs find them; runs never download.
+its safetensors. CONFIG, a TOML file or a name of train_configs/: what data.tokenizer, model.flavor
+and checkpoint.initial_load_path name. The files go to the cache of huggingface_hub, where runs find
+them; runs never download.
 """
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +48,17 @@ def main(arguments: list[str]) -> int:
     parser = Parser("shardloom fetch", description=__doc__)
     add = parser.add_argument
     add(
-        "names", metavar="NAME_OR_CONFIG", nargs="+", type=path_text, help="hf:NAME, or a TOML file"
+        "names",
+        metavar="NAME_OR_CONFIG",
+        nargs="+",
+        type=path_text,
+        help="hf:NAME, or a configuration",
     )
     add("--weights", action="store_true", help="of each NAME, fetch the weights, too")
     options = parser.parse_args(arguments)
     for text in options.names:
-        if text.endswith(".toml"):
+        # A name of the hub has an owner.
+        if text.endswith(".toml") or not re.search(r"[/:]", text):
             wanted = named_by(Path(text))
         else:
             is_bare = text.count("/") == 1 and ":" not in text

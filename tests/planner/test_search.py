@@ -13,7 +13,7 @@ from planner.search import GIB, N_BEST, Found, Search, alike
 from planner.search_simulations import Request, simulate_sample, simulate_stage
 from planner.search_space import Choice
 from planner.search_text import search_json, search_text, toml_lines
-from tests.lib.planned import BATCH, SMALL
+from tests.lib.planned import BATCH, EMULATED, FLOAT8, SMALL
 
 WORLD = 8
 
@@ -31,7 +31,7 @@ def test_estimates_are_those_of_plans() -> None:
     choice = Choice(2, 2, 2, 1, 1, 1, "1F1B", "full", "default", 4, "none")
     sample = simulate_sample(search._sample_request(choice.kind))
     assert sample is not None
-    found = estimated(sample, Shape(choice.degrees, 1, 2, 4, 4, 1.0, is_resharded=True))
+    found = estimated(sample, Shape(choice.degrees, 1, 2, 4, 4, 1.0, 1.0, is_resharded=True))
     real = simulate_stage(Request(search.space.config_of(choice), WORLD))
     assert found is not None
     assert found.flops == pytest.approx(real.flops)
@@ -39,6 +39,23 @@ def test_estimates_are_those_of_plans() -> None:
     sent = [sent_bytes(record) for record in (found, real)]
     assert sent[0] == pytest.approx(sent[1], rel=0.01)
     assert found.peak == pytest.approx(real.peak, rel=0.3)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_estimates_of_pipelines_are_near_their_plans(schedule: str) -> None:
+    """In float8, whose gathers depend on the schedule, and which casts weights per microbatch."""
+    sizes = {"model.args.n_layers": 4, "model.args.dim": 256, "model.args.hidden_dim": 768}
+    search = search_of(sizes | EMULATED | {BATCH: 16, FLOAT8: "tensorwise"}, 4, device="h100")
+    choice = Choice(1, 2, 1, 1, 2, 1, schedule, "none", "default", 2, "tensorwise")
+    found = search._estimate(choice, simulate_sample(search._sample_request(choice.kind)))
+    assert found is not None
+    (planned,) = search._planned([found], map)
+    assert found.peak == pytest.approx(planned.peak, rel=0.3)
+    work = [
+        sum(each.parts[part] for part in ("float8 matmul", "attention", "other operators"))
+        for each in (found, planned)
+    ]
+    assert work[0] == pytest.approx(work[1], rel=0.1)
 
 
 def sent_bytes(record: StepRecord) -> float:

@@ -293,7 +293,8 @@ def test_fetch_of_pickled_weights_is_an_error(hub: Hub, capsys: pytest.CaptureFi
 def test_config_without_names_of_the_hub_loads_its_tokenizer(
     hub: Hub, capsys: pytest.CaptureFixture
 ) -> None:
-    assert fetch.main([str(ROOT / "train_configs/debug_model.toml")]) == exit_codes.DONE
+    for name in (str(ROOT / "train_configs/debug_model.toml"), "debug_model"):
+        assert fetch.main([name]) == exit_codes.DONE
     assert "names nothing of the hub" in capsys.readouterr().out
 
 
