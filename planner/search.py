@@ -146,17 +146,16 @@ class Search:
         n = self._batch // (choice.size * choice.degrees.batch)
         per_rank = 2 if choice.schedule != "1F1B" else 1
         deep = (per_rank + 1) * choice.pp - 1 if per_rank > 1 else choice.pp
-        is_resharded = choice.reshard == ("always" if choice.pp > 1 else "default")
         shape = Shape(
-            choice.degrees,
-            choice.ep,
-            -(-self._args.n_layers // choice.pp),
-            n,
-            choice.size,
-            min(n * per_rank, deep) / per_rank,
-            # After few microbatches, the first stage of a rank goes back when others are done.
-            1.0 if n * per_rank > deep + choice.pp else 1.0 / per_rank,
-            is_resharded,
+            degrees=choice.degrees,
+            ep=choice.ep,
+            n_layers=-(-self._args.n_layers // choice.pp),
+            n_microbatches=n,
+            size=choice.size,
+            in_flight=min(n * per_rank, deep) / per_rank,
+            # After few microbatches, a rank's first stage goes back when its others are done.
+            accumulated=1.0 if n * per_rank > deep + choice.pp else 1.0 / per_rank,
+            is_resharded=choice.reshard == ("always" if choice.pp > 1 else "default"),
         )
         record = estimated(sample, shape)
         if record is None:
