@@ -13,7 +13,9 @@ from forward_backward import ModelRunner, PipelineRunner, SPMDRunner
 from kernels.choose import choose_kernels
 from metrics.flops import flops_per_token, peak_flops
 from models import ModelSpec, TransformerArgs
+from models.gated_delta_net import InnerDeltaNet
 from models.meta import build_on_meta
+from models.transformer import InnerAttention
 from parallelisms.comm_volume import warn_if_comm_bound
 from parallelisms.elastic import PairwiseGradientAccumulator, apply_elastic
 from parallelisms.materialize import materialize
@@ -139,9 +141,9 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
     def apply_kernels(module: nn.Module, dtype: torch.dtype | None) -> None:
         choose_kernels(
             device,
-            attentions=spec.attentions(module),
+            attentions=_replaceable(spec.attentions(module), InnerAttention),
             moes=spec.moes(module),
-            delta_nets=spec.delta_nets(module),
+            delta_nets=_replaceable(spec.delta_nets(module), InnerDeltaNet),
             dtype=dtype,
             heads=(args.n_heads, args.n_kv_heads),
             head_dim=args.head_dim,
@@ -163,6 +165,18 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
             peak_flops=model.peak_flops,
         )
     return model
+
+
+def _replaceable(modules: list[nn.Module], inner_cls: type[nn.Module]) -> list[nn.Module]:
+    """Return those whose ``inner`` kernels may replace: none of a user's own.
+
+    Such as a sliding window, it may differ only where a check of the kernel does not look.
+    """
+    found = [module for module in modules if type(module.inner) is inner_cls]
+    if own := len(modules) - len(found):
+        text = "kernels: not used in %d layers, which have another inner than %s"
+        logger.info(text, own, inner_cls.__name__)
+    return found
 
 
 def build_sharded_model(

@@ -490,8 +490,8 @@ class Comm(Section):
     init_timeout_seconds: Count = 600
     """Timeout of collectives, in seconds, until the first step is done."""
     train_timeout_seconds: Count = 300
-    """Timeout of collectives, in seconds, after the first step. Also bounds waits such as for a
-    save."""
+    """Timeout of collectives, in seconds, after the first step. A rank that another waits for may
+    be late by as much, also in a save, which itself may take longer."""
 
 
 class Debug(Section):

@@ -44,7 +44,6 @@ def apply_block_attention(
         assert_kernel_matches(
             lambda *qkv: candidate(*qkv, None), lambda *qkv: plain(*qkv, None), qkvs
         )
-    # A user's model may have another kind of attention.
     except Exception as error:
         logger.warning("block attention disabled: %s", error)
         return

@@ -83,9 +83,12 @@ class Status:
     last_failure: str
     last_failure_age: float | None
     alarms: int
-    """Alarms in alarms.jsonl; warnings are not counted."""
+    """Alarms in alarms.jsonl; warnings are counted apart."""
     last_alarm: str
     last_alarm_age: float | None
+    warnings: int
+    last_warning: str
+    last_warning_age: float | None
     goodput: float | None
     provenance: dict[str, Any] | None
     """Provenance of the last attempt: ``runtime.provenance.Attempt``."""
@@ -131,6 +134,8 @@ def paragraph(status: Status) -> list[str]:
     if status.last_failure:
         failures += f", the last {_ago(status.last_failure_age)}: {status.last_failure}"
     alarms = f"alarms {status.alarms}, the last {_ago(status.last_alarm_age)}: {status.last_alarm}"
+    warned = _ago(status.last_warning_age)
+    warnings = f"warnings {status.warnings}, the last {warned}: {status.last_warning}"
     return [
         f"{status.run}: {status.state}{why}, step {_cells(status)['step']}",
         f"  loss {_number(status.loss, '.4f')}  validation loss"
@@ -140,6 +145,7 @@ def paragraph(status: Status) -> list[str]:
         f"  checkpoint: {checkpoint}",
         f"  goodput {_number(status.goodput, '.1%')}  restarts {status.restarts}  {failures}",
         *([f"  {alarms}"] if status.alarms else []),
+        *([f"  {warnings}"] if status.warnings else []),
         *(f"  {line}" for line in status.provenance_lines),
         *(f"  problem: {text}" for text in status.problems),
     ]
@@ -186,7 +192,10 @@ def read_status(folder: Path, now: float) -> Status:
         problems.append(f"{path}: neither done nor stopped")
     alarms, found = read_records(folder / "alarms.jsonl", is_alarm)
     problems += found
-    alarms = [alarm for alarm in alarms if alarm["kind"] == ALARM]
+    alarms, warnings = (
+        [each for each in alarms if (each["kind"] == ALARM) == is_wanted]
+        for is_wanted in (True, False)
+    )
     failures = [record for record in records if type(record.get("attempt")) is int]
     failure = failures[-1] if failures else {}
     failed = _seconds(str(failure.get("time")))
@@ -219,6 +228,9 @@ def read_status(folder: Path, now: float) -> Status:
         alarms=len(alarms),
         last_alarm=alarms[-1]["text"].removeprefix("ALARM: ") if alarms else "",
         last_alarm_age=now - alarms[-1]["time"] if alarms else None,
+        warnings=len(warnings),
+        last_warning=warnings[-1]["text"] if warnings else "",
+        last_warning_age=now - warnings[-1]["time"] if warnings else None,
         goodput=goodput(lines, end),
         provenance=provenance,
         provenance_lines=provenance_lines,

@@ -4,16 +4,25 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from build_model import build_model
 from config import load_config
+from kernels.block_attention import BlockAttention
 from models import find_model
 from models.meta import build_on_meta
+from models.transformer import InnerAttention, Transformer
+from parallelisms.parallel_dims import ParallelDims
+from planner.simulate import fake_ranks
+from run_spec import resolve
 from tests.lib.forked import codes, log, started
 from tests.lib.launch import curve, run
 from tests.lib.layouts import CP, PP, TP
@@ -108,6 +117,39 @@ def test_another_attention_is_sharded_and_exported(folder: Path) -> None:
     with started(folder / "loaded", 1, **options) as ranks:
         assert codes(ranks) == {0}, log(folder / "loaded")
     assert curve(folder / "loaded")[1][0] < want[1][0]
+
+
+class Window(InnerAttention):
+    """Sees the last 300 positions, which differs from causal attention only in longer sequences."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        n_queries, n_keys = q.shape[1], k.shape[1]
+        mask = torch.ones(n_queries, n_keys, dtype=torch.bool).tril(n_keys - n_queries)
+        mask = mask.triu(n_keys - n_queries - 299)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
+
+
+class EveryOtherWindow(Transformer):
+    def build_block(self, index: int) -> nn.Module:
+        block = super().build_block(index)
+        if index % 2:
+            block.attention.inner = Window()
+        return block
+
+
+def test_kernels_replace_no_attention_of_the_model(captured_log: pytest.LogCaptureFixture) -> None:
+    run = resolve(load_config(ROOT / "train_configs" / "debug_model.toml", []), world_size=1)
+    spec = replace(run.model_spec, model_cls=EveryOtherWindow)
+    with fake_ranks(0, 1):
+        dims = ParallelDims.build(run.config.parallelism, 1, "cpu")
+        model = build_model(replace(run, model_spec=spec), dims, torch.device("cpu"))
+        inners = [type(each.inner) for each in spec.attentions(model.module)]
+    assert inners == [BlockAttention, Window] * (len(inners) // 2)
+    assert f"kernels: not used in {len(inners) // 2} layers" in captured_log.text
 
 
 @pytest.mark.parametrize(

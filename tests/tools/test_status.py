@@ -388,7 +388,10 @@ def test_the_last_alarm_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
             for kind, text in lines
         )
     )
-    assert "  alarms 2, the last 0:02:00 ago: the loss diverges\n" in shown(folder, capsys)
+    assert (
+        "  alarms 2, the last 0:02:00 ago: the loss diverges\n"
+        "  warnings 1, the last 0:02:00 ago: slow\n"
+    ) in shown(folder, capsys)
 
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -421,6 +424,7 @@ def test_alerts_of_the_page_select_what_needs_a_look() -> None:
     assert found is not None
     fine = {"state": "running", "why": "", "last_alarm_age": None}
     bad = [{"state": "failed"}, {"state": "unknown"}, {"why": "no line"}, {"last_alarm_age": 9.5}]
+    bad += [{"last_failure_age": 300}]
     good = [{}, {"last_alarm_age": 601}, {"state": "stopped", "why": "SIGTERM"}, {"state": "done"}]
     lines = "".join(json.dumps(fine | {"run": run} | run) + "\n" for run in [*good, *bad])
     done = subprocess.run(
