@@ -170,14 +170,7 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
         outside_optimizer(config.optimizer)
     one_microbatch = config.training.decided_local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch
-    parallelism = config.parallelism
-    if degrees.pp > 1 and parallelism.data_parallel == "fsdp2":
-        # PyTorch's pipeline schedules reduce gradients after the last microbatch only. No code
-        # reads this: the resolved config must say what the run does.
-        last = {"fsdp_reduce_gradients": "last_microbatch"}
-        parallelism = parallelism.model_copy(update=last)
     resolved = {
-        "parallelism": parallelism,
         "model": config.model.model_copy(update={"vocab_size": vocab_size}),
         "training": config.training.model_copy(update={"global_batch_size": batch_size}),
         "lr_scheduler": config.lr_scheduler.model_copy(update={"total_steps": total_steps}),

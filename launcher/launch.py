@@ -137,7 +137,9 @@ def next_commands(
         purpose = "resume" if has_checkpoints else "start again"
         commands["train on" if is_whole else purpose] = ranks + resume
     if has_checkpoints:
-        commands["generate text"] = command_text("generate", folder)
+        # A model from outside is imported only if it is named.
+        outside = ["--model", config.model.name] if ":" in config.model.name else []
+        commands["generate text"] = command_text("generate", folder, *outside)
     commands["report"] = command_text("report", folder)
     if "tensorboard" in config.metrics.trackers:
         commands["curves"] = command_text("tensorboard", "--logdir", folder / "tensorboard")
