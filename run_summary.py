@@ -47,7 +47,8 @@ def log_plan(
         "precision: weights %s%s, compute %s, gradient reduction %s",
         training.dtype, remainders, _name(policy.param_dtype), _name(policy.reduce_dtype),
     )  # fmt: skip
-    logger.info("memory: %s", memory_text(model.module, optimizer, model.device))
+    state_bytes = None if ":" in run.config.optimizer.name else optimizer_bytes(optimizer)
+    logger.info("memory: %s", memory_text(model.module, state_bytes, model.device))
     lines = plan_lines(
         run, batch_degree=model.dims.degrees.batch, flops_per_token=model.flops_per_token[0]
     )
@@ -139,10 +140,8 @@ def off(run: RunSpec, model: ShardedModel) -> dict[str, str]:
     return {what: why for what, (is_on, why) in features.items() if not is_on}
 
 
-def memory_text(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    """Sizes of this rank's weights, gradients and optimizer state, which are known beforehand."""
-    parameters = [to_local(parameter.detach()) for parameter in module.parameters()]
-    weights = sum(p.numel() * p.element_size() for p in parameters)
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's state of an AdamW or Muon, which it allocates in the first step."""
     state = 0
     for group in optimizer.param_groups:
         n_values = 1 if "muon_momentum" in group else 2  # Muon's momentum, or AdamW's moments
@@ -152,12 +151,20 @@ def memory_text(module: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             if getattr(optimizer, "has_remainders", False):
                 n_bytes += torch.int16.itemsize
             state += n_bytes * to_local(parameter.detach()).numel()
+    return state
+
+
+def memory_text(module: nn.Module, state_bytes: int | None, device: torch.device) -> str:
+    """Sizes of this rank's weights, gradients and optimizer state, if that is known beforehand."""
+    parameters = [to_local(parameter.detach()) for parameter in module.parameters()]
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    state = "state that is not known yet" if state_bytes is None else size_text(state_bytes)
     capacity = ""
     if device.type == "cuda":
         capacity = f", of {size_text(torch.cuda.get_device_properties(device).total_memory)}"
     return (
         f"weights {size_text(weights)}, gradients {size_text(weights)}, optimizer"
-        f" {size_text(state)} on this rank, and activations{capacity}"
+        f" {state} on this rank, and activations{capacity}"
     )
 
 

@@ -14,7 +14,7 @@ MESH_KEYS = {
     " parallelism.fsdp_reshard_after_forward, parallelism.fsdp_forward_prefetch,"
     ' parallelism.fsdp_reduce_gradients = "last_microbatch"',
     "dp_replicate": "training.local_batch_size, training.mixed_precision_reduce",
-    "tp": "parallelism.tensor_parallel_degree, parallelism.tensor_parallel_async",
+    "tp": "parallelism.tensor_parallel_degree",
     "ep": "parallelism.expert_parallel_degree",
     "cp": "parallelism.context_parallel_method, parallelism.context_parallel_degree",
     "pp": "parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_microbatch_size",
@@ -44,10 +44,13 @@ def _advice(ranks: Sequence[RankSummary], skew: Skew, config: Mapping[str, Any])
     }
     if (late := late_rank(ranks, skew)) is not None:
         text = f"the others wait {100 * skew.caused[late] / ranks[0].time:.1f} % of a step for it"
+        # It compares ranks that hold other data or layers.
+        is_comparable = len(ranks) > (_value(config, "parallelism", "tensor_parallel_degree") or 1)
         yield (
             f"rank {late} came last in {skew.n_last[late]} of {skew.n_compared} collectives, and"
-            f" {text}: compare its machine with {command_text('preflight', 'CONFIG')}; during the"
-            " run, metrics.straggler_window"
+            f" {text}: compare its machine with {command_text('preflight', 'CONFIG')}"
+            + "; during the run, metrics.straggler_window"
+            * is_comparable
         )
     if share["data_wait"] > DATA_WAIT:
         yield (
@@ -57,7 +60,9 @@ def _advice(ranks: Sequence[RankSummary], skew: Skew, config: Mapping[str, Any])
     if share["exposed"] > EXPOSED:
         slowest = max(ranks, key=lambda each: each.exposed)
         for keys in dict.fromkeys(_keys_of(each, config) for each in _large(slowest)):
-            yield f"exposed communication, {_percent(share['exposed'])}: {keys}"
+            is_tp = slowest.is_gpu and keys == MESH_KEYS["tp"]
+            more = ", parallelism.tensor_parallel_async" * is_tp
+            yield f"exposed communication, {_percent(share['exposed'])}: {keys}{more}"
     is_compiled = _value(config, "compile", "enable") is True
     if share["host"] > HOST:
         what = "the GPU has nothing to do" if ranks[0].is_gpu else "Python between operators"

@@ -128,6 +128,10 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path, gpus: int) -
     late, *_ = advice(found, skew, {})
     assert late.startswith("rank 1 came last in 4 of 4 collectives, and the others wait 25.0 %")
     assert "metrics.straggler_window" in late
+    # Which compares no ranks of tensor parallel.
+    late, *_ = advice(found, skew, {"parallelism": {"tensor_parallel_degree": 2}})
+    assert late.startswith("rank 1 came last")
+    assert "straggler_window" not in late
 
 
 def test_equal_ranks_accuse_nobody(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_fetch_prints_the_toml(hub: Hub, tmp_path: Path, capsys: pytest.CaptureF
     [
         ("hf:a/b/c", "'hf:a/b/c' is not of the form"),
         ("https://huggingface.co/a/b", "'https://huggingface.co/a/b' is not of the form"),
-        ("bytes", "'bytes' is not of the form hf:OWNER/NAME"),
+        ("bytes", "bytes: neither a file nor a configuration of train_configs/"),
         ("a/b", "hf:a/b: no such repository"),
         ("absent.toml", "absent.toml"),
     ],
