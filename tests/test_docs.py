@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -202,9 +203,12 @@ def test_command_works_as_written(
 ) -> None:
     lacks = [key for words, key in LACKS.items() if words in command.text]
     if command.is_training and not lacks and request.config.getoption("--full"):
-        small = " --training.steps 2 --lr_scheduler.warmup_steps 1 --validation.sample_tokens 0"
-        # The run of the workspace has other keys.
-        small += " --job.output_dir trained"
+        small = " --training.steps 3 --lr_scheduler.warmup_steps 1 --validation.sample_tokens 0"
+        # Runs of other commands have other keys.
+        small += f" --job.output_dir {tempfile.mkdtemp(dir=workspace)}"
+        small += " --profiling.trace_freq 3" * ("enable_trace" in command.text)
+        is_large = "llama3_124m" in command.text
+        small += " --training.seq_len 128 --training.local_batch_size 1" * is_large
         call(replace(command, text=command.text.partition(" #")[0] + small), workspace)
         return
     if not command.is_training:
