@@ -14,11 +14,13 @@ MESH_KEYS = {
     " parallelism.fsdp_reshard_after_forward, parallelism.fsdp_forward_prefetch,"
     ' parallelism.fsdp_reduce_gradients = "last_microbatch"',
     "dp_replicate": "training.local_batch_size, training.mixed_precision_reduce",
-    "tp": "parallelism.tensor_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree, parallelism.tensor_parallel_async",
     "ep": "parallelism.expert_parallel_degree",
     "cp": "parallelism.context_parallel_method, parallelism.context_parallel_degree",
     "pp": "parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_microbatch_size",
 }
+# Async tensor parallel needs NCCL.
+GLOO_KEYS = MESH_KEYS | {"tp": "parallelism.tensor_parallel_degree"}
 # Degrees in the configuration, and the dim that communicates if the degree is above 1.
 DEGREES = {
     "tensor_parallel_degree": "tp",
@@ -44,13 +46,12 @@ def _advice(ranks: Sequence[RankSummary], skew: Skew, config: Mapping[str, Any])
     }
     if (late := late_rank(ranks, skew)) is not None:
         text = f"the others wait {100 * skew.caused[late] / ranks[0].time:.1f} % of a step for it"
-        # It compares ranks that hold other data or layers.
-        is_comparable = len(ranks) > (_value(config, "parallelism", "tensor_parallel_degree") or 1)
+        # The detector compares ranks that hold other data or layers.
+        degree = _value(config, "parallelism", "tensor_parallel_degree") or 1
+        during = "; during the run, metrics.straggler_window" if len(ranks) > degree else ""
         yield (
             f"rank {late} came last in {skew.n_last[late]} of {skew.n_compared} collectives, and"
-            f" {text}: compare its machine with {command_text('preflight', 'CONFIG')}"
-            + "; during the run, metrics.straggler_window"
-            * is_comparable
+            f" {text}: compare its machine with {command_text('preflight', 'CONFIG')}{during}"
         )
     if share["data_wait"] > DATA_WAIT:
         yield (
@@ -60,9 +61,7 @@ def _advice(ranks: Sequence[RankSummary], skew: Skew, config: Mapping[str, Any])
     if share["exposed"] > EXPOSED:
         slowest = max(ranks, key=lambda each: each.exposed)
         for keys in dict.fromkeys(_keys_of(each, config) for each in _large(slowest)):
-            is_tp = slowest.is_gpu and keys == MESH_KEYS["tp"]
-            more = ", parallelism.tensor_parallel_async" * is_tp
-            yield f"exposed communication, {_percent(share['exposed'])}: {keys}{more}"
+            yield f"exposed communication, {_percent(share['exposed'])}: {keys}"
     is_compiled = _value(config, "compile", "enable") is True
     if share["host"] > HOST:
         what = "the GPU has nothing to do" if ranks[0].is_gpu else "Python between operators"
@@ -103,8 +102,8 @@ def _keys_of(collective: CollectiveTime, config: Mapping[str, Any]) -> str:
     dims = [DEGREES[name] for name, degree in degrees.items() if degree not in (None, 1)]
     if config and not dims:
         is_ddp = _value(config, "parallelism", "data_parallel") == "ddp"
-        return MESH_KEYS["dp_replicate" if is_ddp else "dp_shard"]
-    return "; ".join(MESH_KEYS[dim] for dim in dims or ["dp_shard"])
+        return GLOO_KEYS["dp_replicate" if is_ddp else "dp_shard"]
+    return "; ".join(GLOO_KEYS[dim] for dim in dims or ["dp_shard"])
 
 
 def _recomputes(config: Mapping[str, Any]) -> bool:

@@ -40,10 +40,8 @@ class Sample:
 
     low: StepRecord
     high: StepRecord
-    depth: int
-    """Layers of ``low``."""
     period: int
-    """Layers that ``high`` has more."""
+    """Layers of ``low``, and those that ``high`` has more."""
     dp_shard: int
     activations: tuple[int, int]
     """The most bytes of them in ``low`` and ``high``, which may not be at the peak."""
@@ -51,7 +49,7 @@ class Sample:
     """Of a period's traffic, by phase, what more sequences do not make larger, such as casts."""
 
     def steps(self, n_layers: int) -> float:
-        return (n_layers - self.depth) / self.period
+        return n_layers / self.period - 1
 
 
 class Shape(NamedTuple):
@@ -138,11 +136,10 @@ def _collectives(of_one: dict[Collective, float], shape: Shape) -> dict[Collecti
             # A pipeline reduces after its last microbatch, and hides it behind nothing.
             phase, repeats = (UPDATE, 1) if degrees.pp > 1 else (call.phase, n)
             result[call._replace(phase=phase)] += count * repeats
-            shard = degrees.dp_shard * degrees.cp
             if degrees.dp_replicate > 1 and call.kind == "reduce_scatter":
                 # FSDP2 sums over replicas once a step.
-                key = Collective(phase, "all_reduce", "dp_replicate", call.payload // shard)
-                result[key] += count
+                size = call.payload // (degrees.dp_shard * degrees.cp)
+                result[Collective(phase, "all_reduce", "dp_replicate", size)] += count
     return {call: count for call, count in result.items() if count}
 
 
@@ -156,7 +153,7 @@ def _memory(sample: Sample, shape: Shape) -> dict[str, int]:
     of_low, of_high = sample.activations
     per_layer = (of_high - of_low) / sample.period
     kept = per_layer * shape.n_layers
-    rest = of_low - per_layer * sample.depth
+    rest = 2 * of_low - of_high
     memory[ACTIVATIONS] = shape.size * (kept * shape.in_flight + rest)
     for key in (LOGITS, TEMPORARIES):
         memory[key] *= shape.size

@@ -4,7 +4,6 @@ from collections import defaultdict
 from textwrap import wrap
 from typing import Any
 
-from config import JobConfig
 from config.auto import MODE, MODES, SIZE
 from data.batch_size import sequences_in
 from planner.devices import Hardware
@@ -143,16 +142,17 @@ def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[
     for category, size in stage.record.memory.items():
         bar = "█" * round(50 * size / GIB / max(peak, capacity))
         lines.append(f"  {category:<22}{size / GIB:>9.2f} GiB  {bar}".rstrip())
-    if peak > capacity and (keys := _lowering(plan.run.config)):
+    if peak > capacity and (keys := _lowering(plan)):
         lines.append(f"  may fit with {' and '.join(f'--{key} auto' for key in keys)}")
     return lines
 
 
-def _lowering(config: JobConfig) -> list[str]:
+def _lowering(plan: StepPlan) -> list[str]:
     """Keys that "auto" could set to values which need less memory."""
     can_lower = {
-        SIZE: config.training.decided_local_batch_size > 1,
-        MODE: config.activation_checkpoint.mode != MODES[-1],
+        # The microbatches of a pipeline have a key of their own.
+        SIZE: plan.run.microbatch_size > 1 and plan.degrees.pp == 1,
+        MODE: plan.run.config.activation_checkpoint.mode != MODES[-1],
     }
     return [key for key, can in can_lower.items() if can]
 

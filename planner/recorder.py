@@ -157,7 +157,7 @@ class StepRecorder(DispatchMode):
     def begin_forward(self, weight: float = 1.0) -> None:
         """Call before a microbatch's forward, which counts ``weight`` times."""
         self._phase, self.weight = FORWARD, weight
-        self._label_left(GRADIENTS, ("", COMMUNICATION))
+        self._label_gradients(("", COMMUNICATION))
 
     def restart(self) -> None:
         """Forget what was recorded, but not what is allocated."""
@@ -239,11 +239,11 @@ class StepRecorder(DispatchMode):
             elif is_new and output.ndim > 1 and output.shape[-1] == self._vocab_size:
                 block.category = LOGITS
 
-    def _label_left(self, category: str, of: tuple[str, ...]) -> None:
-        """Set the category of what backward left, if it is one ``of`` these."""
+    def _label_gradients(self, among: tuple[str, ...]) -> None:
+        """Count what backward left as gradients, if it has one ``among`` these categories."""
         for block in self._live.values():
-            if block.phase == BACKWARD and block.category in of:
-                block.category = category
+            if block.phase == BACKWARD and block.category in among:
+                block.category = GRADIENTS
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return self._block_of(tensor).category == PARAMETERS
@@ -268,7 +268,7 @@ class StepRecorder(DispatchMode):
         if current_graph_task() < 0:
             if self._phase == BACKWARD:
                 self._phase, self.weight = UPDATE, 1.0
-                self._label_left(GRADIENTS, ("",))
+                self._label_gradients(("",))
                 self.mark(UPDATE)
             return self._phase
         if self._phase != BACKWARD:
@@ -305,7 +305,8 @@ class StepRecorder(DispatchMode):
         kind = next((kind for part, kind in COLLECTIVES.items() if part in call.name), None)
         if kind is None:  # Waits and barriers.
             return
-        group = _used(next(filter(None, map(self._groups_of, call.args))), kind, call)
+        groups = next(filter(None, map(self._groups_of, call.args)))
+        group = _communicating(groups, kind, call)
         if kind in ("send", "receive") and is_scalar(call):
             return  # A vote of pipeline stages, in the first step of a schedule.
         sizes = [sum(map(size_of, tree_leaves(arg))) for arg in (*call.args[:2], call.outputs)]
@@ -362,10 +363,10 @@ def category_of(block: Block) -> str:
     return block.category or TEMPORARIES
 
 
-def _used(groups: Sequence[Group], kind: str, call: Call) -> Group:
-    """The one of these ``groups``, which have the same ranks, that a collective is of.
+def _communicating(groups: Sequence[Group], kind: str, call: Call) -> Group:
+    """The one of these ``groups``, which have the same ranks, whose mesh dim communicates.
 
-    Weights' dims come first. Weights are not exchanged, and have three dims at most, when experts'.
+    The first is of weights, which are not exchanged, and have three dims at most, those of experts.
     """
     dims: tuple[str, ...] = ()
     if kind == "all_to_all":

@@ -78,13 +78,12 @@ def _sample(run: RunSpec, request: Request) -> Sample:
             if phase != UPDATE
         }
     return Sample(
-        low.without_timeline(),
-        high.without_timeline(),
-        period,
-        period,
-        n_sequences,
-        (low.most(ACTIVATIONS), high.most(ACTIVATIONS)),
-        of_weights,
+        low=low.without_timeline(),
+        high=high.without_timeline(),
+        period=period,
+        dp_shard=n_sequences,
+        activations=(low.most(ACTIVATIONS), high.most(ACTIVATIONS)),
+        of_weights=of_weights,
     )
 
 

@@ -190,12 +190,10 @@ def read_status(folder: Path, now: float) -> Status:
     problems += found
     if os.path.lexists(path := folder / "control" / "outcome") and not _outcome(path.parent)[0]:
         problems.append(f"{path}: neither done nor stopped")
-    alarms, found = read_records(folder / "alarms.jsonl", is_alarm)
+    noted, found = read_records(folder / "alarms.jsonl", is_alarm)
     problems += found
-    alarms, warnings = (
-        [each for each in alarms if (each["kind"] == ALARM) == is_wanted]
-        for is_wanted in (True, False)
-    )
+    alarms = [each for each in noted if each["kind"] == ALARM]
+    warnings = [each for each in noted if each["kind"] != ALARM]
     failures = [record for record in records if type(record.get("attempt")) is int]
     failure = failures[-1] if failures else {}
     failed = _seconds(str(failure.get("time")))
