@@ -140,7 +140,7 @@ class _JsonText:
         self._file = file
         self._decode_bytes = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._decode_value = json.JSONDecoder().raw_decode
-        self._text, self._at, self._is_end = self._decode_bytes(head), 0, False
+        self._text, self._at = self._decode_bytes(head), 0
 
     def peek(self) -> str:
         """Return the next character that is not blank, "" at the end."""

@@ -109,15 +109,16 @@ class MetricsLogger:
         }
         self._trained += elapsed
         # Validation and checkpoints go on to take their share.
-        seconds_left = elapsed / steps * steps_left * (1.0 + self._excluded / self._trained)
+        share = 1.0 + self._excluded / self._trained
+        record["seconds_left"] = record["seconds_per_step"] * steps_left * share
         self.write(record)
         logger.info(
             "step %5d  loss %7.4f  grad_norm %7.4f  lr %.2e  tokens/s %s  mfu %s  memory %.2f GiB"
             "  data %4.1f%%  left %s",
             step, values["loss"], values["grad_norm"], values["lr"], f"{rate:,.0f}",
             "n/a" if palm is None else f"{100 * palm:.1f}%", record["memory_gib"],
-            100 * record["data_wait"], duration(seconds_left),
-            extra={"event": {"metrics": record | {"seconds_left": seconds_left}}},
+            100 * record["data_wait"], duration(record["seconds_left"]),
+            extra={"event": {"metrics": record}},
         )  # fmt: skip
         self._reset()
         return record

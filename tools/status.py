@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import tomli
@@ -42,11 +41,6 @@ LATER_REJECTED = f"a later start was rejected: {REJECTED}"
 # Outcomes after which nobody has to start the run again.
 ENDS = [end.outcome for end in exit_codes.COMPLETE]
 FAILED_ENDS = [end.outcome for end in exit_codes.FAILURES]
-# Types of the values that are read from a line of metrics.jsonl and of control/failures.
-LINE = dict.fromkeys(
-    ("loss", "validation_loss", "tokens_per_second", "mfu"), (int, float, NoneType)
-) | {"time": (int, float), "step": int, "seconds_per_step": (int, float), "restarts": int}
-FAILURE = {"time": str, "attempt": int, "reason": str}
 # A run is quiet after this long without a line or, if longer, the time of this many lines.
 QUIET_SECONDS, QUIET_LINES = 600.0, 10
 SHOWN_CHANGES = 10
@@ -70,6 +64,8 @@ class Status:
     validation_loss: float | None
     tokens_per_second: float | None
     mfu: float | None
+    seconds_left: float | None
+    """Until the configuration's last step, as the newest line estimated; None if done."""
     line_age: float | None
     """Age of the newest line of metrics."""
     checkpoint: int | None
@@ -127,6 +123,7 @@ def main(arguments: list[str]) -> int:
 def paragraph(status: Status) -> list[str]:
     """Format one run as a few lines."""
     why = f" ({status.why})" if status.why else ""
+    left = "" if status.seconds_left is None else f", left {duration(status.seconds_left)}"
     checkpoint = "none"
     if status.checkpoint is not None:
         checkpoint = f"step {status.checkpoint}, {_ago(status.checkpoint_age)}"
@@ -137,7 +134,7 @@ def paragraph(status: Status) -> list[str]:
     warned = _ago(status.last_warning_age)
     warnings = f"warnings {status.warnings}, the last {warned}: {status.last_warning}"
     return [
-        f"{status.run}: {status.state}{why}, step {_cells(status)['step']}",
+        f"{status.run}: {status.state}{why}, step {_cells(status)['step']}{left}",
         f"  loss {_number(status.loss, '.4f')}  validation loss"
         f" {_number(status.validation_loss, '.4f')}  tokens/s"
         f" {_number(status.tokens_per_second, ',.0f')}  mfu {_number(status.mfu, '.1%')}"
@@ -170,6 +167,7 @@ def _cells(status: Status) -> dict[str, str]:
         "run": status.run,
         "state": status.state,
         "step": f"{_number(status.step, 'd')} of {_number(status.steps, 'd')}",
+        "left": "n/a" if status.seconds_left is None else duration(status.seconds_left),
         "loss": _number(status.loss, ".4f"),
         "tokens/s": _number(status.tokens_per_second, ",.0f"),
         "mfu": _number(status.mfu, ".1%"),
@@ -216,6 +214,7 @@ def read_status(folder: Path, now: float) -> Status:
         validation_loss=validations[-1] if validations else None,
         tokens_per_second=newest.get("tokens_per_second"),
         mfu=newest.get("mfu"),
+        seconds_left=None if state == "done" else newest.get("seconds_left"),
         line_age=now - lines[-1]["time"] if lines else None,
         checkpoint=checkpoint,
         checkpoint_age=now - saved if checkpoint is not None else None,

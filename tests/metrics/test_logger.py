@@ -94,6 +94,7 @@ def test_line_has_every_key_at_full_precision(
         "mfu": 6e6 * (200.0 / 4) / 1e9,
         "mfu_causal": 5e6 * (200.0 / 4) / 1e9,
         "data_wait": 0.05,
+        "seconds_left": 5.0 * 80.5,
     }
 
 

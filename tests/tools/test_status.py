@@ -24,7 +24,7 @@ from tests.lib.forked import checkpoints, run, started
 from tests.lib.launch import curve, records
 from tests.lib.repository import ROOT
 from tools import status
-from tools.status import QUIET_SECONDS, Status, is_locked, read_status
+from tools.status import QUIET_SECONDS, Status, is_locked, paragraph, read_status, table
 
 KEYS = {"checkpoint.interval": "4", "training.steps": "12", "training.global_batch_size": "4"}
 # Killed before its first checkpoint, so that all steps are repeated.
@@ -226,12 +226,18 @@ def set_age(path: Path, seconds: float) -> None:
 
 
 def test_numbers_are_of_the_newest_line(tmp_path: Path) -> None:
-    write_run(
+    control = write_run(
         tmp_path,
         {"step": 1, "age": 90, "mfu": 0.1, "tokens_per_second": 1.0, "validation_loss": 5.0},
-        {"step": 2, "age": 60, "mfu": 0.2, "tokens_per_second": 2.0, "validation_loss": 4.0},
+        {"step": 2, "age": 60, "mfu": 0.2, "tokens_per_second": 2.0, "validation_loss": 4.0}
+        | {"seconds_left": 3601.0},
     )
     found = read(tmp_path)
+    assert found.seconds_left == 3601.0
+    assert "left 1:00:01" in paragraph(found)[0]
+    assert "1:00:01" in table([found])[1]
+    (control / "outcome").write_text(f"{exit_codes.FINISHED.outcome}\n")
+    assert read(tmp_path).seconds_left is None
     assert (found.mfu, found.tokens_per_second, found.validation_loss) == (0.2, 2.0, 4.0)
     assert found.line_age == pytest.approx(60, abs=30)
 

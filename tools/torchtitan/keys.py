@@ -71,7 +71,6 @@ def _dotted(name: str) -> str:
 
 
 FLOAT8 = "quantize.linear.float8"
-NUMBER = (int, float)
 KEYS: tuple[Key, ...] = (
     # What a run is
     _derived("job.dump_folder", "./outputs", "job.output_dir",
