@@ -1,7 +1,9 @@
 """Records of a run and its steps: configuration, metrics, samples, the ledger, slow ranks."""
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -183,12 +185,20 @@ class RunLog:
         if self._ledger is not None:
             self._ledger.begin(attempt)
 
-    def sync(self) -> None:
-        """Make the ledger durable, before the checkpoint that counts on it."""
+    @contextmanager
+    def save(self, *, wait: bool) -> Iterator[None]:
+        """Context of a save: first makes the ledger durable, because the checkpoint counts on it.
+
+        ``wait``: it is the last one, and no steps wait for it.
+        """
+        begin = time.perf_counter()
         if not os.path.exists(self._run.folder / "config.toml"):
             self._write_config()
         if self._ledger is not None:
             self._ledger.sync()
+        yield
+        if not wait:
+            self._slow_steps.end_save(time.perf_counter() - begin)
 
     def _write_config(self) -> None:
         path = self._run.folder / "config.toml"

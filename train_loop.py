@@ -182,8 +182,11 @@ class TrainLoop:
                 self.log.samples(self.samples, is_last=is_last)
 
     def save(self, *, wait: bool = False) -> None:
-        with self.activity("saving a checkpoint"), record_function("checkpoint"):
-            self.log.sync()
+        with (
+            self.activity("saving a checkpoint"),
+            record_function("checkpoint"),
+            self.log.save(wait=wait),
+        ):
             self.checkpointer.save(self.state.step, wait=wait)
 
     def roll_back(self) -> bool:

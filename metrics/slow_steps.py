@@ -21,13 +21,15 @@ from runtime.object_collectives import all_gather_object
 
 # Shares of the time between two logged steps from which on a line is logged.
 DATA_WAIT, GC = 0.1, 0.05
+# Of a save: share of the time since the one before it, and seconds, from which on it is logged.
+SAVE, SAVE_SECONDS = 0.1, 5.0
 # A line is repeated only after this long, and if its cause was absent in between.
 QUIET_SECONDS = 600.0
 COMPILATIONS = "torch._dynamo.utils:get_compilation_metrics"
 
 
 class SlowSteps:
-    """Watches for slow data, garbage collection, recompilation, leaks, full and throttled GPUs."""
+    """Watches for slow data and saves, garbage collection, recompilation, leaks, bad GPUs."""
 
     def __init__(self, device: torch.device, *, gc_freq: int, is_writer: bool) -> None:
         """``gc_freq``: steps between garbage collections.
@@ -44,6 +46,7 @@ class SlowSteps:
         gc.callbacks.append(self._on_gc)
         self._compilations: list[Any] = []
         # The first step compiles, and waits for data that were not read ahead.
+        self._saved_at = time.perf_counter()
         self._is_first_window, self._n_steps, self._recompiled_in = True, 0, -1
         self._n_retries = self._alloc_retries()
 
@@ -91,6 +94,18 @@ class SlowSteps:
             if self._notices.is_new(kind, is_bad) and self._is_writer:
                 logger.error("ALARM: %s", text)
         return metrics
+
+    def end_save(self, seconds: float) -> None:
+        """End a save for which the steps waited ``seconds``."""
+        before, self._saved_at = self._saved_at, time.perf_counter()
+        share = seconds / (self._saved_at - before)
+        is_slow = share > SAVE and seconds > SAVE_SECONDS
+        if self._notices.is_new("save", is_slow) and self._is_writer:
+            logger.warning(
+                "slow: saving a checkpoint took %.0f s, %.0f %% of the time since the one before:"
+                ' raise checkpoint.interval, or set checkpoint.async_mode = "async"',
+                seconds, 100 * share,
+            )  # fmt: skip
 
     def _log_leaks(
         self, ranks: list[Mapping[str, Any]], *, steps_left: float, seconds_per_step: float

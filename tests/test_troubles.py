@@ -15,7 +15,7 @@ KEYS = {
     "lr_scheduler.total_steps": "60",
 }
 TROUBLES = {
-    "checkpoint.enable": "false",
+    "checkpoint.interval": "40",
     "comm.train_timeout_seconds": "10",
     "training.gc_freq": "2",
     "data.source": "tests.lib.troubles:SlowTexts",
@@ -25,6 +25,7 @@ TROUBLES = {
 }
 NAMES = {
     "slow data": r"warning slow: rank \d waited for data in \d+ % of the time",
+    "slow save": r"warning slow: saving a checkpoint took \d+ s, \d+ % of the time",
     "slow rank": r"warning rank 1 on \S+ is slow: its blocks take [\d.]+ times the median",
     "recompilation": r"alarm ALARM: torch.compile recompiles in every step.*ones_like",
     "leak": r"warning memory leak: host memory of rank \d on \S+ and 1 more grows by 8.* per step",

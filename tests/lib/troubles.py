@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -16,6 +17,7 @@ LAST_STEP = 56
 LEAKED_BYTES = 8 << 20
 # Of the data source: after the 128 that recognize it, and 64 for their lengths.
 SLOW_READ, SLOW_SECONDS = 230, 3.0
+SAVE_SECONDS = 6.0
 
 
 @torch.compile(backend="eager", dynamic=False)
@@ -35,7 +37,7 @@ class SlowBlock(TransformerBlock):
 
 
 class Troubled(Transformer):
-    """Slow on rank 1, with a compiled part that never sees a shape twice, and keeps memory."""
+    """Slow on rank 1, slow to save, with a compiled part that never sees a shape twice, and keeps memory."""
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__(args)
@@ -44,6 +46,11 @@ class Troubled(Transformer):
 
     def build_block(self, index: int) -> nn.Module:
         return SlowBlock(self.args) if index == 0 else super().build_block(index)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Take long, as a slow file system does."""
+        time.sleep(SAVE_SECONDS)
+        return super().state_dict(*args, **kwargs)
 
     def forward(
         self,

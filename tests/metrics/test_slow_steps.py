@@ -95,6 +95,21 @@ def test_a_collection_counts_for_all_steps_up_to_the_next() -> None:
     assert len(lines) == 1
 
 
+def test_slow_saves_are_logged() -> None:
+    times = iter([100.0, 200.0, 260.0, 320.0, 324.0, 400.0])
+    clock = SimpleNamespace(perf_counter=lambda: next(times), monotonic=lambda: 0.0)
+    with patch.object(slow_steps, "time", clock), watched() as (slow, lines):
+        slow.end_save(9.9)
+        assert lines == []
+        slow.end_save(30.0)
+        slow.end_save(30.0)
+        [line] = lines
+        slow.end_save(3.9)
+        slow.end_save(7.5)
+    assert line.startswith("slow: saving a checkpoint took 30 s, 50 % of the time")
+    assert len(lines) == 1, "most of 4 s, and a tenth of 76"
+
+
 def test_a_full_gpu_is_logged() -> None:
     retries = iter([0, 0, 3])
     with (

@@ -1052,9 +1052,9 @@ ROOT_FILES = [
     Mutation(
         # After a power cut the ledger may lack steps that the checkpoint counts on.
         "ledger-not-durable-before-a-save",
-        "train_loop.py",
-        before="            self.log.sync()\n",
-        after="",
+        "run_log.py",
+        before="            self._ledger.sync()\n",
+        after="            pass\n",
         tests=(f"{PLANTED}::test_spike_is_rolled_back_and_its_data_skipped",),
     ),
     Mutation(
