@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
-from planner.recorder import CATEGORIES, FORWARD, UPDATE, Collective, StepRecord, Timeline
 from planner.simulate import simulate_step
+from planner.step_record import CATEGORIES, FORWARD, UPDATE, Collective, StepRecord, Timeline
 from run_spec import RunSpec
 
 # Layers of a stage of the shallower model, at least.

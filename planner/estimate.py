@@ -7,13 +7,13 @@ are then those of its simulation. Memory is an estimate: the parts of the peak a
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from parallelisms.parallel_dims import Degrees
 from planner.depth import affine, affine_collectives
-from planner.recorder import (
+from planner.step_record import (
     ACTIVATIONS,
     BACKWARD,
     CATEGORIES,
@@ -47,6 +47,10 @@ class Sample:
     """The most bytes of them in ``low`` and ``high``, which may not be at the peak."""
     of_weights: Mapping[str, float]
     """Of a period's traffic, by phase, what more sequences do not make larger, such as casts."""
+
+    def without_recomputation(self) -> "Sample":
+        low, high = (record.without_recomputation() for record in (self.low, self.high))
+        return replace(self, low=low, high=high)
 
     def steps(self, n_layers: int) -> float:
         return n_layers / self.period - 1
@@ -150,6 +154,9 @@ def _memory(sample: Sample, shape: Shape) -> dict[str, int]:
     memory = {key: max(size, 0.0) for key, size in affine(low, high, steps).items()}
     for key in (PARAMETERS, OPTIMIZER):
         memory[key] *= sample.dp_shard / shape.degrees.dp_shard
+    # Of few layers at a time. The samples' peaks may be at different moments.
+    for key in (GATHERED, LOGITS, COMMUNICATION, TEMPORARIES, GRADIENTS):
+        memory[key] = min(memory[key], high[key] * 1.25)
     of_low, of_high = sample.activations
     per_layer = (of_high - of_low) / sample.period
     kept = per_layer * shape.n_layers
@@ -157,7 +164,6 @@ def _memory(sample: Sample, shape: Shape) -> dict[str, int]:
     memory[ACTIVATIONS] = shape.size * (kept * shape.in_flight + rest)
     for key in (LOGITS, TEMPORARIES):
         memory[key] *= shape.size
-    memory[COMMUNICATION] = min(memory[COMMUNICATION], high[COMMUNICATION] * 1.25)
     if not shape.is_resharded:
         gathered = _of_weights(sample, shape, "all_gather", FORWARD)
         memory[GATHERED] = max(memory[GATHERED], gathered)
@@ -166,6 +172,10 @@ def _memory(sample: Sample, shape: Shape) -> dict[str, int]:
         memory[GRADIENTS] = shape.accumulated * gradients
     elif shape.n_microbatches > 1:
         memory[GRADIENTS] = memory[PARAMETERS]
+    elif memory[PARAMETERS] > memory[GRADIENTS] + shape.size * (kept - per_layer):
+        # The peak is at the end of the only backward.
+        memory[GRADIENTS] = memory[PARAMETERS]
+        memory[ACTIVATIONS] = shape.size * (per_layer + rest)
     return {category: round(memory[category]) for category in CATEGORIES}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from parallelisms.pipeline_parallel import stages_per_rank
 from planner.depth import affine, extrapolated, simulate_layers, stage_lengths
-from planner.recorder import Group, StepRecord
+from planner.step_record import Group, StepRecord
 from run_spec import RunSpec
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from config.auto import MODE, MODES, SIZE
 from data.batch_size import sequences_in
 from planner.devices import Hardware
-from planner.recorder import Group, StepRecord
 from planner.roofline import FIT, StepTime, step_time
 from planner.step_plan import TIGHT, StagePlan, StepPlan
+from planner.step_record import Group, StepRecord
 
 GIB, GB, WIDTH = 1 << 30, 1e9, 100
 

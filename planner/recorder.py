@@ -4,33 +4,43 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd import Function
 
 from config import ConfigError
 from planner.fake_operators import KEY, FakeOperators, FakeTensor
 from planner.operators import Call, flops_of
+from planner.step_record import (
+    ACTIVATIONS,
+    BACKWARD,
+    CATEGORIES,
+    COMMUNICATION,
+    FORWARD,
+    GATHERED,
+    GRADIENTS,
+    LOGITS,
+    PARAMETERS,
+    RECOMPUTE,
+    TEMPORARIES,
+    UPDATE,
+    Collective,
+    Group,
+    StepRecord,
+    Timeline,
+)
 from runtime.compat import require
 
 DispatchMode: Any = require("torch.utils._python_dispatch:TorchDispatchMode", key=KEY)
 tree_leaves: Any = require("torch.utils._pytree:tree_leaves", key=KEY)
 current_graph_task: Any = require("torch._C:_current_graph_task_id", key=KEY)
 
-FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
-BUFFERS = "model buffers"
-GATHERED, COMMUNICATION, LOGITS = "gathered weights", "communication buffers", "logits"
-ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
-CATEGORIES = (
-    PARAMETERS, BUFFERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, GATHERED, COMMUNICATION,
-    TEMPORARIES,
-)  # fmt: skip
 # Bytes to which CUDA's allocator rounds.
 GRANULARITY = 512
 # Part of an operator's name to the kind of collective.
@@ -46,73 +56,6 @@ COLLECTIVES = {
     "send": "send",
     "recv": "receive",
 }
-# Bytes that a rank sends, as a multiple of (n - 1) / n of the payload, with ring algorithms.
-RING_PASSES = {"all_reduce": 2.0, "receive": 0.0}
-
-
-class Collective(NamedTuple):
-    """The key by which collectives are counted."""
-
-    phase: str
-    kind: str
-    dim: str
-    """Mesh dim."""
-    payload: int
-    """Bytes of the unsharded tensor; of one rank's, for all-to-all, send and receive."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group of this rank, by the mesh dim that it is of."""
-
-    dim: str
-    ranks: tuple[int, ...]
-
-    def sent(self, collective: Collective) -> float:
-        """Bytes that this rank sends in one such collective."""
-        if collective.kind in ("send", "broadcast"):
-            return collective.payload
-        n = len(self.ranks)
-        return RING_PASSES.get(collective.kind, 1.0) * collective.payload * (n - 1) / n
-
-
-class Timeline(NamedTuple):
-    """Memory after each change, and where layers begin and end."""
-
-    held: torch.Tensor
-    """(changes, categories) int64, in bytes."""
-    marks: list[tuple[str, int]]
-    """Names of marks, and the number of changes before each."""
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step of one rank."""
-
-    memory: Mapping[str, int]
-    """Bytes at the peak, by category."""
-    collectives: Mapping[Collective, float]
-    """Number of calls."""
-    groups: Mapping[str, Group]
-    """By mesh dim."""
-    flops: Mapping[tuple[str, str], float]
-    """By phase and kind: "matmul", "float8 matmul", "attention" or "delta rule"; attention's only
-    for keys that the causal mask leaves."""
-    traffic: Mapping[str, float]
-    """Bytes read and written by all other operators, by phase."""
-    timeline: Timeline = field(default=Timeline(torch.empty(0), []), compare=False, repr=False)
-
-    def without_timeline(self) -> "StepRecord":
-        """A copy that is small enough to send to another process."""
-        return replace(self, timeline=Timeline(torch.empty(0), []))
-
-    @property
-    def peak(self) -> int:
-        return sum(self.memory.values())
-
-    def most(self, category: str) -> int:
-        """The most bytes of ``category`` at any moment; needs the timeline."""
-        return int(self.timeline.held[:, CATEGORIES.index(category)].max())
 
 
 @dataclass(eq=False)
@@ -146,7 +89,8 @@ class StepRecorder(DispatchMode):
         self.weight = 1.0
         """Times that what runs now counts."""
         self._groups, self._vocab_size = dict(groups), vocab_size
-        self._phase = FORWARD
+        self._phase, self._has_graph = FORWARD, False
+        """``_has_graph``: inside the forward of an autograd function, which records none itself."""
         self._live: dict[int, Block] = {}
         self._changes: list[tuple[Block, int]] = []
         self._marks: list[tuple[str, int]] = []
@@ -196,13 +140,25 @@ class StepRecorder(DispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which operators and changes of storages' sizes are recorded."""
-        resize = torch.UntypedStorage.resize_
+        resize, apply = torch.UntypedStorage.resize_, Function.__dict__["apply"].__func__
 
-        def tracked(storage: Any, size: int) -> Any:
+        def resize_tracked(storage: Any, size: int) -> Any:
             self._resized(storage, size)
             return resize(storage, size)
 
-        with patch.object(torch.UntypedStorage, "resize_", tracked), self:
+        def apply_tracked(function: Any, *args: Any) -> Any:
+            outer = self._has_graph
+            self._has_graph |= torch.is_grad_enabled()
+            try:
+                return apply(function, *args)
+            finally:
+                self._has_graph = outer
+
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resize_tracked),
+            patch.object(Function, "apply", classmethod(apply_tracked)),
+            self,
+        ):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -276,7 +232,7 @@ class StepRecorder(DispatchMode):
                 block.is_kept |= block.phase == FORWARD
             self._phase = BACKWARD
         # Backward records no graph, unless it runs a forward again.
-        return RECOMPUTE if torch.is_grad_enabled() else BACKWARD
+        return RECOMPUTE if torch.is_grad_enabled() or self._has_graph else BACKWARD
 
     def _block_of(self, tensor: torch.Tensor, phase: str = FORWARD) -> Block:
         storage = tensor.untyped_storage()

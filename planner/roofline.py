@@ -17,7 +17,8 @@ from models.meta import build_on_meta
 from parallelisms.pipeline_parallel import stages_per_rank
 from planner.devices import Hardware
 from planner.operators import DELTA_RULE, FLOAT8_MATMUL
-from planner.recorder import (
+from planner.step_plan import StepPlan, compute_dtype, planned_config
+from planner.step_record import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
@@ -28,7 +29,6 @@ from planner.recorder import (
     Group,
     StepRecord,
 )
-from planner.step_plan import StepPlan, compute_dtype, planned_config
 
 # Fitted to rows of benchmarks/results, see FIT.
 MATMUL, ATTENTION, MEMORY = 0.78, 0.40, 0.70

@@ -1,7 +1,8 @@
 """Searches the meshes of a cluster for the most tokens per second that fit."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -9,10 +10,10 @@ from multiprocessing import get_context
 from typing import Any
 
 from config import ConfigError, JobConfig
+from config.auto import MODES
 from parallelisms.pipeline_parallel import stages_per_rank
 from planner.devices import Hardware
 from planner.estimate import Sample, Shape, estimated
-from planner.recorder import StepRecord
 from planner.roofline import peak_flops, stage_parts
 from planner.search_simulations import (
     Map,
@@ -23,6 +24,7 @@ from planner.search_simulations import (
 )
 from planner.search_space import Choice, Kind, SearchSpace
 from planner.step_plan import TIGHT, planned_stages
+from planner.step_record import StepRecord
 from run_spec import model_of, resolve
 
 GIB = 1 << 30
@@ -32,6 +34,8 @@ N_BEST, MOST_PLANS = 10, 12
 ALIKE = 0.01
 # An estimate of memory may be this much too large, before the choice is planned in full.
 SLACK = 1.05
+# Samples between two looks at whether they are enough.
+BATCH = 8
 # Data-parallel ranks of a sample.
 SAMPLE_RANKS = 8
 
@@ -58,6 +62,8 @@ class Answer:
 
     best: list[Found]
     n_choices: int
+    n_estimated: int
+    """The others cannot be faster, or cannot fit."""
     n_fitting: int
 
 
@@ -83,19 +89,14 @@ class Search:
             n, batch = self._world_size, self._batch
             text = f"training.global_batch_size: no mesh of {n} ranks can train {batch} sequences"
             raise ConfigError([text])
-        kinds = sorted({choice.kind for choice in choices})
         if n_workers == 1:
-            return self._best(choices, kinds, reported(map, report))
+            return self._best(choices, reported(map, report))
         with ProcessPoolExecutor(n_workers, mp_context=get_context("spawn")) as pool:
-            return self._best(choices, kinds, reported(pool.map, report))
+            return self._best(choices, reported(pool.map, report))
 
-    def _best(self, choices: list[Choice], kinds: list[Kind], run_all: Map) -> Answer:
-        requests = [self._sample_request(kind) for kind in kinds]
-        samples = dict(zip(kinds, run_all(simulate_sample, requests), strict=True))
-        estimates = (self._estimate(choice, samples[choice.kind]) for choice in choices)
-        ranked = [found for found in estimates if found is not None]
-        fitting = [found for found in ranked if found.peak <= SLACK * self._limit]
-        fitting.sort(key=_rank)
+    def _best(self, choices: list[Choice], run_all: Map) -> Answer:
+        ranked = self._estimates(choices, run_all)
+        fitting = self._fitting(ranked)
         best: list[Found] = []
         left, n_plans, most = fitting, 0, 1
         while len(best) <= N_BEST and n_plans < MOST_PLANS and left and most <= N_BEST + 1:
@@ -110,7 +111,50 @@ class Search:
             least = min((found.peak for found in ranked), default=0) / GIB
             raise ConfigError([f"--search: nothing fits; the least is {least:.1f} GiB of a rank"])
         best = [replace(found, alike=alike(found.choice, fitting)) for found in best]
-        return Answer(sorted(best, key=_rank), len(choices), len(fitting))
+        return Answer(sorted(best, key=_rank), len(choices), len(ranked), len(fitting))
+
+    def _estimates(self, choices: list[Choice], run_all: Map) -> list[Found]:
+        """Return estimates of all choices that may be among the best.
+
+        What a sample with full recomputation holds, and computes besides it, are lower bounds of
+        the other modes. So those are sampled from the fastest bound on, until the rest is slower.
+        """
+        by_kind: dict[Kind, list[Choice]] = defaultdict(list)
+        for choice in choices:
+            by_kind[choice.kind].append(choice)
+        bounds = {kind: math.inf for kind in by_kind if kind.mode != "full"}
+        estimates: list[Found] = []
+        full = sorted(by_kind.keys() - bounds)
+        for kind, sample in zip(full, self._samples(full, run_all), strict=True):
+            found = self._all_estimated(by_kind[kind], sample)
+            estimates += found
+            if sample is not None:
+                choices = [each.choice for each in self._fitting(found)]
+                faster = self._all_estimated(choices, sample.without_recomputation())
+                bound = max((each.tokens_per_second for each in faster), default=0.0)
+                bounds |= {
+                    other: bound for mode in MODES if (other := kind._replace(mode=mode)) in bounds
+                }
+        left = sorted((-bound, kind) for kind, bound in bounds.items() if bound > 0.0)
+        while left and -left[0][0] > self._rate_of_last(estimates):
+            some = [kind for _, kind in left[:BATCH]]
+            left = left[BATCH:]
+            for kind, sample in zip(some, self._samples(some, run_all), strict=True):
+                estimates += self._all_estimated(by_kind[kind], sample)
+        return estimates
+
+    def _samples(self, kinds: list[Kind], run_all: Map) -> Iterable[Sample | None]:
+        return run_all(simulate_sample, [self._sample_request(kind) for kind in kinds])
+
+    def _rate_of_last(self, estimates: list[Found]) -> float:
+        """Tokens/s of what could be alike to the last row; 0 with fewer rows."""
+        rows = self.different(self._fitting(estimates), [], 1)
+        return (1.0 - ALIKE) * rows[-1].tokens_per_second if len(rows) > N_BEST else 0.0
+
+    def _fitting(self, estimates: list[Found]) -> list[Found]:
+        """Those that may fit, fastest first."""
+        fitting = [found for found in estimates if found.peak <= SLACK * self._limit]
+        return sorted(fitting, key=_rank)
 
     def different(self, left: list[Found], best: list[Found], most: int) -> list[Found]:
         """Return the fastest of ``left``, with at most ``most`` of a mesh, ``best`` included.
@@ -140,9 +184,13 @@ class Search:
         config = config.model_copy(update={"training": training})
         return Request(config, n_dp * kind.cp * kind.tp, schedule=kind.schedule)
 
-    def _estimate(self, choice: Choice, sample: Sample | None) -> Found | None:
+    def _all_estimated(self, choices: list[Choice], sample: Sample | None) -> list[Found]:
         if sample is None:
-            return None
+            return []
+        found = (self._estimate(choice, sample) for choice in choices)
+        return [each for each in found if each is not None]
+
+    def _estimate(self, choice: Choice, sample: Sample) -> Found | None:
         n = self._batch // (choice.size * choice.degrees.batch)
         per_rank = 2 if choice.schedule != "1F1B" else 1
         deep = (per_rank + 1) * choice.pp - 1 if per_rank > 1 else choice.pp

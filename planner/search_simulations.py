@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from config import ConfigError, JobConfig
 from planner.depth import period_of
 from planner.estimate import Sample
-from planner.recorder import ACTIVATIONS, UPDATE, StepRecord
 from planner.simulate import simulate_step
 from planner.step_plan import UNPLANNED, plan_stage, planned_config
+from planner.step_record import ACTIVATIONS, UPDATE, StepRecord
 from run_spec import RunSpec, resolve
 
 
@@ -24,18 +24,20 @@ class Request(NamedTuple):
     """Of the pipeline that a sample, which has none, stands for."""
 
 
+MANY = 20
 Map = Callable[[Callable[[Request], Any], Iterable[Request]], Iterable[Any]]
 
 
 def reported(run_all: Map, report: Callable[[str], None] | None) -> Map:
-    """Return ``run_all``, which calls ``report`` at each tenth of the requests."""
+    """Return ``run_all``, which calls ``report`` at each tenth of many requests, and at the end."""
 
     def run_reported(function: Callable[[Request], Any], requests: Iterable[Request]) -> Any:
         requests = list(requests)
         is_stage, n = function is simulate_stage, len(requests)
         what = "stages planned in full" if is_stage else "samples simulated"
+        n_lines = 10 if is_stage or n > MANY else 1
         for number, result in enumerate(run_all(function, requests), start=1):
-            if report is not None and 10 * number // n > 10 * (number - 1) // n:
+            if report is not None and n_lines * number // n > n_lines * (number - 1) // n:
                 report(f"search: {number} of {n} {what}")
             yield result
 

@@ -26,8 +26,9 @@ def search_text(answer: Answer, world_size: int) -> list[str]:
     """Table of the best, why the next lost, and the lines of each to paste."""
     best = answer.best[:N_BEST]
     lines = [
-        f"search: {answer.n_choices:,} choices, {answer.n_fitting:,} of which may fit;"
-        " tokens/s of a device, modelled",
+        f"search: of {answer.n_choices:,} choices {answer.n_estimated:,} were estimated: the others"
+        " do not fit, or are slower;",
+        f"{answer.n_fitting:,} may fit; tokens/s of a device, modelled",
         HEAD,
     ]
     for number, found in enumerate(best, start=1):
@@ -65,6 +66,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
     """The answer as a JSON object; sizes in bytes."""
     return {
         "choices": answer.n_choices,
+        "estimated": answer.n_estimated,
         "fitting": answer.n_fitting,
         "best": [
             {

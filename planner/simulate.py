@@ -30,7 +30,8 @@ from optim.one_pass_adamw import ParameterState
 from parallelisms.expert_parallel import AllToAllDispatcher
 from parallelisms.materialize import allocate
 from parallelisms.parallel_dims import ParallelDims
-from planner.recorder import (
+from planner.recorder import StepRecorder, current_graph_task
+from planner.step_record import (
     BACKWARD,
     BUFFERS,
     FORWARD,
@@ -40,8 +41,6 @@ from planner.recorder import (
     RECOMPUTE,
     Group,
     StepRecord,
-    StepRecorder,
-    current_graph_task,
 )
 from run_spec import RunSpec
 from runtime.compat import find, has

@@ -9,7 +9,7 @@ from config.job_config import Metrics
 from parallelisms.parallel_dims import Degrees, resolve_degrees
 from planner.depth import simulate_layers, stage_lengths
 from planner.pipeline import simulate_pipeline
-from planner.recorder import StepRecord
+from planner.step_record import StepRecord
 from run_spec import RunSpec
 
 # Microbatches on a rank that are all run; of more, those in the middle are alike.

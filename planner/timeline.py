@@ -13,17 +13,9 @@ import torch
 
 from planner.devices import Hardware
 from planner.operators import Call
-from planner.recorder import (
-    BACKWARD,
-    UPDATE,
-    Block,
-    Collective,
-    Group,
-    StepRecord,
-    StepRecorder,
-    category_of,
-)
+from planner.recorder import Block, StepRecorder, category_of
 from planner.roofline import MEMORY, OVERLAPPED, collective_seconds, rates_of
+from planner.step_record import BACKWARD, UPDATE, Collective, Group, StepRecord
 
 COMPUTE = "compute"
 

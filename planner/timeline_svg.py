@@ -16,7 +16,10 @@ import torch
 from config import load_config
 from planner.auto import GIB, without_data
 from planner.devices import find_hardware
-from planner.recorder import (
+from planner.roofline import peak_flops
+from planner.simulate import simulate_step
+from planner.step_plan import planned_config
+from planner.step_record import (
     ACTIVATIONS,
     BACKWARD,
     FORWARD,
@@ -27,9 +30,6 @@ from planner.recorder import (
     RECOMPUTE,
     UPDATE,
 )
-from planner.roofline import peak_flops
-from planner.simulate import simulate_step
-from planner.step_plan import planned_config
 from planner.timeline import COMPUTE, EventRecorder, Span, TimedRecord, Timeline, timeline_of
 from run_spec import resolve
 

@@ -37,7 +37,7 @@ class SlowBlock(TransformerBlock):
 
 
 class Troubled(Transformer):
-    """Slow on rank 1, slow to save, with a compiled part that never sees a shape twice, and keeps memory."""
+    """Slow on rank 1 and to save; keeps memory; a compiled part never sees a shape twice."""
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__(args)

@@ -7,9 +7,10 @@ from unittest.mock import patch
 import pytest
 
 from planner import depth
-from planner.recorder import GRANULARITY, StepRecord
+from planner.recorder import GRANULARITY
 from planner.simulate import simulate_step
 from planner.step_plan import planned_config
+from planner.step_record import StepRecord
 from run_spec import RunSpec
 from tests.lib.planned import (
     BATCH,

@@ -10,7 +10,6 @@ import pytest
 from config import load_config
 from config.job_config import Compile
 from planner.devices import Hardware, find_hardware
-from planner.recorder import BACKWARD, FORWARD, UPDATE, Collective, Group, StepRecord
 from planner.roofline import (
     ASYNC,
     LINK,
@@ -21,6 +20,7 @@ from planner.roofline import (
     step_time,
 )
 from planner.step_plan import StepPlan, plan_step
+from planner.step_record import BACKWARD, FORWARD, UPDATE, Collective, Group, StepRecord
 from run_spec import resolve
 from tests.lib.repository import ROOT
 

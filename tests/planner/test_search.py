@@ -2,17 +2,19 @@
 
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from config import ConfigError, load_config
+from planner import search as module
 from planner.devices import find_hardware
-from planner.estimate import Shape, estimated
-from planner.recorder import StepRecord
+from planner.estimate import Sample, Shape, estimated
 from planner.search import GIB, N_BEST, Found, Search, alike
 from planner.search_simulations import Request, simulate_sample, simulate_stage
-from planner.search_space import Choice
+from planner.search_space import Choice, Kind
 from planner.search_text import search_json, search_text, toml_lines
+from planner.step_record import StepRecord
 from tests.lib.planned import BATCH, EMULATED, FLOAT8, SMALL
 
 WORLD = 8
@@ -56,6 +58,28 @@ def test_estimates_of_pipelines_are_near_their_plans(schedule: str) -> None:
         for each in (found, planned)
     ]
     assert work[0] == pytest.approx(work[1], rel=0.1)
+
+
+def test_what_is_not_sampled_is_not_among_the_best() -> None:
+    search = search_of({BATCH: 8}, 2)
+    choices = list(search.space.choices())
+    samples: dict[Kind, Sample | None] = {}
+
+    def simulated(kinds: list[Kind], _: object) -> list[Sample | None]:
+        samples.update((kind, simulate_sample(search._sample_request(kind))) for kind in kinds)
+        return [samples[kind] for kind in kinds]
+
+    with patch.object(module, "N_BEST", 1), patch.object(module, "BATCH", 1):
+        with patch.object(search, "_samples", simulated):
+            some = search._estimates(choices, map)
+            kinds = {choice.kind for choice in choices}
+            assert len(samples) < len(kinds)
+            simulated([*(kinds - samples.keys())], map)
+        every = [search._estimate(choice, samples[choice.kind]) for choice in choices]
+        assert len(some) < len(every)
+        best = [search.different(search._fitting(found), [], 1) for found in (some, every)]
+    assert len(best[0]) == 2
+    assert best[0] == best[1]
 
 
 def sent_bytes(record: StepRecord) -> float:

@@ -14,14 +14,7 @@ from config import ConfigError
 from models.moe import MoE
 from models.transformer import Transformer
 from parallelisms.parallel_dims import ParallelDims
-from planner.recorder import (
-    COLLECTIVES,
-    GRADIENTS,
-    PARAMETERS,
-    UPDATE,
-    StepRecord,
-    StepRecorder,
-)
+from planner.recorder import COLLECTIVES, StepRecorder
 from planner.simulate import (
     build_gpu_model,
     fake_ranks,
@@ -32,6 +25,7 @@ from planner.simulate import (
     record_step,
 )
 from planner.step_plan import plan_step
+from planner.step_record import GRADIENTS, PARAMETERS, UPDATE, StepRecord
 from tests.lib.planned import (
     BATCH,
     CP,
