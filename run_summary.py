@@ -190,7 +190,10 @@ def epochs_text(run: RunSpec, n_tokens: int) -> str:
     mean = sum(lengths) / max(1, len(lengths))
     if mean == 0:
         return ""
-    return f", about {n_tokens / (mean * source.n_documents):.2g} epochs"
+    epochs = n_tokens / (mean * source.n_documents)
+    if epochs > 1.0 and not run.config.data.mixture[0].repeat:
+        return ", more than the data have, which are not repeated"
+    return f", about {epochs:.2g} epochs"
 
 
 def size_text(n_bytes: float) -> str:

@@ -53,7 +53,7 @@ class OutsideDocuments:
         where = f"{self._key}: document {index}"
         try:
             with self._lock:
-                found = self._documents[int(index)]
+                return _document(self._documents[int(index)])
         except ValueError as error:
             self._raise_or_log(f"{where}: {error}")
             return None
@@ -61,11 +61,6 @@ class OutsideDocuments:
             raise OSError(f"{where}: {describe_error(error)}") from error
         except Exception as error:
             raise ValueError(f"{where}: {describe_error(error)}") from error
-        try:
-            return _document(found)
-        except ValueError as error:
-            self._raise_or_log(f"{where}: {error}")
-            return None
 
     def place(self, index: int) -> str:
         return f"{self._key}, document {index}"
@@ -116,7 +111,10 @@ class OutsideDocuments:
 
 
 def _document(found: Any) -> str | np.ndarray:
-    """Return text that is valid, or ids (s,). Raises ``ValueError`` for anything else."""
+    """Return text that is valid, or ids (s,). Raises ``ValueError`` for anything else.
+
+    The ids are a copy in the machine's byte order: the object may reuse its array.
+    """
     if isinstance(found, str):
         # A lone surrogate has no UTF-8.
         found.encode()
@@ -125,7 +123,7 @@ def _document(found: Any) -> str | np.ndarray:
         raise ValueError(f"{type(found).__name__}, not text or a list of token ids")
     if len(found) == 0:
         return np.empty(0, np.int64)
-    ids = np.asarray(found)
+    ids = np.array(found)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"{ids.ndim}-D {ids.dtype}, not a list of token ids")
-    return ids
+    return ids.astype(ids.dtype.newbyteorder("="), copy=False)

@@ -23,7 +23,7 @@ CREDENTIALS_HINT = "set the provider's variables, such as AWS_ACCESS_KEY_ID, or 
 
 
 class StorageError(OSError):
-    """A remote file cannot be read.
+    """A file cannot be read, or no longer.
 
     ``is_final``: at once, without another request. ``is_mistake``: nor after a restart.
     """

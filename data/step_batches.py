@@ -26,7 +26,7 @@ class StepBatch:
     n_tokens: int
     """Target tokens of the step on all ranks together, by which the loss is divided."""
     is_end_of_data: bool
-    """At least the last ``global_batch_size`` rows had no target tokens: the data have ended."""
+    """The next ``global_batch_size`` rows have no target tokens: the data have ended."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,32 @@ class StepBatches:
         self._loader, self._control = loader, control
         self._batch_size, self._global_batch_size = batch_size, global_batch_size
         self._n_readers, self._max_bad_records = n_readers, max_bad_records
-        self._n_empty_rows = 0
 
     def next(self, step: int, *, is_writing: bool) -> tuple[StepBatch, StepSync]:
         """Return the batch of ``step`` and what ranks agreed on. Collective.
 
+        Rows without target tokens are skipped: without a gradient, a step would decay weights.
         ``is_writing``: this rank is still writing a checkpoint. Raises as ``next_microbatches``
         does, and ``ConfigError`` after more than ``max_bad_records``.
         """
         n_sequences = self._batch_size(step)
         count = self._loader.n_microbatches * n_sequences // self._global_batch_size
-        microbatches, data_wait, sums = next_microbatches(
-            self._loader, count, self._control, is_writing=is_writing
-        )
-        n_bad = sums["bad"] // self._n_readers
-        if n_bad > self._max_bad_records:
-            raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
-        n_tokens = sums["tokens"] // self._n_readers
-        # A small batch takes only some of the rows, and the others may still have data.
-        self._n_empty_rows = self._n_empty_rows + n_sequences if n_tokens == 0 else 0
-        is_end = self._n_empty_rows >= self._global_batch_size
+        data_wait, n_empty_rows = 0.0, 0
+        while True:
+            microbatches, seconds, sums = next_microbatches(
+                self._loader, count, self._control, is_writing=is_writing
+            )
+            data_wait += seconds
+            n_bad = sums["bad"] // self._n_readers
+            if n_bad > self._max_bad_records:
+                raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
+            n_tokens = sums["tokens"] // self._n_readers
+            n_empty_rows += n_sequences
+            is_end = n_tokens == 0 and n_empty_rows >= self._global_batch_size
+            if n_tokens > 0 or is_end:
+                break
+            # A small batch takes only some of the rows, and the others may still have data.
+            self._loader.commit(microbatches)
         return (
             StepBatch(microbatches, data_wait, n_sequences, n_tokens, is_end_of_data=is_end),
             StepSync(

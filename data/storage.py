@@ -50,6 +50,14 @@ def open_for_arrow(path: DataPath) -> Path | RangeReader:
     return RangeReader(path) if isinstance(path, RemoteFile) else path
 
 
+def check_size(path: DataPath, size: int) -> None:
+    """Raise ``StorageError`` if the file has another size by now."""
+    now = path.stat().st_size
+    if now != size:
+        text = f"data.path: {path} changed from {size:,} to {now:,} bytes while it was read"
+        raise StorageError(text, is_final=True)
+
+
 def version_keys(path: DataPath) -> dict[str, Any]:
     """Return JSON values that differ for another file, or another version of it."""
     if isinstance(path, RemoteFile):

@@ -18,6 +18,7 @@ from data.formats import Format
 from data.remote_errors import StorageError
 from data.storage import (
     DataPath,
+    check_size,
     copy_remote,
     for_each,
     local_path,
@@ -54,7 +55,8 @@ class Tables:
     ) -> None:
         self._files, self._text_key, self._skips_bad = files, text_key, skips_bad
         self._columns: dict[int, pa.ChunkedArray] = {}
-        self._open = lru_cache(maxsize=MAX_OPEN_FILES)(_open_parquet)
+        self._open = lru_cache(maxsize=MAX_OPEN_FILES)(self._open_parquet)
+        self._sizes: dict[DataPath, int] = {}
         self._groups: list[RowGroup] = []
         copy_remote(path for path, _, file_format in files if file_format == "arrow")
         parquet = [i for i, (_, _, file_format) in enumerate(files) if file_format == "parquet"]
@@ -163,6 +165,12 @@ class Tables:
             table = self._open(path).read_row_group(group.number, columns=[self._text_key])
             return table.column(self._text_key)
 
+    def _open_parquet(self, path: DataPath) -> pq.ParquetFile:
+        # Few files are open at a time, and one that is opened again may be another.
+        check_size(path, self._sizes.setdefault(path, path.stat().st_size))
+        source = open_for_arrow(path)
+        return pq.ParquetFile(source, memory_map=True, page_checksum_verification=True)
+
 
 def _read_footer(path: DataPath) -> bytes:
     with path.open("rb") as file:
@@ -170,11 +178,6 @@ def _read_footer(path: DataPath) -> bytes:
         end = file.seek(-8, 2)
         file.seek(end - int.from_bytes(file.read(4), "little"))
         return file.read()
-
-
-def _open_parquet(path: DataPath) -> pq.ParquetFile:
-    source = open_for_arrow(path)
-    return pq.ParquetFile(source, memory_map=True, page_checksum_verification=True)
 
 
 def _open_column(

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from data.files import find_shard, name_hash
-from data.storage import DataPath, copy_remote, local_path
+from data.storage import DataPath, check_size, copy_remote, local_path
 
 # Size of the pieces of long files, so that a row does not read one file for many steps.
 PIECE_BYTES = 1 << 14
@@ -46,7 +46,8 @@ class TextFiles:
     def __init__(self, files: list[tuple[DataPath, str]], *, encoding_errors: str) -> None:
         self._files, self._errors = files, encoding_errors
         copy_remote(path for path, _ in files)
-        counts = [-(-path.stat().st_size // PIECE_BYTES) for path, _ in files]
+        self._sizes = [path.stat().st_size for path, _ in files]
+        counts = [-(-size // PIECE_BYTES) for size in self._sizes]
         self._ends = list(accumulate(counts))
         hashes = [name_hash(name) for _, name in files]
         if sum(count > 0 for count in counts) == 1:
@@ -71,6 +72,7 @@ class TextFiles:
     def __getitem__(self, index: int) -> str:
         file, piece = find_shard(self._ends, index)
         path, _ = self._files[file]
+        check_size(path, self._sizes[file])
         start, content = _read_piece(local_path(path), piece)
         try:
             text = content.decode("utf-8", self._errors)

@@ -68,6 +68,7 @@ DEFAULTS_OF_TEXT = {"sources": "[]", "subset": "", "text_key": "text", "args": "
 SUFFIXES = ("bin", "ends", "json")
 LOCK_FILE = ".lock"
 OWNED = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")
+BEGUN_DRAFT = re.compile(r"begun\.json\.[0-9a-f]{32}\.tmp")
 
 
 @reporting_errors
@@ -237,7 +238,9 @@ def _locked(folder: Path) -> Iterator[None]:
 def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     """Return the plan that ``folder`` was begun with; write ``plan`` if the folder is new."""
     found = {path.name for path in folder.iterdir()} - {LOCK_FILE}
-    foreign = sorted(name for name in found if not OWNED.fullmatch(name))
+    # Before the plan is written, nothing else is: what has these names is somebody else's.
+    owned = OWNED if found & {BEGUN_FILE, TOKEN_INDEX_FILE} else BEGUN_DRAFT
+    foreign = sorted(name for name in found if not owned.fullmatch(name))
     if foreign:
         text = f"{foreign[0]} is not a file of shardloom prepare; use a new folder"
         raise ValueError(f"{folder}: {text}")

@@ -68,6 +68,19 @@ def test_token_ids_are_used_as_they_are(planted: type[Source]) -> None:
     assert found == [[3, 4, 5], [6], []]
 
 
+@pytest.mark.parametrize("dtype", [">u2", ">i4", "<i8"])
+def test_token_ids_are_copies_in_the_byte_order_of_the_machine(
+    planted: type[Source], dtype: str
+) -> None:
+    """A source may fill the same array for each document."""
+    planted.special = {1: np.array([3, 4], dtype)}
+    document = opened()[1]
+    planted.special[1][:] = 5
+    assert isinstance(document, np.ndarray)
+    assert document.tolist() == [3, 4]
+    assert document.dtype.isnative
+
+
 @pytest.mark.parametrize(
     "value", [None, b"bytes", 5, [1.5], [True], [[1]], ["a"], [2**70], "\ud800", ValueError("no")]
 )

@@ -33,6 +33,9 @@ class FakeLoader:
         labels[:, : next(self._left)] = 1
         return Microbatch(labels, labels)
 
+    def commit(self, microbatches: list[Microbatch]) -> None:
+        assert not any((batch.labels != IGNORE_INDEX).any() for batch in microbatches)
+
 
 def take(
     folder: Path,
@@ -93,11 +96,12 @@ def test_too_many_bad_records_raise_on_all_ranks(
         assert all(own == text if is_over else isinstance(own, list) for own in found)
 
 
-def test_data_end_after_a_global_batch_without_tokens(ranks: RankPool, tmp_path: Path) -> None:
+def test_rows_without_tokens_are_skipped_until_a_global_batch_has_none(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     """A step of a ramp has only some rows; the others may still have documents."""
-    n_valid = [[0, 2, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
-    found = ranks.run(
-        partial(take, sizes=[2, 2, 2, 2, 4], n_readers=1), 2, tmp_path, n_valid, [0, 0]
-    )
+    n_valid = [[0, 2, 0, 3, 0, 0], [0] * 6]
+    found = ranks.run(partial(take, sizes=[2, 2, 2], n_readers=1), 2, tmp_path, n_valid, [0, 0])
     for own in found:
-        assert [batch.is_end_of_data for batch, _ in own] == [False, False, False, True, True]
+        assert [batch.n_tokens for batch, _ in own] == [2, 3, 0]
+        assert [batch.is_end_of_data for batch, _ in own] == [False, False, True]

@@ -16,6 +16,7 @@ import pytest
 import zstandard
 
 from config.job_config import Data, DataSource
+from data import tables
 from data.formats import format_of
 from data.hub import HubStream, hub_streams
 from data.sources import build_sources, open_documents
@@ -136,6 +137,20 @@ def test_changed_table_is_read_again(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(PACK.get(suffix, bytes)(content))
         tables = tables_of(path)
         assert [tables[i] for i in range(len(tables))] == texts
+
+
+def test_parquet_file_that_changes_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MAX_OPEN_FILES", 1)
+    paths = [tmp_path / f"{name}.parquet" for name in "ab"]
+    for path in paths:
+        pq.write_table(pa.table({"text": [path.name]}), path)
+    documents = Tables([(path, path.name, "parquet") for path in paths], "text")
+    paths[0].unlink()
+    pq.write_table(pa.table({"text": ["another one"] * 9}), paths[0])
+    with pytest.raises(OSError, match=r"a\.parquet changed from \d+ to \d+ bytes while it was"):
+        documents[0]
 
 
 def test_relative_paths_follow_the_working_directory(

@@ -125,6 +125,16 @@ def test_single_file_is_held_out_by_pieces(tmp_path: Path) -> None:
     assert sum(counts) == len(TextFiles([(path, path.name)], encoding_errors="strict"))
 
 
+def test_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("a line of text\n" * 20_000)
+    texts = TextFiles([(path, path.name)], encoding_errors="strict")
+    path.write_text("a line of text\n")
+    for index in (0, 9):
+        with pytest.raises(OSError, match=r"book\.txt changed from 300,000 to 15 bytes while"):
+            texts[index]
+
+
 def test_empty_file_does_not_change_the_split(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a line of text\n" * 20_000)
     config = Data(source="files", path=str(tmp_path / "*.txt"))

@@ -263,6 +263,9 @@ def test_folder_of_other_settings_is_rejected(
     # An unfinished folder gives the same errors.
     (folder / "index.json").rename(folder / "begun.json")
     check_errors()
+    (folder / "begun.json").rename(tmp_path / "plan")
+    assert ".bin is not a file of shardloom prepare" in error_of(*options)
+    (tmp_path / "plan").rename(folder / "begun.json")
     (folder / "mine").write_text("mine")
     assert "mine is not a file of shardloom prepare" in error_of(*options)
 
