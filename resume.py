@@ -99,7 +99,7 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
         if run_on_rank0(partial(is_hugging_face, initial)):
             load_weights(initial, weights, run.model_spec.hugging_face, run.model_args)
         else:
-            checkpointer.load_initial(weights)
+            checkpointer.load_initial(weights, partial(validate_initial, run))
         logger.info("weights from %s", config.checkpoint.initial_load_path)
         run_on_rank0(partial(warn_if_tokenizer_differs, run))
     return resumed_step
@@ -153,6 +153,23 @@ def validate_resume(run: RunSpec, manifest: dict[str, Any]) -> None:
     _check_validation(run, manifest)
     for text in (*changes.recorded, *changes.free, *changes.gone):
         logger.info("changed since the checkpoint: %s", text)
+
+
+def validate_initial(run: RunSpec, manifest: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` if the weights to start from are of a model with other arguments.
+
+    A model of another name may have arguments besides.
+    """
+    saved, config = manifest.get("model_args"), manifest.get("config")
+    if not isinstance(saved, dict) or not isinstance(config, dict):
+        raise ConfigError([f"{INITIAL_LOAD_PATH}: its manifest has no model_args, or no config"])
+    if by_key(config).get("model.name") != run.config.model.name:
+        now = asdict(run.model_args)
+        saved = now | {name: value for name, value in saved.items() if name in now}
+    if changed := changed_arguments(saved, run.model_args):
+        path, found = run.config.checkpoint.initial_load_path, "; ".join(changed)
+        text = f"{path} was trained with other model.args or model.flavor: {found}"
+        raise ConfigError([f"{INITIAL_LOAD_PATH}: {text}"])
 
 
 def _check_arguments(run: RunSpec, manifest: dict[str, Any]) -> None:

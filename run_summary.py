@@ -192,7 +192,7 @@ def epochs_text(run: RunSpec, n_tokens: int) -> str:
         return ""
     epochs = n_tokens / (mean * source.n_documents)
     if epochs > 1.0 and not run.config.data.mixture[0].repeat:
-        return ", more than the data have, which are not repeated"
+        return ", more than one epoch, after which the data end"
     return f", about {epochs:.2g} epochs"
 
 

@@ -245,10 +245,13 @@ class Checkpointer:
             raise ConfigError([f"job.name: {text}: {'; '.join(found)}"])
         return None
 
-    def load_initial(self, model: Stateful) -> None:
+    def load_initial(
+        self, model: Stateful, validate: Callable[[dict[str, Any]], None] = lambda manifest: None
+    ) -> None:
         """Load only the weights, from ``initial_load_path``. Collective. Mutates ``model``.
 
-        Raises ``ConfigError`` if the checkpoint does not verify or does not match the model.
+        ``validate``: called with the manifest. Raises ``ConfigError`` as it does, and if the
+        checkpoint does not verify or does not match the model.
         """
         folder = Path(self._config.initial_load_path)
         if not run_on_rank0((folder / MANIFEST_FILE).exists):
@@ -261,6 +264,7 @@ class Checkpointer:
             raise ConfigError([f"checkpoint.initial_load_path: {problem}" for problem in problems])
         manifest = run_on_rank0(partial(read_manifest, folder))
         _check_lineage(folder, manifest)
+        validate(manifest)
         self._load(folder, manifest, {"model": model})
         self._begin_lineage(manifest, run=self.attempt)
 

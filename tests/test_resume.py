@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 
 from checkpoint.manifest import write_manifest
+from config import ConfigError
 from config.job_config import Data, JobConfig
+from config.resume_compat import by_key
 from data.sources import build_sources
 from data.tokenizer import load_tokenizer
-from resume import warn_if_data_changed, warn_if_tokenizer_differs
+from models import find_spec
+from resume import validate_initial, warn_if_data_changed, warn_if_tokenizer_differs
 from runtime import exit_codes
 from tools import train_tokenizer
 
@@ -49,6 +53,30 @@ def test_weights_of_another_tokenizer_are_warned_about(
         file.unlink()
     warn_if_tokenizer_differs(started_from(hugging_face, "bytes"))
     assert "cannot check the tokenizer" in captured_log.text
+
+
+def test_weights_of_a_model_with_other_arguments_are_rejected() -> None:
+    """Heads, rotary base and epsilon change no shape, so loading would not fail."""
+    config = JobConfig.model_validate({"checkpoint": {"initial_load_path": "a/step-1"}})
+    args = find_spec("llama3").flavors["debugmodel"]
+    run: Any = SimpleNamespace(config=config, model_args=args)
+    manifest = {"config": config.model_dump(), "model_args": asdict(args)}
+
+    def validate(name: str = config.model.name, **saved: object) -> None:
+        other = by_key(manifest["config"]) | {"model.name": name}
+        changed = asdict(args) | {"max_seq_len": 7} | saved
+        validate_initial(run, {"config": other, "model_args": changed})
+
+    validate()
+    for name, value in (("n_heads", 1), ("rope_theta", 77.0), ("norm_eps", 0.1)):
+        for model in (config.model.name, "my:SPEC"):
+            with pytest.raises(ConfigError, match=f"a/step-1 was trained with .*: {name}: {value}"):
+                validate(model, **{name: value})
+    with pytest.raises(ConfigError, match=r"rope_scaling: \{.*\} to unset"):
+        validate(rope_scaling={"factor": 8.0})
+    with pytest.raises(ConfigError, match="window: 8 no longer exists"):
+        validate(window=8)
+    validate("my:SPEC", window=8)
 
 
 @pytest.mark.row(45, "Data that changed after the checkpoint are reported")
