@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from models.transformer import RopeScaling, TransformerArgs
@@ -45,22 +46,26 @@ def replace_args(args: TransformerArgs, changes: Mapping[str, Any]) -> Transform
     return changed
 
 
-def find_problem(args: TransformerArgs) -> str:
-    """Return why no model has these arguments, "" if they are possible."""
+def find_problem(args: TransformerArgs, keys: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return why no model has these arguments, "" if they are possible.
+
+    ``keys``: other names of arguments, for the text.
+    """
     given = vars(args)
+    shown = {name: f"{keys.get(name, name)} = {value}" for name, value in given.items()}
     for name, value in given.items():
         is_count = isinstance(value, int) and not isinstance(value, bool)
         if (is_count and value < 1) or (name in POSITIVE and not 0 < value < 1e30):
-            return f"{name} = {value} must be positive"
+            return f"{shown[name]} must be positive"
     for name in EVEN:
         if given.get(name, 0) % 2:
-            return f"{name} = {given[name]} must be even"
+            return f"{shown[name]} must be even"
     for name, divisor in MULTIPLES:
         if name in given and given[name] % given[divisor]:
-            return f"{name} = {given[name]} must be a multiple of {divisor} = {given[divisor]}"
+            return f"{shown[name]} must be a multiple of {shown[divisor]}"
     for name, bound in BOUNDS:
         if name in given and given[name] > given[bound]:
-            return f"{name} = {given[name]} must not exceed {bound} = {given[bound]}"
+            return f"{shown[name]} must not exceed {shown[bound]}"
     return ""
 
 

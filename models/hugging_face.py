@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from models.arguments import find_problem
 from models.transformer import RopeScaling, TransformerArgs
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -205,14 +206,11 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
     kinds = {f.name: f.type for f in fields(table.args_cls)}
     keys = {**NUMBERS, **table.numbers}
     numbers = {name: _number(given, key, kinds[name]) for key, name in keys.items()}
-    if numbers["head_dim"] % 2:
-        _reject(given, "head_dim", "an even number")
-    if numbers["n_heads"] % numbers["n_kv_heads"]:
-        _reject(given, "num_key_value_heads", "a divisor of num_attention_heads")
-    if numbers.get("n_chosen", 0) > numbers.get("n_experts", 0):
-        _reject(given, "num_experts_per_tok", "at most num_experts")
     fixed = {"tie_embeddings": is_tied, **table.family_args}
-    return table.args_cls(**numbers, **_rope(given), **fixed)
+    args = table.args_cls(**numbers, **_rope(given), **fixed)
+    if problem := find_problem(args, {name: key for key, name in keys.items()}):
+        raise ValueError(problem)
+    return args
 
 
 def _defaults(table: Table, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Conversion between Shardloom's and Hugging Face's Qwen3-Next."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,9 @@ BASE = build_hugging_face(
 def _config(args: Qwen3NextArgs) -> dict[str, Any]:
     config = BASE.config(args)
     fraction = config.pop("rotary_dim") / args.head_dim
+    if int(args.head_dim * fraction) < args.rotary_dim:
+        # transformers rounds down.
+        fraction = math.nextafter(fraction, 1.0)
     rope = config["rope_parameters"] | {"partial_rotary_factor": fraction}
     layer_types = _layer_types(args)
     return config | {
@@ -123,19 +127,24 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _args(config: Mapping[str, Any]) -> Qwen3NextArgs:
     given = _defaults(config) | dict(config)
-    rope = dict(given.get("rope_parameters") or {})
+    rope = given.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters: {rope!r} (supported: a table)")
+    rope = dict(rope)
     fraction = rope.pop("partial_rotary_factor", given.pop("partial_rotary_factor", None))
     if rope:
         given["rope_parameters"] = rope
-    if not isinstance(fraction, int | float):
-        raise ValueError(f"partial_rotary_factor: {fraction!r} (supported: a number)")
+    if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
+        raise ValueError(f"partial_rotary_factor: {fraction!r} (supported: above 0, up to 1)")
     # ``BASE.args`` rejects a head_dim that is no number.
     head_dim = given["head_dim"]
-    given["rotary_dim"] = round(fraction * head_dim) if isinstance(head_dim, int) else None
+    given["rotary_dim"] = int(head_dim * fraction) if isinstance(head_dim, int) else None
     given.setdefault(EVERY, 4)
     layer_types = given.pop("layer_types", None)
     args = BASE.args(given)
     assert isinstance(args, Qwen3NextArgs)
+    if not isinstance(layer_types, list | None):
+        raise ValueError(f"layer_types: {layer_types!r} (supported: a list)")
     if layer_types is not None and layer_types != _layer_types(args):
         every = layer_types.index("full_attention") + 1 if "full_attention" in layer_types else 0
         args = replace(args, attention_every=every or args.n_layers + 1)

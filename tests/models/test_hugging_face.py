@@ -5,12 +5,14 @@ In float64, so that a slightly wrong epsilon or frequency exceeds rounding error
 
 import json
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from models import MODEL_SPECS
+from models.qwen3_next import Qwen3NextArgs
 from models.transformer import Transformer
 from tests.lib.hugging_face import (
     CASES,
@@ -171,8 +173,43 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(("key", "changed"), UNSUPPORTED)
 def test_unsupported_config_raises_by_key(key: str, changed: dict[str, Any]) -> None:
     assert form_of("llama").args(OLDER).dim == 64
-    with pytest.raises(ValueError, match=f"^{key}: "):
+    with pytest.raises(ValueError, match=f"^{key}: |\\b{key} = "):
         form_of("llama").args(OLDER | changed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("partial_rotary_factor", math.inf),
+        ("partial_rotary_factor", 0),
+        ("rope_parameters", 1),
+        ("layer_types", 1),
+        ("layer_types", [1]),
+        ("rotary_dim", 10 / 32 + 1 / 32),
+        ("linear_num_value_heads", 3),
+        ("linear_num_key_heads", "2"),
+    ],
+)
+def test_unsupported_config_of_qwen3_next_raises_by_key(key: str, value: object) -> None:
+    form, config = form_of("qwen3_next"), {"model_type": "qwen3_next"} | COMPLETE["qwen3_next"]
+    changed = {"partial_rotary_factor" if key == "rotary_dim" else key: value}
+    with pytest.raises(ValueError, match=f"^{key}: |\\b{key} = "):
+        form.args(config | changed)
+
+
+def test_rotary_dims_are_those_of_transformers() -> None:
+    """It multiplies the factor by the dims of a head, and rounds down."""
+    form = form_of("qwen3_next")
+    config = {"model_type": "qwen3_next"} | COMPLETE["qwen3_next"]
+    rounded = form.args(config | {"head_dim": 20, "partial_rotary_factor": 0.34})
+    assert cast(Qwen3NextArgs, rounded).rotary_dim == 6
+    args = form.args(config)
+    for head_dim in range(2, 260, 2):
+        for rotary_dim in range(2, head_dim + 1, 2):
+            one = replace(cast(Qwen3NextArgs, args), head_dim=head_dim, rotary_dim=rotary_dim)
+            fraction = form.config(one)["partial_rotary_factor"]
+            assert int(head_dim * fraction) == rotary_dim
+            assert int(fraction * head_dim) == rotary_dim
 
 
 def test_disabled_sliding_window_is_accepted() -> None:
