@@ -10,6 +10,7 @@ from planner.devices import Hardware
 from planner.roofline import FIT, StepTime, step_time
 from planner.step_plan import TIGHT, StagePlan, StepPlan
 from planner.step_record import Group, StepRecord
+from runtime.log import duration
 
 GIB, GB, WIDTH = 1 << 30, 1e9, 100
 
@@ -128,8 +129,14 @@ def _time_lines(plan: StepPlan, time: StepTime, price: float | None) -> list[str
         *lines,
         f"run, modelled: {steps:,} steps, {run_tokens(plan):,} tokens, in {seconds / 86400:,.3g}"
         f" days, {hours:,.0f} device hours{cost}",
-        f"checkpoint: {time.checkpoint_bytes / GB:,.4g} GB",
+        f"checkpoint: {time.checkpoint_bytes / GB:,.4g} GB{_often(plan, time)}",
     ]
+
+
+def _often(plan: StepPlan, time: StepTime) -> str:
+    checkpoint = plan.run.config.checkpoint
+    apart = duration(checkpoint.interval * time.seconds)
+    return f", each {checkpoint.interval:,} steps: {apart} apart" * checkpoint.enable
 
 
 def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[str]:
