@@ -34,7 +34,7 @@ N_BEST, MOST_PLANS = 10, 12
 ALIKE = 0.01
 # An estimate of memory may be this much too large, before the choice is planned in full.
 SLACK = 1.05
-# Samples between two looks at whether they are enough.
+# Samples before the next check of whether they are enough.
 BATCH = 8
 # Data-parallel ranks of a sample.
 SAMPLE_RANKS = 8

@@ -1,6 +1,7 @@
 """A plan has the numbers of the run that the same configuration would be."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
