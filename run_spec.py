@@ -212,7 +212,6 @@ def _build_data(config: JobConfig, tokenizer: Tokenizer) -> tuple[Mixture, dict[
         with_held_out=config.validation.enable and not own.sources,
         tokenizer=tokenizer,
         reserved=own.reserved,
-        excluded=own.excluded,
     )
     skips_bad = config.data.on_bad_record == "skip"
     weights = [source.weight for source in config.data.mixture]

@@ -167,16 +167,16 @@ def hub_streams(
     return train, build("train", part=Part(percent, is_held_out=True), repeat=False)
 
 
-def validation_stream(
-    config: ValidationSource, trained: Iterable[DataSource], *, skips_bad: bool
-) -> HubStream:
-    """Open one split of a hub dataset, once; it must not be what a source of ``trained`` reads."""
-    name, subset, text_key = _hub_name(config)
-    is_trained = any(
-        source.is_on_hub and _hub_name(source)[:2] == (name, subset) for source in trained
-    )
-    if config.split == "train" and is_trained:
+def check_is_not_trained_on(config: DocumentSource, trained: Iterable[DataSource]) -> None:
+    """Raise ``ValueError`` if a source of ``trained`` reads the hub dataset of ``config``."""
+    name, subset, _ = _hub_name(config)
+    if any(source.is_on_hub and _hub_name(source)[:2] == (name, subset) for source in trained):
         raise ValueError(f"data.split: train of {name} is also trained on")
+
+
+def validation_stream(config: ValidationSource, *, skips_bad: bool) -> HubStream:
+    """Open one split of a hub dataset, once."""
+    name, subset, text_key = _hub_name(config)
     _splits(config, config.split)
     return HubStream(name, subset, config.split, text_key, repeat=False, skips_bad=skips_bad)
 

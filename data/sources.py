@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +35,14 @@ Document = str | np.ndarray | None
 """Text, or its token ids (s,) with bos and eos; None if it cannot be read."""
 # Labels of sources by the files that are theirs.
 Owners = dict[FileId, str]
+
+
+class Reserved(NamedTuple):
+    """Files of validation by identity, with the names of their sources: not to be trained on."""
+
+    files: Owners
+    excluded: Owners
+    """Those that training omits; its patterns must not match the others."""
 
 
 class Source(Protocol):
@@ -191,19 +199,19 @@ def build_sources(
     *,
     with_held_out: bool = True,
     tokenizer: Tokenizer | None = None,
-    reserved: Owners | None = None,
-    excluded: Owners | None = None,
+    reserved: Reserved | None = None,
 ) -> tuple[list[Source], dict[str, Source]]:
     """Build the training sources, and the held-out ones by the source's label.
 
     Sources of token ids must match ``tokenizer``, if it is given. A hash of each file's relative
     path (and table row) decides whether it is held out, so the split is the same on every machine.
-    ``reserved``: files that must not be trained on. ``excluded``: those of them that are omitted.
+    ``reserved``: files that must not be trained on.
     Raises ``ValueError`` for missing or bad data, ``OSError`` if reading fails.
     """
     train, held_out = [], {}
+    reserved = reserved or Reserved({}, {})
     # By text column, because one file may have several.
-    owners: dict[str, Owners] = defaultdict(lambda: dict(excluded or {}))
+    owners: dict[str, Owners] = defaultdict(lambda: dict(reserved.excluded))
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
     check_tokens = partial(check_tokenizer, tokenizer=tokenizer, config=config)
     for source in config.mixture:
@@ -215,7 +223,7 @@ def build_sources(
                 owners[source.text_key],
                 with_held_out=with_held_out,
                 skips_bad=skips_bad,
-                reserved=reserved or {},
+                reserved=reserved,
                 check_tokens=check_tokens,
             )
         train.append(train_source)
@@ -278,7 +286,7 @@ def _build_source(
     *,
     with_held_out: bool,
     skips_bad: bool,
-    reserved: Owners,
+    reserved: Reserved,
     check_tokens: Callable[[TokenFiles], None],
 ) -> tuple[Source, Source | None]:
     if config.is_on_hub:
@@ -287,12 +295,8 @@ def _build_source(
 
         return hub_streams(config, with_held_out, percent, skips_bad=skips_bad)
     documents, fingerprint = open_documents(
-        config, owners, skips_bad=skips_bad, check_tokens=check_tokens
+        config, owners, reserved=reserved, skips_bad=skips_bad, check_tokens=check_tokens
     )
-    for path in documents.paths if reserved else ():
-        if owner := reserved.get(file_id(path)):
-            text = f"{path} is also a file of {owner}; see its key exclude_from_training"
-            raise ValueError(f"data.path: {text}")
     hashes = documents.split_hashes
     is_held_out = hashes < np.uint64(percent / 100 * 2**64)
     if percent > 0 and len(hashes) > 1 and not is_held_out.any():
@@ -318,14 +322,32 @@ def open_documents(
     config: DocumentSource,
     owners: Owners | None = None,
     *,
+    reserved: Reserved | None = None,
     skips_bad: bool = False,
     check_tokens: Callable[[TokenFiles], None] | None = None,
 ) -> tuple[Documents, str]:
     """Open a source's documents by index; return them and their fingerprint.
 
-    ``owners``: files of other sources, which are omitted; see ``matching_files``. ``skips_bad``:
-    documents that cannot be read are None. Raises ``ValueError`` for missing files.
+    ``owners``: files of other sources, which are omitted; see ``matching_files``. Absent: those
+    that ``reserved`` excludes. ``skips_bad``: documents that cannot be read are None. Raises
+    ``ValueError`` for missing files, and for others that are ``reserved``.
     """
+    reserved = reserved or Reserved({}, {})
+    owners = dict(reserved.excluded) if owners is None else owners
+    documents, fingerprint = _open_documents(config, owners, skips_bad, check_tokens)
+    for path in documents.paths if reserved.files else ():
+        if owner := reserved.files.get(file_id(path)):
+            text = f"{path} is also a file of {owner}; see its key exclude_from_training"
+            raise ValueError(f"data.path: {text}")
+    return documents, fingerprint
+
+
+def _open_documents(
+    config: DocumentSource,
+    owners: Owners,
+    skips_bad: bool,
+    check_tokens: Callable[[TokenFiles], None] | None,
+) -> tuple[Documents, str]:
     if config.type == "tokens":
         tokenized = open_token_files(config.path)
         if check_tokens is not None:
@@ -340,7 +362,6 @@ def open_documents(
         table = HubTable(config, skips_bad=skips_bad)
         return SkipBadRecords(table) if skips_bad else table, _fingerprint(table.name, table)
     is_builtin = config.type == "builtin"
-    owners = {} if owners is None else owners
     files = builtin_files() if is_builtin else matching_files(config.path, owners, config.label)
     listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
     found = [] if is_builtin else _with_formats(files, as_text=config.type == "text")

@@ -10,7 +10,8 @@ import numpy as np
 from config.job_config import Data, ValidationSource
 from data.matching import file_id
 from data.sources import (
-    Owners,
+    Documents,
+    Reserved,
     ShuffledDocuments,
     Source,
     check_tokenizer,
@@ -23,10 +24,8 @@ class ValidationData(NamedTuple):
     """Sources by name, each of which ends after its last document."""
 
     sources: dict[str, Source]
-    reserved: Owners
-    """All files of these sources."""
-    excluded: Owners
-    """Those that training omits; the others must not match its patterns."""
+    reserved: Reserved
+    """Their files."""
 
 
 def build_validation_sources(
@@ -36,33 +35,42 @@ def build_validation_sources(
 
     Raises ``ValueError`` for missing or bad data, ``OSError`` if reading fails.
     """
-    found = ValidationData({}, {}, {})
+    found = ValidationData({}, Reserved({}, {}))
     for config in configs:
         with _with_name(config):
-            found.sources[config.name] = _build(config, data, seed, tokenizer, found)
+            found.sources[config.name] = _build(config, data, seed, tokenizer, found.reserved)
     return found
 
 
+def reserved_files(configs: list[ValidationSource], data: Data) -> Reserved:
+    """Return the files of ``build_validation_sources`` that may hold text.
+
+    Reads no dataset of the Hub, and no token ids, which may be of a tokenizer that does not exist
+    yet. Raises ``ValueError`` for missing or bad data, ``OSError`` if reading fails.
+    """
+    reserved = Reserved({}, {})
+    for config in configs:
+        with _with_name(config):
+            _check_is_apart(config, data)
+            if config.type != "tokens" and not config.is_on_hub and not config.is_outside:
+                documents, _ = open_documents(config, skips_bad=data.on_bad_record == "skip")
+                _reserve(config, documents, reserved)
+    return reserved
+
+
 def _build(
-    config: ValidationSource, data: Data, seed: int, tokenizer: Tokenizer, found: ValidationData
+    config: ValidationSource, data: Data, seed: int, tokenizer: Tokenizer, reserved: Reserved
 ) -> Source:
     skips_bad = data.on_bad_record == "skip"
+    _check_is_apart(config, data)
     if config.is_on_hub:
         # Imported here, because datasets takes a second to import.
         from data.hub import validation_stream
 
-        return validation_stream(config, data.mixture, skips_bad=skips_bad)
-    if config.is_outside and any(
-        (config.type, config.path, config.args) == (other.type, other.path, other.args)
-        for other in data.mixture
-    ):
-        raise ValueError("data.type: its documents are also trained on")
+        return validation_stream(config, skips_bad=skips_bad)
     check_tokens = partial(check_tokenizer, tokenizer=tokenizer, config=data)
     documents, fingerprint = open_documents(config, skips_bad=skips_bad, check_tokens=check_tokens)
-    files = {file_id(path): f"validation.sources, {config.name}" for path in documents.paths}
-    found.reserved.update(files)
-    if config.exclude_from_training:
-        found.excluded.update(files)
+    _reserve(config, documents, reserved)
     return ShuffledDocuments(
         documents,
         np.arange(len(documents)),
@@ -74,6 +82,27 @@ def _build(
         paths=documents.paths,
         place=documents.place,
     )
+
+
+def _check_is_apart(config: ValidationSource, data: Data) -> None:
+    """Raise ``ValueError`` if the source has no files, and ``data`` has its documents too."""
+    if config.is_on_hub and config.split == "train":
+        # Imported here, because datasets takes a second to import.
+        from data.hub import check_is_not_trained_on
+
+        check_is_not_trained_on(config, data.mixture)
+    if config.is_outside and any(
+        (config.type, config.path, config.args) == (other.type, other.path, other.args)
+        for other in data.mixture
+    ):
+        raise ValueError("data.type: its documents are also trained on")
+
+
+def _reserve(config: ValidationSource, documents: Documents, reserved: Reserved) -> None:
+    files = {file_id(path): f"validation.sources, {config.name}" for path in documents.paths}
+    reserved.files.update(files)
+    if config.exclude_from_training:
+        reserved.excluded.update(files)
 
 
 @contextmanager

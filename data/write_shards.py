@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.job_config import DataSource
-from data.sources import Documents, open_documents
+from data.sources import Documents
 from data.token_files import (
     DTYPES,
     ENDS_DTYPE,
@@ -32,6 +31,8 @@ from runtime.signals import handle_signals
 # Tokens that a worker writes at once, before it reports progress.
 BLOCK_TOKENS = 1 << 17
 WORKER_TIMEOUT_SECONDS = 5.0
+# Opens the documents of a source; returns them and their fingerprint.
+OpenSource = Callable[[], tuple[Documents, str]]
 # Names that ``AtomicFile`` gives to the files of a shard.
 UNFINISHED = re.compile(r"shard-\d{5,}\.(bin|ends|json)\.[0-9a-f]{32}\.tmp")
 
@@ -82,20 +83,21 @@ class Progress:
 
 def tokenize(
     folder: Path,
-    source: DataSource,
+    open_source: OpenSource,
     plan: dict[str, Any],
     *,
     numbers: list[int],
     n_workers: int,
     progress: Progress,
 ) -> None:
-    """Write the shards ``numbers`` in worker processes. ``plan``: contents of begun.json.
+    """Write the shards ``numbers`` in worker processes, to which ``open_source`` is sent.
 
+    ``plan``: contents of begun.json.
     Raises a worker's error as ``ValueError``, and ``WorkerDied`` if one died.
     """
     pending = deque(numbers)
     busy: dict[Connection, int] = {}
-    with _workers(min(n_workers, len(numbers)), folder, source, plan) as idle:
+    with _workers(min(n_workers, len(numbers)), folder, open_source, plan) as idle:
         while pending or busy:
             while pending and idle:
                 connection = idle.pop()
@@ -125,7 +127,7 @@ def _receive(connection: Connection) -> WorkerReport:
 
 @contextmanager
 def _workers(
-    count: int, folder: Path, source: DataSource, plan: dict[str, Any]
+    count: int, folder: Path, open_source: OpenSource, plan: dict[str, Any]
 ) -> Iterator[list[Connection]]:
     """Start workers that receive shard numbers; on exit, end them and delete unfinished files."""
     context = get_context("forkserver")
@@ -137,7 +139,7 @@ def _workers(
     try:
         for _ in range(count):
             connection, worker_end = context.Pipe()
-            process = context.Process(target=_work, args=(worker_end, folder, source, plan))
+            process = context.Process(target=_work, args=(worker_end, folder, open_source, plan))
             process.start()
             worker_end.close()
             processes.append(process)
@@ -160,17 +162,19 @@ def _workers(
         signal.signal(signal.SIGINT, handler)
 
 
-def _work(connection: Connection, folder: Path, source: DataSource, plan: dict[str, Any]) -> None:
+def _work(
+    connection: Connection, folder: Path, open_source: OpenSource, plan: dict[str, Any]
+) -> None:
     """Write the shards whose numbers arrive, until the parent closes the pipe or is killed."""
     # The parent decides.
     handle_signals(signal.SIG_IGN)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
-            documents, fingerprint = open_documents(source, skips_bad=plan["skips_bad"])
+            documents, fingerprint = open_source()
             markers = {key: plan["tokenizer"][key] for key in ("bos", "eos")}
             tokenizer = load_tokenizer(plan["tokenizer"]["name"], **markers)
             if fingerprint != plan["source"]["fingerprint"]:
-                raise ValueError(f"data.path: {source.path} changed while it was read")
+                raise ValueError(f"data.path: {plan['source']['name']} changed while it was read")
             if tokenizer.fingerprint != plan["tokenizer"]["fingerprint"]:
                 name = plan["tokenizer"]["name"]
                 raise ValueError(f"data.tokenizer: {name} changed while it was read")

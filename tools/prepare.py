@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from config.job_config import Data
 from config.loader import find_config, read_toml
 from config.paths import literal_path
 from data.files import evenly_spaced
-from data.sources import open_documents
+from data.sources import Reserved, open_documents
 from data.token_files import (
     BEGUN_FILE,
     DTYPES,
@@ -36,7 +37,9 @@ from data.token_files import (
     verify,
 )
 from data.tokenizer import load_tokenizer
+from data.validation_sources import reserved_files
 from data.write_shards import (
+    OpenSource,
     Progress,
     WorkerDied,
     atomic_write_bytes,
@@ -79,8 +82,13 @@ def main(arguments: list[str]) -> int:
             return verify_folder(options.folder)
         config = load_config(options.config or CONFIG_FILE, overrides)
         data = pin_names(config, ["data.tokenizer"]).data
-        n_workers = options.workers or available_cpus()
-        prepare(options.folder, data, n_workers=n_workers, shard_tokens=options.shard_tokens)
+        prepare(
+            options.folder,
+            data,
+            reserved=reserved_files(config.validation.sources, data),
+            n_workers=options.workers or available_cpus(),
+            shard_tokens=options.shard_tokens,
+        )
         say(f"next: {command_text('train', *_train_arguments(options.folder, options.config))}")
     except KeyboardInterrupt:
         print("interrupted; run the same command to resume", file=sys.stderr)
@@ -139,17 +147,22 @@ def verify_folder(folder: Path) -> int:
     return exit_codes.BAD_CONFIG if n_wrong else exit_codes.DONE
 
 
-def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> None:
+def prepare(
+    folder: Path, data: Data, *, reserved: Reserved, n_workers: int, shard_tokens: int
+) -> None:
     """Write the missing shards and the index of ``folder``; print what it has.
 
-    Raises ``ValueError`` for bad data, or if ``folder`` was begun with other settings.
+    ``reserved``: files that must not be trained on. Raises ``ValueError`` for bad data, or if
+    ``folder`` was begun with other settings.
     """
     if len(data.mixture) != 1:
         raise ValueError("data.sources: prepare each source of a mixture separately")
     source = data.mixture[0]
     if source.type == "tokens":
         raise ValueError("data.source: tokens are already prepared")
-    plan = _build_plan(data, shard_tokens)
+    skips_bad = data.on_bad_record == "skip"
+    open_source = partial(open_documents, source, reserved=reserved, skips_bad=skips_bad)
+    plan = _build_plan(data, open_source, shard_tokens)
     with _locked(folder):
         begun = _begin(folder, plan)
         n_shards = -(-begun["source"]["documents"] // begun["documents_per_shard"])
@@ -157,7 +170,14 @@ def prepare(folder: Path, data: Data, *, n_workers: int, shard_tokens: int) -> N
             shards = _finished_shards(folder, begun)
             missing = [number for number in range(n_shards) if number not in shards]
             progress = Progress(begun["source"]["documents"], list(shards.values()))
-            tokenize(folder, source, begun, numbers=missing, n_workers=n_workers, progress=progress)
+            tokenize(
+                folder,
+                open_source,
+                begun,
+                numbers=missing,
+                n_workers=n_workers,
+                progress=progress,
+            )
             _publish_index(folder, begun, n_shards, max_bad=data.max_bad_records)
         index = read_index(folder)
         for shard in index["shards"]:
@@ -189,10 +209,10 @@ def _train_arguments(folder: Path, config_file: Path | None) -> list[str]:
     return [str(config_file), *overrides, *reset]
 
 
-def _build_plan(data: Data, shard_tokens: int) -> dict[str, Any]:
+def _build_plan(data: Data, open_source: OpenSource, shard_tokens: int) -> dict[str, Any]:
     """Everything that the contents of the folder depend on."""
     source, skips_bad = data.mixture[0], data.on_bad_record == "skip"
-    documents, fingerprint = open_documents(source, skips_bad=skips_bad)
+    documents, fingerprint = open_source()
     tokenizer = load_tokenizer(data.tokenizer, bos=data.bos, eos=data.eos)
     if len(documents) == 0:
         raise ValueError("data.path: no documents")

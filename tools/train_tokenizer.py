@@ -29,9 +29,10 @@ from config import load_config
 from config.job_config import Data
 from config.paths import literal_path
 from data.rank_files import LLAMA3_PATTERN
-from data.sources import build_sources
+from data.sources import Reserved, build_sources
 from data.tokenizer import load_tokenizer
 from data.tokenizer_json import BYTE_OF
+from data.validation_sources import reserved_files
 from runtime import exit_codes
 from runtime.commands import command_text
 from runtime.log import say
@@ -64,6 +65,7 @@ def main(arguments: list[str]) -> int:
     train(
         config.data,
         options.folder,
+        reserved=reserved_files(config.validation.sources, config.data),
         seed=config.debug.seed,
         vocab_size=options.vocab_size,
         max_bytes=options.max_bytes,
@@ -75,10 +77,13 @@ def main(arguments: list[str]) -> int:
     return exit_codes.DONE
 
 
-def train(data: Data, folder: Path, *, seed: int, vocab_size: int, max_bytes: int) -> None:
+def train(
+    data: Data, folder: Path, *, reserved: Reserved, seed: int, vocab_size: int, max_bytes: int
+) -> None:
     """Train on at most ``max_bytes`` of text and write ``FILES`` into ``folder``.
 
-    Raises ``ValueError`` for bad arguments or data, ``OSError`` if reading or writing fails.
+    ``reserved``: files that must not be trained on. Raises ``ValueError`` for bad arguments or
+    data, ``OSError`` if reading or writing fails.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         text = f"{vocab_size} is less than the {MIN_VOCAB_SIZE} of all bytes and the special tokens"
@@ -89,7 +94,7 @@ def train(data: Data, folder: Path, *, seed: int, vocab_size: int, max_bytes: in
         if (folder / name).exists():
             raise ValueError(f"argument folder: {folder / name} already exists")
     begin = time.perf_counter()
-    texts = list(_texts(data, seed, max_bytes))
+    texts = list(_texts(data, seed, max_bytes, reserved=reserved))
     n_bytes = sum(len(text.encode()) for text in texts)
     if n_bytes == 0:
         raise ValueError("data: no text to train on")
@@ -104,11 +109,15 @@ def train(data: Data, folder: Path, *, seed: int, vocab_size: int, max_bytes: in
     _check_and_measure(folder, texts)
 
 
-def _texts(data: Data, seed: int, max_bytes: int) -> Iterator[str]:
+def _texts(
+    data: Data, seed: int, max_bytes: int, *, reserved: Reserved | None = None
+) -> Iterator[str]:
     """Yield at most one epoch of each source's training documents; bytes are divided by weight."""
     once = [source.model_copy(update={"repeat": False}) for source in data.mixture]
     # The tokenizer must not see held-out documents either.
-    sources, _ = build_sources(data.model_copy(update={"sources": once}), seed, with_held_out=False)
+    sources, _ = build_sources(
+        data.model_copy(update={"sources": once}), seed, with_held_out=False, reserved=reserved
+    )
     weights = [source.weight for source in data.mixture]
     for source, weight in zip(sources, weights, strict=True):
         left = int(max_bytes * weight / sum(weights))

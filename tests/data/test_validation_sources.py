@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from config.job_config import Data, ValidationSource
+from config.job_config import Data, DataSource, ValidationSource
 from data.sources import build_sources
 from data.tokenizer import load_tokenizer
-from data.validation_sources import ValidationData, build_validation_sources
+from data.validation_sources import ValidationData, build_validation_sources, reserved_files
 
 TRAINED = Data(source="files", path="texts/*.txt", validation_percent=0.0)
 
@@ -36,9 +36,7 @@ def texts_of(source: Any) -> list[str]:
 
 
 def trained(found: ValidationData, data: Data = TRAINED) -> list[str]:
-    (source,), held_out = build_sources(
-        data, 0, with_held_out=False, reserved=found.reserved, excluded=found.excluded
-    )
+    (source,), held_out = build_sources(data, 0, with_held_out=False, reserved=found.reserved)
     assert held_out == {}
     return sorted(islice(source.documents(0, 1, 0), source.n_documents))
 
@@ -75,3 +73,28 @@ def test_same_class_in_both_is_an_error() -> None:
     data = Data(source="planted:Source", args={"count": 5})
     with pytest.raises(ValueError, match=r"own: type: its documents are also trained on"):
         opened(data, type="planted:Source", args={"count": 5})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"path": "link.txt"},
+        {"path": "texts/[1-3].txt", "exclude_from_training": True},
+        {"type": "text", "path": "texts/[1-3].txt"},
+    ],
+)
+def test_files_are_reserved_as_in_a_run(keys: dict[str, Any]) -> None:
+    assert (
+        reserved_files([ValidationSource(name="own", **keys)], TRAINED) == opened(**keys).reserved
+    )
+
+
+def test_same_documents_without_files_are_an_error_too() -> None:
+    for keys in (
+        {"type": "planted:Source", "args": {"count": 5}},
+        {"type": "huggingface", "path": "a/b"},
+    ):
+        source = DataSource.model_validate(keys)
+        own = ValidationSource(name="own", split="train", **keys)
+        with pytest.raises(ValueError, match=r"own: (type|split): .* also trained on"):
+            reserved_files([own], Data(sources=[source]))

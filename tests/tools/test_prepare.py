@@ -327,19 +327,22 @@ def test_full_disk_is_named(tmp_path: Path, texts: list[object]) -> None:
 
 def _work_on_a_full_disk(connection: object, folder: Path, source: DataSource) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    plan = prepare._build_plan(Data(source=source.type, path=source.path), 10**6)
-    write_shards._work(connection, folder, source, plan)  # type: ignore[arg-type]
+    open_source, data = partial(open_documents, source), Data(source=source.type, path=source.path)
+    plan = prepare._build_plan(data, open_source, 10**6)
+    write_shards._work(connection, folder, open_source, plan)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["source", "tokenizer"])
 def test_change_before_a_worker_starts_is_named(
     tmp_path: Path, texts: list[object], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    plan = prepare._build_plan(Data(source="files", path=str(texts[3])), SHARD_TOKENS)
+    data = Data(source="files", path=str(texts[3]))
+    open_source = partial(open_documents, data.mixture[0])
+    plan = prepare._build_plan(data, open_source, SHARD_TOKENS)
     plan[what]["fingerprint"] = "another"
     connection = Mock(**{"recv.side_effect": EOFError})
     monkeypatch.setattr(signal, "signal", Mock())
-    write_shards._work(connection, tmp_path, DataSource(path=str(texts[3])), plan)
+    write_shards._work(connection, tmp_path, open_source, plan)
     ((report,), _) = connection.send.call_args
     assert report.error.endswith(" changed while it was read")
     assert not list(tmp_path.iterdir())
@@ -620,6 +623,30 @@ def test_markers_are_prepared_and_told_apart(
         build_sources(data, 0, tokenizer=load_tokenizer("bytes"))
 
 
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_files_of_validation_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], n_workers: int
+) -> None:
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}\n")
+    os.link(tmp_path / "4.txt", tmp_path / "held_out")
+    keys = f'[data]\nsource = "files"\npath = "{tmp_path}/*.txt"\n'
+    keys += f'[[validation.sources]]\nname = "own"\npath = "{tmp_path}/held_out"\n'
+    # No tokens of validation need exist yet.
+    keys += '[[validation.sources]]\nname = "ids"\ntype = "tokens"\npath = "nowhere"\n'
+    config = tmp_path / "run.toml"
+    config.write_text(keys)
+    begin = [tmp_path / "p", "--config", config, "--workers", n_workers, "--shard_tokens", 20]
+    assert run(*begin) == exit_codes.BAD_CONFIG
+    error = f"{tmp_path}/4.txt is also a file of validation.sources, own; see its key exclude_from"
+    assert error in capsys.readouterr().err
+    config.write_text(keys.replace("held_out", 'held_out"\nexclude_from_training = true\n#"'))
+    assert run(*begin) == exit_codes.DONE
+    files, tokenizer = open_token_files(str(tmp_path / "p")), load_tokenizer("bytes")
+    found = [tokenizer.decode(files[i][1:-1].tolist()) for i in range(len(files))]
+    assert found == [f"text {number}\n" for number in range(9) if number != 4]
+
+
 def test_only_unfinished_shards_are_deleted(tmp_path: Path) -> None:
     kept = {"notes.tmp", "shard-00000.bin", "shard-00000.bin.tmp", "shard-00001.bin.mine.tmp"}
     own = [
@@ -629,6 +656,6 @@ def test_only_unfinished_shards_are_deleted(tmp_path: Path) -> None:
     ]
     for name in (*kept, *own):
         (tmp_path / name).touch()
-    with write_shards._workers(0, tmp_path, DataSource(), {}):
+    with write_shards._workers(0, tmp_path, Mock(), {}):
         pass
     assert {path.name for path in tmp_path.iterdir()} == kept

@@ -101,6 +101,22 @@ def test_summary_and_next_command_are_printed(
     assert output.endswith(f"--data.tokenizer {tmp_path}/new/own/tokenizer.json\n")
 
 
+def test_files_of_validation_are_not_learned(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("common words " * 90)
+    (tmp_path / "b.txt").write_text("zzyzx " * 90)
+    toml = f'[data]\nsource = "files"\npath = "{tmp_path}/*.txt"\nvalidation_percent = 0.0\n'
+    toml += f'[[validation.sources]]\nname = "own"\npath = "{tmp_path}/b.txt"\n'
+    options = ["--vocab_size=262", f"--config={_written(tmp_path / 'run.toml', toml)}"]
+    code, _, error = run(capsys, tmp_path / "own", *options)
+    assert code == exit_codes.BAD_CONFIG
+    assert "b.txt is also a file of validation.sources, own" in error
+    _written(tmp_path / "run.toml", f"{toml}exclude_from_training = true\n")
+    assert run(capsys, tmp_path / "own", *options)[0] == exit_codes.DONE
+    merges = json.loads((tmp_path / "own" / FILES[0]).read_text())["model"]["merges"]
+    assert merges
+    assert not any("z" in merge for merge in map("".join, merges))
+
+
 def test_sources_contribute_bytes_by_weight(tmp_path: Path) -> None:
     for letter in "xyz":
         (tmp_path / f"{letter}.txt").write_text(letter * 3000)
