@@ -120,11 +120,15 @@ def _shard_layers(
 ) -> None:
     """Apply expert, tensor and context parallel."""
     moes, tp_mesh = spec.moes(stage), dims.weight_mesh["tp"]
+    frozen = [fqn for fqn, p in stage.named_parameters() if not p.requires_grad]
     if moes:
         apply_expert_parallel(moes, expert_mesh, cp_mesh=dims.cp_mesh, tp_mesh=tp_mesh)
     if dims.degrees.tp > 1:
         plan = spec.tensor_parallel_plan(cast(Any, stage).args)
         apply_tensor_parallel(stage, tp_mesh, plan=plan, is_async=parallelism.tensor_parallel_async)
+    for fqn in frozen:
+        # Some styles, of PyTorch too, make a new parameter, which requires a gradient.
+        stage.get_parameter(fqn).requires_grad_(False)
     if dims.degrees.cp > 1:
         apply_context_parallel(
             spec.attentions(stage),

@@ -56,6 +56,8 @@ class Cell:
     """Two KV rows: fewer than most numbers of ranks."""
     optimizer: str = "adamw"
     documents: bool = False
+    frozen: str = ""
+    """Words in the FQNs of parameters that are not trained."""
     compute_dtype: str = "float64"
 
     def __str__(self) -> str:

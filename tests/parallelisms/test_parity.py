@@ -69,6 +69,20 @@ def test_weights_with_fewer_rows_than_ranks_shard_columns(ranks: RankPool, mode:
     assert found == [f"layers.{n}.attention.{w}.weight" for n in (0, 1) for w in ("wk", "wv")]
 
 
+@pytest.mark.parametrize(
+    "each",
+    [
+        Cell(model="qwen3_moe", shard=2, tensor=2, expert=2, frozen="norm experts"),
+        Cell(model="qwen3_next", tensor=2, frozen="conv a_log dt_bias wk"),
+        Cell(model="qwen3", data_parallel="simple_fsdp", shard=2, tensor=2, frozen="norm w1"),
+        Cell(model="qwen3", pipeline="1F1B 2", data_parallel="ddp", frozen="tok_embeddings norm"),
+    ],
+    ids=str,
+)
+def test_frozen_parameters_stay_frozen(ranks: RankPool, each: Cell) -> None:
+    assert_cell_matches_one_device(ranks, each)
+
+
 def average_gradients() -> AbstractContextManager:
     return patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
 
