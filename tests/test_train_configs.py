@@ -15,6 +15,10 @@ from config import ConfigError, JobConfig, load_config
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.constraints import check_constraints
+from planner.auto import GIB, without_data
+from planner.devices import find_hardware
+from planner.step_plan import plan_step
+from run_spec import resolve
 from runtime.hub_paths import pin_names
 from tests.lib.configs import all_keys
 from tests.lib.repository import ROOT
@@ -152,3 +156,13 @@ def without_none(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
         section: {key: value for key, value in table.items() if value is not None}
         for section, table in tables.items()
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_config_fits_the_memory_of_its_hardware(name: str) -> None:
+    device = find_hardware("h100", None).device
+    config = without_data(load(name))
+    plan = plan_step(resolve(config, WORLD_SIZES[name], has_gpu=True), WORLD_SIZES[name])
+    peak = max(stage.record.peak for stage in plan.stages)
+    assert peak < 0.9 * device.memory_gib * GIB
