@@ -4,7 +4,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from config.paths import is_url
@@ -22,13 +22,13 @@ FileId = Hashable
 
 
 def matching_files(
-    pattern: str, owners: dict[FileId, str], label: str
+    pattern: str, owners: Mapping[FileId, str], label: str
 ) -> list[tuple[DataPath, str]]:
     """(path, name) of the files that the glob matches, sorted; ``**`` also recurses into links.
 
     Names are relative to the glob's fixed part. A file that several names lead to is returned once,
-    by a name without links if it has one. ``owners`` has the files of other sources, which are
-    omitted, and gets these as those of ``label``. Raises ``ValueError`` if none is left.
+    by a name without links if it has one. ``owners``, ``label``: as in ``without_owned``. Raises
+    ``ValueError`` if no file is left.
     """
     matches: dict[FileId, list[tuple[DataPath, str]]] = {}
     for path, name in relative_names(pattern, match_paths(pattern)):
@@ -43,18 +43,36 @@ def matching_files(
         if Path(pattern).is_dir():
             hint = f"it is a folder: try {pattern.rstrip('/')}/**/*.txt"
         raise ValueError(text + (f"; {hint}" if hint else ""))
+    return without_owned(sorted(once_each(matches, pattern)), owners, label)
+
+
+def once_each(
+    matches: Mapping[FileId, list[tuple[DataPath, str]]], pattern: str
+) -> list[tuple[DataPath, str]]:
+    """(path, name) of each file, of all by which ``pattern`` leads to it."""
     n_links = sum(map(len, matches.values())) - len(matches)
     if n_links:
         logger.info("data: %s: skipped %d links to files that it has", pattern, n_links)
-    taken = Counter(owners[identity] for identity in matches if identity in owners)
+    return [_without_links(found) for found in matches.values()]
+
+
+def without_owned(
+    files: list[tuple[DataPath, str]], owners: Mapping[FileId, str], label: str
+) -> list[tuple[DataPath, str]]:
+    """Those of ``files``, of the source ``label``, that no other source has.
+
+    ``owners``: labels of other sources by their files. Raises ``ValueError`` if none is left.
+    """
+    if not owners:
+        return files
+    owner_of = {path: owners.get(file_id(path)) for path, _ in files}
+    taken = Counter(owner for owner in owner_of.values() if owner is not None)
+    if taken.total() == len(files):
+        text = f"{', '.join(taken)} has all its files, and a file of two sources is the first's"
+        raise ValueError(f"data.path: {text}")
     for owner, count in taken.items():
         logger.warning("data: %s: skipped %d files that %s has", label, count, owner)
-    files = [_without_links(found) for i, found in matches.items() if i not in owners]
-    if not files:
-        raise ValueError(f"data.path: {', '.join(taken)} has all files that match {pattern!r}")
-    for identity in matches:
-        owners.setdefault(identity, label)
-    return sorted(files)
+    return [file for file in files if owner_of[file[0]] is None]
 
 
 def match_paths(pattern: str, *, folder_file: str = "") -> Sequence[DataPath]:

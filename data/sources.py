@@ -5,7 +5,7 @@ of an endless shuffled order, so a step's data depend only on the seed and the s
 """
 
 import hashlib
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
@@ -19,7 +19,7 @@ from config.resume_compat import shown
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced
 from data.formats import Format, format_of
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
-from data.matching import FileId, file_id, matching_files
+from data.matching import FileId, file_id, matching_files, without_owned
 from data.outside import OutsideDocuments
 from data.remote_errors import mistakes_as_value_errors
 from data.storage import DataPath, for_each
@@ -35,6 +35,9 @@ Document = str | np.ndarray | None
 """Text, or its token ids (s,) with bos and eos; None if it cannot be read."""
 # Labels of sources by the files that are theirs.
 Owners = dict[FileId, str]
+# Owners of the columns of tables; those of text and of token ids own the column WHOLE_FILE.
+ColumnOwners = defaultdict[str, Owners]
+WHOLE_FILE = ""
 
 
 class Reserved(NamedTuple):
@@ -210,8 +213,7 @@ def build_sources(
     """
     train, held_out = [], {}
     reserved = reserved or Reserved({}, {})
-    # By text column, because one file may have several.
-    owners: dict[str, Owners] = defaultdict(lambda: dict(reserved.excluded))
+    owners = _first_owners(reserved)
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
     check_tokens = partial(check_tokenizer, tokenizer=tokenizer, config=config)
     for source in config.mixture:
@@ -220,7 +222,7 @@ def build_sources(
                 source,
                 percent,
                 seed,
-                owners[source.text_key],
+                owners,
                 with_held_out=with_held_out,
                 skips_bad=skips_bad,
                 reserved=reserved,
@@ -282,7 +284,7 @@ def _build_source(
     config: DataSource,
     percent: float,
     seed: int,
-    owners: Owners,
+    owners: ColumnOwners,
     *,
     with_held_out: bool,
     skips_bad: bool,
@@ -320,7 +322,7 @@ def _build_source(
 @mistakes_as_value_errors()
 def open_documents(
     config: DocumentSource,
-    owners: Owners | None = None,
+    owners: ColumnOwners | None = None,
     *,
     reserved: Reserved | None = None,
     skips_bad: bool = False,
@@ -328,12 +330,12 @@ def open_documents(
 ) -> tuple[Documents, str]:
     """Open a source's documents by index; return them and their fingerprint.
 
-    ``owners``: files of other sources, which are omitted; see ``matching_files``. Absent: those
+    ``owners``: files of other sources, which are omitted; gets those of this one. Absent: those
     that ``reserved`` excludes. ``skips_bad``: documents that cannot be read are None. Raises
     ``ValueError`` for missing files, and for others that are ``reserved``.
     """
     reserved = reserved or Reserved({}, {})
-    owners = dict(reserved.excluded) if owners is None else owners
+    owners = _first_owners(reserved) if owners is None else owners
     documents, fingerprint = _open_documents(config, owners, skips_bad, check_tokens)
     for path in documents.paths if reserved.files else ():
         if owner := reserved.files.get(file_id(path)):
@@ -342,14 +344,23 @@ def open_documents(
     return documents, fingerprint
 
 
+def _first_owners(reserved: Reserved) -> ColumnOwners:
+    return defaultdict(dict, {WHOLE_FILE: dict(reserved.excluded)})
+
+
+def _own(owners: Owners, paths: Iterable[DataPath], label: str) -> None:
+    owners.update((file_id(path), label) for path in paths)
+
+
 def _open_documents(
     config: DocumentSource,
-    owners: Owners,
+    owners: ColumnOwners,
     skips_bad: bool,
     check_tokens: Callable[[TokenFiles], None] | None,
 ) -> tuple[Documents, str]:
     if config.type == "tokens":
-        tokenized = open_token_files(config.path)
+        tokenized = open_token_files(config.path, ChainMap(*owners.values()), config.label)
+        _own(owners[WHOLE_FILE], tokenized.paths, config.label)
         if check_tokens is not None:
             check_tokens(tokenized)
         return SkipBadRecords(tokenized) if skips_bad else tokenized, tokenized.fingerprint
@@ -362,13 +373,20 @@ def _open_documents(
         table = HubTable(config, skips_bad=skips_bad)
         return SkipBadRecords(table) if skips_bad else table, _fingerprint(table.name, table)
     is_builtin = config.type == "builtin"
-    files = builtin_files() if is_builtin else matching_files(config.path, owners, config.label)
-    listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
+    # A table may have several columns of text.
+    taken = ChainMap(owners[WHOLE_FILE], owners[config.text_key])
+    files = builtin_files() if is_builtin else matching_files(config.path, taken, config.label)
     found = [] if is_builtin else _with_formats(files, as_text=config.type == "text")
     tables = [(path, name, form) for path, name, form in found if form not in ("text", None)]
+    if not tables:
+        files = without_owned(files, ChainMap(*owners.values()), config.label)
+    column = config.text_key if tables else WHOLE_FILE
+    _own(owners[column], (path for path, _ in files), config.label)
+    listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
     documents: Documents
     if not tables:
-        texts = files if is_builtin else [file[:2] for file in found if file[2] == "text"]
+        empty = {path for path, _, form in found if form is None}
+        texts = [file for file in files if file[0] not in empty]
         documents = TextFiles(texts, encoding_errors="replace" if is_builtin else "strict")
         documents = SkipBadRecords(documents) if skips_bad else documents
         return documents, _fingerprint(listing, documents)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
@@ -26,7 +26,7 @@ from data.files import (
     record_hashes,
     relative_names,
 )
-from data.matching import match_paths
+from data.matching import FileId, file_id, match_paths, once_each, without_owned
 from data.remote_errors import StorageError
 from data.storage import (
     DataPath,
@@ -136,11 +136,13 @@ class TokenFiles:
             raise
 
 
-def open_token_files(path: str) -> TokenFiles:
+def open_token_files(
+    path: str, owners: Mapping[FileId, str] | None = None, label: str = ""
+) -> TokenFiles:
     """Open a folder of shardloom prepare, an .idx file of Megatron-LM, or all that match a glob.
 
-    Copies remote files. Raises ``ValueError`` for missing files and wrong sizes; does not read the
-    contents.
+    ``owners``, ``label``: as in ``without_owned``. Copies remote files. Raises ``ValueError`` for
+    missing files and wrong sizes; does not read the contents.
     """
     shards: list[TokenShard] = []
     tokenizers: dict[str, tuple[DataPath, dict[str, Any]]] = {}
@@ -159,12 +161,26 @@ def open_token_files(path: str) -> TokenFiles:
         raise ValueError(f"data.path: {first} and {second} have different tokenizers")
     if not any(shard.n_documents for shard in shards):
         raise ValueError(f"data.path: {path} has no documents")
+    shards = _once_each(shards, path, owners or {}, label)
     known = [max_id for max_id in max_ids if max_id is not None]
     return TokenFiles(
         shards,
         tokenizer=next((tokenizer for _, tokenizer in tokenizers.values()), None),
         max_id=max(known) if len(known) == len(max_ids) else None,
     )
+
+
+def _once_each(
+    shards: list[TokenShard], pattern: str, owners: Mapping[FileId, str], label: str
+) -> list[TokenShard]:
+    """``shards`` in their order, of which each file is read once, and by one source."""
+    matches: dict[FileId, list[tuple[DataPath, str]]] = {}
+    for shard in shards:
+        name = PurePosixPath(shard.name).with_name(shard.path.name).as_posix()
+        matches.setdefault(file_id(shard.path), []).append((shard.path, name))
+    files = without_owned(once_each(matches, pattern), owners, label)
+    kept = {path for path, _ in files}
+    return [shard for shard in shards if shard.path in kept]
 
 
 def _match_paths(path: str) -> Sequence[tuple[DataPath, str]]:

@@ -11,6 +11,7 @@ import random
 import tarfile
 import tracemalloc
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -218,8 +219,49 @@ def test_files_of_several_sources_are_read_once(tmp_path: Path) -> None:
 
     assert counts("a/*", "b/*") == [9, 9]
     assert counts("a/*", "**/*.txt") == [9, 9]
-    with pytest.raises(ValueError, match=r"data\.sources, 1: path: 0 has all files that match"):
+    with pytest.raises(
+        ValueError, match=r"data\.sources, 1: path: 0 has all its files, and a file"
+    ):
         counts("a/*", "c/*")
+
+
+@pytest.mark.row(43, "Data files are read exactly and once, or rejected by name")
+@pytest.mark.parametrize(
+    ("sources", "n_documents"),
+    [
+        # Text has no column.
+        ([{"path": "*.txt", "text_key": "x"}, {"path": "*"}], [10, 20]),
+        ([{"path": "t[1-4].txt"}, {"type": "text", "path": "*.txt"}], [4, 6]),
+        ([{"path": "*.jsonl", "text_key": "id"}, {"type": "text", "path": "*"}], [20, 10]),
+        ([{"type": "text", "path": "*.jsonl"}, {"path": "t0.jsonl"}], None),
+        # The columns of a table are different documents.
+        ([{"path": "*.jsonl", "text_key": "id"}, {"path": "*.jsonl"}], [20, 20]),
+        ([{"path": "*.jsonl"}, {"path": "t[1-4].jsonl"}], None),
+    ],
+)
+def test_held_out_documents_are_in_no_other_source(
+    tmp_path: Path, sources: list[dict[str, str]], n_documents: list[int] | None
+) -> None:
+    for number in range(10):
+        (tmp_path / f"t{number}.txt").write_text(f"text {number}\n")
+        rows = [{"text": f"{kind} {number}", "id": f"id {kind} {number}"} for kind in "ab"]
+        (tmp_path / f"t{number}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    configs = [
+        DataSource.model_validate(
+            {**source, "path": f"{tmp_path}/{source['path']}", "name": str(i)}
+        )
+        for i, source in enumerate(sources)
+    ]
+    if n_documents is None:
+        with pytest.raises(ValueError, match=r"data\.sources, 1: path: 0 has all its files"):
+            build_sources(Data(sources=configs, validation_percent=30.0), 0)
+        return
+    train, held_out = build_sources(Data(sources=configs, validation_percent=30.0), 0)
+    kept = [[*islice(source.documents(0, 1, 0), source.n_documents)] for source in train]
+    held = [[*source.documents(0, 1, 0)] for source in held_out.values()]
+    assert [len(kept[i] + held[i]) for i in range(2)] == n_documents
+    texts = [str(text) for part in kept + held for text in part]
+    assert len(set(texts)) == len(texts)
 
 
 def plain_reader(content: bytes, suffix: str) -> list[str]:

@@ -143,6 +143,43 @@ def test_glob_finds_folders_and_indices(tmp_path: Path) -> None:
         open_token_files(str(tmp_path / "y" / "x" / "?"))
 
 
+@pytest.mark.parametrize("paths", [["x/b", "x/*"], ["x/m.idx", "x/*"], ["x/[a]", "x/?", "x/*"]])
+def test_held_out_documents_are_in_no_other_source(tmp_path: Path, paths: list[str]) -> None:
+    """Each document has an id of its own."""
+    for number, name in enumerate("ab"):
+        documents = [[1 + i + 100 * number] for i in range(100)]
+        write_prepared(tmp_path / "x" / name, [documents[:60], documents[60:]])
+    write_megatron(tmp_path / "x" / "m.idx", [[[201 + i]] for i in range(50)])
+    # Links are read as the files that they lead to.
+    (tmp_path / "x" / "aa").symlink_to("b")
+    (tmp_path / "x" / "copy").mkdir()
+    for file in (tmp_path / "x" / "a").iterdir():
+        os.link(file, tmp_path / "x" / "copy" / file.name)
+    sources = [DataSource(type="tokens", path=f"{tmp_path}/{p}", name=p) for p in paths]
+    train, held_out = build_sources(Data(sources=sources, validation_percent=30.0), 0)
+    parts = [islice(source.documents(0, 1, 0), source.n_documents) for source in train]
+    parts += [source.documents(0, 1, 0) for source in held_out.values()]
+    ids = [int(id_) for part in parts for document in part for id_ in document]
+    assert sorted(ids) == [*range(1, 251)]
+
+
+def test_source_without_files_of_its_own_is_an_error(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "x" / "wiki", [DOCUMENTS])
+    paths = [f"{tmp_path}/x/*", f"{tmp_path}/x/wiki"]
+    sources = [DataSource(type="tokens", path=path) for path in paths]
+    with pytest.raises(ValueError, match=r"data\.sources, wiki: path: x has all its files"):
+        build_sources(Data(sources=sources), 0)
+
+
+def test_link_does_not_change_the_split(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "x" / "b", [DOCUMENTS])
+    alone = open_token_files(f"{tmp_path}/x/*")
+    (tmp_path / "x" / "a").symlink_to("b")
+    linked = open_token_files(f"{tmp_path}/x/*")
+    assert linked.fingerprint == alone.fingerprint
+    assert (linked.split_hashes == alone.split_hashes).all()
+
+
 def test_fingerprint_changes_with_the_documents(tmp_path: Path) -> None:
     other = [*DOCUMENTS[:3], [7, 8, 9, 11]]
     split_elsewhere = [[1, 2], [3, 4], *DOCUMENTS[2:]]
