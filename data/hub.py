@@ -215,7 +215,7 @@ def convert_records(
 
 
 def _texts(
-    path: str, file_format: Format, text_key: str, skips_bad: bool, size: int, time: int | str
+    path: str, file_format: Format, text_key: str, skips_bad: bool, size: int, time: str
 ) -> Iterator[dict[str, str | None]]:
     for record in read_records(versioned_path(path, size, time), file_format, text_key):
         if record.error and not skips_bad:

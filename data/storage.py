@@ -64,12 +64,14 @@ def version_keys(path: DataPath) -> dict[str, Any]:
         facts = path.stat()
         return {"path": path.url, "size": facts.st_size, "time": facts.version}
     status = path.stat()
-    return {"path": str(path.resolve()), "size": status.st_size, "time": status.st_mtime_ns}
+    # Copies and archives set the time of modification, but not that of the change.
+    time = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    return {"path": str(path.resolve()), "size": status.st_size, "time": time}
 
 
-def versioned_path(path: str, size: int, time: int | str) -> DataPath:
+def versioned_path(path: str, size: int, time: str) -> DataPath:
     """Return the file of ``version_keys``."""
-    facts = Facts(size, 0.0, str(time), st_ino=path)
+    facts = Facts(size, 0.0, time, st_ino=path)
     return data_path(path, facts if is_url(path) else None)
 
 
