@@ -1,6 +1,7 @@
 """Datasets of the Hugging Face Hub, and the cache of converted files, through ``datasets``."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -170,8 +171,19 @@ def hub_streams(
 def check_is_not_trained_on(config: DocumentSource, trained: Iterable[DataSource]) -> None:
     """Raise ``ValueError`` if a source of ``trained`` reads the hub dataset of ``config``."""
     name, subset, _ = _hub_name(config)
-    if any(source.is_on_hub and _hub_name(source)[:2] == (name, subset) for source in trained):
+    others = [_hub_name(source)[:2] for source in trained if source.is_on_hub]
+    subsets = {other for found, other in others if _repository(found) == _repository(name)}
+    if subsets and subset not in subsets and "" in subsets | {subset}:
+        with _loading(name):
+            default = datasets.get_dataset_default_config_name(name) or ""
+        subset, subsets = subset or default, {other or default for other in subsets}
+    if subset in subsets:
         raise ValueError(f"data.split: train of {name} is also trained on")
+
+
+def _repository(name: str) -> str:
+    """Return the same text for all names of a dataset: those of the Hub have no case."""
+    return os.path.realpath(name) if os.path.isdir(name) else name.strip("/").casefold()
 
 
 def validation_stream(config: ValidationSource, *, skips_bad: bool) -> HubStream:

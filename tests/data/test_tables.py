@@ -18,7 +18,7 @@ import zstandard
 from config.job_config import Data, DataSource
 from data import tables
 from data.formats import format_of
-from data.hub import HubStream, hub_streams
+from data.hub import HubStream, check_is_not_trained_on, hub_streams
 from data.sources import build_sources, open_documents
 from data.tables import Tables
 from tests.lib.corpora import both
@@ -345,6 +345,29 @@ def test_hub_dataset_without_validation_holds_out_rows(tmp_path: Path, n_rows: i
     assert sides[0] == sides[1]
     assert sorted([*sides[0][0], *sides[0][1]]) == sorted(f"document {i}" for i in range(200))
     assert 20 <= len(sides[0][1]) <= 60
+
+
+@pytest.mark.parametrize(("subset", "other"), [("", "default"), ("default", ""), ("", "")])
+@pytest.mark.parametrize("suffix", ["", "/", "/.", "/../link"])
+def test_hub_dataset_is_trained_on_under_any_name(
+    tmp_path: Path, subset: str, other: str, suffix: str
+) -> None:
+    hub(tmp_path / "data", [3], ".jsonl")
+    (tmp_path / "link").symlink_to("data")
+    config, source = (
+        DataSource(type="huggingface", path=f"{tmp_path}/data{end}", subset=name)
+        for end, name in (("", subset), (suffix, other))
+    )
+    with pytest.raises(ValueError, match=r"data\.split: train of .*/data is also trained on"):
+        check_is_not_trained_on(config, [source])
+
+
+def test_other_subset_is_not_trained_on() -> None:
+    keys = [("a/b", "en"), ("a/c", "de"), ("A/B", "de")]
+    en, *others = (DataSource(type="huggingface", path=path, subset=key) for path, key in keys)
+    check_is_not_trained_on(en, others)
+    with pytest.raises(ValueError, match=r"data\.split: train of A/B is also trained on"):
+        check_is_not_trained_on(others[1], [en.model_copy(update={"subset": "de"})])
 
 
 def test_hub_dataset_without_train_names_its_splits(tmp_path: Path) -> None:
