@@ -141,10 +141,12 @@ class Tables:
         with _reading(path):
             file = self._open(path)
             check_column(file.schema_arrow, self._text_key, path)
+            # The path of a.b may be that of the field b of a column a, but its own name is not.
+            leaves = map(file.schema.column, range(len(file.schema)))
+            (leaf,) = (i for i, c in enumerate(leaves) if c.name == c.path == self._text_key)
             for number in range(file.num_row_groups):
                 metadata = file.metadata.row_group(number)
-                columns = [metadata.column(i) for i in range(metadata.num_columns)]
-                (column,) = (c for c in columns if c.path_in_schema == self._text_key)
+                column = metadata.column(leaf)
                 size = column.total_uncompressed_size
                 if size > MAX_GROUP_BYTES:
                     text = f"row group {number} has {size:,} bytes of text; write smaller ones"

@@ -128,6 +128,18 @@ def test_compressed_table_without_zstandard_is_named(
         tables_of(path)
 
 
+def test_column_whose_name_is_also_a_path_is_read(tmp_path: Path) -> None:
+    nested = pa.array([{"b": 1, "c": "no"}, None])
+    for number, names in enumerate((["a.b", "a"], ["a", "a.b"])):
+        columns = {"a": nested, "a.b": pa.array(["x", "y"])}
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({name: columns[name] for name in names}), path, row_group_size=1)
+        tables = Tables([(path, path.name, "parquet")], "a.b")
+        assert [tables[i] for i in range(len(tables))] == ["x", "y"]
+        with pytest.raises(ValueError, match=r"no column 'a\.c', only"):
+            Tables([(path, path.name, "parquet")], "a.c")
+
+
 @pytest.mark.parametrize("suffix", ["", *PACK])
 def test_changed_table_is_read_again(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
