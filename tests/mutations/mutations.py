@@ -519,8 +519,8 @@ DATA = [
     Mutation(
         "changed-table-read-from-the-cache",
         "data/storage.py",
-        before='"size": status.st_size, "time": status.st_mtime_ns}',
-        after='"size": status.st_size, "time": 0}',
+        before='time = f"{status.st_mtime_ns} {status.st_ctime_ns}"',
+        after='time = f"{status.st_mtime_ns}"',
         tests=("tests/data/test_tables.py",),
     ),
     Mutation(
