@@ -54,6 +54,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+class TensorState(Stateful, Protocol):
+    """State of tensors, which are loaded in place."""
+
+    def load_targets(self, saved: Collection[str]) -> dict[str, Any]:
+        """Return the tensors to load, of a checkpoint whose keys are ``saved``."""
+
+
 @dataclass(frozen=True)
 class PendingSave:
     """A save between ``begin`` and ``finish``."""
@@ -83,7 +90,7 @@ class Checkpointer:
         folder: Path,
         config: Checkpoint,
         *,
-        tensor_states: dict[str, Stateful],
+        tensor_states: dict[str, TensorState],
         json_states: dict[str, Stateful],
         metadata: dict[str, Any],
         validate: Callable[[dict[str, Any]], None],
@@ -106,7 +113,9 @@ class Checkpointer:
         checkpoint that this attempt loaded; None without one."""
         self._verified: set[str] = set()
         self._pending: PendingSave | None = None
-        self._items: list[WriteItem] | None = None
+        self._items: list[WriteItem] = []
+        self._planned: set[str] | None = None
+        """Names of the tensors that this rank had when writes were planned."""
         self._host_buffers: dict[Any, torch.Tensor] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         # A separate thread, because verifying reads and hashes whole checkpoints.
@@ -149,11 +158,14 @@ class Checkpointer:
         try:
             scratch = run_on_rank0(partial(self._open_scratch, step))
             # Gathered, because an error on one rank only would leave the others waiting for it.
-            gather_to_rank0(partial(self._read_states, planner, json_state))
-            # Planned once: a rank writes the same items at every save, perhaps none.
-            self._items = _plan_writes(planner) if self._items is None else self._items
+            is_new = gather_to_rank0(partial(self._read_states, planner, json_state))
+            # Planned once: a rank writes the same items at every save, perhaps none. But the first
+            # update, and what it adds to the optimizer's state, may come after the first save.
+            if run_on_rank0(lambda: any(is_new)):
+                self._items = _plan_writes(planner)
         except RankFailure as error:
-            # The next save deletes the scratch folder.
+            # The next save plans again, and deletes the scratch folder.
+            self._planned = None
             self._log_failure(step, error)
             return
         path = scratch / f"rank-{self._rank:05d}.bin"
@@ -246,7 +258,7 @@ class Checkpointer:
         return None
 
     def load_initial(
-        self, model: Stateful, validate: Callable[[dict[str, Any]], None] = lambda manifest: None
+        self, model: TensorState, validate: Callable[[dict[str, Any]], None] = lambda manifest: None
     ) -> None:
         """Load only the weights, from ``initial_load_path``. Collective. Mutates ``model``.
 
@@ -283,11 +295,17 @@ class Checkpointer:
         scratch.mkdir(mode=0o700)
         return scratch
 
-    def _read_states(self, planner: dcp.DefaultSavePlanner, json_state: dict[str, Any]) -> None:
-        """Give the tensors to ``planner``, and copy the JSON states to ``json_state``."""
+    def _read_states(self, planner: dcp.DefaultSavePlanner, json_state: dict[str, Any]) -> bool:
+        """Give the tensors to ``planner``, and copy the JSON states to ``json_state``.
+
+        Returns True if this rank's tensors are not those of the last save.
+        """
         tensors = {name: state.state_dict() for name, state in self._tensor_states.items()}
         planner.set_up_planner(tensors, is_coordinator=self._rank == 0)
         json_state |= {name: deepcopy(s.state_dict()) for name, s in self._json_states.items()}
+        before = self._planned
+        self._planned = {f"{name}.{key}" for name, part in tensors.items() for key in part}
+        return self._planned != before
 
     def _copy_to_host(
         self, planner: dcp.DefaultSavePlanner, items: list[WriteItem]
@@ -330,18 +348,22 @@ class Checkpointer:
         logger.error(text, step, self.newest_step or "none", error)
 
     def _load(
-        self, folder: Path, manifest: dict[str, Any], tensor_states: dict[str, Stateful]
+        self, folder: Path, manifest: dict[str, Any], tensor_states: dict[str, TensorState]
     ) -> None:
-        state = {name: stateful.state_dict() for name, stateful in tensor_states.items()}
-        wanted = {f"{name}.{key}": t for name, part in state.items() for key, t in part.items()}
         index: dict[str, TensorRecord] = {}
+        gather_to_rank0(lambda: index.update(read_index(folder, sizes_of(manifest))))
+        saved = {
+            name: {fqn.removeprefix(f"{name}.") for fqn in index if fqn.startswith(f"{name}.")}
+            for name in tensor_states
+        }
+        state = {name: each.load_targets(saved[name]) for name, each in tensor_states.items()}
+        wanted = {f"{name}.{key}": t for name, part in state.items() for key, t in part.items()}
 
         def differences() -> tuple[list[str], set[str]]:
-            index.update(read_index(folder, sizes_of(manifest)))
-            saved = {fqn for fqn in index if fqn.partition(".")[0] in tensor_states}
+            found = {f"{name}.{key}" for name, keys in saved.items() for key in keys}
             # Initial weights may have another dtype; on resume the dtypes must match.
             match_dtype = tensor_states is self._tensor_states
-            return _differences(index, wanted, match_dtype=match_dtype), saved - wanted.keys()
+            return _differences(index, wanted, match_dtype=match_dtype), found - wanted.keys()
 
         answers = gather_to_rank0(differences)
         problems = run_on_rank0(partial(_merge_differences, answers))

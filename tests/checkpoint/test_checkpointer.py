@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import chdir, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +108,41 @@ def test_optimizer_resumes_bit_for_bit(
             assert found[0] == want[0]
             # On another mesh, kernels may round differently at the end of a shard.
             assert found[1] == want[1] or layout != TWO
+
+
+def resume_without_state(folder: Path, optimizer: Optimizer, layout: Layout) -> None:
+    """Save before the first update, and with a parameter that no update changes; load each."""
+    unused, run = "layers.0.attention.wq.weight", Run(folder, layout, optimizer=optimizer)
+    first = run.digests()
+    run.checkpointer.save(1, wait=True)
+    loaded = Run(folder, layout, optimizer=optimizer)
+    assert loaded.checkpointer.load_latest() == 1
+    assert loaded.digests() == first
+    for each in (loaded, run):
+        each.save(2, unused=unused)
+    want = run.digests()
+    assert loaded.digests() == want
+    assert len(want) > len(first)
+    assert not any(name.startswith(f"{unused}.") for name in want)
+    again = Run(folder, layout, optimizer=optimizer)
+    # One that has the state, as at a rollback, and one that does not.
+    run.save(3)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "step-00000003")
+    for each in (run, again):
+        assert each.checkpointer.load_latest() == 2
+        assert each.digests() == want
+
+
+@pytest.mark.parametrize("name", ["adamw", "torch.optim:AdamW"])
+def test_state_that_is_not_saved_stays_absent(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    optimizer = Optimizer(name=name)
+    ranks.run(resume_without_state, 2, tmp_path, optimizer, TWO)
+    assert set(ranks.run(load_step, 4, tmp_path, optimizer, Layout(4, {TP: 2}))) == {2}
+
+
+def load_step(folder: Path, optimizer: Optimizer, layout: Layout) -> int | None:
+    return Run(folder, layout, optimizer=optimizer).checkpointer.load_latest()
 
 
 def resume_with_other_options(folder: Path) -> None:
@@ -365,12 +400,15 @@ def test_save_is_due_each_interval_and_overdue_after_three(ranks: RankPool, tmp_
 
 
 class OneTensor:
-    """``Stateful`` of one tensor: on several ranks, some have nothing to write."""
+    """``TensorState`` of one tensor: on several ranks, some have nothing to write."""
 
     def __init__(self) -> None:
         self.tensors = {"weight": torch.arange(3.0)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def load_targets(self, saved: Collection[str]) -> dict[str, torch.Tensor]:
         return self.tensors
 
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:

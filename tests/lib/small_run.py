@@ -71,10 +71,12 @@ class Run:
             for tensor in (parameter.detach(), *self.optimizer.state.get(parameter, {}).values()):
                 tensor.fill_(7)
 
-    def save(self, *steps: int) -> None:
-        """Run one optimizer update before each save."""
+    def save(self, *steps: int, unused: str | None = None) -> None:
+        """Run one optimizer update before each save. ``unused``: an FQN without a gradient."""
         for step in steps:
-            for parameter in self.model.parameters():
+            for fqn, parameter in self.model.named_parameters():
+                if fqn == unused:
+                    continue
                 parameter.grad = parameter.detach() - 0.1 * step
             for group in self.optimizer.param_groups:
                 group["lr"] = 1e-3 / step

@@ -1,6 +1,7 @@
 """Optimizers outside: which part of their contract they break, and how their state is saved."""
 
 import sys
+from copy import deepcopy
 from types import ModuleType
 from typing import Any
 
@@ -122,7 +123,14 @@ def problem(name: str, *, must_be_elementwise: bool = True, **args: Any) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    ["zoo:Plain", "zoo:NumberInState", "zoo:NumberInGroup", "torch.optim:Adam", "torch.optim:SGD"],
+    [
+        "zoo:Plain",
+        "zoo:NumberInState",
+        "zoo:NumberInGroup",
+        "zoo:OnlyNumberInGroup",
+        "torch.optim:Adam",
+        "torch.optim:SGD",
+    ],
 )
 def test_elementwise_optimizer_keeps_the_contract(name: str) -> None:
     assert problem(name) == ""
@@ -133,7 +141,6 @@ def test_elementwise_optimizer_keeps_the_contract(name: str) -> None:
     [
         ("zoo:NumberOutside", "differs after its state was saved and loaded"),
         ("zoo:ChangesOption", "changes 'weight_decay' of its parameter groups"),
-        ("zoo:OnlyNumberInGroup", "counts in its parameter groups"),
         ("zoo:ListInState", "has list in its state"),
         ("zoo:Normalized", "does not update each element on its own"),
         ("torch.optim:Adafactor", "does not update each element on its own"),
@@ -171,7 +178,9 @@ def test_mistake_is_an_error_by_key(keys: dict[str, Any], message: str) -> None:
         outside_optimizer(section.model_copy(update=keys))
 
 
-@pytest.mark.parametrize("name", ["zoo:NumberInState", "zoo:NumberInGroup"])
+@pytest.mark.parametrize(
+    "name", ["zoo:NumberInState", "zoo:NumberInGroup", "zoo:OnlyNumberInGroup"]
+)
 def test_numbers_are_saved_and_loaded(name: str) -> None:
     models = [nn.Linear(3, 2) for _ in range(2)]
     optimizers = [build_optimizer(m, Optimizer(name=name)) for m in models]
@@ -183,10 +192,27 @@ def test_numbers_are_saved_and_loaded(name: str) -> None:
     saved = states[0].state_dict()
     assert saved
     assert all(isinstance(value, torch.Tensor) for value in saved.values())
+    assert states[1].load_targets(saved).keys() == saved.keys()
     states[1].load_state_dict(saved)
     assert [*optimizers[1].state.values()] == [*optimizers[0].state.values()]
     steps = [[group.get("step") for group in o.param_groups] for o in optimizers]
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("name", ["torch.optim:AdamW", "zoo:NumberInGroup"])
+def test_saving_before_the_first_update_makes_no_step(name: str) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(model, Optimizer(name=name))
+    before = deepcopy(optimizer.state_dict())
+    state = OptimizerState(model, optimizer)
+    assert state.state_dict() == {}
+    assert optimizer.state_dict() == before
+    # Loading it undoes the updates since.
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert state.load_targets(set()) == {}
+    state.load_state_dict({})
+    assert optimizer.state_dict() == before
 
 
 def test_idle_optimizer_is_rejected_when_it_is_built() -> None:
