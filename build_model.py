@@ -197,13 +197,15 @@ def build_sharded_model(
     fqns, tied = [fqn for fqn, _ in module.named_parameters()], tied_fqns(module)
     has_moes = bool(spec.moes(module))
     n_parameters = sum(parameter.numel() for parameter in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     changes = "".join(f", {name} = {value}" for name, value in config.model.args.items())
     logger.info(
-        "model: %s %s%s, %s parameters",
+        "model: %s %s%s, %s parameters%s",
         config.model.name,
         config.model.flavor,
         changes,
         f"{n_parameters:,}",
+        f", of which {trained:,} are trained" if trained < n_parameters else "",
     )
     flops = training_flops(spec, args, module, config.training.seq_len)
     mp_policy = mixed_precision_policy(config.training, device)

@@ -156,14 +156,15 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def memory_text(module: nn.Module, state_bytes: int | None, device: torch.device) -> str:
     """Sizes of this rank's weights, gradients and optimizer state, if that is known beforehand."""
-    parameters = [to_local(parameter.detach()) for parameter in module.parameters()]
-    weights = sum(p.numel() * p.element_size() for p in parameters)
+    sizes = {p: to_local(p.detach()).nbytes for p in module.parameters()}
+    weights = sum(sizes.values())
+    gradients = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     state = "state that is not known yet" if state_bytes is None else size_text(state_bytes)
     capacity = ""
     if device.type == "cuda":
         capacity = f", of {size_text(torch.cuda.get_device_properties(device).total_memory)}"
     return (
-        f"weights {size_text(weights)}, gradients {size_text(weights)}, optimizer"
+        f"weights {size_text(weights)}, gradients {size_text(gradients)}, optimizer"
         f" {state} on this rank, and activations{capacity}"
     )
 

@@ -31,15 +31,18 @@ def clip_grad_norm_(
     stages, which have different parameters. ``tied_duplicates``: parameters that another stage
     counts. The norm is 0-d. Mutates the gradients; never waits for the device. Collective.
     """
-    duplicates = set(tied_duplicates)
+    duplicates, norms = set(tied_duplicates), norms or local_norms(parameters)
     shards: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     norms_by_group: dict[tuple, list[torch.Tensor]] = defaultdict(list)
-    for parameter, local_norm in zip(parameters, norms or local_norms(parameters), strict=True):
+    for parameter, local_norm in zip(parameters, norms, strict=True):
         if parameter.grad is not None:
             groups = sharding_groups(parameter.grad)
             shards[groups].append(to_local(parameter.grad))
             if parameter not in duplicates:
                 norms_by_group[groups].append(local_norm)
+    if not norms_by_group:
+        # A pipeline stage that is frozen.
+        norms_by_group[()] = [torch.zeros_like(norms[0])]
     n_elements = sum(p.numel() for p in parameters)
     norm = exact_norm(shards, n_elements) if is_exact else _norm(norms_by_group, pp_mesh)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from config import ConfigError
 from optim.chunked_adamw import ChunkedAdamW
 from optim.one_pass_adamw import read_weight, write_weight
 from runtime.dtensor import shard_slices, to_local
@@ -120,14 +121,15 @@ class Muon(ChunkedAdamW):
     ) -> None:
         """``weight_mesh`` has every rank; None: one rank. Collective.
 
-        Raises ``ValueError`` without hidden matrices.
+        Raises ``ConfigError`` without hidden matrices.
         """
         super().__init__(groups, **options)
         self._group, ranks = _stage_group(weight_mesh)
         self._rank = ranks.index(dist.get_rank()) if weight_mesh is not None else 0
         matrices = list(self._groups())
         if not matrices:
-            raise ValueError("optimizer.name: muon, but the model has no hidden matrices")
+            text = "the model, or a pipeline stage, has no hidden matrices that are trained"
+            raise ConfigError([f"optimizer.name: muon, but {text}"])
         self._dtype, self._device = _compute_dtype(matrices[0]), to_local(matrices[0]).device
         stacks = [stack for matrix in matrices for stack in _stacks(matrix, ranks)]
         self._rounds = list(_rounds(_assign_owners(stacks, len(ranks)), len(ranks)))
@@ -149,7 +151,10 @@ class Muon(ChunkedAdamW):
         is_skipped = getattr(self, "found_inf", torch.zeros((), device=self._device)) != 0
         groups = self._groups()
         for tasks in self._rounds:
-            self._step_round(tasks, groups, is_skipped)
+            # As AdamW does, leave out what took no part in the loss, on all ranks alike.
+            used = [task for task in tasks if task.stack.parameter.grad is not None]
+            if used:
+                self._step_round(used, groups, is_skipped)
 
     def _groups(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Group of each matrix. Not cached, because loading a state replaces the groups."""
@@ -199,7 +204,7 @@ class Muon(ChunkedAdamW):
         The update is 0 if it is masked, so that only finite values are communicated.
         """
         parameter = stack.parameter
-        assert parameter.grad is not None, "a hidden matrix has no gradient"
+        assert parameter.grad is not None, "a task without a gradient"
         state = self.state[parameter]
         if not state:
             dtype = self.moment_dtype or parameter.dtype

@@ -23,16 +23,19 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build AdamW (arXiv 1711.05101), Muon or one outside, with weight decay on matrices only.
 
-    Norms, biases, embeddings and an output tied to the embedding do not decay. ``matrices``: the
-    ``hidden_matrices``, which Muon updates. ``weight_mesh`` has every rank; None: one rank.
-    ``is_elastic``: updates are bitwise identical however parameters are sharded. Raises
-    ``ValueError`` if Muon has no matrices, or one outside breaks its contract. Collective for Muon.
+    Norms, biases, embeddings and an output tied to the embedding do not decay; frozen parameters
+    are left out. ``matrices``: the ``hidden_matrices``, which Muon updates. ``weight_mesh`` has
+    every rank; None: one rank. ``is_elastic``: updates are bitwise identical however parameters are
+    sharded. Raises ``ConfigError`` if Muon has no matrices, or one outside breaks its contract.
+    Collective for Muon.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [matrix for matrix in matrices if matrix.requires_grad]
     muon_ids = {id(p) for p in matrices} if config.name == "muon" else set()
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for parameter in trained:
         is_decayed = parameter.ndim >= 2 and id(parameter) not in embeddings
         if id(parameter) not in muon_ids:
             (decayed if is_decayed else not_decayed).append(parameter)
@@ -40,7 +43,8 @@ def build_optimizer(
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": not_decayed, "weight_decay": 0.0},
     ]
-    if ":" in config.name:
+    # A pipeline stage that is frozen gives one outside nothing to update.
+    if ":" in config.name and trained:
         has_stages = weight_mesh is not None and weight_mesh["pp"].size() > 1
         groups = [group for group in groups if group["params"]]
         return build_outside(config, groups, has_stages=has_stages)
@@ -54,8 +58,6 @@ def build_optimizer(
     if config.name == "muon":
         muon = {"weight_decay": config.weight_decay, "muon_momentum": config.muon_momentum}
         groups.append({"params": list(matrices), **muon})
-        # With a tied output Muon may own all decayed weights, and an empty group cannot be loaded.
-        groups = [group for group in groups if group["params"]]
         return Muon(groups, weight_mesh=weight_mesh, **own, **options)
     if any(own.values()) or is_elastic:
         return ChunkedAdamW(groups, **own, **options)

@@ -76,7 +76,7 @@ class PairwiseGradientAccumulator:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._reduce_dtype = reduce_dtype
         # One for each level of the tree that waits for its right half, the widest first.
-        self._sums: list[list[torch.Tensor]] = []
+        self._sums: list[list[torch.Tensor | None]] = []
         self._count = 0
 
     @torch.no_grad()
@@ -97,8 +97,13 @@ class PairwiseGradientAccumulator:
             parameter.grad = grad
         self._count = 0
 
-    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Add ``right`` to ``left`` in place, rounded as the sums between ranks are."""
+    def _add(self, left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+        """Add ``right`` to ``left`` in place, rounded as the sums between ranks are.
+
+        A parameter that took no part in the loss of a microbatch has no gradient.
+        """
+        if left is None or right is None:
+            return right if left is None else left
         sums = to_local(left)
         sums += to_local(right)
         if self._reduce_dtype not in (None, sums.dtype):
@@ -106,7 +111,6 @@ class PairwiseGradientAccumulator:
         return left
 
 
-def _take_grad(parameter: nn.Parameter) -> torch.Tensor:
+def _take_grad(parameter: nn.Parameter) -> torch.Tensor | None:
     grad, parameter.grad = parameter.grad, None
-    assert grad is not None, "a parameter took no part in the loss"
     return grad

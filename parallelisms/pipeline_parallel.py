@@ -138,7 +138,9 @@ def all_reduce_tied_gradients(parameters: list[nn.Parameter], pp_mesh: DeviceMes
         return
     (other,) = set(peers) - {pp_mesh.get_local_rank()}
     for parameter in parameters:
-        assert parameter.grad is not None
+        if not parameter.requires_grad:
+            continue
+        assert parameter.grad is not None, "a tied weight took no part in the loss"
         local = to_local(parameter.grad)
         received = torch.empty_like(local)
         for work in dist.batch_isend_irecv(

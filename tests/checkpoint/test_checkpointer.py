@@ -134,7 +134,7 @@ def resume_without_state(folder: Path, optimizer: Optimizer, layout: Layout) -> 
         assert each.digests() == want
 
 
-@pytest.mark.parametrize("name", ["adamw", "torch.optim:AdamW"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "torch.optim:AdamW"])
 def test_state_that_is_not_saved_stays_absent(ranks: RankPool, tmp_path: Path, name: str) -> None:
     optimizer = Optimizer(name=name)
     ranks.run(resume_without_state, 2, tmp_path, optimizer, TWO)

@@ -36,6 +36,17 @@ def test_microbatches_are_added_pairwise(count: int) -> None:
     assert torch.equal(accumulate(SLOTS[:count]), pairwise(SLOTS[:count]))
 
 
+def test_parameter_without_a_gradient_keeps_none() -> None:
+    used, unused = (nn.Parameter(torch.zeros(1000)) for _ in range(2))
+    tree = PairwiseGradientAccumulator([used, unused], None)
+    for index, grad in enumerate(SLOTS[:4]):
+        used.grad = grad.clone() if index != 1 else None
+        tree.end_microbatch(is_last=index == 3)
+    assert used.grad is not None
+    assert torch.equal(used.grad, SLOTS[0] + (SLOTS[2] + SLOTS[3]))
+    assert unused.grad is None
+
+
 def test_order_changes_the_sum() -> None:
     one_by_one = SLOTS[0].clone()
     for slot in SLOTS[1:]:

@@ -19,6 +19,8 @@ from tests.lib.covering import covered
 from tests.lib.parity import Reference, assert_cell_matches_one_device, check_cell, reference_of
 from tests.lib.ranks import RankPool
 
+ADAM = "torch.optim:Adam"
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
@@ -73,6 +75,9 @@ def test_weights_with_fewer_rows_than_ranks_shard_columns(ranks: RankPool, mode:
     "each",
     [
         Cell(model="qwen3_moe", shard=2, tensor=2, expert=2, frozen="norm experts"),
+        Cell(model="qwen3_moe", shard=2, expert=2, optimizer="muon", frozen="experts.w2 wq"),
+        Cell(model="qwen3", pipeline="1F1B 2", tied=True, frozen="tok_embeddings layers.0."),
+        Cell(model="qwen3", pipeline="1F1B 2", frozen="tok_embeddings layers.0.", optimizer=ADAM),
         Cell(model="qwen3_next", tensor=2, frozen="conv a_log dt_bias wk"),
         Cell(model="qwen3", data_parallel="simple_fsdp", shard=2, tensor=2, frozen="norm w1"),
         Cell(model="qwen3", pipeline="1F1B 2", data_parallel="ddp", frozen="tok_embeddings norm"),
