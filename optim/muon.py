@@ -151,7 +151,7 @@ class Muon(ChunkedAdamW):
         is_skipped = getattr(self, "found_inf", torch.zeros((), device=self._device)) != 0
         groups = self._groups()
         for tasks in self._rounds:
-            # As AdamW does, leave out what took no part in the loss, on all ranks alike.
+            # As AdamW does, skip what took no part in the loss, on all ranks alike.
             used = [task for task in tasks if task.stack.parameter.grad is not None]
             if used:
                 self._step_round(used, groups, is_skipped)

@@ -23,8 +23,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build AdamW (arXiv 1711.05101), Muon or one outside, with weight decay on matrices only.
 
-    Norms, biases, embeddings and an output tied to the embedding do not decay; frozen parameters
-    are left out. ``matrices``: the ``hidden_matrices``, which Muon updates. ``weight_mesh`` has
+    Norms, biases, embeddings and an output tied to the embedding do not decay. It has no frozen
+    parameters. ``matrices``: the ``hidden_matrices``, which Muon updates. ``weight_mesh`` has
     every rank; None: one rank. ``is_elastic``: updates are bitwise identical however parameters are
     sharded. Raises ``ConfigError`` if Muon has no matrices, or one outside breaks its contract.
     Collective for Muon.

@@ -173,6 +173,13 @@ PARALLELISMS = [
         tests=(cell(tied=True, reshard="always", pipeline=""),),
     ),
     Mutation(
+        "frozen-parameters-are-trained",
+        "parallelisms/parallelize.py",
+        before="stage.get_parameter(fqn).requires_grad_(False)",
+        after="stage.get_parameter(fqn)",
+        tests=("tests/parallelisms/test_parity.py::test_frozen_parameters_stay_frozen",),
+    ),
+    Mutation(
         "token-counts-not-reduced-over-tensor-parallel",
         "parallelisms/expert_parallel.py",
         before="for mesh in (cp_mesh, tp_mesh) if mesh.size() > 1]",
@@ -647,6 +654,14 @@ CHECKPOINT = [
         "checkpoint/checkpointer.py",
         before="json_state |= {name: deepcopy(s.state_dict()) for",
         after="json_state |= {name: s.state_dict() for",
+        tests=("tests/checkpoint/test_checkpointer.py",),
+    ),
+    Mutation(
+        # If the first update was skipped, no checkpoint would have the optimizer's state.
+        "writes-not-planned-again-for-new-state",
+        "checkpoint/checkpointer.py",
+        before="if run_on_rank0(lambda: any(is_new)):",
+        after="if not self._items:",
         tests=("tests/checkpoint/test_checkpointer.py",),
     ),
     Mutation(
