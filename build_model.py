@@ -113,11 +113,20 @@ class ShardedModel:
             "metrics.straggler_window": config.metrics.straggler_window > 0,
             # The compiler then keeps states of a random generator that a capture does not know.
             "compiled recomputation of attention": _recomputes_attention(config),
+            # Each recomputation takes states of the generator, which a capture does not allow.
+            "recomputation in a model of your own": _recomputes_own(config),
             # A graph would repeat the first value of a number that their forward changes.
             f"models of your own: {always}": is_auto and ":" in config.model.name,
             f"several GPUs: {always}": is_auto and n_ranks > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")
+
+
+def _recomputes_own(config: JobConfig) -> bool:
+    """True if backward may run parts of a model again whose random ops are not known."""
+    is_simple = config.parallelism.data_parallel == "simple_fsdp"
+    recomputes = is_simple or config.activation_checkpoint.mode != "none"
+    return recomputes and ":" in config.model.name
 
 
 def _recomputes_attention(config: JobConfig) -> bool:

@@ -1,6 +1,7 @@
 """Run microbatches forward and backward: through a whole model, or a pipeline of stages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -88,14 +89,16 @@ class SPMDRunner:
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch]) -> torch.Tensor:
-        losses = torch.stack([self._loss(self._place(each), 1) for each in microbatches])
+        with _eval_mode(self._model):
+            losses = torch.stack([self._loss(self._place(each), 1) for each in microbatches])
         self._end_inference()
         return losses
 
     @torch.no_grad()
     def logits(self, batch: Microbatch) -> torch.Tensor:
         tokens, options = self._sharder.inputs(*batch.inputs)
-        logits = self._sharder.unshard(self._model(tokens, **options))
+        with _eval_mode(self._model):
+            logits = self._sharder.unshard(self._model(tokens, **options))
         self._end_inference()
         return logits
 
@@ -194,13 +197,16 @@ class PipelineRunner:
             key = (group[0].tokens.shape, len(group))
             if key not in schedules:
                 schedules[key] = self._build(*key, self._loss)
-            losses.append(self._losses(schedules[key].eval, group))
+            with _eval_mode(*self._stages):
+                losses.append(self._losses(schedules[key].eval, group))
         return torch.cat(losses)
 
     @torch.no_grad()
     def logits(self, batch: Microbatch) -> torch.Tensor:
         tokens, options = self._inputs([batch])
-        found = self._build(batch.tokens.shape, 1, None).step(tokens, **options)
+        schedule = self._build(batch.tokens.shape, 1, None)
+        with _eval_mode(*self._stages):
+            found = schedule.step(tokens, **options)
         shape = (*tokens.shape, self._args.vocab_size)
         logits = torch.empty(shape, dtype=self._dtype, device=self._device)
         if found is not None:
@@ -264,3 +270,18 @@ class PipelineRunner:
             loss_fn=loss_fn,
             is_training=is_training,
         )
+
+
+@contextmanager
+def _eval_mode(*modules: nn.Module) -> Iterator[None]:
+    """Turn off dropout and what else is for training only. Mutates the modules meanwhile.
+
+    Compiled graphs are specific to it, as they are to ``torch.no_grad``: together, no more graphs.
+    """
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()

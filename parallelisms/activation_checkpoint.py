@@ -6,7 +6,7 @@ Full, selective and memory budget: https://pytorch.org/blog/activation-checkpoin
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from types import CodeType
 from typing import Any
 
@@ -42,11 +42,9 @@ class Recompute:
     save_every: int = 0
     """Save attention and every n-th matmul; 0: save nothing."""
 
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of ``torch.utils.checkpoint.checkpoint``."""
-        # The models use no random ops, so no RNG state is saved.
-        options: dict[str, Any] = {"preserve_rng_state": False}
+    def options(self, *, is_random: bool) -> dict[str, Any]:
+        """Return keyword arguments of ``torch.utils.checkpoint.checkpoint``."""
+        options: dict[str, Any] = {"preserve_rng_state": is_random}
         if self.save_every:
             ignored = find("torch.utils.checkpoint:SAC_IGNORED_OPS")
             if ignored is not None:
@@ -67,6 +65,7 @@ def apply_activation_checkpoint(
     config: ActivationCheckpoint,
     regions: Collection[str],
     frees_weights: bool,
+    is_random: bool,
 ) -> None:
     """Wrap the blocks' forward in ``checkpoint`` as ``config`` says. Mutates ``blocks``; FQNs stay.
 
@@ -74,6 +73,8 @@ def apply_activation_checkpoint(
     it wraps each region; full recomputation wraps the block.
     ``frees_weights``: blocks gather their own weights (SimpleFSDP), which only recomputed blocks
     free. Blocks that ``config`` does not select then recompute all but attention and matmuls.
+    ``is_random``: blocks may have random ops such as dropout. Backward then repeats their numbers,
+    which needs states of the generator that a CUDA graph cannot capture.
     Raises ``ConfigError`` if mode is "memory_budget" and this PyTorch has no such option.
     """
     # The budget is a global of the compiler, which an earlier run in this process may have set.
@@ -91,11 +92,12 @@ def apply_activation_checkpoint(
         if recompute is None:
             continue
         counts[recompute.label] += 1
+        options = recompute.options(is_random=is_random)
         if recompute == ALL or not regions:
-            block.forward = _checkpointed(recompute.options, partial(_forward, block))
+            block.forward = _checkpointed(options, partial(_forward, block))
             continue
         for path in regions:
-            wrap_region(block, path, partial(_checkpointed, recompute.options))
+            wrap_region(block, path, partial(_checkpointed, options))
     for label, count in counts.items():
         text = "activation checkpoint: %d of %d blocks recompute %s"
         logger.info(text, count, len(blocks), label)
@@ -146,4 +148,13 @@ def _policy(
         matmuls[ctx.is_recompute] += 1
     else:
         is_saved = op in _resolve_ops(SAVED) or op.name() in _SAVED_CUSTOM_OPS
+        # Ops after it would draw other numbers if backward did not repeat its own.
+        is_saved = is_saved and not _dropout_p(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _dropout_p(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the probability with which ``op``, an attention, drops its weights."""
+    schema = getattr(op, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    return (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0)

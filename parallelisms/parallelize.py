@@ -7,7 +7,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from config.job_config import ActivationCheckpoint, Compile, Float8, Parallelism
+from config.job_config import ActivationCheckpoint, Compile, Float8, Model, Parallelism
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.context_parallel import apply_context_parallel
@@ -43,6 +43,8 @@ class ShardingSpec(PipelineSplit, Protocol):
 class ParallelConfig(Protocol):
     """The TOML tables that ``parallelize`` reads; ``config.JobConfig`` has them."""
 
+    @property
+    def model(self) -> Model: ...
     @property
     def parallelism(self) -> Parallelism: ...
     @property
@@ -155,6 +157,8 @@ def _wrap_blocks(
         config=config.activation_checkpoint,
         regions=regions,
         frees_weights=frees_weights,
+        # No family of Shardloom has random ops.
+        is_random=":" in config.model.name,
     )
     apply_compile(
         blocks,

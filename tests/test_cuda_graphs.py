@@ -130,12 +130,18 @@ def test_what_runs_without_graphs_says_why(ranks: RankPool) -> None:
             "compile": {"enable": True},
             "activation_checkpoint": {"mode": "full"},
         },
-        'models of your own: compile.cuda_graphs = "always"': {"model": {"name": "my:model"}},
+        'models of your own: compile.cuda_graphs = "always"': {
+            "model": {"name": "my:model"},
+            "activation_checkpoint": {"mode": "none"},
+        },
     }
     (found,) = ranks.run(reasons, 1, list(wanted.values()))
     assert found == list(wanted)
     own = {"model": {"name": "my:model"}, "compile": {"cuda_graphs": "always"}}
-    assert ranks.run(reasons, 1, [own]) == [[""]]
+    without = {"activation_checkpoint": {"mode": "none"}}
+    assert ranks.run(reasons, 1, [own | without, own]) == [
+        ["", "recomputation in a model of your own"]
+    ]
 
 
 GPU_LAYOUTS = [Layout(1), Layout(1, recompute=SELECTIVE), Layout(1, compile=Compile(enable=True))]

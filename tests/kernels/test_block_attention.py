@@ -214,7 +214,9 @@ class Block(nn.Module):
 def test_selective_checkpointing_saves_block_attention(mode: Any, runs: int) -> None:
     config = ActivationCheckpoint(mode=mode, selective="op")
     blocks = nn.ModuleDict({"0": Block()})
-    apply_activation_checkpoint(blocks, config=config, regions=(), frees_weights=False)
+    apply_activation_checkpoint(
+        blocks, config=config, regions=(), frees_weights=False, is_random=False
+    )
     tensors = [t.bfloat16() for t in random_inputs(BLOCK)]
     with OpCounter() as counter:
         found = with_gradients(blocks["0"], tensors)

@@ -178,7 +178,9 @@ def test_wrapped_compile_region_can_be_saved(wraps: bool, calls: int) -> None:
     """With ``selective = "op"``, only the compile region is saved; the rest is recomputed."""
     blocks = nn.ModuleDict({"0": Block(wraps)})
     config = ActivationCheckpoint(mode="selective", selective="op")
-    apply_activation_checkpoint(blocks, config=config, regions=(), frees_weights=False)
+    apply_activation_checkpoint(
+        blocks, config=config, regions=(), frees_weights=False, is_random=False
+    )
     x = torch.linspace(0, 1, 8, requires_grad=True)
     CALLS.clear()
     blocks["0"](x).sum().backward()

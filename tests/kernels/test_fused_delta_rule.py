@@ -289,7 +289,9 @@ def test_compiled_block_uses_the_kernel() -> None:
 def test_selective_checkpointing_saves_the_kernel(mode: str, n_calls: int) -> None:
     blocks = nn.ModuleDict({"0": delta_net()})
     config = ActivationCheckpoint(mode=mode, selective="op")
-    apply_activation_checkpoint(blocks, config=config, regions=(), frees_weights=False)
+    apply_activation_checkpoint(
+        blocks, config=config, regions=(), frees_weights=False, is_random=False
+    )
     with fake_fla():
         cast(Any, blocks["0"]).inner.rule = FusedDeltaRule(delta_rule)
         CALLS.clear()

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from build_model import ShardedModel, build_sharded_model
 from config import JobConfig
-from config.job_config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from config.job_config import ActivationCheckpoint, Compile, Float8, Model, Parallelism, Training
 from models import TransformerArgs, find_model
 from models.qwen3_moe import Qwen3MoeArgs
 from models.qwen3_next import Qwen3NextArgs
@@ -69,6 +69,7 @@ def shard_debugmodel(
     """The model as ``train.py`` shards it, still on the meta device."""
     spec, _ = find_model(name, "debugmodel")
     config = JobConfig(
+        model=Model(name=name),
         training=Training(dtype=dtype, mixed_precision_param=compute_dtype),
         parallelism=Parallelism(**layout.parallelism),
         activation_checkpoint=layout.recompute,
