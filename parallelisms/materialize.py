@@ -36,6 +36,8 @@ def materialize(
         for tensor in tensors.values():
             if tensor.is_floating_point():
                 to_local(tensor).fill_(torch.nan)
+    # No integer is invalid in itself, so what was not written at all is found.
+    versions = {fqn: to_local(tensor)._version for fqn, tensor in tensors.items()}
     fqns = {id(tensor): fqn for fqn, tensor in tensors.items()}
 
     def trunc_normal_(parameter: torch.Tensor, *, std: float) -> None:
@@ -43,7 +45,9 @@ def materialize(
 
     cast(Callable, model.init_weights)(trunc_normal_)
     unfilled = [
-        fqn for fqn, t in tensors.items() if t.is_floating_point() and to_local(t).isnan().any()
+        fqn
+        for fqn, local in ((fqn, to_local(tensor)) for fqn, tensor in tensors.items())
+        if (local.isnan().any() if local.is_floating_point() else local._version == versions[fqn])
     ]
     assert not unfilled, f"init_weights does not fill {unfilled}"
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from config.job_config import ActivationCheckpoint, Compile
 from models import find_model
 from models.meta import build_on_meta
-from models.transformer import FeedForward, rope_cache
+from models.transformer import FeedForward, Transformer, rope_cache
 from parallelisms import materialize as subject
 from parallelisms.materialize import fill_trunc_normal, materialize
 from runtime.dtensor import to_local
@@ -264,6 +264,23 @@ def test_unfilled_parameter_is_named() -> None:
     model = build_on_meta(find_model(*MODELS[0])[0], small_args(*MODELS[0]), torch.float32)
     forgets_w1 = patch.object(FeedForward, "init_weights", lambda self, fill, std: None)
     with forgets_w1, pytest.raises(AssertionError, match=r"layers\.1\.feed_forward\.w3\.weight"):
+        materialize(model, CPU, seed=SEED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64])
+def test_unfilled_buffer_is_named(dtype: torch.dtype) -> None:
+    model = build_on_meta(find_model(*MODELS[0])[0], small_args(*MODELS[0]), torch.float32)
+    for name in ("filled", "mask"):
+        block = model.get_submodule("layers.1")
+        block.register_buffer(name, torch.ones(4, 4, dtype=dtype, device="meta").tril())
+    fill_blocks = Transformer.init_weights
+
+    def init_weights(self: Transformer, fill: Callable) -> None:
+        fill_blocks(self, fill)
+        self.get_buffer("layers.1.filled").zero_()
+
+    fills_one = patch.object(Transformer, "init_weights", init_weights)
+    with fills_one, pytest.raises(AssertionError, match=r"not fill \['layers\.1\.mask'\]"):
         materialize(model, CPU, seed=SEED)
 
 
