@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import torch
 
@@ -21,6 +21,7 @@ from config.resume_compat import changed_arguments
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
+from models.arguments import names_of_families
 from models.meta import build_on_meta
 from runtime.commands import command_text
 from runtime.log import say
@@ -186,6 +187,7 @@ def _build(kind: Any, saved: Mapping[str, Any], prefix: str = "model_args") -> A
     Raises ``ValueError`` that names a field of another type, or with a number out of range.
     """
     values = {f.name: saved[f.name] for f in fields(kind) if f.name in saved}
+    known = names_of_families(kind)
     for f in fields(kind):
         if f.name not in values:
             continue
@@ -194,12 +196,20 @@ def _build(kind: Any, saved: Mapping[str, Any], prefix: str = "model_args") -> A
         if nested and isinstance(value, dict):
             values[f.name] = _build(nested[0], value, key)
         elif (wanted := NUMBERS.get(f.type)) is not None:
-            is_number = type(value) in wanted and (type(value) is bool or 0 <= value < MAX_NUMBER)
+            # Only models outside of Shardloom have arguments that may be negative.
+            least = 0 if f.name in known else -MAX_NUMBER
+            is_number = type(value) in wanted and least <= value < MAX_NUMBER
             if not is_number:
                 raise ValueError(f"{key}: {reprlib.repr(value)} is not valid")
+        elif isinstance(value, list) and any(get_origin(o) is tuple for o in options):
+            values[f.name] = _as_tuple(value)
         elif nested and value is not None:
             raise ValueError(f"{key}: {reprlib.repr(value)} is not a table")
     return kind(**values)
+
+
+def _as_tuple(values: list[Any]) -> tuple[Any, ...]:
+    return tuple(_as_tuple(each) if isinstance(each, list) else each for each in values)
 
 
 def find_checkpoint(path: Path) -> Path:

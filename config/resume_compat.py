@@ -4,7 +4,8 @@ frozen: a change raises ``ConfigError``. Changes of the others are logged. recor
 training from then on. free: affects neither training nor validation.
 """
 
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+import json
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,15 @@ def changed_arguments(saved: dict[str, Any], now: Any) -> list[str]:
         before = saved.get(field.name, None if field.default is MISSING else field.default)
         if is_dataclass(after) and isinstance(before, dict):
             changed += [f"{field.name}.{text}" for text in changed_arguments(before, after)]
-        elif before != after and field.name not in DERIVED_ARGUMENTS:
+        elif field.name not in DERIVED_ARGUMENTS and _in_json(before) != _in_json(after):
             changed.append(f"{field.name}: {shown(before)} to {shown(after)}")
     gone = saved.keys() - {field.name for field in fields(now)}
     return changed + [f"{name}: {shown(saved[name])} no longer exists" for name in sorted(gone)]
+
+
+def _in_json(value: Any) -> Any:
+    """Return the value as a checkpoint has it, where a tuple is a list."""
+    return json.loads(json.dumps(value, default=asdict))
 
 
 def by_key(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Check a model's arguments, and replace some of them as ``[model.args]`` of a config asks."""
 
 import difflib
+import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +39,7 @@ def replace_args(args: TransformerArgs, changes: Mapping[str, Any]) -> Transform
         if name == "rope_scaling":
             values[name] = _rope_scaling(args.rope_scaling, value)
         else:
-            values[name] = _number(key, getattr(args, name), value)
+            values[name] = _value(key, getattr(args, name), value)
     changed = replace(args, **values)
     problem = find_problem(changed)
     if problem:
@@ -51,12 +52,16 @@ def find_problem(args: TransformerArgs, keys: Mapping[str, str] = MappingProxyTy
 
     ``keys``: other names of arguments, for the text.
     """
-    given = vars(args)
-    shown = {name: f"{keys.get(name, name)} = {value}" for name, value in given.items()}
+    given, sizes = vars(args), names_of_families(type(args))
+    shown = {name: f"{keys.get(name, name)} = {value!r}" for name, value in given.items()}
     for name, value in given.items():
-        is_count = isinstance(value, int) and not isinstance(value, bool)
-        if (is_count and value < 1) or (name in POSITIVE and not 0 < value < 1e30):
+        is_size = name in sizes and isinstance(value, int) and not isinstance(value, bool)
+        if (is_size and value < 1) or (name in POSITIVE and not 0 < value < 1e30):
             return f"{shown[name]} must be positive"
+        try:
+            json.dumps(value, default=asdict)
+        except (TypeError, ValueError):
+            return f"{shown[name]} is of a type that checkpoints, which are JSON, cannot save"
     for name in EVEN:
         if given.get(name, 0) % 2:
             return f"{shown[name]} must be even"
@@ -69,12 +74,21 @@ def find_problem(args: TransformerArgs, keys: Mapping[str, str] = MappingProxyTy
     return ""
 
 
-def _number(key: str, default: Any, value: Any) -> Any:
+def names_of_families(kind: type) -> set[str]:
+    """Return names of the arguments of Shardloom's families, without those of a user's subclass."""
+    classes = [c for c in kind.__mro__ if c.__module__.startswith(f"{__package__}.")]
+    return {field.name for c in classes if is_dataclass(c) for field in fields(c)}
+
+
+def _value(key: str, default: Any, value: Any) -> Any:
     kind = type(default)
+    if kind is tuple and type(value) is list:
+        is_alike = len({type(entry) for entry in default}) == 1
+        return tuple(_value(key, default[0], each) if is_alike else each for each in value)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        names = {int: "an integer", float: "a number", bool: "true or false"}
+        names = {int: "an integer", float: "a number", bool: "true or false", tuple: "an array"}
         raise ValueError(f"{key}: must be {names.get(kind, kind.__name__)}, got {value!r}")
     return value
 
@@ -90,7 +104,7 @@ def _rope_scaling(default: RopeScaling | None, value: Any) -> RopeScaling | None
     for name, entry in value.items():
         if name not in known:
             raise ValueError(f"{key}.{name}: unknown argument; known: {', '.join(known)}")
-        _number(f"{key}.{name}", 1 if name == "original_max_seq_len" else 1.0, entry)
+        _value(f"{key}.{name}", 1 if name == "original_max_seq_len" else 1.0, entry)
         if entry <= 0:
             raise ValueError(f"{key}.{name}: must be positive, got {entry!r}")
     if default is None and "factor" not in value:

@@ -2,18 +2,23 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from checkpoint.manifest import read_manifest
 from config import load_config
-from models import MODEL_SPECS, TransformerArgs, find_model
+from config.resume_compat import changed_arguments
+from models import MODEL_SPECS, ModelSpec, TransformerArgs, find_model, find_spec
 from models.arguments import find_problem
 from models.meta import build_on_meta
 from run_spec import resolve
+from saved_model import saved_model
+from tests.lib.layouts import small_args
+from tests.lib.saved import write_checkpoint
 
 BASE = find_model("llama3", "debugmodel")[1]
 
@@ -60,6 +65,48 @@ def test_arguments_of_file_and_command_line_replace_the_flavors(tmp_path: Path) 
 def test_wrong_arguments_are_named(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         find_model("llama3", "debugmodel", changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnArgs(TransformerArgs):
+    windows: tuple[int, ...] = (8, 16)
+    spans: tuple[tuple[int, float], ...] | None = None
+    n_prefix: int = 0
+    shift: float = -1.0
+    dtype: Any = "float32"
+
+
+def own_spec(**changes: Any) -> ModelSpec:
+    return replace(find_spec("llama3"), flavors={"debugmodel": OwnArgs(**vars(BASE), **changes)})
+
+
+OWN, SPANS = own_spec(), own_spec(spans=((1, 0.5),), windows=(4,), n_prefix=-1)
+IN_TORCH = own_spec(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["OWN", "SPANS"])
+def test_own_arguments_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    name = f"{__name__}:{name}"
+    _, found = find_model(name, "debugmodel", {"windows": [4, 4]})
+    assert vars(found)["windows"] == (4, 4)
+    args = replace(small_args("llama3", "debugmodel"), vocab_size=264)
+    args = replace(found, **vars(args))
+    config = {"model": {"name": name}}
+    folder = write_checkpoint(tmp_path / "saved", config=config, model_args=asdict(args))
+    manifest = read_manifest(folder)
+    assert changed_arguments(manifest["model_args"], args) == []
+    assert len(changed_arguments(manifest["model_args"], replace(args, **{"windows": (4, 5)}))) == 1
+    assert saved_model(folder, manifest, name).args == args
+
+
+def test_wrong_own_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"model\.args\.windows: must be an integer, got 'a'"):
+        find_model(f"{__name__}:OWN", "debugmodel", {"windows": [4, "a"]})
+    with pytest.raises(ValueError, match=r"model\.args\.windows: must be an array, got 4"):
+        find_model(f"{__name__}:OWN", "debugmodel", {"windows": 4})
+    message = r"model\.args: dtype = torch\.float32 is of a type that checkpoints"
+    with pytest.raises(ValueError, match=message):
+        find_model(f"{__name__}:IN_TORCH", "debugmodel")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
