@@ -86,7 +86,8 @@ class LayerStats:
                 stack.callback(block.register_forward_hook(add).remove)
             for row, attention in self._attentions.items():
                 # Context parallel wraps what attends to the whole sequence, or to its beginning.
-                inner = getattr(attention.inner, "inner", attention.inner)
+                wrapper = getattr(attention.inner.forward, "__self__", None)
+                inner = getattr(wrapper, "inner", attention.inner)
                 update = partial(_update_largest, largest[row])
                 stack.callback(inner.register_forward_pre_hook(update).remove)
                 if self._compiled:  # Without FlexAttention's kernel, its logits would fill memory.

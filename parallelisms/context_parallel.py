@@ -29,16 +29,21 @@ def apply_context_parallel(
     *,
     method: ContextParallelMethod,
 ) -> None:
-    """Wrap the ``inner`` of each module, so that it sees the whole sequence. Mutates the modules.
+    """Wrap forward of each ``inner``, so that it sees the whole sequence. Mutates the modules.
+
+    FQNs stay: ``inner`` may have parameters and buffers.
 
     Gated delta nets have a state instead of keys: both methods shard them by heads. The model's
     inputs must be sharded by ``sequence_shard``; ``document_ids`` are those of the whole sequence.
     """
     kind = {"ulysses": Ulysses, "allgather": AllGather}[method]
     for attention in attentions:
-        attention.inner = kind(cast(nn.Module, attention.inner), cp_mesh)
+        inner = cast(nn.Module, attention.inner)
+        inner.forward = kind(_Whole(inner), cp_mesh).forward
     for delta_net in delta_nets:
-        delta_net.inner = UlyssesDeltaNet(cast(nn.Module, delta_net.inner), cp_mesh, method)
+        inner = cast(nn.Module, delta_net.inner)
+        wrapped = UlyssesDeltaNet(_Whole(inner), cp_mesh, method)
+        inner.forward = wrapped.forward
     logger.info("context parallel: %s in %d layers, %d gated delta nets, on %d ranks",
                 method, len(attentions), len(delta_nets), cp_mesh.size())  # fmt: skip
 
@@ -134,6 +139,18 @@ def _from_shards(t: torch.Tensor, degree: int, method: ContextParallelMethod) ->
     return torch.cat([first, second.flip(1)], dim=1).flatten(1, 2)
 
 
+class _Whole(nn.Module):
+    """The forward of ``module``. Hooks see whole sequences here, and shards at ``module``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        # Its class at call time, because data parallel changes it.
+        return type(self.module).forward(self.module, *args)
+
+
 class Ulysses(nn.Module):
     """Attention by heads: an all-to-all gives each rank the whole sequence of some heads."""
 
@@ -183,9 +200,9 @@ class UlyssesDeltaNet(nn.Module):
         """
         ratio = gates.shape[3]
         splits = max(1, self.degree // qkv.shape[2])
-        conv = self._shard_heads(_split_heads(conv, ratio, splits, self.inner))
+        conv = self._shard_heads(_split_heads(conv, ratio, splits, self.inner.module))
         a_log, dt_bias = self._shard_heads(a_log), self._shard_heads(dt_bias)
-        qkv = _split_heads(qkv.movedim(2, 0).movedim(-1, 1), ratio, splits, self.inner)
+        qkv = _split_heads(qkv.movedim(2, 0).movedim(-1, 1), ratio, splits, self.inner.module)
         qkv = qkv.movedim(1, -1).movedim(0, 2)
         gates = gates.unflatten(3, (splits, -1)).flatten(2, 3)
         sent = torch.cat([qkv, gates.flatten(3)], dim=-1).unflatten(2, (self.degree, -1))

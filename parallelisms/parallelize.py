@@ -70,7 +70,7 @@ def parallelize(
 
     1. expert parallel: experts become DTensors on a mesh of their own, before FSDP claims them
     2. tensor parallel: its plan names plain linear modules, some of which float8 replaces
-    3. context parallel: wraps ``attention.inner``, which must see this rank's heads
+    3. context parallel: wraps forward of ``attention.inner``, which must see this rank's heads
     4. float8: replaces linear modules, and keeps their DTensor weights
     5. activation checkpointing: wraps the blocks' forward, or regions of it
     6. compile: compiles what checkpointing wrapped, so that recomputation is part of the graph

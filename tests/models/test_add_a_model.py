@@ -13,19 +13,25 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from build_model import build_model
 from config import load_config
+from config.job_config import ActivationCheckpoint, Compile
+from data.loader import num_target_tokens
 from kernels.block_attention import BlockAttention
-from models import find_model
+from models import TransformerArgs, find_model, find_spec
 from models.meta import build_on_meta
-from models.transformer import InnerAttention, Transformer
+from models.transformer import Attention, InitFn, InnerAttention, Transformer, TransformerBlock
+from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from planner.simulate import fake_ranks
 from run_spec import resolve
 from tests.lib.forked import codes, log, started
 from tests.lib.launch import curve, run
-from tests.lib.layouts import CP, PP, TP
+from tests.lib.layouts import CP, CPU, METHOD, MODE, PP, TP, Layout, args_of, shard_debugmodel
+from tests.lib.parity import global_batch, rows_of
+from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
 
 PAGES = ("resize_a_model.md", "add_a_model.md", "shard_a_model.md", "add_an_attention.md")
@@ -150,6 +156,79 @@ def test_kernels_replace_no_attention_of_the_model(captured_log: pytest.LogCaptu
         inners = [type(each.inner) for each in spec.attentions(model.module)]
     assert inners == [BlockAttention, Window] * (len(inners) // 2)
     assert f"kernels: not used in {len(inners) // 2} layers" in captured_log.text
+
+
+class Gain(InnerAttention):
+    """Has a parameter and a buffer of its own, and a method that fills them."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(head_dim))
+        self.register_buffer("scale", torch.empty(1))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().forward(q * self.gain * self.scale, k, v, document_ids)
+
+    def init_weights(self) -> None:
+        nn.init.constant_(self.gain, 0.5)
+        self.scale.fill_(3.0)
+
+
+class GainAttention(Attention):
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__(args)
+        self.inner = Gain(args.head_dim)
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        super().init_weights(trunc_normal_, residual_std)
+        self.inner.init_weights()
+
+
+class WithGain(Transformer):
+    def build_block(self, index: int) -> nn.Module:
+        block = TransformerBlock(self.args)
+        block.attention = GainAttention(self.args)
+        return block
+
+
+WITH_GAIN = replace(find_spec("llama3"), model_cls=WithGain)
+MIN_CUT = Compile(enable=True, backend="aot_eager_decomp_partition")
+GAIN_LAYOUTS = [
+    Layout(2, {CP: 2, METHOD: "ulysses"}),
+    Layout(2, {CP: 2, METHOD: "allgather"}, ActivationCheckpoint(mode="full")),
+    Layout(2, {CP: 2, MODE: "simple_fsdp", METHOD: "ulysses"}),
+    Layout(2, {CP: 2, MODE: "ddp", METHOD: "allgather"}),
+    Layout(2, {CP: 2, METHOD: "ulysses"}, compile=MIN_CUT),
+    Layout(2, {CP: 2, METHOD: "allgather"}, compile=MIN_CUT),
+]
+
+
+def gradients_of_gain(layout: Layout) -> dict[str, torch.Tensor]:
+    name = f"{__name__}:WITH_GAIN"
+    args = args_of(name)
+    model = shard_debugmodel(name, args, layout, dtype="float64")
+    materialize(model.module, CPU, seed=7)
+    batch = rows_of(global_batch(args.vocab_size, False), slice(0, 1))
+    model.runner().forward_backward([batch], num_target_tokens([batch]))
+    state = {name: torch.ones(()) for name in model.module.state_dict()}
+    for name, parameter in model.module.named_parameters():
+        assert parameter.grad is not None
+        grad = parameter.grad
+        state[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return state
+
+
+@pytest.mark.parametrize("layout", GAIN_LAYOUTS, ids=str)
+def test_own_attention_keeps_its_weights_in_context_parallel(
+    ranks: RankPool, layout: Layout
+) -> None:
+    (want,) = ranks.run(gradients_of_gain, 1, Layout(1))
+    for got in ranks.run(gradients_of_gain, 2, layout):
+        assert [*got] == [*want]
+        for name, gradient in want.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +24,6 @@ from data.loader import Microbatch, num_target_tokens
 from forward_backward import ModelRunner, SPMDRunner
 from models import TransformerArgs, find_model
 from models.meta import build_on_meta
-from models.transformer import InnerAttention
 from optim.loss import IGNORE_INDEX, cross_entropy_sum
 from parallelisms.context_parallel import AllGather, SequenceSharder, Ulysses, sequence_shard
 from parallelisms.materialize import materialize
@@ -457,13 +456,11 @@ def watched(
     handles = []
     for block in spec.blocks(model).values():
         handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-        handles += [
-            module.register_forward_pre_hook(add_to(lengths[2]))
-            for module in block.modules()
-            if isinstance(module, InnerAttention)
-        ]
-    for attention in spec.attentions(model):
-        handles.append(attention.inner.register_forward_pre_hook(add_to(lengths[1])))
+    for inner in (cast(nn.Module, attention.inner) for attention in spec.attentions(model)):
+        # Context parallel wraps its forward.
+        whole = getattr(cast(Any, inner.forward).__self__, "inner", inner)
+        handles.append(whole.register_forward_pre_hook(add_to(lengths[2])))
+        handles.append(inner.register_forward_pre_hook(add_to(lengths[1])))
     yield sizes
     for handle in handles:
         handle.remove()
