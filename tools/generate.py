@@ -219,7 +219,7 @@ def load_model(
     state = {"model": weights.state_dict()}
     load_single_process(state, folder, saved.index)
     weights.load_state_dict(state["model"])
-    return model
+    return model.eval()
 
 
 @torch.inference_mode()

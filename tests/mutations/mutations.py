@@ -541,8 +541,8 @@ DATA = [
     Mutation(
         "data-end-after-one-empty-step",
         "data/step_batches.py",
-        before="is_end = self._n_empty_rows >= self._global_batch_size",
-        after="is_end = self._n_empty_rows > 0",
+        before="is_end = n_tokens == 0 and n_empty_rows >= self._global_batch_size",
+        after="is_end = n_tokens == 0",
         tests=("tests/data/test_step_batches.py",),
     ),
     Mutation(
