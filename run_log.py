@@ -164,7 +164,7 @@ class RunLog:
         loss = sum_in_order(result.losses, self._data_mesh).item()
         values = {"loss": loss, "grad_norm": result.grad_norm.item()}
         if self._ledger is not None:
-            self._ledger.log(step, batch.microbatches, **values)
+            self._ledger.log(step, batch.taken, **values, n_empty_rows=batch.n_empty_rows)
         return values
 
     def samples(self, samples: list[Sample], *, is_last: bool) -> None:

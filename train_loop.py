@@ -87,7 +87,7 @@ class TrainLoop:
             self.heartbeat.step = state.step
             result = self.train_step(state.step, batch)
             # After the update, so that a checkpoint never counts a batch that was not trained on.
-            self.loader.commit(batch.microbatches)
+            self.loader.commit(batch.taken)
             state.tokens += batch.n_tokens
 
             # The host waits for the device on steps that are logged or saved; with a ledger or

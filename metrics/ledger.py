@@ -74,9 +74,18 @@ class Ledger:
         self._write(asdict(attempt))
 
     def log(
-        self, step: int, microbatches: Iterable[Microbatch], *, loss: float, grad_norm: float
+        self,
+        step: int,
+        microbatches: Iterable[Microbatch],
+        *,
+        loss: float,
+        grad_norm: float,
+        n_empty_rows: int = 0,
     ) -> None:
-        """Record a finished step: this rank's microbatches, the global loss and gradient norm."""
+        """Record a finished step: this rank's microbatches, the global loss and gradient norm.
+
+        ``n_empty_rows``: as in ``StepBatch``; ``microbatches`` begin with this rank's of them.
+        """
         rows = [
             [row, *start.position, *end.position, _crc32(tokens, labels)]
             for batch in microbatches
@@ -85,7 +94,8 @@ class Ledger:
             )
         ]
         values = {"loss": loss.hex(), "grad_norm": grad_norm.hex()}
-        self._write({"step": step, "rows": rows, **values})
+        empty = {"empty_rows": n_empty_rows} if n_empty_rows else {}
+        self._write({"step": step, "rows": rows, **values, **empty})
 
     def sync(self) -> None:
         """Flush the file to disk (fsync), as the checkpoint that commits next."""

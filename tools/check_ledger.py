@@ -10,7 +10,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class LedgerEntry:
     rows: np.ndarray
     loss: float
     grad_norm: float
+    n_empty_rows: int = 0
     attempt: str = ""
 
 
@@ -186,7 +187,8 @@ def _parse(line: bytes) -> AttemptHeader | LedgerEntry | None:
             return _checked(AttemptHeader(**values))
         rows = np.array(values["rows"], np.int64).reshape(-1, 6)
         loss, grad_norm = (float.fromhex(values[name]) for name in ("loss", "grad_norm"))
-        return LedgerEntry(_whole(values["step"]), rows, loss, grad_norm)
+        n_empty_rows = _whole(values.get("empty_rows", 0))
+        return LedgerEntry(_whole(values["step"]), rows, loss, grad_norm, n_empty_rows)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
@@ -286,6 +288,8 @@ def _merge(
     first = entries[0]
     readers: dict[int, int] = {}
     for rank, entry in sorted(entries.items()):
+        if entry.n_empty_rows != first.n_empty_rows:
+            lineage.add_violation(f"step {entry.step}: ranks 0 and {rank} differ in empty_rows")
         for name in ("loss", "grad_norm"):
             if getattr(entry, name).hex() != getattr(first, name).hex():
                 lineage.add_violation(f"step {entry.step}: ranks 0 and {rank} differ in {name}")
@@ -299,7 +303,7 @@ def _merge(
     numbers, index, counts = np.unique(rows[:, ROW], return_index=True, return_counts=True)
     for row in numbers[counts > 1]:
         lineage.add_violation(f"step {first.step}: two ranks have row {row}")
-    return LedgerEntry(first.step, rows[index], first.loss, first.grad_norm, ranks[0].head.attempt)
+    return replace(first, rows=rows[index], attempt=ranks[0].head.attempt)
 
 
 def _check_rows(
@@ -307,7 +311,8 @@ def _check_rows(
 ) -> DataPosition:
     """Check that the next ``size`` rows were read and that each continues where it ended before."""
     numbers, starts = entry.rows[:, ROW], before.starts
-    for row in np.setxor1d(numbers, np.arange(before.next_row, before.next_row + size) % n_rows):
+    end = before.next_row + size + min(entry.n_empty_rows, n_rows)
+    for row in np.setxor1d(numbers, np.arange(before.next_row, end) % n_rows):
         what = "is not in the global batch" if row in numbers else "was read by no rank"
         lineage.add_violation(f"step {entry.step}: row {row} {what}")
     common, current, previous = np.intersect1d(numbers, starts[:, ROW], return_indices=True)
@@ -319,7 +324,7 @@ def _check_rows(
         )
     others = starts[~np.isin(starts[:, ROW], numbers)]
     after = np.concatenate([entry.rows[:, END], others])
-    return DataPosition(after, (before.next_row + size) % n_rows)
+    return DataPosition(after, end % n_rows)
 
 
 def _position(start: np.ndarray) -> tuple[int, int]:

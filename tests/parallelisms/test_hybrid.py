@@ -34,7 +34,9 @@ def check_isolation(layout: Layout) -> None:
         block.register_forward_pre_hook(lambda module, inputs: blocks.add(inputs[0].shape[1]))
     for module in found.module.modules():
         if isinstance(module, InnerDeltaNet):
-            module.register_forward_pre_hook(
+            # Context parallel wraps its forward; what that calls sees whole sequences.
+            whole = getattr(getattr(module.forward, "__self__", None), "inner", module)
+            whole.register_forward_pre_hook(
                 lambda module, inputs: inners.add(tuple(inputs[1].shape[1:4]))
             )
 
