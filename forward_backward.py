@@ -278,10 +278,12 @@ def _eval_mode(*modules: nn.Module) -> Iterator[None]:
 
     Compiled graphs are specific to it, as they are to ``torch.no_grad``: together, no more graphs.
     """
-    for module in modules:
-        module.eval()
+    # A model may keep parts of it in eval mode, such as frozen ones.
+    trained = [part for module in modules for part in module.modules() if part.training]
+    for part in trained:
+        part.training = False
     try:
         yield
     finally:
-        for module in modules:
-            module.train()
+        for part in trained:
+            part.training = True

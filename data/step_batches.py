@@ -27,15 +27,19 @@ class StepBatch:
     """Target tokens of the step on all ranks together, by which the loss is divided."""
     is_end_of_data: bool
     """The next ``global_batch_size`` rows have no target tokens: the data have ended."""
-    n_empty_rows: int = 0
-    """Rows of all ranks before these, without target tokens, which the step goes past."""
     skipped: list[Microbatch] = field(default_factory=list)
-    """This rank's microbatches of them."""
+    """This rank's microbatches before them, without target tokens on any rank: the step goes past
+    them."""
 
     @property
     def taken(self) -> list[Microbatch]:
         """All that the step takes of this rank's data."""
         return [*self.skipped, *self.microbatches]
+
+    @property
+    def n_empty_rows(self) -> int:
+        """Rows of ``skipped`` on all ranks together."""
+        return len(self.skipped) // len(self.microbatches) * self.n_sequences
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class StepBatches:
         """
         n_sequences = self._batch_size(step)
         count = self._loader.n_microbatches * n_sequences // self._global_batch_size
-        data_wait, n_empty_rows, skipped = 0.0, 0, list[Microbatch]()
+        data_wait, n_rows, skipped = 0.0, 0, list[Microbatch]()
         while True:
             microbatches, seconds, sums = next_microbatches(
                 self._loader, count, self._control, is_writing=is_writing
@@ -92,12 +96,12 @@ class StepBatches:
             if n_bad > self._max_bad_records:
                 raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
             n_tokens = sums["tokens"] // self._n_readers
-            is_end = n_tokens == 0 and n_empty_rows + n_sequences >= self._global_batch_size
+            n_rows += n_sequences
+            is_end = n_tokens == 0 and n_rows >= self._global_batch_size
             if n_tokens > 0 or is_end:
                 break
             # A small batch takes only some of the rows, and the others may still have data.
             skipped += microbatches
-            n_empty_rows += n_sequences
         return (
             StepBatch(
                 microbatches,
@@ -105,7 +109,6 @@ class StepBatches:
                 n_sequences,
                 n_tokens,
                 is_end_of_data=is_end,
-                n_empty_rows=n_empty_rows,
                 skipped=skipped,
             ),
             StepSync(

@@ -34,8 +34,8 @@ N_BEST, MOST_PLANS = 10, 12
 ALIKE = 0.01
 # An estimate of memory may be this much too large, before the choice is planned in full.
 SLACK = 1.05
-# Samples before the next check of whether they are enough.
-BATCH = 8
+# Before the next check of whether the samples are enough.
+SAMPLES_AT_ONCE = 8
 # Data-parallel ranks of a sample.
 SAMPLE_RANKS = 8
 
@@ -137,8 +137,8 @@ class Search:
                 }
         left = sorted((-bound, kind) for kind, bound in bounds.items() if bound > 0.0)
         while left and -left[0][0] > self._rate_of_last(estimates):
-            some = [kind for _, kind in left[:BATCH]]
-            left = left[BATCH:]
+            some = [kind for _, kind in left[:SAMPLES_AT_ONCE]]
+            left = left[SAMPLES_AT_ONCE:]
             for kind, sample in zip(some, self._samples(some, run_all), strict=True):
                 estimates += self._all_estimated(by_kind[kind], sample)
         return estimates

@@ -77,12 +77,12 @@ class StepRecord:
 
     def without_recomputation(self) -> "StepRecord":
         """A copy with the work of activation checkpointing's mode "none", but not its memory."""
-        others = {phase: n for phase, n in self.traffic.items() if phase != RECOMPUTE}
+        calls, flops, traffic = self.collectives, self.flops, self.traffic
         return replace(
             self,
-            collectives={call: n for call, n in self.collectives.items() if call.phase in others},
-            flops={key: n for key, n in self.flops.items() if key[0] in others},
-            traffic=others,
+            collectives={call: n for call, n in calls.items() if call.phase != RECOMPUTE},
+            flops={key: n for key, n in flops.items() if key[0] != RECOMPUTE},
+            traffic={phase: n for phase, n in traffic.items() if phase != RECOMPUTE},
         )
 
     @property

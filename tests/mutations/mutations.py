@@ -541,7 +541,7 @@ DATA = [
     Mutation(
         "data-end-after-one-empty-step",
         "data/step_batches.py",
-        before="is_end = n_tokens == 0 and n_empty_rows + n_sequences >= self._global_batch_size",
+        before="is_end = n_tokens == 0 and n_rows >= self._global_batch_size",
         after="is_end = n_tokens == 0",
         tests=("tests/data/test_step_batches.py",),
     ),

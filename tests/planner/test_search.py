@@ -69,7 +69,7 @@ def test_what_is_not_sampled_is_not_among_the_best() -> None:
         samples.update((kind, simulate_sample(search._sample_request(kind))) for kind in kinds)
         return [samples[kind] for kind in kinds]
 
-    with patch.object(module, "N_BEST", 1), patch.object(module, "BATCH", 1):
+    with patch.object(module, "N_BEST", 1), patch.object(module, "SAMPLES_AT_ONCE", 1):
         with patch.object(search, "_samples", simulated):
             some = search._estimates(choices, map)
             kinds = {choice.kind for choice in choices}
