@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tests.gpu_without_gpu.stub_library import CACHE, build
+from tests.lib.ports import free_port
 from tests.lib.repository import ROOT
 
 GIB = 2**30
@@ -148,9 +148,7 @@ def stub_variables(device: Device, n_gpus: int) -> dict[str, str]:
 
 def rank_variables(n_ranks: int) -> Iterator[dict[str, str]]:
     """Yield the environment variables of each rank, as torchrun sets them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     for rank in range(n_ranks):
         yield {
             "RANK": str(rank),

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from checkpoint.tensor_index import read_index
 from optim.spikes import LossSpikeDetector
 from runtime.run_folder import list_checkpoints
 from tests.lib.launch import small_keys
+from tests.lib.ports import free_port
 from tests.lib.ranks import PRELOADED
 from tests.lib.repository import ROOT
 
@@ -65,7 +65,7 @@ def started(
     folder.mkdir(exist_ok=True)
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    port, arguments = _free_port(), [str(config), *options(folder, **overrides)]
+    port, arguments = free_port(), [str(config), *options(folder, **overrides)]
     processes = [
         context.Process(target=_train, args=(folder, arguments, rank, world_size, port, plant))
         for rank in range(world_size)
@@ -142,12 +142,6 @@ def differences(first: Path, second: Path) -> list[str]:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _train(

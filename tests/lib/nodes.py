@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib.launch import start
+from tests.lib.ports import free_port
 from tests.lib.repository import ROOT, python_files
 
 HOST = socket.gethostname()
@@ -24,8 +25,7 @@ def run_nodes(folder: Path, nodes: list[Mapping[str, Any]]) -> tuple[list[int], 
 
     Returns their exit codes and outputs.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     # Ranks compare the packages that they have imported, so all start in one way.
     is_warm = not any({"root", "environment"} & node.keys() for node in nodes)
     processes: list[subprocess.Popen[str]] = []

@@ -20,6 +20,7 @@ from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
 from runtime.run_folder import list_checkpoints, step_of
 from tests.lib.launch import LONG, plant_crashing_model, start, wait_for_steps
+from tests.lib.ports import free_port
 from tests.lib.processes import are_gone, is_running, seconds_until
 from tests.lib.repository import ROOT
 from tests.lib.warm import ZYGOTE
@@ -233,9 +234,8 @@ def test_hung_rank_is_reported(
 
 def test_node_with_only_hung_ranks_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank of its launcher fails, so other nodes must report the failure to it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    for name, value in {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    keys = {"NNODES": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in keys.items():
         monkeypatch.setenv(name, str(value))
     nodes = []
     try:

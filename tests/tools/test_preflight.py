@@ -23,6 +23,7 @@ from parallelisms.parallel_dims import ParallelDims
 from runtime.exit_codes import BAD_CONFIG, DONE, FAILED
 from tests.lib.forked import CONFIG
 from tests.lib.launch import without_slow_phases
+from tests.lib.ports import free_port
 from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
 from tests.lib.warm import WarmPopen
@@ -34,11 +35,6 @@ from tools.preflight_speed import bus_bandwidth, mesh_groups, n_rounds, partner
 HOST = socket.gethostname()
 TORCH = re.escape(version("torch"))
 EXPERTS = ROOT / "train_configs" / "qwen3_moe_debug.toml"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def start(
