@@ -45,6 +45,8 @@ COMPLETE = (FINISHED, STOP_FILE, DATA_ENDED)
 """Reasons after which nobody has to start the run again."""
 FAILURES = (NOT_FINITE, SPIKES, NOT_SAVED)
 """Reasons that somebody has to look into."""
+ROLLED_BACK = "rolled back to step "
+"""Begin of the reason that a rollback leaves in ``control/outcome``; the step follows."""
 
 
 def stopped_by(reason: str, *, has_checkpoints: bool) -> StopReason:

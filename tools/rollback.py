@@ -45,9 +45,12 @@ def roll_back(run_folder: Path, step: int) -> None:
         # Newest first: an interrupted rollback has still gone back part of the way.
         for later in sorted((number for number in checkpoints if number > step), reverse=True):
             say(f"quarantined as: {quarantine(checkpoints[later], 'abandoned')}")
-        path = run_folder / "control" / "progress"
-        with WriteAlarm().of(path):
-            atomic_write_text(path, f"{step}\n")
+        # The former end was that of steps that are gone.
+        outcome = exit_codes.StopReason(f"{exit_codes.ROLLED_BACK}{step}", exit_codes.DONE).outcome
+        for name, text in (("progress", step), ("outcome", outcome)):
+            path = run_folder / "control" / name
+            with WriteAlarm().of(path):
+                atomic_write_text(path, f"{text}\n")
     say(f"rollback: {run_folder} will resume from step {step}")
 
 

@@ -9,6 +9,7 @@ validation count as wasted.
 """
 
 import json
+import math
 import os
 import socket
 import sys
@@ -196,9 +197,11 @@ def read_status(folder: Path, now: float) -> Status:
     failure = failures[-1] if failures else {}
     failed = _seconds(str(failure.get("time")))
     state, why, end = state_of(folder / "control", now, lines, failure)
-    history = history_of(lines)
+    step = why.removeprefix(exit_codes.ROLLED_BACK)
+    last = int(step) if step != why and step.isdecimal() else math.inf
+    history = [line for line in history_of(lines) if line["step"] <= last]
     newest = history[-1] if history else {}
-    validations = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    validations = [line for line in lines if "validation_loss" in line and line["step"] <= last]
     checkpoint, saved = _newest_checkpoint(folder / "checkpoints", problems)
     provenance, provenance_lines = _provenance(folder / PROVENANCE, problems)
     return Status(
@@ -211,7 +214,7 @@ def read_status(folder: Path, now: float) -> Status:
         # A run whose first configuration was rejected has no config.toml.
         steps=_steps(folder / "config.toml", [] if why == REJECTED else problems),
         loss=newest.get("loss"),
-        validation_loss=validations[-1] if validations else None,
+        validation_loss=validations[-1]["validation_loss"] if validations else None,
         tokens_per_second=newest.get("tokens_per_second"),
         mfu=newest.get("mfu"),
         seconds_left=None if state == "done" else newest.get("seconds_left"),

@@ -37,6 +37,7 @@ from tests.lib.forked import (
 from tests.lib.launch import curve
 from tools import rollback
 from tools.rollback import roll_back
+from tools.status import read_status
 
 FLOAT32 = {"training.dtype": "float32"}
 STEPS = {"lr_scheduler.total_steps": "40", **FLOAT32}
@@ -170,6 +171,8 @@ def test_restarts_follow_a_rollback(tmp_path: Path, record_result: Callable[[str
     run(tmp_path, 1, **keys, **{"training.steps": "8"})
     roll_back(tmp_path / "debug_model", 4)
     assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 2]
+    status = read_status(tmp_path / "debug_model", time.time())
+    assert (status.state, status.why, status.step) == ("stopped", "rolled back to step 4", 4)
     slower = {"optimizer.lr": "1e-4"}
     run(tmp_path, 1, **keys, **slower, **{"training.steps": "5"})
     run(tmp_path, 1, **keys, **slower, **{"training.steps": "9"})
