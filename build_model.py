@@ -169,7 +169,7 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
             run.config.parallelism,
             model.mp_policy,
             n_tokens=run.microbatch_size * run.config.training.seq_len // dims.degrees.cp,
-            microbatches=run.global_batch_size // (run.microbatch_size * dims.degrees.batch),
+            microbatches=run.n_microbatches(dims.degrees.batch),
             flops_per_token=model.flops_per_token[0],
             peak_flops=model.peak_flops,
         )

@@ -87,6 +87,11 @@ class RunSpec:
             max_bad_records=self.config.data.max_bad_records,
         )
 
+    def n_microbatches(self, batch_degree: int) -> int:
+        """Microbatches of each rank in a global batch; ``batch_degree`` ranks read different
+        sequences."""
+        return self.global_batch_size // (self.microbatch_size * batch_degree)
+
     def batch_size(self, step: int) -> int:
         """Return the global batch size of ``step``, 1-based, in sequences."""
         return batch_size_of(step, self.ramp, self.global_batch_size)

@@ -1,6 +1,5 @@
 """The plan of a run in a few log lines before its first step: what it does, and what is off."""
 
-import math
 import platform
 
 import torch
@@ -67,7 +66,7 @@ def plan_lines(run: RunSpec, *, batch_degree: int, flops_per_token: float) -> li
     convention.
     """
     training, size = run.config.training, run.global_batch_size
-    n = math.ceil(size // batch_degree / run.microbatch_size)
+    n = run.n_microbatches(batch_degree)
     microbatches = f"{n} microbatch{'es' * (n > 1)}"
     ramp = f", after a ramp from {run.ramp[0][1]} sequences" if run.ramp else ""
     n_tokens = sequences_in(training.steps, run.ramp, size) * training.seq_len

@@ -370,7 +370,8 @@ class Float8(Section):
     """Run the GEMMs of the blocks' linear layers in float8. tensorwise: one scale per tensor
     (fastest). rowwise: one scale per row (more accurate)."""
     skip: list[str] = []
-    """Substrings of FQNs: matching linear layers are not converted, for example `0.attention`."""
+    """Linear layers with these names in their FQNs are not converted, for example `wo`,
+    `layers.0` or `layers.0.attention`."""
     skip_small: bool = True
     """Do not convert layers that are too small to run faster in float8."""
     emulate: bool = False

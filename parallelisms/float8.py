@@ -5,9 +5,9 @@ and everything else keep their dtypes; the hardware accumulates in float32.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
@@ -42,48 +42,90 @@ RECIPES = {
 }
 
 
-def apply_float8(blocks: nn.ModuleDict, *, config: Float8) -> None:
-    """Replace the ``nn.Linear`` layers of ``blocks`` by ``Float8Linear``. Mutates ``blocks``.
+def check_float8(model: nn.Module, blocks: nn.ModuleDict, *, config: Float8) -> None:
+    """Raise ``ConfigError`` if ``config`` converts no layer of the whole, unsharded ``model``, or
+    if an entry of ``config.skip`` matches none."""
+    if config.recipe == "none":
+        return
+    found = list(_linears(model, blocks))
+    for entry in config.skip:
+        if not any(_matches(linear.fqn, entry) for linear in found):
+            text = f"float8.skip: no linear layer of a block has {entry!r} in its FQN, such as"
+            raise ConfigError([f"{text} {found[0].fqn if found else None}"])
+    reasons = [(linear.name, _skip_reason(linear, config)) for linear in found]
+    if all(reason for _, reason in reasons):
+        _raise_without_layers(f"{name} ({reason})" for name, reason in reasons)
+
+
+def apply_float8(model: nn.Module, blocks: nn.ModuleDict, *, config: Float8) -> None:
+    """Replace the ``nn.Linear`` layers of the ``blocks`` of ``model``, or of a pipeline stage, by
+    ``Float8Linear``. Mutates both.
 
     FQNs stay. Skipped, and logged with the reason: layers that match ``config.skip``, shapes that
     the hardware does not support, and layers too small to get faster. The output layer is in no
-    block; a router is not a plain ``nn.Linear``. Raises ``ValueError`` if no layer is converted, or
-    if an entry of ``config.skip`` matches none.
+    block; a router is not a plain ``nn.Linear``. Raises ``ConfigError`` if tensor parallel leaves
+    no layer to convert.
     """
     if config.recipe == "none":
         return
-    recipe = RECIPES[config.recipe]
     converted, kept = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
-    for layer, block in blocks.items():
-        for name, module in list(block.named_modules()):
-            if not isinstance(module, nn.Linear):
-                continue
-            reason = _skip_reason(module, f"{layer}.{name}", recipe, config)
-            (kept if reason else converted)[f"{name} ({reason})" if reason else name].append(layer)
-            if not reason:
-                owner, _, attribute = name.rpartition(".")
-                linear = Float8Linear(module, recipe, is_emulated=config.emulate)
-                setattr(block.get_submodule(owner), attribute, linear)
-    unused = [name for name in config.skip if not any(repr(name) in reason for reason in kept)]
-    if unused:
-        raise ConfigError([f"float8.skip: no linear layer of a block matches {unused}"])
-    if not converted:
-        raise ConfigError([f"float8.recipe: all linear layers are skipped: {list(kept)}"])
+    is_named = dict.fromkeys(blocks, False)
+    for linear in list(_linears(model, blocks)):
+        reason, (owner, _, attribute) = _skip_reason(linear, config), linear.fqn.rpartition(".")
+        if reason:
+            kept[f"{linear.name} ({reason})"].append(linear.layer)
+            is_named[linear.layer] |= reason.startswith("float8.skip")
+            continue
+        converted[linear.name].append(linear.layer)
+        new = Float8Linear(linear.module, RECIPES[config.recipe], is_emulated=config.emulate)
+        setattr(model.get_submodule(owner), attribute, new)
+    # A pipeline stage may consist of blocks that are named.
+    if not converted and not all(is_named.values()):
+        _raise_without_layers(kept)
     for what, found in (("converted to", converted), ("not converted to", kept)):
         for name, layers in found.items():
             logger.info("float8: %s of %d blocks: %s %s",
                         name, len(layers), what, config.recipe)  # fmt: skip
 
 
-def _skip_reason(linear: nn.Linear, fqn: str, recipe: Recipe, config: Float8) -> str:
+def _raise_without_layers(skipped: Iterable[str]) -> NoReturn:
+    skipped = list(dict.fromkeys(skipped))
+    raise ConfigError([f"float8.recipe: all linear layers are skipped: {skipped}"])
+
+
+class _Linear(NamedTuple):
+    """A linear layer of a block."""
+
+    module: nn.Linear
+    fqn: str
+    layer: str
+    name: str
+    """In its block."""
+
+
+def _linears(model: nn.Module, blocks: nn.ModuleDict) -> Iterator[_Linear]:
+    fqns = {module: fqn for fqn, module in model.named_modules()}
+    for layer, block in blocks.items():
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                yield _Linear(module, fqns[module], layer, name)
+
+
+def _matches(fqn: str, entry: str) -> bool:
+    """True if ``entry`` is a part of ``fqn``: one or more of the names between its dots."""
+    return f".{entry}." in f".{fqn}."
+
+
+def _skip_reason(linear: _Linear, config: Float8) -> str:
     """Reason not to convert ``linear``; "" if it is converted."""
-    n, k = to_local(linear.weight).shape
-    for name in config.skip:
-        if name in fqn:
-            return f"float8.skip {name!r}"
-    if type(linear) is not nn.Linear or linear.bias is not None:
+    weight, recipe = linear.module.weight, RECIPES[config.recipe]
+    n, k = to_local(weight).shape
+    for entry in config.skip:
+        if _matches(linear.fqn, entry):
+            return f"float8.skip {entry!r}"
+    if type(linear.module) is not nn.Linear or linear.module.bias is not None:
         return "not a plain nn.Linear"
-    if isinstance(linear.weight, DTensor) and not linear.weight.placements[0].is_shard():
+    if isinstance(weight, DTensor) and not weight.placements[0].is_shard():
         return "not sharded by tensor parallel"
     if k % 16 or n % 16:
         return f"{k} -> {n} on a rank: not multiples of 16"

@@ -13,7 +13,7 @@ from parallelisms.compile import apply_compile
 from parallelisms.context_parallel import apply_context_parallel
 from parallelisms.ddp import apply_ddp
 from parallelisms.expert_parallel import apply_expert_parallel
-from parallelisms.float8 import apply_float8
+from parallelisms.float8 import apply_float8, check_float8
 from parallelisms.float8_all_gather import apply_float8_all_gather
 from parallelisms.fsdp import FSDPPolicy, apply_fsdp
 from parallelisms.parallel_dims import ParallelDims, fsdp_submesh
@@ -80,6 +80,7 @@ def parallelize(
     this PyTorch lacks what a key needs.
     """
     parallelism, expert_mesh = config.parallelism, None
+    check_float8(model, spec.blocks(model), config=config.float8)
     for key in ("tensor_parallel_degree", "expert_parallel_degree"):
         if getattr(parallelism, key) > 1 and dims.fsdp_mesh.size(-1) > 1:
             # FSDP2 shards dims that these sharded before; this placement says in which order.
@@ -151,7 +152,7 @@ def _wrap_blocks(
     frees_weights = (
         is_simple and is_sharded and bool(FSDPPolicy.of(config.parallelism).reshard_units)
     )
-    apply_float8(blocks, config=config.float8)
+    apply_float8(stage, blocks, config=config.float8)
     apply_activation_checkpoint(
         blocks,
         config=config.activation_checkpoint,

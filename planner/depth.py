@@ -170,8 +170,15 @@ def _prefetched(run: RunSpec) -> int:
 def _is_periodic(run: RunSpec) -> bool:
     """False if layers are put together: buckets of gradients, Muon's batches of matrices.
 
-    In a pipeline, a layer's place in its stage must decide its kind.
+    False too if the configuration names a layer. In a pipeline, a layer's place in its stage must
+    decide its kind.
     """
     is_bucketed = run.config.parallelism.data_parallel == "ddp"
     is_staged = _n_stages(run) > 1 and period_of(run) > 1
-    return not (is_bucketed or is_staged or run.config.optimizer.name != "adamw")
+    is_named = any(map(names_layer, run.config.float8.skip))
+    return not (is_bucketed or is_staged or is_named or run.config.optimizer.name != "adamw")
+
+
+def names_layer(entry: str) -> bool:
+    """True if an entry of ``float8.skip`` is one of a single layer, such as ``layers.0``."""
+    return any(part.isdecimal() for part in entry.split("."))

@@ -5,7 +5,7 @@ Unlike memory and collectives, this is a model. Its constants are shares of the 
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,15 +77,9 @@ class StepTime:
 
 def step_time(plan: StepPlan, hardware: Hardware) -> StepTime:
     """Return the modelled time of ``plan``. Raises ``ConfigError`` if a peak is not known."""
-    run, parallelism = plan.run, plan.run.config.parallelism
+    run, records = plan.run, [stage.record for stage in plan.stages]
     peak = peak_flops(run.config, hardware)
-    n = plan.n_microbatches
-    stages = [stage_parts(each.record, run.config, n, hardware, peak) for each in plan.stages]
-    parts = max(stages, key=lambda each: sum(each.values()))
-    if plan.degrees.pp > 1:
-        busy = sum(seconds for part, seconds in parts.items() if part != "update")
-        n_slots = plan.n_microbatches * stages_per_rank(parallelism)
-        parts["pipeline idle"] = busy * (plan.degrees.pp - 1) / n_slots
+    parts = step_parts(records, run.config, plan.n_microbatches, hardware)
     tokens = run.global_batch_size * run.config.training.seq_len
     rate = tokens / sum(parts.values())
     spec, args, training = run.model_spec, run.model_args, run.config.training
@@ -99,6 +93,23 @@ def step_time(plan: StepPlan, hardware: Hardware) -> StepTime:
         (rate * palm / (plan.world_size * peak), rate * causal / (plan.world_size * peak)),
         n_bytes * (1 + memory[OPTIMIZER] / memory[PARAMETERS]),
     )
+
+
+def step_parts(
+    records: Sequence[StepRecord], config: JobConfig, n_microbatches: int, hardware: Hardware
+) -> dict[str, float]:
+    """Seconds that add up to the step, by what takes them: of the slowest of the stages' ranks.
+
+    Raises ``ConfigError`` if a peak is not known.
+    """
+    peak, parallelism = peak_flops(config, hardware), config.parallelism
+    stages = [_stage_parts(record, config, n_microbatches, hardware, peak) for record in records]
+    parts = max(stages, key=lambda each: sum(each.values()))
+    if (degree := parallelism.pipeline_parallel_degree) > 1:
+        busy = sum(seconds for part, seconds in parts.items() if part != "update")
+        n_slots = n_microbatches * stages_per_rank(parallelism)
+        parts["pipeline idle"] = busy * (degree - 1) / n_slots
+    return parts
 
 
 def peak_flops(config: JobConfig, hardware: Hardware) -> float:
@@ -122,7 +133,7 @@ def rates_of(hardware: Hardware, peak: float) -> dict[str, float]:
     }
 
 
-def stage_parts(
+def _stage_parts(
     record: StepRecord, config: JobConfig, n_microbatches: int, hardware: Hardware, peak: float
 ) -> dict[str, float]:
     """Seconds of a stage's rank: compute by kind, and exposed communication by mesh dim."""

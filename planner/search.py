@@ -11,10 +11,10 @@ from typing import Any
 
 from config import ConfigError, JobConfig
 from config.auto import MODES
-from parallelisms.pipeline_parallel import stages_per_rank
+from planner.depth import names_layer
 from planner.devices import Hardware
 from planner.estimate import Sample, Shape, estimated
-from planner.roofline import peak_flops, stage_parts
+from planner.roofline import step_parts
 from planner.search_simulations import (
     Map,
     Request,
@@ -181,7 +181,10 @@ class Search:
         config = self.space.config_of(choice)
         batch = {"global_batch_size": n_dp, "batch_size_ramp": []}
         training = config.training.model_copy(update=batch)
-        config = config.model_copy(update={"training": training})
+        # A sample has few layers.
+        skip = [entry for entry in config.float8.skip if not names_layer(entry)]
+        float8 = config.float8.model_copy(update={"skip": skip})
+        config = config.model_copy(update={"training": training, "float8": float8})
         return Request(config, n_dp * kind.cp * kind.tp, schedule=kind.schedule)
 
     def _all_estimated(self, choices: list[Choice], sample: Sample | None) -> list[Found]:
@@ -191,7 +194,7 @@ class Search:
         return [each for each in found if each is not None]
 
     def _estimate(self, choice: Choice, sample: Sample) -> Found | None:
-        n = self._batch // (choice.size * choice.degrees.batch)
+        n = self._n_microbatches(choice)
         per_rank = 2 if choice.schedule != "1F1B" else 1
         deep = (per_rank + 1) * choice.pp - 1 if per_rank > 1 else choice.pp
         shape = Shape(
@@ -227,21 +230,13 @@ class Search:
         ]
 
     def _found(self, choice: Choice, peak: int, records: list[StepRecord]) -> Found:
-        config = self._config_of(choice.recipe)
-        n = self._batch // (choice.size * choice.degrees.batch)
-        peak_rate = peak_flops(config, self._hardware)
-        stages = [stage_parts(record, config, n, self._hardware, peak_rate) for record in records]
-        parts = max(stages, key=lambda each: sum(each.values()))
-        if choice.pp > 1:
-            parallelism = self.space.config_of(choice).parallelism
-            busy = sum(parts.values()) - parts.get("update", 0.0)
-            parts["pipeline idle"] = busy * (choice.pp - 1) / (n * stages_per_rank(parallelism))
+        config = self.space.config_of(choice)
+        parts = step_parts(records, config, self._n_microbatches(choice), self._hardware)
         rate = self._batch * config.training.seq_len / sum(parts.values())
         return Found(choice, peak, parts, rate)
 
-    def _config_of(self, recipe: str) -> JobConfig:
-        float8 = self._config.float8.model_copy(update={"recipe": recipe})
-        return self._config.model_copy(update={"float8": float8})
+    def _n_microbatches(self, choice: Choice) -> int:
+        return self._batch // (choice.size * choice.degrees.batch)
 
 
 def is_alike(one: Found, other: Found) -> bool:

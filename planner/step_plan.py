@@ -61,7 +61,7 @@ class StepPlan:
     @property
     def n_microbatches(self) -> int:
         """Microbatches of each rank."""
-        return microbatches_of(self.run, self.degrees)
+        return self.run.n_microbatches(self.degrees.batch)
 
 
 def plan_step(run: RunSpec, world_size: int, *, has_gpu: bool = True) -> StepPlan:
@@ -80,7 +80,7 @@ def plan_stage(run: RunSpec, world_size: int, stage: int, *, has_gpu: bool = Tru
     if refused := [row.message(planned) for row in UNPLANNED if row.violated(planned)]:
         raise ConfigError(refused)
     degrees = resolve_degrees(run.config.parallelism, world_size)
-    n = microbatches_of(run, degrees)
+    n = run.n_microbatches(degrees.batch)
     if degrees.pp > 1:
         try:
             return simulate_pipeline(planned, world_size, stage, n)
@@ -91,11 +91,6 @@ def plan_stage(run: RunSpec, world_size: int, stage: int, *, has_gpu: bool = Tru
             raise
     weights = [1.0] * n if n <= MOST_MICROBATCHES else [1.0, n - 2.0, 1.0]
     return simulate_layers(planned, world_size, 0, weights=weights)
-
-
-def microbatches_of(run: RunSpec, degrees: Degrees) -> int:
-    """Return the number of microbatches of each rank in a step."""
-    return run.global_batch_size // (run.microbatch_size * degrees.batch)
 
 
 def planned_config(config: JobConfig, *, has_gpu: bool = True) -> JobConfig:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -27,6 +28,7 @@ from parallelisms.float8 import (
     RECIPES,
     Float8Linear,
     apply_float8,
+    check_float8,
     compute_scale,
     quantize,
 )
@@ -191,7 +193,8 @@ def check_sharded_linears() -> None:
     for name, placement in (("sharded", Shard(0)), ("replicated", Replicate())):
         linear = cast(nn.Linear, block[name])
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [placement]))
-    apply_float8(nn.ModuleDict({"0": block}), config=EMULATED["tensorwise"])
+    blocks = nn.ModuleDict({"0": block})
+    apply_float8(blocks, blocks, config=EMULATED["tensorwise"])
     assert not isinstance(block["replicated"], Float8Linear)
     found = []
     x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
@@ -207,16 +210,18 @@ def test_replicated_weights_are_skipped(ranks: RankPool) -> None:
     ranks.run(check_sharded_linears, 2)
 
 
-def blocks_of(name: str, flavor: str) -> nn.ModuleDict:
+def model_of(name: str, flavor: str, n_layers: int = 2) -> tuple[nn.Module, nn.ModuleDict]:
+    """Model on the meta device, and its blocks."""
     spec, args = find_model(name, flavor)
-    args = replace(args, n_layers=2)
-    return spec.blocks(build_on_meta(spec, args, torch.float32))
+    model = build_on_meta(spec, replace(args, n_layers=n_layers), torch.float32)
+    return model, spec.blocks(model)
 
 
 def test_skipped_layers_are_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        blocks = blocks_of("llama3", "8B")
-        apply_float8(blocks, config=Float8(recipe="tensorwise", skip=["1.attention.wo"]))
+        model, blocks = model_of("llama3", "8B")
+        config = Float8(recipe="tensorwise", skip=["layers.1.attention.wo"])
+        apply_float8(model, blocks, config=config)
     converted = {
         f"{layer}.{name}"
         for layer, block in blocks.items()
@@ -230,14 +235,15 @@ def test_skipped_layers_are_logged_with_the_reason(caplog: pytest.LogCaptureFixt
         "attention.wk (4096 -> 1024 on a rank: too small to get faster) of 2 blocks: "
         "not converted to tensorwise" in text
     )
-    assert "attention.wo (float8.skip '1.attention.wo') of 1 blocks: not converted" in text
+    reason = "attention.wo (float8.skip 'layers.1.attention.wo') of 1 blocks: not converted"
+    assert reason in text
     assert "feed_forward.w1 of 2 blocks: converted to tensorwise" in text
 
 
 def test_routers_are_skipped() -> None:
     for name in ("qwen3_moe", "qwen3_next"):
-        blocks = blocks_of(name, "debugmodel")
-        apply_float8(blocks, config=CONFIGS["rowwise"])
+        model, blocks = model_of(name, "debugmodel")
+        apply_float8(model, blocks, config=CONFIGS["rowwise"])
         kinds = {fqn: type(module) for fqn, module in blocks.named_modules()}
         assert kinds["0.feed_forward.router"] is not Float8Linear
         assert Float8Linear in kinds.values()
@@ -245,11 +251,31 @@ def test_routers_are_skipped() -> None:
 
 def test_recipe_or_skip_without_effect_raises() -> None:
     with pytest.raises(ValueError, match="all linear layers are skipped"):
-        apply_float8(blocks_of("llama3", "debugmodel"), config=Float8(recipe="tensorwise"))
-    with pytest.raises(ValueError, match=r"skip.*wx"):
-        apply_float8(
-            blocks_of("llama3", "8B"), config=Float8(recipe="tensorwise", skip=["wx", "wo"])
-        )
+        check_float8(*model_of("llama3", "debugmodel"), config=Float8(recipe="tensorwise"))
+    for entry, skip in (("wx", ["wx", "wo"]), ("w", ["w"]), ("9.attention", ["9.attention"])):
+        with pytest.raises(ValueError, match=f"float8.skip.*'{entry}'"):
+            check_float8(*model_of("llama3", "8B"), config=Float8(recipe="tensorwise", skip=skip))
+
+
+@pytest.mark.parametrize("entry", ["layers.1", "1.attention", "layers.1.attention.wo"])
+def test_skip_names_whole_parts_of_fqns(entry: str) -> None:
+    model, blocks = model_of("llama3", "8B", n_layers=12)
+    check_float8(model, blocks, config=(config := Float8(recipe="tensorwise", skip=[entry])))
+    apply_float8(model, blocks, config=config)
+    kinds = {fqn: type(module) for fqn, module in model.named_modules()}
+    assert kinds["layers.1.attention.wo"] is nn.Linear
+    assert kinds["layers.11.attention.wo"] is kinds["layers.10.attention.wo"] is Float8Linear
+
+
+def check_stages() -> None:
+    config = EMULATED["tensorwise"].model_copy(update={"skip": ["layers.2", "layers.3"]})
+    model = shard_debugmodel("llama3", args_of("llama3", 4), Layout(2, {PP: 2}, float8=config))
+    found = [fqn for fqn, m in model.module.named_modules() if isinstance(m, Float8Linear)]
+    assert (len(found) > 0) == (dist.get_rank() == 0)
+
+
+def test_skipped_layers_may_be_those_of_one_stage(ranks: RankPool) -> None:
+    ranks.run(check_stages, 2)
 
 
 N_SLOTS = 4

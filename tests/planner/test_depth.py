@@ -28,6 +28,14 @@ from tests.lib.planned import (
 LAYERS = "model.args.n_layers"
 
 
+def test_a_model_with_a_layer_that_is_named_is_simulated_whole() -> None:
+    keys = {LAYERS: 12, FLOAT8: "tensorwise", "float8.skip": '["layers.11"]'} | EMULATED
+    run = run_of(keys, 1)
+    run = replace(run, config=planned_config(run.config))
+    found = depth.simulate_layers(run, 1, 0, weights=[1.0])
+    assert found == simulate_step(run, 1, 0, weights=[1.0])
+
+
 @pytest.mark.parametrize(
     ("world_size", "rank", "keys"),
     [

@@ -82,6 +82,30 @@ def test_what_is_not_sampled_is_not_among_the_best() -> None:
     assert best[0] == best[1]
 
 
+def test_keys_that_a_choice_replaces_do_not_time_it() -> None:
+    choice = Choice(1, 2, 1, 1, 1, 1, "1F1B", "none", "default", 1, "none")
+    replaced = (
+        {"parallelism.tensor_parallel_async": "true", "parallelism.tensor_parallel_degree": 2},
+        {"parallelism.data_parallel": "simple_fsdp"},
+    )
+    searches = [search_of({BATCH: 4} | keys, 2, device="h100") for keys in ({}, *replaced)]
+    sample = simulate_sample(searches[0]._sample_request(choice.kind))
+    assert sample is not None
+    first, *others = (search._estimate(choice, sample) for search in searches)
+    assert first is not None
+    assert others == [first, first]
+
+
+def test_skips_of_single_layers_do_not_spoil_the_samples() -> None:
+    keys = {FLOAT8: "tensorwise", "float8.skip": '["layers.1", "wo"]', "model.args.n_layers": 4}
+    search = search_of(keys | EMULATED | {BATCH: 4}, 2, device="h100")
+    choice = Choice(1, 2, 1, 1, 1, 1, "1F1B", "none", "default", 1, "tensorwise")
+    found = search._estimate(choice, simulate_sample(search._sample_request(choice.kind)))
+    assert found is not None
+    (planned,) = search._planned([found], map)
+    assert 0 < planned.parts["float8 matmul"] < found.parts["float8 matmul"]
+
+
 def sent_bytes(record: StepRecord) -> float:
     return sum(n * record.groups[call.dim].sent(call) for call, n in record.collectives.items())
 

@@ -237,7 +237,12 @@ def _translate_float8(given: Given, result: Translation) -> None:
     skipped = list_of(given[f"{FLOAT8}.filter_fqns"] or [])
     result.keys["float8.recipe"] = recipe
     result.keys["float8.skip_small"] = "auto_filter_small_kn" in skipped
-    ours = [name for name in skipped if name not in ("output", "auto_filter_small_kn")]
+    # Entries are parts of FQNs there too. The output layer and routers are never converted here.
+    ours = [
+        name
+        for name in skipped
+        if name not in ("output", "auto_filter_small_kn") and "router" not in name.split(".")
+    ]
     if ours:
         result.keys["float8.skip"] = ours
     if given[f"{FLOAT8}.emulate"]:
