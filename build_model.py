@@ -52,7 +52,7 @@ class ShardedModel:
 
     @property
     def peak_flops(self) -> float | None:
-        """FLOP/s of one device in the compute dtype; None if not known."""
+        """FLOP/s of one device in bfloat16, whatever the compute dtype; None if not known."""
         return peak_flops(self.device, self.config.metrics.peak_tflops)
 
     def materialize(self) -> None:

@@ -508,8 +508,7 @@ class Debug(Section):
 
 
 class JobConfig(Section):
-    """Configuration of a whole run. Only what validates or starts a run takes it; other code takes
-    a section."""
+    """Configuration of a whole run. Code that needs one section takes that section."""
 
     job: Job = Job()
     model: Model = Model()

@@ -75,7 +75,7 @@ def delta_rule(
 
 
 # A custom op, because torch.compile would unroll the loop over chunks.
-@torch.library.custom_op("shardloom::go_through_chunks", mutates_args=())
+@torch.library.custom_op("shardloom::chunk_scan", mutates_args=())
 def _chunk_scan(
     w: torch.Tensor,
     u: torch.Tensor,
@@ -116,7 +116,7 @@ def _empty_outputs(
     return states, u.new_empty(u.shape), state.new_empty(state.shape)
 
 
-@torch.library.custom_op("shardloom::go_back_through_chunks", mutates_args=())
+@torch.library.custom_op("shardloom::chunk_scan_backward", mutates_args=())
 def _chunk_scan_backward(
     grad_states: torch.Tensor,
     grad_updates: torch.Tensor,

@@ -37,7 +37,7 @@ def apply_flex_attention(
     Mutates ``inner`` of each module, unless ``dtype`` is not half precision, or FlexAttention fails
     or differs from the present ``inner``. ``heads``: numbers of query and of key heads.
     """
-    if dtype not in HALF:
+    if dtype not in HALF or not attentions:
         return
     # Compiled blocks inline it into their graphs. As one compile region, its output can be saved by
     # selective activation checkpointing.

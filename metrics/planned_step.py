@@ -16,6 +16,14 @@ FIRST_STEPS = 10
 # The lowest priority: ranks and their threads come first.
 NICE = 19
 GIB = 2**30
+# A rank that fails ends at once, without ``close``.
+PROGRAM = """\
+import sys
+from runtime.machine import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+from tools.plan import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 class PlannedStep:
@@ -26,8 +34,9 @@ class PlannedStep:
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = ["nice", "-n", str(NICE), sys.executable, "-m", "tools.plan", str(config)]
-        command += ["--json", f"--world-size={world_size}", "--device", device_name]
+        arguments = [str(config), "--json", f"--world-size={world_size}", "--device", device_name]
+        python = [sys.executable, "-c", PROGRAM, str(os.getpid())]
+        command = ["nice", "-n", str(NICE), *python, *arguments]
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = subprocess.Popen(
                 command,
@@ -53,7 +62,7 @@ class PlannedStep:
         return (
             f"{rate:,.0f} tokens/s on {plan['device']}, measured {found:,.0f}"
             f" ({100 * (found / rate - 1):+.0f} %); {peak / GIB:.2f} GiB of tensors at the peak,"
-            f" {measured['memory_gib']:.2f} allocated"
+            f" {measured['memory_gib']:.2f} reserved"
         )
 
     def close(self) -> None:

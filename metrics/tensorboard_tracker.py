@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from metrics.tracker import TrackedRun
 from runtime.filesystem import make_folder
 
+FLUSH_SECONDS = 10
+
 
 class TensorBoardTracker:
     """Curves of the metrics; points after the step that a run resumed from are purged."""
@@ -20,7 +22,10 @@ class TensorBoardTracker:
         purged = None if run.resumed_step is None else run.resumed_step + 1
         # A random name, because the writer would follow a link of that name.
         suffix = f".{uuid.uuid4().hex}"
-        self._writer = SummaryWriter(str(folder), purge_step=purged, filename_suffix=suffix)
+        # Of a rank that fails, what is not written yet is lost.
+        self._writer = SummaryWriter(
+            str(folder), purge_step=purged, filename_suffix=suffix, flush_secs=FLUSH_SECONDS
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to the curve of each value of a step."""

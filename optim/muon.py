@@ -109,7 +109,7 @@ class Muon(ChunkedAdamW):
 
     Updates are scaled by 0.2 sqrt(max(m, n)), so that AdamW's learning rate and weight decay fit
     both (arXiv 2502.16982). Equals ``torch.optim.Muon`` with ``match_rms_adamw``, except that
-    PyTorch's always computes in bfloat16, and this one only for float32 weights on a GPU.
+    PyTorch's always computes in bfloat16, and this one only for such weights, or on a GPU.
 
     Each matrix is gathered on its owner rank, orthogonalized there, and sent back in shards. All
     ranks that hold weights of the same layers share the work. Experts that are whole on a rank are

@@ -10,9 +10,6 @@ from config.job_config import Compile
 from runtime.compat import configure, inductor_options
 from runtime.log import logger
 
-# Per function: training, validation and samples, for layers of several kinds.
-_RECOMPILE_LIMIT = 8
-
 
 def apply_compile(
     blocks: nn.ModuleDict,
@@ -50,7 +47,6 @@ def apply_compile(
     if wanted and config.backend == "inductor":
         options["options"] = inductor_options(**wanted)
     graphs = [path for path, is_graph in regions.items() if is_graph]
-    torch.compiler.config.recompile_limit = _RECOMPILE_LIMIT
     for block in blocks.values():
         for path in graphs:
             wrap_region(block, path, lambda method: torch.compile(method, **options))

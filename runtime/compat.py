@@ -241,6 +241,7 @@ def _one_worker(options: Any, timeout: timedelta | None) -> Any:
     return options
 
 
+@cache
 def silence_context_fn() -> None:
     """Silence the warning about in-place ops under selective checkpointing of compiled blocks.
 

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import time
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +14,8 @@ from runtime.run_folder import WriteAlarm
 
 # Characters of the lock file that are read to name its holder.
 MAX_HOLDER = 300
+# Much longer than ``is_locked`` holds it.
+WAIT_SECONDS = 0.5
 
 
 def lock_run(folder: Path) -> TextIO:
@@ -26,7 +29,7 @@ def lock_run(folder: Path) -> TextIO:
     except OSError as error:
         raise ConfigError([f"job.output_dir: {error}"]) from None
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
     except BlockingIOError:
         file.seek(0)
         who = f"process {file.read(MAX_HOLDER).strip()} is writing to {folder.parent} now"
@@ -43,15 +46,31 @@ def lock_run(folder: Path) -> TextIO:
     return file
 
 
+def _lock(file: TextIO) -> None:
+    """Raises ``BlockingIOError`` if a process holds the lock longer than for a moment."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
+
+
 def lock_holder() -> str:
     """Name of this process in the lock file."""
     return f"{os.getpid()} on {socket.gethostname()}"
 
 
 def is_locked(folder: Path) -> bool:
-    """True if a run has locked the ``control/`` folder; takes the lock for a moment to find out."""
+    """True if a run has locked the ``control/`` folder, or if it cannot be locked.
+
+    Takes the lock for a moment to find out, for which ``lock_run`` waits.
+    """
     try:
-        lock_run(folder).close()
-    except ConfigError:
+        with open_file(folder / "lock", "ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         return True
     return False

@@ -1,6 +1,9 @@
 """A run's plan beside its measurement."""
 
+import os
 import re
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from metrics import planned_step
 from metrics.planned_step import PlannedStep
 from planner.devices import is_model
+from tests.lib.processes import is_running, seconds_until
 
 CONFIG = Path("train_configs/debug_model.toml")
 MEASURED = {"tokens_per_second": 1e6, "memory_gib": 1.5}
@@ -36,12 +40,29 @@ def test_plan_and_measurement_are_compared(tmp_path: Path) -> None:
     text = text_of(PlannedStep(config, world_size=2, device_name="NVIDIA H100 80GB HBM3"))
     pattern = (
         r"([\d,]+) tokens/s on NVIDIA H100 80GB SXM, measured 1,000,000 \(-(\d+) %\);"
-        r" 0\.\d\d GiB of tensors at the peak, 1\.50 allocated"
+        r" 0\.\d\d GiB of tensors at the peak, 1\.50 reserved"
     )
     found = re.fullmatch(pattern, text)
     assert found is not None, text
     planned = int(found[1].replace(",", ""))
     assert 1e6 / planned == pytest.approx(1 - int(found[2]) / 100, abs=0.01)
+
+
+def fail_beside_a_plan(send: Connection) -> None:
+    planned = PlannedStep(CONFIG, world_size=2, device_name="NVIDIA H100 80GB HBM3")
+    send.send(planned._process.pid)
+    os._exit(1)
+
+
+def test_a_plan_ends_with_its_rank() -> None:
+    context = get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    rank = context.Process(target=fail_beside_a_plan, args=(send,))
+    rank.start()
+    plan = receive.recv()
+    rank.join()
+    # A plan takes longer: it imports PyTorch.
+    seconds_until(lambda: not is_running(plan), limit=1.0)
 
 
 def test_why_there_is_no_plan(tmp_path: Path) -> None:

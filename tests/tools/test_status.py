@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from launcher.failures import record_failure
-from runtime import exit_codes
+from runtime import exit_codes, run_lock
 from runtime.run_lock import lock_run
 from tests.lib.damage import DAMAGES, damage
 from tests.lib.forked import checkpoints, run, started
@@ -313,7 +313,7 @@ def test_lock_matches_inode_and_device_or_holder(
 
 
 @pytest.mark.skipif(not status.LOCKS.exists(), reason="needs Linux")
-def test_status_does_not_block_a_start(tmp_path: Path) -> None:
+def test_status_does_not_block_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def shared(lock: Path) -> bool:
         """Take a shared lock, which looks harmless."""
         with lock.open() as file:
@@ -325,8 +325,12 @@ def test_status_does_not_block_a_start(tmp_path: Path) -> None:
     assert not is_locked(tmp_path / "lock")
     with lock_run(tmp_path):
         assert is_locked(tmp_path / "lock")
+    # A start waits a moment for those who take the lock.
+    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.0)
     assert failed_starts_beside(is_locked, tmp_path) == 0
     assert failed_starts_beside(shared, tmp_path) > 0
+    monkeypatch.undo()
+    assert failed_starts_beside(lambda lock: run_lock.is_locked(lock.parent), tmp_path) == 0
 
 
 def failed_starts_beside(check: Callable[[Path], bool], control: Path) -> int:
