@@ -89,6 +89,8 @@ class ShardedModel:
             compile=config.compile,
             device=self.device,
             accumulator=accumulator,
+            # No family of Shardloom skips layers.
+            may_skip_layers=config.model.is_own,
             recorder=self.recorder(),
         )
 
@@ -116,7 +118,7 @@ class ShardedModel:
             # Each recomputation takes states of the generator, which a capture does not allow.
             "recomputation in a model of your own": _recomputes_own(config),
             # A graph would repeat the first value of a number that their forward changes.
-            f"models of your own: {always}": is_auto and ":" in config.model.name,
+            f"models of your own: {always}": is_auto and config.model.is_own,
             f"several GPUs: {always}": is_auto and n_ranks > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")
@@ -126,7 +128,7 @@ def _recomputes_own(config: JobConfig) -> bool:
     """True if backward may run parts of a model again whose random ops are not known."""
     is_simple = config.parallelism.data_parallel == "simple_fsdp"
     recomputes = is_simple or config.activation_checkpoint.mode != "none"
-    return recomputes and ":" in config.model.name
+    return recomputes and config.model.is_own
 
 
 def _recomputes_attention(config: JobConfig) -> bool:

@@ -369,7 +369,10 @@ class Checkpointer:
         problems = run_on_rank0(partial(_merge_differences, answers))
         if problems:
             text = f"{folder} does not match the model: {'; '.join(problems)}"
-            raise ConfigError([f"model.name, flavor or vocab_size: {text}"])
+            keys = "model.name, flavor or vocab_size"
+            if not any(map(_is_of_model, problems)):
+                keys = "optimizer.name"
+            raise ConfigError([f"{keys}: {text}"])
         dcp.load(state, storage_reader=Reader(folder, index))
         for name, stateful in tensor_states.items():
             stateful.load_state_dict(state[name])
@@ -452,4 +455,10 @@ def _merge_differences(answers: list[tuple[list[str], set[str]]]) -> list[str]:
     """First difference of each kind. A tensor is unexpected if no rank, of any stage, wants it."""
     unexpected = set.intersection(*(unread for _, unread in answers))
     found = sorted({problem for problems, _ in answers for problem in problems})
+    # The state of the optimizer differs if the model does.
+    found.sort(key=_is_of_model, reverse=True)
     return found[:1] + [f"unexpected tensor {fqn}" for fqn in sorted(unexpected)[:1]]
+
+
+def _is_of_model(problem: str) -> bool:
+    return "tensor model." in problem

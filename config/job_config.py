@@ -97,6 +97,11 @@ class Model(Section):
     """Rows of the embedding. Absent: the tokenizer's vocabulary size rounded up to a multiple of
     64."""
 
+    @property
+    def is_own(self) -> bool:
+        """True for the user's own model, of which nothing is known but its ``ModelSpec``."""
+        return ":" in self.name
+
 
 Packing = Literal["concat", "best_fit"]
 

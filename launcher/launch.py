@@ -138,7 +138,7 @@ def next_commands(
         commands["train on" if is_whole else purpose] = ranks + resume
     if has_checkpoints:
         # A model from outside is imported only if it is named.
-        outside = ["--model", config.model.name] if ":" in config.model.name else []
+        outside = ["--model", config.model.name] if config.model.is_own else []
         commands["generate text"] = command_text("generate", folder, *outside)
     commands["report"] = command_text("report", folder)
     if "tensorboard" in config.metrics.trackers:

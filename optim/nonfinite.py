@@ -18,7 +18,7 @@ class NonfiniteGuard:
 
     All ranks skip the same updates. After too many consecutive nonfinite steps it skips all further
     ones, and ``should_stop`` returns True. Only that and ``state_dict`` wait for the device, and
-    ``step`` unless the optimizer is PyTorch's fused AdamW or derived from it.
+    ``step`` unless the optimizer is PyTorch's fused AdamW or one of ``optim``.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class NonfiniteGuard:
         ``weight_mesh`` has every rank. Sets ``found_inf`` of a fused AdamW, which then skips its
         update (as in ``torch.amp.GradScaler``).
         """
-        is_adamw = isinstance(optimizer, torch.optim.AdamW)
+        is_adamw = isinstance(optimizer, torch.optim.AdamW) and not _has_own_step(optimizer)
         obeys = is_adamw and all(group["fused"] for group in optimizer.param_groups)
         self.step: Callable[[], object] = (
             optimizer.step if obeys else partial(self._step_on_host, optimizer)
@@ -129,3 +129,9 @@ class NonfiniteGuard:
     def _read(self) -> dict[str, int]:
         values = torch.stack(list(self._counts.values())).tolist()
         return dict(zip(self._counts, values, strict=True))
+
+
+def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the user's own code updates the weights, before or after PyTorch's."""
+    # PyTorch wraps each class's step, which keeps its module.
+    return type(optimizer).step.__module__.partition(".")[0] not in ("torch", __package__)

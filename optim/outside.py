@@ -6,6 +6,7 @@ in ``optimizer.state``, and numbers that steps add to the parameter groups. ``fi
 all of this on small weights before the first step.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ SET_BY = {
     "weight_decay": "optimizer.weight_decay",
 }
 STEPS, LR, DECAY = 4, 0.01, 0.1
+# What an optimizer does every few steps has happened by then.
+STATE_STEPS = 50
 # Relative error of float32 updates. An optimizer that reads other elements is off by much more.
 TOLERANCE = 1e-3
 
@@ -202,7 +205,10 @@ def _problem_with_state(weights: SmallWeights) -> str:
     weights.step(0)
     if _differ(before, weights.values):
         return "changes weights with lr = 0 and gradients of 0, a step that is made before loading"
-    weights.step(1)
+    first = _kinds(optimizer)
+    weights.set_lr(LR)
+    for number in range(1, STATE_STEPS + 1):
+        weights.step(number)
     values = [value for state in optimizer.state.values() for value in state.values()]
     others = [type(v).__name__ for v in values if not isinstance(v, torch.Tensor | int | float)]
     if others:
@@ -211,7 +217,25 @@ def _problem_with_state(weights: SmallWeights) -> str:
         changed = [k for k in old if k not in ("lr", "params") and group.get(k) != old[k]]
         if changed:
             return f"changes {changed[0]!r} of its parameter groups, which checkpoints do not hold"
+    last = _kinds(optimizer)
+    if later := [name for name in sorted(first | last) if first.get(name) != last.get(name)]:
+        was, now = (kinds.get(later[0], "absent") for kinds in (first, last))
+        text = f"has {later[0]!r}, which after its first step is {was} and later {now}"
+        return f"{text}; checkpoints hold what the first step makes"
     return ""
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Types of what is in the state or in the parameter groups, by name."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for values in (*optimizer.state.values(), *optimizer.param_groups):
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                size = "a number" if value.ndim == 0 else "a tensor"
+                found[name].add(f"{size} in {value.dtype}")
+            elif isinstance(value, int | float):
+                found[name].add(type(value).__name__)
+    return {name: " and ".join(sorted(kinds)) for name, kinds in found.items()}
 
 
 def _problem_on_mesh(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> str:

@@ -196,17 +196,21 @@ def disable_gradient_averaging(model: nn.Module, *meshes: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def set_gradient_sync(model: nn.Module, policy: FSDPPolicy, *, is_last: bool) -> None:
+def set_gradient_sync(
+    model: nn.Module, policy: FSDPPolicy, *, is_last: bool, may_skip_layers: bool = False
+) -> None:
     """Set what the next backward communicates and frees, before its forward. Mutates ``model``.
 
-    ``is_last``: the step's last microbatch. The sum of a step's gradients is the same in any case.
-    SimpleFSDP has no choice: autograd reduces in every backward.
+    ``is_last``: the step's last microbatch. ``may_skip_layers``: not every microbatch uses every
+    weight. The sum of a step's gradients is the same in any case. SimpleFSDP has no choice:
+    autograd reduces in every backward.
     """
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(is_last or policy.reduce_every_microbatch)
-    # Replicas all-reduce only the step's sum of their shards.
-    model.set_requires_all_reduce(is_last)
+    # Replicas all-reduce only the step's sum of their shards. FSDP2 would forget the sum of a layer
+    # that the last microbatch skips.
+    model.set_requires_all_reduce(is_last or may_skip_layers)
     if not policy.reshard_after_backward:
         # Weights kept for a whole backward may as well be kept until they change.
         model.set_reshard_after_backward(is_last)

@@ -159,7 +159,7 @@ def _wrap_blocks(
         regions=regions,
         frees_weights=frees_weights,
         # No family of Shardloom has random ops.
-        is_random=":" in config.model.name,
+        is_random=config.model.is_own,
     )
     apply_compile(
         blocks,

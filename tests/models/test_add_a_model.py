@@ -29,8 +29,20 @@ from planner.simulate import fake_ranks
 from run_spec import resolve
 from tests.lib.forked import codes, log, started
 from tests.lib.launch import curve, run
-from tests.lib.layouts import CP, CPU, METHOD, MODE, PP, TP, Layout, args_of, shard_debugmodel
-from tests.lib.parity import global_batch, rows_of
+from tests.lib.layouts import (
+    CP,
+    CPU,
+    METHOD,
+    MODE,
+    PP,
+    REDUCE,
+    REPLICATE,
+    TP,
+    Layout,
+    args_of,
+    shard_debugmodel,
+)  # fmt: skip
+from tests.lib.parity import global_batch, rows_of, whole
 from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
 
@@ -226,6 +238,64 @@ def test_own_attention_keeps_its_weights_in_context_parallel(
 ) -> None:
     (want,) = ranks.run(gradients_of_gain, 1, Layout(1))
     for got in ranks.run(gradients_of_gain, 2, layout):
+        assert [*got] == [*want]
+        for name, gradient in want.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-14)
+
+
+class SkippingBlock(TransformerBlock):
+    """Skips itself, or only its attention, in every other microbatch."""
+
+    def __init__(self, args: TransformerArgs, *, is_whole: bool) -> None:
+        super().__init__(args)
+        self.is_whole, self.calls = is_whole, 0
+
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 2:
+            return super().forward(x, rope, document_ids)
+        return x if self.is_whole else x + self.feed_forward(self.ffn_norm(x))
+
+
+class SkippingModel(Transformer):
+    def build_block(self, index: int) -> nn.Module:
+        return SkippingBlock(self.args, is_whole=index == 0)
+
+
+SKIPPING = replace(find_spec("llama3"), model_cls=SkippingModel)
+
+
+def gradients_of_skipping(layout: Layout) -> dict[str, torch.Tensor]:
+    """Of a step of two microbatches of four rows."""
+    name = f"{__name__}:SKIPPING"
+    args = args_of(name)
+    model = shard_debugmodel(name, args, layout, dtype="float64")
+    materialize(model.module, CPU, seed=7)
+    batch = global_batch(args.vocab_size, False)
+    size = 2 // model.dims.batch_mesh.size()
+    first = size * model.dims.batch_mesh.get_local_rank()
+    rows = [slice(start + first, start + first + size) for start in (0, 2)]
+    n_tokens = num_target_tokens([rows_of(batch, slice(0, 4))])
+    model.runner().forward_backward([rows_of(batch, each) for each in rows], n_tokens)
+    gradients = {fqn: p.grad for fqn, p in model.module.named_parameters() if p.grad is not None}
+    return {fqn: whole(gradient) for fqn, gradient in gradients.items()}
+
+
+SKIPPING_LAYOUTS = [
+    Layout(2),
+    Layout(2, {MODE: "ddp"}),
+    Layout(2, {REPLICATE: 2}),
+    Layout(2, {REPLICATE: 2, REDUCE: "last_microbatch"}),
+]
+
+
+@pytest.mark.parametrize("layout", SKIPPING_LAYOUTS, ids=str)
+def test_gradients_of_layers_that_a_microbatch_skips(ranks: RankPool, layout: Layout) -> None:
+    (want,) = ranks.run(gradients_of_skipping, 1, Layout(1))
+    assert want["layers.0.attention.wq.weight"].norm() > 0
+    for got in ranks.run(gradients_of_skipping, 2, layout):
         assert [*got] == [*want]
         for name, gradient in want.items():
             torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-14)

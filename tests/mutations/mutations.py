@@ -138,7 +138,7 @@ PARALLELISMS = [
         # Equal sums, but each microbatch sends what one all-reduce of the step could.
         "replicas-all-reduced-every-microbatch",
         "parallelisms/fsdp.py",
-        before="model.set_requires_all_reduce(is_last)",
+        before="model.set_requires_all_reduce(is_last or may_skip_layers)",
         after="model.set_requires_all_reduce(is_last or policy.reduce_every_microbatch)",
         tests=("tests/benchmarks/test_sharding.py", "tests/parallelisms/test_collectives.py"),
     ),

@@ -120,6 +120,27 @@ def test_optimizer_that_ignores_found_inf_makes_no_nonfinite_step() -> None:
     assert not is_equal(run.state(), before)
 
 
+class DecaysFirst(AdamW):
+    """AdamW, after a decay of its own, which obeys nobody."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5)
+        super().step()
+
+
+def test_own_step_of_a_fused_adamw_is_skipped_as_a_whole() -> None:
+    run = SmallRun(kind=DecaysFirst)
+    run.step(1)
+    before = run.state()
+    run.step(2, wk=BAD)
+    assert is_equal(run.state(), before)
+    run.step(3)
+    assert not is_equal(run.state(), before)
+
+
 def test_first_step_may_be_nonfinite() -> None:
     run, reference = SmallRun(), SmallRun()
     run.step(1, wk=BAD)

@@ -76,6 +76,24 @@ class ListInState(Plain):
         super().update(p, group)
 
 
+class Lookahead(Plain):
+    """Averages with slow weights, which begin at its fifth step."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        super().update(p, group)
+        state = self.state[p]
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] % 5 == 0:
+            slow = state.setdefault("slow", p.clone())
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+class IntegerAtFirst(Plain):
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        group["peak"] = max(group.get("peak", 0), group["lr"])
+        p.sub_(group["lr"] / (1 + group["peak"]) * p.grad)
+
+
 class Normalized(Plain):
     def update(self, p: Any, group: dict[str, Any]) -> None:
         p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-8))
@@ -142,6 +160,8 @@ def test_elementwise_optimizer_keeps_the_contract(name: str) -> None:
         ("zoo:NumberOutside", "differs after its state was saved and loaded"),
         ("zoo:ChangesOption", "changes 'weight_decay' of its parameter groups"),
         ("zoo:ListInState", "has list in its state"),
+        ("zoo:Lookahead", "has 'slow', which after its first step is absent and later a tensor in"),
+        ("zoo:IntegerAtFirst", "has 'peak', which after its first step is int and later float"),
         ("zoo:Normalized", "does not update each element on its own"),
         ("torch.optim:Adafactor", "does not update each element on its own"),
         ("zoo:IgnoresLr", "changes weights|ignores the lr"),
