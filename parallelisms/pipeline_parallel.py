@@ -3,6 +3,7 @@
 Schedules: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from config import ConfigError
 from config.job_config import Parallelism
 from runtime.dtensor import to_local
 from runtime.log import logger
@@ -36,11 +38,13 @@ def apply_pipeline_parallel(
     split: PipelineSplit,
     parallelism: Parallelism,
     parallelize_stage: Callable[[nn.Module], None],
+    is_own: bool = False,
 ) -> list[nn.Module]:
     """Split ``model``, still on the meta device; return this rank's stages in order.
 
     ``parallelize_stage`` applies the other parallelisms to each stage. Mutates ``model``: it keeps
-    the parameters of these stages under the same FQNs, and can no longer be called.
+    the parameters of these stages under the same FQNs, and can no longer be called. ``is_own``: the
+    user's own model; raises ``ConfigError`` if its stages share a parameter.
     """
     n_stages = pp_mesh.size() * stages_per_rank(parallelism)
     layers = stage_layers(
@@ -49,6 +53,8 @@ def apply_pipeline_parallel(
         less_first=parallelism.pipeline_parallel_first_stage_less_layers,
         less_last=parallelism.pipeline_parallel_last_stage_less_layers,
     )
+    if is_own:
+        _check_stages(model, split, layers)
     stages = []
     for index in _stage_indices(pp_mesh, n_stages):
         stage = deepcopy(model)
@@ -61,6 +67,20 @@ def apply_pipeline_parallel(
         pp_mesh.size(), [len(stage) for stage in layers], parallelism.pipeline_parallel_schedule,
     )  # fmt: skip
     return stages
+
+
+def _check_stages(model: nn.Module, split: PipelineSplit, layers: list[range]) -> None:
+    owners: dict[str, list[int]] = defaultdict(list)
+    for index, own_layers in enumerate(layers):
+        stage = deepcopy(model)
+        split.split_stage(stage, own_layers)
+        for fqn, _ in stage.named_parameters():
+            owners[fqn].append(index)
+    for fqn, indices in owners.items():
+        if len(indices) > 1:
+            text = f"{fqn} is on stages {', '.join(map(str, indices))}, which would train it apart"
+            remedy = "split_stage must leave it on one, or each block have its own part"
+            raise ConfigError([f"parallelism.pipeline_parallel_degree: {text}: {remedy}"])
 
 
 def stages_per_rank(parallelism: Parallelism) -> int:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from build_model import build_model
-from config import load_config
+from config import ConfigError, load_config
 from config.job_config import ActivationCheckpoint, Compile
 from data.loader import num_target_tokens
 from kernels.block_attention import BlockAttention
@@ -241,6 +241,24 @@ def test_own_attention_keeps_its_weights_in_context_parallel(
         assert [*got] == [*want]
         for name, gradient in want.items():
             torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-14)
+
+
+class WithScales(Transformer):
+    """Has one parameter for all layers."""
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__(args)
+        self.scales = nn.Parameter(torch.empty(args.n_layers, args.dim))
+
+
+WITH_SCALES = replace(find_spec("llama3"), model_cls=WithScales)
+
+
+def test_parameter_of_several_stages_is_an_error() -> None:
+    name = f"{__name__}:WITH_SCALES"
+    message = r"pipeline_parallel_degree: scales is on stages 0, 1, which would train it apart"
+    with fake_ranks(0, 2), pytest.raises(ConfigError, match=message):
+        shard_debugmodel(name, args_of(name), Layout(2, {PP: 2}))
 
 
 class SkippingBlock(TransformerBlock):
