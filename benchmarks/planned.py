@@ -10,10 +10,10 @@ from benchmarks.loops import Case, keys_of
 from benchmarks.rows import ROOT, newest, read_rows
 from benchmarks.run import build_case, load_cases
 from config import ConfigError, load_config
-from planner.devices import find_hardware
 from planner.roofline import step_time
 from planner.step_plan import plan_step
 from run_spec import resolve
+from runtime.devices import find_hardware
 
 PAGE = ROOT / "docs" / "planning.md"
 MARKED = re.compile(r"(<!-- measured rows -->\n).*?(<!-- end of measured rows -->)", re.DOTALL)

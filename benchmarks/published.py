@@ -19,10 +19,10 @@ from typing import Any
 
 from benchmarks.rows import ROOT
 from config import load_config
-from planner.devices import find_hardware
 from planner.roofline import step_time
 from planner.step_plan import plan_step
 from run_spec import resolve
+from runtime.devices import find_hardware
 from runtime.machine import available_cpus
 
 RUNS = ROOT / "benchmarks" / "published.toml"

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from launcher.flight_records import hanging_ranks, write_cpu_record
 from runtime import exit_codes
-from runtime.machine import die_with_parent
 from runtime.printable import format_traceback
 from runtime.release import add_release_note
+from runtime.signals import die_with_parent
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTED = Path(dist.__file__).absolute().parent

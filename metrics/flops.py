@@ -6,24 +6,7 @@ from typing import cast
 import torch
 import torch.nn as nn
 
-# Dense bfloat16 TFLOP/s from the vendors' data sheets. The first key that the device's name
-# contains counts.
-PEAK_TFLOPS = {
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H100 NVL": 835.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "GB200": 2500.0,
-    "GB300": 2500.0,
-    "B200": 2250.0,
-    "B300": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "MI300X": 1307.0,
-}
+from runtime.devices import bfloat16_tflops
 
 
 def flops_per_token(
@@ -60,11 +43,7 @@ def matmul_parameters(model: nn.Module) -> int:
 
 
 def peak_flops(device: torch.device, given_tflops: float | None) -> float | None:
-    """Return peak FLOP/s of one device: as given, else from ``PEAK_TFLOPS``, else None."""
-    if given_tflops is not None:
-        return given_tflops * 1e12
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    peaks = [peak for part, peak in PEAK_TFLOPS.items() if part in name]
-    return peaks[0] * 1e12 if peaks else None
+    """Return peak bfloat16 FLOP/s of one device: as given, else of a known GPU, else None."""
+    if given_tflops is None and device.type == "cuda":
+        given_tflops = bfloat16_tflops(torch.cuda.get_device_name(device))
+    return None if given_tflops is None else given_tflops * 1e12

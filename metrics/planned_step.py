@@ -19,7 +19,7 @@ GIB = 2**30
 # A rank that fails ends at once, without ``close``.
 PROGRAM = """\
 import sys
-from runtime.machine import die_with_parent
+from runtime.signals import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 from tools.plan import main
 sys.exit(main(sys.argv[1:]))

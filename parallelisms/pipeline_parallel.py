@@ -79,7 +79,7 @@ def _check_stages(model: nn.Module, split: PipelineSplit, layers: list[range]) -
     for fqn, indices in owners.items():
         if len(indices) > 1:
             text = f"{fqn} is on stages {', '.join(map(str, indices))}, which would train it apart"
-            remedy = "split_stage must leave it on one, or each block have its own part"
+            remedy = "split_stage must leave it on one, or each block have one of its own"
             raise ConfigError([f"parallelism.pipeline_parallel_degree: {text}: {remedy}"])
 
 

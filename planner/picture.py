@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from html import escape
 
-from planner.devices import Hardware
 from planner.roofline import StepTime
 from planner.step_plan import StepPlan
+from runtime.devices import Hardware
 
 GIB = 1 << 30
 WIDTH, LEFT, BAR = 920, 40, 26

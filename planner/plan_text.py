@@ -6,10 +6,10 @@ from typing import Any
 
 from config.auto import MODE, MODES, SIZE
 from data.batch_size import sequences_in
-from planner.devices import Hardware
 from planner.roofline import FIT, StepTime, step_time
 from planner.step_plan import TIGHT, StagePlan, StepPlan
 from planner.step_record import Group, StepRecord
+from runtime.devices import Hardware
 from runtime.log import duration
 
 GIB, GB, WIDTH = 1 << 30, 1e9, 100

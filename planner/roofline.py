@@ -15,7 +15,6 @@ from config import ConfigError, JobConfig
 from config.constraints import is_float8
 from models.meta import build_on_meta
 from parallelisms.pipeline_parallel import stages_per_rank
-from planner.devices import Hardware
 from planner.operators import DELTA_RULE, FLOAT8_MATMUL
 from planner.step_plan import StepPlan, compute_dtype, planned_config
 from planner.step_record import (
@@ -29,6 +28,7 @@ from planner.step_record import (
     Group,
     StepRecord,
 )
+from runtime.devices import Hardware
 
 # Fitted to rows of benchmarks/results, see FIT.
 MATMUL, ATTENTION, MEMORY = 0.78, 0.40, 0.70

@@ -12,7 +12,6 @@ from typing import Any
 from config import ConfigError, JobConfig
 from config.auto import MODES
 from planner.depth import names_layer
-from planner.devices import Hardware
 from planner.estimate import Sample, Shape, estimated
 from planner.roofline import step_parts
 from planner.search_simulations import (
@@ -26,6 +25,7 @@ from planner.search_space import Choice, Kind, SearchSpace
 from planner.step_plan import TIGHT, planned_stages
 from planner.step_record import StepRecord
 from run_spec import model_of, resolve
+from runtime.devices import Hardware
 
 GIB = 1 << 30
 # Rows of the answer, and how many choices are planned in full for them, at most.

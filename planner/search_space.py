@@ -10,8 +10,8 @@ from config.auto import MODES
 from config.job_config import ActivationCheckpoint, Float8, Parallelism
 from parallelisms.constraints import check_constraints
 from parallelisms.parallel_dims import Degrees
-from planner.devices import Device
 from run_spec import model_of
+from runtime.devices import Device
 
 MOST_SIZE, MOST_CP, MOST_PP = 8, 16, 16
 # Tables with keys that a choice replaces.

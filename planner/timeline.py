@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from planner.devices import Hardware
 from planner.operators import Call
 from planner.recorder import Block, StepRecorder, category_of
 from planner.roofline import MEMORY, OVERLAPPED, collective_seconds, rates_of
 from planner.step_record import BACKWARD, UPDATE, Collective, Group, StepRecord
+from runtime.devices import Hardware
 
 COMPUTE = "compute"
 

@@ -15,7 +15,6 @@ import torch
 
 from config import load_config
 from planner.auto import GIB, without_data
-from planner.devices import find_hardware
 from planner.roofline import peak_flops
 from planner.simulate import simulate_step
 from planner.step_plan import planned_config
@@ -32,6 +31,7 @@ from planner.step_record import (
 )
 from planner.timeline import COMPUTE, EventRecorder, Span, TimedRecord, Timeline, timeline_of
 from run_spec import resolve
+from runtime.devices import find_hardware
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 N_RANKS, DEVICE, MICROBATCHES = 16, "h100", 2

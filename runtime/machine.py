@@ -4,9 +4,7 @@ import ctypes
 import math
 import os
 import platform
-import signal
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,18 +143,3 @@ def _number_after(path: Path, name: str) -> int | None:
 def loopback_interface() -> str:
     """Name of the loopback network interface, which no other machine can reach."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when process ``parent`` ends. Linux only.
-
-    Raises ``OSError`` if ``prctl`` fails.
-    """
-    if sys.platform != "linux":
-        return
-    PR_SET_PDEATHSIG = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
-    # The parent may have ended before this call.
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)

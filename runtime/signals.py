@@ -1,6 +1,9 @@
 """Signals that ask a run to save and end."""
 
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -20,3 +23,18 @@ def handle_signals(
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def die_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when process ``parent`` ends. Linux only.
+
+    Raises ``OSError`` if ``prctl`` fails.
+    """
+    if sys.platform != "linux":
+        return
+    PR_SET_PDEATHSIG = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    # The parent may have ended before this call.
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)

@@ -16,9 +16,9 @@ from models import find_model
 from models.meta import build_on_meta
 from parallelisms.constraints import check_constraints
 from planner.auto import GIB, without_data
-from planner.devices import find_hardware
 from planner.step_plan import plan_step
 from run_spec import resolve
+from runtime.devices import find_hardware
 from runtime.hub_paths import pin_names
 from tests.lib.configs import all_keys
 from tests.lib.repository import ROOT

@@ -23,7 +23,6 @@ from launcher.launch import find_nodes, ranks_per_node
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
 from planner.auto import GIB, decide, without_data
-from planner.devices import find_hardware
 from planner.picture import picture
 from planner.plan_text import plan_json, plan_text
 from planner.roofline import peak_flops, step_time
@@ -33,6 +32,7 @@ from planner.step_plan import plan_step, without_bfloat16
 from run_spec import resolve
 from run_summary import drawing, plan_lines
 from runtime import exit_codes
+from runtime.devices import find_hardware
 from runtime.hub_paths import pin_names
 from runtime.log import say
 from runtime.machine import available_cpus

@@ -73,7 +73,13 @@ def test_peak_flops_is_given_or_known_or_none(monkeypatch: pytest.MonkeyPatch) -
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,
         "NVIDIA A100-SXM4-40GB": 312e12,
-        "NVIDIA GeForce RTX 4090": None,
+        "NVIDIA H100 NVL": 835e12,
+        "NVIDIA GeForce RTX 4090": 165e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA GB300": 2500e12,
+        "AMD Instinct MI300X": 1307e12,
+        "Tesla T4": None,
+        "NVIDIA GeForce GTX 1080": None,
     }
     for name, peak in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)

@@ -10,7 +10,7 @@ import pytest
 
 from metrics import planned_step
 from metrics.planned_step import PlannedStep
-from planner.devices import is_model
+from runtime.devices import is_model
 from tests.lib.processes import is_running, seconds_until
 
 CONFIG = Path("train_configs/debug_model.toml")
@@ -69,7 +69,7 @@ def test_why_there_is_no_plan(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("[model]\nvocab_size = 320\n")
     text = text_of(PlannedStep(config, world_size=1, device_name="Tesla V100"))
-    assert text.startswith("none: --device: Tesla V100 is none of a100, h100")
+    assert text.startswith("none: --device: Tesla V100 is none of a100, ")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,9 @@ def test_why_there_is_no_plan(tmp_path: Path) -> None:
         ("NVIDIA GB200", "b200", False),
         ("NVIDIA GB200", "gb200", True),
         ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("NVIDIA A100-SXM4-80GB", "a100_40gb", False),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb", True),
+        ("NVIDIA H100 PCIe", "h100_pcie", True),
         ("NVIDIA GeForce RTX 4090", "rtx4090", True),
         ("NVIDIA A10G", "a10g", True),
         ("NVIDIA L4", "l4", True),

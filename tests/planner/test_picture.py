@@ -5,10 +5,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from planner.devices import find_hardware
 from planner.picture import GIB, LEFT, WIDTH, picture
 from planner.roofline import step_time
 from planner.step_plan import plan_step
+from runtime.devices import find_hardware
 from tests.lib.planned import run_of
 
 

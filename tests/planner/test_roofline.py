@@ -9,7 +9,6 @@ import pytest
 
 from config import load_config
 from config.job_config import Compile
-from planner.devices import Hardware, find_hardware
 from planner.roofline import (
     ASYNC,
     LINK,
@@ -22,6 +21,7 @@ from planner.roofline import (
 from planner.step_plan import StepPlan, plan_step
 from planner.step_record import BACKWARD, FORWARD, UPDATE, Collective, Group, StepRecord
 from run_spec import resolve
+from runtime.devices import Hardware, find_hardware
 from tests.lib.repository import ROOT
 
 SIZE = 1 << 40

@@ -8,13 +8,13 @@ import pytest
 
 from config import ConfigError, load_config
 from planner import search as module
-from planner.devices import find_hardware
 from planner.estimate import Sample, Shape, estimated
 from planner.search import GIB, N_BEST, Found, Search, alike
 from planner.search_simulations import Request, simulate_sample, simulate_stage
 from planner.search_space import Choice, Kind
 from planner.search_text import search_json, search_text, toml_lines
 from planner.step_record import StepRecord
+from runtime.devices import find_hardware
 from tests.lib.planned import BATCH, EMULATED, FLOAT8, SMALL
 
 WORLD = 8

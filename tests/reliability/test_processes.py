@@ -158,7 +158,7 @@ def test_ranks_die_with_their_launcher(
 
 ORPHANS = """
 import os, sys
-from runtime.machine import die_with_parent
+from runtime.signals import die_with_parent
 if os.fork() == 0:
     if sys.argv[1] == "bound":
         die_with_parent(int(sys.argv[2]) or os.getppid())

@@ -128,7 +128,7 @@ def test_own_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["debug_model", "--json"], "--device"),
         ([*STEP, "--price=-1"], "--price"),
         ([*STEP, "--training.dtype=float64"], "training.dtype: the peak of NVIDIA H100"),
-        ([*STEP[:2], "--device=h1000"], "--device: h1000 is none of a100, h100"),
+        ([*STEP[:2], "--device=h1000"], "--device: h1000 is none of a100, "),
         ([*STEP, "--parallelism.tensor_parallel_degree=3"], "parallelism.tensor_parallel_degree"),
         ([*STEP, "--optimizer.name=torch.optim:SGD"], "optimizer.name: is not planned yet"),
         (["debug_model", "--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks"),

@@ -1,7 +1,7 @@
-"""The table of devices and links that plans are for: ``devices.toml``, and a user's own."""
+"""The table of devices and links: ``devices.toml``, and a user's own."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -70,11 +70,11 @@ def find_hardware(name: str, own: Path | None) -> Hardware:
         table = _read(path)
         devices |= table.devices
         links |= table.links
-    found = [each for each in devices if each.lower() == name.lower()]
-    found += [each for each in devices if is_model(name, each)]
+    found = next((each for each in devices if each.lower() == name.lower()), "")
+    found = found or _model_of(name, devices)
     if not found:
         raise ConfigError([f"--device: {name} is none of {', '.join(devices)}; --devices FILE"])
-    device = devices[name := found[0]]
+    device = devices[name := found]
     for key in ("link", "network"):
         if getattr(device, key) not in links:
             text = f"{getattr(device, key)} is none of {', '.join(links)}"
@@ -82,10 +82,27 @@ def find_hardware(name: str, own: Path | None) -> Hardware:
     return Hardware(device, links[device.link], links[device.network])
 
 
+def bfloat16_tflops(title: str) -> float | None:
+    """Peak dense bfloat16 TFLOP/s of the GPU that CUDA calls ``title``; None if not known."""
+    devices = _read(BUILT_IN).devices
+    name = _model_of(title, devices)
+    return devices[name].tflops.get("bfloat16") if name else None
+
+
+def _model_of(title: str, names: Iterable[str]) -> str:
+    """Return the name with the most words of ``title``: "NVIDIA H100 PCIe" is h100_pcie, not h100.
+
+    "" if it is none of ``names``.
+    """
+    found = [name for name in names if is_model(title, name)]
+    return max(found, key=lambda name: name.count("_"), default="")
+
+
 def is_model(title: str, name: str) -> bool:
-    """True if a word of ``title`` is ``name``: "NVIDIA GeForce RTX 4090" for rtx4090, not GH200."""
-    words = re.sub(r"(?<=[a-z])(?=\d)", r"\\s?", re.escape(name.lower()))
-    return re.search(rf"\b{words}\b", title.lower()) is not None
+    """True if ``title`` has the words of ``name``: "NVIDIA GeForce RTX 4090" for rtx4090, not
+    GH200 for h200."""
+    words = re.sub(r"(?<=[a-z])(?=\d)", r"\\s?", re.escape(name.lower())).split("_")
+    return all(re.search(rf"\b{word}\b", title.lower()) for word in words)
 
 
 def _read(path: Path) -> Table:
