@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and end."""
+"""Signals that ask a run to save and end, and one that ends a process with its parent."""
 
 import ctypes
 import os
