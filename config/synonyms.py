@@ -26,7 +26,7 @@ model.args.norm_eps: norm_eps rms_norm_eps norm_epsilon layernorm_epsilon layer_
 model.args.tie_embeddings: tie_embeddings tie_word_embeddings tied_embeddings
 model.args.tie_embeddings: weight_tying enable_weight_tying
 model.args.n_experts: n_experts num_experts num_local_experts num_moe_experts n_routed_experts
-model.args.n_chosen: n_chosen top_k num_experts_per_tok num_experts_per_token moe_router_topk
+model.args.top_k: top_k n_chosen num_experts_per_tok num_experts_per_token moe_router_topk
 data.source: dataset dataset_type
 data.path: data_path data_dir dataset_path dataset_name dataset_dir train_data train_file
 data.subset: dataset_config dataset_config_name

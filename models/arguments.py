@@ -21,7 +21,7 @@ POSITIVE = ("rope_theta", "norm_eps")
 # Rotary embeddings rotate pairs of these dims.
 EVEN = ("head_dim", "rotary_dim")
 # The first must not exceed the second.
-BOUNDS = (("n_chosen", "n_experts"), ("rotary_dim", "head_dim"))
+BOUNDS = (("top_k", "n_experts"), ("rotary_dim", "head_dim"))
 
 
 def replace_args(args: TransformerArgs, changes: Mapping[str, Any]) -> TransformerArgs:

@@ -1,6 +1,6 @@
 """Dropless mixture of experts: a router sends each token to its top-k experts.
 
-b batch, s sequence, n tokens, e experts, k experts per token (``n_chosen``), d model dim, h hidden
+b batch, s sequence, n tokens, e experts, k experts per token (``top_k``), d model dim, h hidden
 dim of an expert.
 """
 
@@ -17,12 +17,12 @@ from models.transformer import InitFn
 class Experts(nn.Module):
     """SwiGLU feed-forwards, stacked on dim 0: w1 and w3 (e, h, d), w2 (e, d, h)."""
 
-    def __init__(self, n_experts: int, n_chosen: int, dim: int, hidden_dim: int) -> None:
+    def __init__(self, n_experts: int, top_k: int, dim: int, hidden_dim: int) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
-        self.active_share = n_chosen / n_experts
+        self.active_share = top_k / n_experts
         """Fraction of these weights that one token uses."""
         self.is_grouped = True
         """True if bfloat16 uses grouped_mm instead of a loop over experts."""
@@ -100,13 +100,13 @@ class MoE(nn.Module):
         dim: int,
         hidden_dim: int,
         n_experts: int,
-        n_chosen: int,
+        top_k: int,
         balance_weight: float,
     ) -> None:
         super().__init__()
-        self.n_chosen, self.balance_weight = n_chosen, balance_weight
+        self.top_k, self.balance_weight = top_k, balance_weight
         self.router = LocalLinear(dim, n_experts)
-        self.experts = Experts(n_experts, n_chosen, dim, hidden_dim)
+        self.experts = Experts(n_experts, top_k, dim, hidden_dim)
         self.dispatcher = LocalDispatcher()
         self.all_reduce_counts = nn.Identity()
         """Sum of counts (b, e) over the ranks that share the sequences; here there is one."""
@@ -130,7 +130,7 @@ class MoE(nn.Module):
         """
         precise = torch.promote_types(x.dtype, torch.float32)
         scores = self.router(x).softmax(dim=-1, dtype=precise)
-        top_experts = (scores + self.bias).topk(self.n_chosen, dim=-1).indices  # (b, s, k)
+        top_experts = (scores + self.bias).topk(self.top_k, dim=-1).indices  # (b, s, k)
         weights = scores.gather(-1, top_experts)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         counts = top_experts.new_zeros(len(x), scores.shape[-1])
@@ -146,7 +146,7 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Dispatch, compute, combine: (b, s, d). Breaks the graph, as sizes depend on counts."""
         order, inverse = _sort_by_expert(top_experts.flatten(), counts.shape[-1])
-        rows = _Permute.apply(x.flatten(0, 1), order, inverse, self.n_chosen)
+        rows = _Permute.apply(x.flatten(0, 1), order, inverse, self.top_k)
         sorted_out = self.dispatcher(rows, counts.sum(dim=0), self.experts)
         out = _Permute.apply(sorted_out, inverse, order, 1).unflatten(0, top_experts.shape)
         return (out * weights[..., None].type_as(x)).sum(dim=-2)
@@ -158,7 +158,7 @@ class MoE(nn.Module):
         counts = self.all_reduce_counts(counts).type_as(scores)
         # Equation 18: each expert's fraction of the tokens, relative to a uniform load.
         fractions = counts * (counts.shape[-1] / counts.sum(dim=-1, keepdim=True))
-        seq_len = counts.sum(dim=-1) / self.n_chosen
+        seq_len = counts.sum(dim=-1) / self.top_k
         mean_scores = scores.sum(dim=1) / seq_len[:, None]
         return self.balance_weight * (fractions * mean_scores).sum()
 

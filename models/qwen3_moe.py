@@ -14,7 +14,7 @@ class Qwen3MoeArgs(TransformerArgs):
     """``TransformerArgs``, where ``hidden_dim`` is that of one expert."""
 
     n_experts: int
-    n_chosen: int
+    top_k: int
     """Top-k: experts per token."""
     balance_weight: float = 0.0
     """Weight of each layer's auxiliary load-balancing loss."""
@@ -38,7 +38,7 @@ class MoeBlock(TransformerBlock):
             dim=args.dim,
             hidden_dim=args.hidden_dim,
             n_experts=args.n_experts,
-            n_chosen=args.n_chosen,
+            top_k=args.top_k,
             balance_weight=args.balance_weight,
         )
 
@@ -48,14 +48,14 @@ def _published(*, dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> Qwe
     return Qwen3MoeArgs(
         dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=4, head_dim=128,
         hidden_dim=hidden_dim, vocab_size=151936, max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6,
-        qk_norm=True, n_experts=128, n_chosen=8,
+        qk_norm=True, n_experts=128, top_k=8,
     )  # fmt: skip
 
 
 FLAVORS = {
     "debugmodel": Qwen3MoeArgs(
         dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, vocab_size=320,
-        max_seq_len=2048, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, n_experts=8, n_chosen=2,
+        max_seq_len=2048, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, n_experts=8, top_k=2,
     ),
     "30B-A3B": _published(dim=2048, n_layers=48, n_heads=32, hidden_dim=768),
     "235B-A22B": _published(dim=4096, n_layers=94, n_heads=64, hidden_dim=1536),
@@ -84,7 +84,7 @@ HUGGING_FACE = build_hugging_face(
         family_args={"qk_norm": True},
         numbers={
             "num_experts": "n_experts",
-            "num_experts_per_tok": "n_chosen",
+            "num_experts_per_tok": "top_k",
             "moe_intermediate_size": "hidden_dim",
         },
         defaults={

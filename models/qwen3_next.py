@@ -141,7 +141,7 @@ class SharedMoE(MoE):
             dim=args.dim,
             hidden_dim=args.hidden_dim,
             n_experts=args.n_experts,
-            n_chosen=args.n_chosen,
+            top_k=args.top_k,
             balance_weight=args.balance_weight,
         )
         self.shared = SharedExpert(args.dim, args.shared_hidden_dim)
@@ -162,13 +162,13 @@ class SharedMoE(MoE):
 FLAVORS = {
     "debugmodel": Qwen3NextArgs(
         dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, vocab_size=320,
-        max_seq_len=2048, rope_theta=1e7, norm_eps=1e-6, n_experts=8, n_chosen=2, rotary_dim=8,
+        max_seq_len=2048, rope_theta=1e7, norm_eps=1e-6, n_experts=8, top_k=2, rotary_dim=8,
         shared_hidden_dim=96, n_key_heads=2, n_value_heads=4, key_dim=16, value_dim=24,
     ),
     "80B-A3B": Qwen3NextArgs(
         dim=2048, n_layers=48, n_heads=16, n_kv_heads=2, head_dim=256, hidden_dim=512,
         vocab_size=151936, max_seq_len=262144, rope_theta=1e7, norm_eps=1e-6, n_experts=512,
-        n_chosen=10, rotary_dim=64, shared_hidden_dim=512, n_key_heads=16, n_value_heads=32,
+        top_k=10, rotary_dim=64, shared_hidden_dim=512, n_key_heads=16, n_value_heads=32,
         key_dim=128, value_dim=128,
     ),
 }  # fmt: skip

@@ -70,7 +70,7 @@ BASE = build_hugging_face(
         args_cls=Qwen3NextArgs,
         numbers={
             "num_experts": "n_experts",
-            "num_experts_per_tok": "n_chosen",
+            "num_experts_per_tok": "top_k",
             "moe_intermediate_size": "hidden_dim",
             "shared_expert_intermediate_size": "shared_hidden_dim",
             "linear_num_key_heads": "n_key_heads",

@@ -40,7 +40,7 @@ def off_by_one(x: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) ->
 
 
 def layer() -> MoE:
-    sizes = {"dim": 32, "hidden_dim": 64, "n_experts": 4, "n_chosen": 2}
+    sizes = {"dim": 32, "hidden_dim": 64, "n_experts": 4, "top_k": 2}
     return MoE(**sizes, balance_weight=0.0)
 
 

@@ -111,10 +111,10 @@ def test_wrong_own_arguments_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
 def test_arguments_of_other_families(name: str) -> None:
-    _, args = find_model(name, "debugmodel", {"n_experts": 6, "n_chosen": 6})
+    _, args = find_model(name, "debugmodel", {"n_experts": 6, "top_k": 6})
     assert vars(args)["n_experts"] == 6
-    with pytest.raises(ValueError, match=r"n_chosen = 7 must not exceed n_experts = 6"):
-        find_model(name, "debugmodel", {"n_experts": 6, "n_chosen": 7})
+    with pytest.raises(ValueError, match=r"top_k = 7 must not exceed n_experts = 6"):
+        find_model(name, "debugmodel", {"n_experts": 6, "top_k": 7})
     with pytest.raises(ValueError, match=r"balance_weight: set experts\.balance_loss instead"):
         find_model(name, "debugmodel", {"balance_weight": 1.0})
 

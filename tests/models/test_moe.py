@@ -12,7 +12,7 @@ B, S, DIM, HIDDEN, EXPERTS, TOP_K = 3, 7, 10, 6, 5, 2
 
 def build(balance_weight: float = 0.0) -> MoE:
     moe = MoE(
-        dim=DIM, hidden_dim=HIDDEN, n_experts=EXPERTS, n_chosen=TOP_K,
+        dim=DIM, hidden_dim=HIDDEN, n_experts=EXPERTS, top_k=TOP_K,
         balance_weight=balance_weight,
     ).double()  # fmt: skip
     generator = torch.Generator().manual_seed(0)

@@ -130,7 +130,7 @@ def check_routing(layout: Layout) -> None:
             got, want = (cast(MoE, each.get_submodule(name)) for each in (model, alone))
             mean = want.tokens_per_expert.double().mean()
             want.bias += RATE * (mean - want.tokens_per_expert).sign().float()
-            assert want.tokens_per_expert.sum() == ROWS * SEQ_LEN * args.n_chosen, (
+            assert want.tokens_per_expert.sum() == ROWS * SEQ_LEN * args.top_k, (
                 "a token was dropped"
             )
             assert torch.equal(got.bias, want.bias), f"step {step}, {name}"

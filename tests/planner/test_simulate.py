@@ -76,9 +76,9 @@ def real_step(keys: Keys, world_size: int) -> tuple[StepRecord, Counts, int]:
 def balanced_route(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Each expert gets the same number of tokens."""
 
-    def topk(scores: torch.Tensor, n_chosen: int, dim: int) -> Any:
-        chosen = torch.arange(scores[..., 0].numel() * n_chosen) % scores.shape[-1]
-        return SimpleNamespace(indices=chosen.view(*scores.shape[:-1], n_chosen))
+    def topk(scores: torch.Tensor, top_k: int, dim: int) -> Any:
+        chosen = torch.arange(scores[..., 0].numel() * top_k) % scores.shape[-1]
+        return SimpleNamespace(indices=chosen.view(*scores.shape[:-1], top_k))
 
     with patch.object(torch.Tensor, "topk", topk):
         return route(moe, x)

@@ -69,11 +69,9 @@ QWEN3 = {
 }
 # hidden_dim is that of one expert.
 QWEN3_MOE = {
-    "debugmodel_moe": _qwen3(256, 8, 16, 768, n_experts=64, n_chosen=8),
-    "30B-A3B": _qwen3(2048, 48, 32, 768, n_kv_heads=4, n_experts=128, n_chosen=8),
-    "235B-A22B": _qwen3(
-        4096, 94, 64, 1536, n_kv_heads=4, rope_theta=5e6, n_experts=128, n_chosen=8
-    ),
+    "debugmodel_moe": _qwen3(256, 8, 16, 768, n_experts=64, top_k=8),
+    "30B-A3B": _qwen3(2048, 48, 32, 768, n_kv_heads=4, n_experts=128, top_k=8),
+    "235B-A22B": _qwen3(4096, 94, 64, 1536, n_kv_heads=4, rope_theta=5e6, n_experts=128, top_k=8),
 }
 # torchtitan's name of a family: pairs of ours and its flavors.
 FAMILIES = {
