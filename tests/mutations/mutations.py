@@ -143,6 +143,20 @@ PARALLELISMS = [
         tests=("tests/benchmarks/test_sharding.py", "tests/parallelisms/test_collectives.py"),
     ),
     Mutation(
+        "replicas-forget-layers-that-the-last-microbatch-skips",
+        "parallelisms/fsdp.py",
+        before="model.set_requires_all_reduce(is_last or may_skip_layers)",
+        after="model.set_requires_all_reduce(is_last)",
+        tests=("tests/models/test_add_a_model.py",),
+    ),
+    Mutation(
+        "own-step-of-a-fused-adamw-in-a-nonfinite-step",
+        "optim/nonfinite.py",
+        before="and not _has_own_step(optimizer)",
+        after="",
+        tests=("tests/optim/test_nonfinite.py",),
+    ),
+    Mutation(
         "last-unit-gathered-again-in-backward",
         "parallelisms/fsdp.py",
         before='reshard_last_unit=size or reshard == "always"',
