@@ -174,6 +174,7 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
             microbatches=run.n_microbatches(dims.degrees.batch),
             flops_per_token=model.flops_per_token[0],
             peak_flops=model.peak_flops,
+            may_skip_layers=run.config.model.is_own,
         )
     return model
 

@@ -68,7 +68,7 @@ class SPMDRunner:
         """``may_skip_layers``: not every microbatch uses every weight. ``recorder``: microbatches
         run as graphs."""
         self._model, self._accumulator = model, accumulator
-        self._policy, self._may_skip_layers = FSDPPolicy.of(parallelism), may_skip_layers
+        self._policy = FSDPPolicy.of(parallelism, may_skip_layers=may_skip_layers)
         self._compile, self._device = compile, device
         self._sharder = SequenceSharder(cp_mesh, parallelism, device)
         self.tied_duplicates: list[nn.Parameter] = []
@@ -120,9 +120,7 @@ class SPMDRunner:
         return tokens, labels, options.get("positions"), options.get("document_ids")
 
     def _run_microbatch(self, inputs: Inputs, *, is_last: bool) -> torch.Tensor:
-        set_gradient_sync(
-            self._model, self._policy, is_last=is_last, may_skip_layers=self._may_skip_layers
-        )
+        set_gradient_sync(self._model, self._policy, is_last=is_last)
         *placed, divisor = inputs
         assert divisor is not None
         loss = self._loss(placed, divisor)

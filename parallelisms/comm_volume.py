@@ -39,6 +39,7 @@ def warn_if_comm_bound(
     microbatches: int,
     flops_per_token: float,
     peak_flops: float,
+    may_skip_layers: bool = False,
 ) -> None:
     """Warn if ``n_tokens`` per rank and microbatch are too few to hide communication. Collective.
 
@@ -55,6 +56,7 @@ def warn_if_comm_bound(
         n_shards=dims.weight_mesh["dp_shard_cp"].size(),
         n_replicas=dims.weight_mesh["dp_replicate"].size(),
         microbatches=microbatches,
+        may_skip_layers=may_skip_layers,
     )
     seconds = 0.0
     for name, sent in (
@@ -82,6 +84,7 @@ def step_comm_volume(
     n_replicas: int,
     microbatches: int,
     n_float8: int = 0,
+    may_skip_layers: bool = False,
 ) -> CommVolume:
     """Return the bytes that ring collectives send in a step, in closed form.
 
@@ -93,7 +96,8 @@ def step_comm_volume(
     assert mp_policy.reduce_dtype is not None
     weights = (n_parameters - n_float8) * mp_policy.param_dtype.itemsize + n_float8
     gradients = n_parameters * mp_policy.reduce_dtype.itemsize
-    mode, policy = parallelism.data_parallel, FSDPPolicy.of(parallelism)
+    mode = parallelism.data_parallel
+    policy = FSDPPolicy.of(parallelism, may_skip_layers=may_skip_layers)
     is_fsdp2, group = mode == "fsdp2", policy.reshard_group_size
     shard_fraction, replica_fraction = 1 - 1 / n_shards, 1 - 1 / n_replicas
     forward_gathers = microbatches if policy.reshard_units or not is_fsdp2 else 1
@@ -101,7 +105,7 @@ def step_comm_volume(
     # With a reshard group, backward gathers over that group only.
     backward_fraction = 1 - 1 / group if group is not None else shard_fraction
     scatters = microbatches if policy.reduce_every_microbatch or not is_fsdp2 else 1
-    reductions = microbatches if mode == "simple_fsdp" else 1
+    reductions = microbatches if policy.all_reduce_every_microbatch else 1
     return CommVolume(
         all_gather=weights
         * (forward_gathers * shard_fraction + backward_gathers * backward_fraction),

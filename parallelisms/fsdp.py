@@ -44,15 +44,22 @@ class FSDPPolicy:
     reshard_after_backward: bool
     """False keeps gathered weights for all microbatches of a step."""
     reduce_every_microbatch: bool
+    all_reduce_every_microbatch: bool
+    """False: replicas all-reduce only the step's sum of their shards."""
 
     @classmethod
-    def of(cls, parallelism: Parallelism) -> Self:
-        """Resolve the keys ``fsdp_reshard_after_forward`` and ``fsdp_reduce_gradients``."""
+    def of(cls, parallelism: Parallelism, *, may_skip_layers: bool = False) -> Self:
+        """Resolve the keys ``fsdp_reshard_after_forward`` and ``fsdp_reduce_gradients``.
+
+        ``may_skip_layers``: not every microbatch uses every weight.
+        """
         setting, mode = parallelism.fsdp_reshard_after_forward, parallelism.data_parallel
         has_pp = parallelism.pipeline_parallel_degree > 1
         # With a pipeline, every microbatch would gather the weights again.
         reshard = "never" if setting == "default" and has_pp and mode == "fsdp2" else setting
         size = reshard if isinstance(reshard, int) else None
+        # Replicas of DDP hold whole gradients anyway: to reduce them once costs no memory.
+        reduces = mode != "ddp" and parallelism.fsdp_reduce_gradients == "every_microbatch"
         return cls(
             reshard_units=size or reshard != "never",
             reshard_group_size=size,
@@ -64,9 +71,10 @@ class FSDPPolicy:
             reshard_always=reshard == "always",
             # Read by ``SPMDRunner`` only: in a pipeline, PyTorch's schedule decides.
             reshard_after_backward=setting != "never",
-            # Replicas of DDP hold whole gradients anyway: to reduce them once costs no memory.
-            reduce_every_microbatch=mode != "ddp"
-            and parallelism.fsdp_reduce_gradients == "every_microbatch",
+            reduce_every_microbatch=reduces,
+            # FSDP2 would forget the sum of a layer that the last microbatch skips. SimpleFSDP has
+            # no choice: autograd reduces in every backward.
+            all_reduce_every_microbatch=mode == "simple_fsdp" or (may_skip_layers and reduces),
         )
 
 
@@ -196,21 +204,15 @@ def disable_gradient_averaging(model: nn.Module, *meshes: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def set_gradient_sync(
-    model: nn.Module, policy: FSDPPolicy, *, is_last: bool, may_skip_layers: bool = False
-) -> None:
+def set_gradient_sync(model: nn.Module, policy: FSDPPolicy, *, is_last: bool) -> None:
     """Set what the next backward communicates and frees, before its forward. Mutates ``model``.
 
-    ``is_last``: the step's last microbatch. ``may_skip_layers``: not every microbatch uses every
-    weight. The sum of a step's gradients is the same in any case. SimpleFSDP has no choice:
-    autograd reduces in every backward.
+    ``is_last``: the step's last microbatch. The sum of a step's gradients is the same in any case.
     """
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(is_last or policy.reduce_every_microbatch)
-    # Replicas all-reduce only the step's sum of their shards. FSDP2 would forget the sum of a layer
-    # that the last microbatch skips.
-    model.set_requires_all_reduce(is_last or may_skip_layers)
+    model.set_requires_all_reduce(is_last or policy.all_reduce_every_microbatch)
     if not policy.reshard_after_backward:
         # Weights kept for a whole backward may as well be kept until they change.
         model.set_reshard_after_backward(is_last)

@@ -138,14 +138,14 @@ PARALLELISMS = [
         # Equal sums, but each microbatch sends what one all-reduce of the step could.
         "replicas-all-reduced-every-microbatch",
         "parallelisms/fsdp.py",
-        before="model.set_requires_all_reduce(is_last or may_skip_layers)",
+        before="model.set_requires_all_reduce(is_last or policy.all_reduce_every_microbatch)",
         after="model.set_requires_all_reduce(is_last or policy.reduce_every_microbatch)",
         tests=("tests/benchmarks/test_sharding.py", "tests/parallelisms/test_collectives.py"),
     ),
     Mutation(
         "replicas-forget-layers-that-the-last-microbatch-skips",
         "parallelisms/fsdp.py",
-        before="model.set_requires_all_reduce(is_last or may_skip_layers)",
+        before="model.set_requires_all_reduce(is_last or policy.all_reduce_every_microbatch)",
         after="model.set_requires_all_reduce(is_last)",
         tests=("tests/models/test_add_a_model.py",),
     ),
