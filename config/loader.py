@@ -126,6 +126,8 @@ def parse_overrides(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             errors.append(f"command line: {key}: {raw!r} is not UTF-8")
         else:
             key = key.removeprefix("--")
+            # A key that is set again must follow the table that holds it, if that is set between.
+            values.pop(key, None)
             values[key] = _parse_value(key, raw)
     return values, errors
 
@@ -135,7 +137,12 @@ def _is_key(argument: str) -> bool:
     match = re.fullmatch(r"--([^.]+)\.([^.]+)(\.[^.]+)?", argument)
     if match is None or match[3] is None:
         return match is not None
-    field = _fields(match[1]).get(match[2])
+    return is_table(match[1], match[2])
+
+
+def is_table(section: str, name: str) -> bool:
+    """True if the key is a table of the user's own entries, such as ``model.args``."""
+    field = _fields(section).get(name)
     return field is not None and get_origin(field.annotation) is dict
 
 

@@ -105,10 +105,12 @@ def records_of(path: Path, records: list[dict[str, Any]]) -> tuple[list[dict[str
 
 def remove_file(path: Path) -> None:
     """Delete a control file; a folder in its place is quarantined. A failure is an alarm."""
-    with WriteAlarm().of(path):
+    try:
         if path.is_dir() and not path.is_symlink():
             quarantine_file(path)
         path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.error("ALARM: %s was not deleted: %s", path, error)
 
 
 class WriteAlarm:
@@ -124,7 +126,7 @@ class WriteAlarm:
             yield
         except OSError as error:
             if self._failed == 0:
-                logger.error("ALARM: %s was not written; the run goes on: %s", path, error)
+                logger.error("ALARM: %s was not written: %s", path, error)
             self._failed += 1
         else:
             if self._failed:

@@ -19,7 +19,9 @@ import tomli
 import tomli_w
 
 from config import ConfigError, JobConfig, load_config
-from config.paths import expand_path
+from config.job_config import Job
+from config.loader import is_table
+from config.paths import expand_path, literal_path
 from launcher.launch import check_run, ranks_per_node, shown_ranks
 from runtime import exit_codes
 from runtime.filesystem import make_folder
@@ -44,7 +46,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         config = load_config(Path(arguments[0]), arguments[1:])
         if sweep := environment.get("SWEEP"):
             task = environment.get("SLURM_ARRAY_TASK_ID")
-            arguments = [*arguments, *overrides_of(Path(sweep), task, name=config.job.name)]
+            arguments = [*arguments, *overrides_of(Path(sweep), task, config.job)]
             config = load_swept(sweep, task, arguments)
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
         n_ranks = ranks_per_node(environment)
@@ -69,8 +71,11 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     return exit_codes.DONE
 
 
-def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
-    """Overrides of ``runs[task]`` of a sweep; raises ``ConfigError`` with file and run."""
+def overrides_of(path: Path, task: str | None, job: Job) -> list[str]:
+    """Overrides of ``runs[task]`` of a sweep of ``job``.
+
+    Raises ``ConfigError`` that names the file, and the run that is wrong, or two of one folder.
+    """
     try:
         sweep = tomli.loads(Path(expand_path(str(path))).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -83,18 +88,35 @@ def overrides_of(path: Path, task: str | None, *, name: str) -> list[str]:
     index = int(task)
     if index >= len(runs):
         raise ConfigError([f"{path}: there is no runs[{index}], only 0 to {len(runs) - 1}"])
-    if not isinstance(runs[index], dict):
-        raise ConfigError([f"{path}: runs[{index}] is not a table"])
-    scalars = [key for key, value in runs[index].items() if not isinstance(value, dict)]
-    if scalars:
-        raise ConfigError([f"{path}: runs[{index}].{key}: not a section.key" for key in scalars])
-    tables = {section: dict(values) for section, values in runs[index].items()}
-    tables.setdefault("job", {}).setdefault("name", f"{name}-{index}")
+    folders: dict[str, int] = {}
+    for number, run in enumerate(runs):
+        where = f"{path}: runs[{number}]"
+        if not isinstance(run, dict):
+            raise ConfigError([f"{where} is not a table"])
+        if scalars := [key for key, value in run.items() if not isinstance(value, dict)]:
+            raise ConfigError([f"{where}.{key}: not a section.key" for key in scalars])
+        run["job"] = {"name": f"{job.name}-{number}"} | run.get("job", {})
+        try:
+            parent = expand_path(str(run["job"].get("output_dir", literal_path(job.output_dir))))
+        except ValueError as error:
+            raise ConfigError([f"{where}: job.output_dir: {error}"]) from None
+        folder = os.path.realpath(Path(parent, str(run["job"]["name"])))
+        if (other := folders.setdefault(folder, number)) != number:
+            # One would resume the other's checkpoints.
+            raise ConfigError([f"{where} has the folder of runs[{other}]: {folder}"])
     return [
-        f"--{section}.{key}={toml_text(value)}"
-        for section, values in tables.items()
+        override
+        for section, values in runs[index].items()
         for key, value in values.items()
+        for override in _overrides(section, key, value)
     ]
+
+
+def _overrides(section: str, key: str, value: Any) -> list[str]:
+    """Overrides of a key; of a table such as ``model.args``, one for each entry."""
+    if isinstance(value, dict) and is_table(section, key):
+        return [f"--{section}.{key}.{entry}={toml_text(each)}" for entry, each in value.items()]
+    return [f"--{section}.{key}={toml_text(value)}"]
 
 
 def load_swept(sweep: str, task: str | None, arguments: list[str]) -> JobConfig:

@@ -42,6 +42,14 @@ def test_last_override_wins(toml: Path):
     assert load_config(toml, ["--training.steps=9", "--training.steps=8"]).training.steps == 8
 
 
+def test_last_override_of_an_entry_and_of_its_table_wins(toml: Path):
+    entry, table = ["--model.args.n_layers", "6"], ["--model.args", "{n_heads=2,n_layers=1}"]
+    assert load_config(toml, [*entry, *table]).model.args == {"n_heads": 2, "n_layers": 1}
+    again = load_config(toml, [*entry, *table, *entry])
+    assert again.model.args == {"n_heads": 2, "n_layers": 6}
+    assert load_config(toml, [*table, *entry, *table]).model.args["n_layers"] == 1
+
+
 @pytest.mark.parametrize(
     ("raw", "text"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError, JobConfig, dump_toml, load_config
-from config.job_config import PATH, DataSource
+from config.job_config import PATH, DataSource, Job
 from config.paths import expand_path, literal_path
 from tools import generate, prepare, slurm_begin, status
 
@@ -163,7 +163,7 @@ def test_config_file_and_tools_expand_their_arguments(
     assert options.tokenizer == str(tmp_path / "tokenizer.json")
     assert generate.parse(["~", "--tokenizer", "bytes"]).tokenizer == "bytes"
     (tmp_path / "sweep.toml").write_text("[[runs]]\noptimizer.lr = 0.1\n")
-    assert "--optimizer.lr=0.1" in slurm_begin.overrides_of(Path("~/sweep.toml"), "0", name="x")
+    assert "--optimizer.lr=0.1" in slurm_begin.overrides_of(Path("~/sweep.toml"), "0", Job())
     assert status.main(["$ABSENT_FOLDER/run"]) == 2
     message = capsys.readouterr().err
     assert "RUN_FOLDER" in message

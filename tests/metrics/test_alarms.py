@@ -62,6 +62,5 @@ def test_failing_write_is_one_alarm_and_is_done_once_there_is_room(
     ]
     alarms.close()
     assert [text for text in caplog.messages if "was not written" in text] == [
-        f"ALARM: {tmp_path / 'alarms.jsonl'} was not written; the run goes on: [Errno 28] No space"
-        " left"
+        f"ALARM: {tmp_path / 'alarms.jsonl'} was not written: [Errno 28] No space left"
     ]

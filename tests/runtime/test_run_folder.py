@@ -10,7 +10,7 @@ from launcher.failures import newest_saved_step, record_end, record_failure
 from metrics.metrics_file import read_metrics
 from runtime.exit_codes import clear_exit_code, read_exit_code, write_exit_code
 from runtime.filesystem import atomic_write_text
-from runtime.run_folder import LineFile, read_number, read_records, read_text
+from runtime.run_folder import LineFile, read_number, read_records, read_text, remove_file
 from tests.lib.damage import DAMAGES, damage
 from tests.lib.durability import file_size_limit
 from tools.slurm_end import count_requeue, decide
@@ -101,3 +101,10 @@ def test_folder_in_the_place_of_a_file_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text() == "new"
     (kept,) = tmp_path.glob("corrupt-config.toml-*")
     assert (kept / "file").exists()
+
+
+def test_failed_deletion_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (file := tmp_path / "file").touch()
+    remove_file(file / "exit_code")
+    (text,) = caplog.messages
+    assert text.startswith(f"ALARM: {file / 'exit_code'} was not deleted: ")

@@ -6,7 +6,8 @@ import pytest
 import tomli
 
 from config import ConfigError, load_config
-from runtime import exit_codes
+from config.job_config import Job
+from runtime import exit_codes, run_lock
 from runtime.run_lock import lock_run
 from tests.lib.repository import ROOT
 from tools import slurm_begin
@@ -121,6 +122,7 @@ def test_requeued_job_waits_for_the_lock(
     control = tmp_path / "debug_model" / "control"
     control.mkdir(parents=True)
     lock = lock_run(control)
+    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(slurm_begin.time, "sleep", lambda seconds: lock.close())
     folder = f"--job.output_dir={tmp_path}"
     assert begin(capsys, folder)[0] == exit_codes.BAD_CONFIG
@@ -147,6 +149,20 @@ def test_sweep_overrides_win_and_name_the_run(capsys: pytest.CaptureFixture[str]
     assert load_config(Path(texts[1]), texts[2:]).job.name == "its_own"
 
 
+def test_sweep_overrides_entries_of_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path = sweep(tmp_path, "[[runs]]\nmodel.args = {n_layers = 4, rope_theta = 1e4}\n")
+    # The file has entries of its own.
+    file = tmp_path / "run.toml"
+    file.write_text("[model.args]\nn_layers = 2\nn_heads = 8\n")
+    asked = [str(file), "--model.args.hidden_dim", "512"]
+    environment = {"SWEEP": str(path), "SLURM_ARRAY_TASK_ID": "0"}
+    assert main(asked, JOB | environment) == exit_codes.DONE
+    texts = capsys.readouterr().out.split("\0")[:-1]
+    assert load_config(file, texts[2:]).model.args == {
+        "n_layers": 4, "n_heads": 8, "hidden_dim": 512, "rope_theta": 1e4
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "task", "message"),
     [
@@ -161,6 +177,19 @@ def test_sweep_overrides_win_and_name_the_run(capsys: pytest.CaptureFixture[str]
         ("[[runs]]\nlr = 1", "0", "runs[0].lr"),
         ("[[runs]]\n[[runs]]\noptimizer.lrr = 1", "1", "runs[1]: optimizer.lrr: unknown key"),
         ("[[runs]]\noptimizer.lr = 'x'", "0", "runs[0]: optimizer.lr"),
+        ("[[runs]]\nmodel.args = 3", "0", "runs[0]: model.args"),
+        ("[[runs]]\nmodel.args.'a.b' = 3", "0", "runs[0]: '--model.args.a.b' is not"),
+        ("[[runs]]\njob.output_dir = '$NOWHERE/x'", "0", "runs[0]: job.output_dir: "),
+        *(
+            ("[[runs]]\n[[runs]]\njob.name = 'debug_model-0'", task, "runs[1] has the folder of")
+            for task in ("0", "1")
+        ),
+        (
+            "[[runs]]\njob = {name = 'a', output_dir = '~/b'}\n"
+            "[[runs]]\njob = {name = 'a', output_dir = '$HOME/b/'}",
+            "0",
+            "runs[1] has the folder of runs[0]: ",
+        ),
     ],
 )
 def test_bad_sweep_error_names_file_and_run(
@@ -192,4 +221,4 @@ def test_toml_text_round_trips(value: object):
 
 def test_missing_sweep_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="nowhere"):
-        overrides_of(tmp_path / "nowhere", "0", name="run")
+        overrides_of(tmp_path / "nowhere", "0", Job())
