@@ -10,8 +10,9 @@ from typing import TextIO
 
 from config import ConfigError
 from runtime.filesystem import check_run_folder, open_file
-from runtime.run_folder import WriteAlarm
+from runtime.run_folder import WriteAlarm, read_text
 
+LOCKS = Path("/proc/locks")
 # Characters of the lock file that are read to name its holder.
 MAX_HOLDER = 300
 # Much longer than ``is_locked`` holds it.
@@ -73,4 +74,25 @@ def is_locked(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return True
+    return False
+
+
+def is_held_here(lock: Path) -> bool:
+    """True if a process of this machine holds ``lock``, read from /proc/locks.
+
+    Taking the lock, even for a moment, could keep a run from starting.
+    """
+    if not LOCKS.exists():
+        return False
+    status = lock.stat()
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    process = read_text(lock).partition(" ")[0]
+    for line in LOCKS.read_text().splitlines():
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2408689 0 EOF; "->" marks a waiter.
+        fields = line.split()
+        if fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"]:
+            where, _, inode = fields[5].rpartition(":")
+            # On some file systems stat returns another device than the one listed here.
+            if inode == str(status.st_ino) and (where == device or fields[4] == process):
+                return True
     return False

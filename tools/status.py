@@ -34,9 +34,9 @@ from runtime.log import duration, say
 from runtime.provenance import FOLDER as PROVENANCE
 from runtime.provenance import attempt_numbers, changes, describe, read_attempt
 from runtime.run_folder import list_checkpoints, read_records, read_text, step_of
+from runtime.run_lock import LOCKS, is_held_here
 from tools.cli import Parser, path_argument, reporting_errors
 
-LOCKS = Path("/proc/locks")
 REJECTED = "bad configuration"
 LATER_REJECTED = f"a later start was rejected: {REJECTED}"
 # Outcomes after which nobody has to start the run again.
@@ -254,7 +254,7 @@ def state_of(
     gap = lines[-1]["time"] - lines[-2]["time"] if len(lines) > 1 else 0.0
     is_quiet = since > max(QUIET_SECONDS, QUIET_LINES * gap)
     quiet = f"no line for {duration(since)}" if is_quiet else ""
-    if is_locked(control / "lock"):
+    if is_held_here(control / "lock"):
         # A new start deletes the previous outcome only after it has resumed.
         return (outcome, reason, ended) if outcome and ended >= locked_at else (runs, quiet, now)
     code, exited = exit_codes.read_exit_code(control), _mtime(control / "exit_code")
@@ -292,27 +292,6 @@ def _outcome(control: Path) -> tuple[str, str, str]:
     if text in FAILED_ENDS:
         return ("failed", *parts[1:])
     return parts if parts[0] in ("done", "stopped") else ("", "", "")
-
-
-def is_locked(lock: Path) -> bool:
-    """True if a process of this machine holds ``lock``, read from /proc/locks.
-
-    Taking the lock, even for a moment, could keep a run from starting.
-    """
-    if not LOCKS.exists():
-        return False
-    status = lock.stat()
-    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-    process = read_text(lock).partition(" ")[0]
-    for line in LOCKS.read_text().splitlines():
-        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:2408689 0 EOF; "->" marks a waiter.
-        fields = line.split()
-        if fields[1:4] == ["FLOCK", "ADVISORY", "WRITE"]:
-            where, _, inode = fields[5].rpartition(":")
-            # On some file systems stat returns another device than the one listed here.
-            if inode == str(status.st_ino) and (where == device or fields[4] == process):
-                return True
-    return False
 
 
 def _newest_checkpoint(folder: Path, problems: list[str]) -> tuple[int | None, float]:

@@ -1,6 +1,5 @@
 """Status matches what a run did, even if some of its files are torn or missing."""
 
-import fcntl
 import json
 import math
 import os
@@ -9,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from launcher.failures import record_failure
-from runtime import exit_codes, run_lock
-from runtime.run_lock import lock_run
+from runtime import exit_codes
+from runtime.run_lock import LOCKS, lock_run
 from tests.lib.damage import DAMAGES, damage
 from tests.lib.forked import checkpoints, run, started
 from tests.lib.launch import curve, records
 from tests.lib.repository import ROOT
 from tools import status
-from tools.status import QUIET_SECONDS, Status, is_locked, paragraph, read_status, table
+from tools.status import QUIET_SECONDS, Status, paragraph, read_status, table
 
 KEYS = {"checkpoint.interval": "4", "training.steps": "12", "training.global_batch_size": "4"}
 # Killed before its first checkpoint, so that all steps are repeated.
@@ -266,7 +264,7 @@ def test_failure_before_the_newest_line_is_over(tmp_path: Path) -> None:
     assert found.last_failure_age == pytest.approx(3600, abs=60)
 
 
-@pytest.mark.skipif(not status.LOCKS.exists(), reason="needs Linux")
+@pytest.mark.skipif(not LOCKS.exists(), reason="needs Linux")
 def test_outcome_belongs_to_the_start_that_wrote_it(tmp_path: Path) -> None:
     control = write_run(tmp_path, {"step": 3, "age": 200})
     (control / "outcome").write_text("stopped SIGTERM\n")
@@ -286,75 +284,6 @@ def test_run_that_ended_by_its_loss_has_failed(end: exit_codes.StopReason, tmp_p
     control = write_run(tmp_path, {"step": 3, "age": 200})
     (control / "outcome").write_text(f"{end.outcome}\n")
     assert (read(tmp_path).state, read(tmp_path).why) == ("failed", end.reason)
-
-
-@pytest.mark.parametrize(
-    ("device", "process", "inode", "is_held"),
-    [(0, "1", 0, True), (1, "4711", 0, True), (1, "1", 0, False), (0, "4711", 1, False)],
-)
-def test_lock_matches_inode_and_device_or_holder(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    device: int,
-    process: str,
-    inode: int,
-    is_held: bool,
-) -> None:
-    """Some file systems list another device in /proc/locks than stat returns."""
-    lock = write_run(tmp_path) / "lock"
-    stat = lock.stat()
-    where = f"{os.major(stat.st_dev) + device:02x}:{os.minor(stat.st_dev):02x}"
-    line = f"1: FLOCK  ADVISORY  WRITE {process} {where}:{stat.st_ino + inode} 0 EOF\n"
-    (tmp_path / "locks").write_text(line)
-    monkeypatch.setattr(status, "LOCKS", tmp_path / "locks")
-    assert is_locked(lock) == is_held
-    (tmp_path / "locks").write_text(line.replace("1: ", "1: -> "))
-    assert not is_locked(lock), "a waiter holds no lock"
-
-
-@pytest.mark.skipif(not status.LOCKS.exists(), reason="needs Linux")
-def test_status_does_not_block_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shared(lock: Path) -> bool:
-        """Take a shared lock, which looks harmless."""
-        with lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            time.sleep(1e-4)
-            return False
-
-    lock_run(tmp_path).close()
-    assert not is_locked(tmp_path / "lock")
-    with lock_run(tmp_path):
-        assert is_locked(tmp_path / "lock")
-    # A start waits a moment for those who take the lock.
-    monkeypatch.setattr(run_lock, "WAIT_SECONDS", 0.0)
-    assert failed_starts_beside(is_locked, tmp_path) == 0
-    assert failed_starts_beside(shared, tmp_path) > 0
-    monkeypatch.undo()
-    assert failed_starts_beside(lambda lock: run_lock.is_locked(lock.parent), tmp_path) == 0
-
-
-def failed_starts_beside(check: Callable[[Path], bool], control: Path) -> int:
-    """Number of starts of a run, out of 500, that fail while ``check`` polls the lock."""
-    is_over = threading.Event()
-
-    def poll() -> None:
-        while not is_over.is_set():
-            try:
-                check(control / "lock")
-            except BlockingIOError:
-                continue
-
-    thread = threading.Thread(target=poll)
-    thread.start()
-    failed = 0
-    for _ in range(500):
-        try:
-            lock_run(control).close()
-        except ValueError:
-            failed += 1
-    is_over.set()
-    thread.join()
-    return failed
 
 
 @pytest.mark.parametrize(
