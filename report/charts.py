@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from metrics.history import Line
 from report.history import (
     MAX_POINTS,
     MAX_UNDONE,
     Axis,
-    Line,
     Points,
     axis_of,
     edges_of,

@@ -1,30 +1,18 @@
-"""Lines of metrics.jsonl as curves: which lines count, and a bounded number of points for each.
+"""Lines of metrics.jsonl as curves, each of a bounded number of points.
 
 A point stands for consecutive lines, with their mean, lowest and highest value: whatever the length
 of a run, no spike is lost.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
 
-Line = dict[str, Any]
+from metrics.history import Line
+
 MAX_POINTS, MAX_UNDONE = 4000, 20
 # Keys that place a line, and are no curves.
 PLACE = {"step", "time", "restarts", "tokens"}
-
-
-@dataclass
-class History:
-    """Lines of a run by whether their steps still count."""
-
-    training: list[Line] = field(default_factory=list)
-    """Lines with a loss, steps ascending."""
-    other: list[Line] = field(default_factory=list)
-    """Lines of validations, steps not descending."""
-    undone: list[list[Line]] = field(default_factory=list)
-    """Lines with a loss that a restart or a rollback undid, by the event that undid them."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +33,6 @@ class Points:
     mean: list[float | None]
     low: list[float | None]
     high: list[float | None]
-
-
-def split_history(lines: Iterable[Line]) -> History:
-    """Sort lines, in the order of the file, by whether their steps count."""
-    history = History()
-    for line in lines:
-        if "loss" not in line:
-            while history.other and history.other[-1]["step"] > line["step"]:
-                history.other.pop()
-            history.other.append(line)
-            continue
-        undone = []
-        while history.training and history.training[-1]["step"] >= line["step"]:
-            undone.append(history.training.pop())
-        while history.other and history.other[-1]["step"] >= line["step"]:
-            history.other.pop()
-        if undone:
-            history.undone.append(undone[::-1])
-        history.training.append(line)
-    return history
 
 
 def edges_of(n_lines: int, most: int = MAX_POINTS) -> list[int]:

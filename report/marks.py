@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from metrics.alarms import is_alarm
-from report.history import Line, times_of
+from metrics.history import Line
+from report.history import times_of
 from runtime.filesystem import parse_object
 from runtime.printable import printable
 from runtime.run_folder import iterate_lines, list_checkpoints, read_records, read_text, step_of

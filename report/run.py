@@ -11,8 +11,9 @@ from pydantic import ValidationError
 from config.job_config import JobConfig, LrScheduler, Training
 from config.resume_compat import by_key, shown
 from metrics.goodput import goodput
+from metrics.history import History, Line, split_history
 from metrics.metrics_file import read_metrics
-from report.history import History, Line, split_history, times_of
+from report.history import times_of
 from report.marks import Mark, marks_of
 from report.schedule_plan import SchedulePlan, plan_schedule
 from runtime.filesystem import parse_object, read_file
@@ -129,9 +130,7 @@ def _facts(
     times = times_of(timed)
     if times:
         facts.append(("time", duration(min(max(end, times[-1]) - times[0], 1e12)), ""))
-    # A line's keys may be missing, or of another type, in a file of another program.
-    speeds = [line for line in timed if "seconds_per_step" in line]
-    if speeds and (share := goodput(speeds, end)) is not None:
+    if (share := goodput(timed, end)) is not None:
         facts.append(("goodput", f"{share:.1%}", ""))
     return facts
 

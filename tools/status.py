@@ -26,7 +26,8 @@ from checkpoint.manifest import MANIFEST_FILE as MANIFEST
 from checkpoint.manifest import read_manifest, sizes_of
 from launcher.failures import MOST_ATTEMPTS
 from metrics.alarms import ALARM, is_alarm
-from metrics.goodput import goodput, history_of
+from metrics.goodput import goodput
+from metrics.history import split_history
 from metrics.metrics_file import read_metrics
 from runtime import exit_codes
 from runtime.filesystem import read_file
@@ -199,9 +200,9 @@ def read_status(folder: Path, now: float) -> Status:
     state, why, end = state_of(folder / "control", now, lines, failure)
     step = why.removeprefix(exit_codes.ROLLED_BACK)
     last = int(step) if step != why and step.isdecimal() else math.inf
-    history = [line for line in history_of(lines) if line["step"] <= last]
-    newest = history[-1] if history else {}
-    validations = [line for line in lines if "validation_loss" in line and line["step"] <= last]
+    history = split_history(line for line in lines if line["step"] <= last)
+    newest = history.training[-1] if history.training else {}
+    validations = [line for line in history.other if "validation_loss" in line]
     checkpoint, saved = _newest_checkpoint(folder / "checkpoints", problems)
     provenance, provenance_lines = _provenance(folder / PROVENANCE, problems)
     return Status(

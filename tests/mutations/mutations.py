@@ -1269,10 +1269,10 @@ REPORT = [
     ),
     Mutation(
         "repeated-steps-are-plotted-twice",
-        "report/history.py",
+        "metrics/history.py",
         before='history.training[-1]["step"] >= line["step"]',
         after='history.training[-1]["step"] > line["step"]',
-        tests=("tests/report/test_history.py",),
+        tests=("tests/metrics/test_history.py",),
     ),
     Mutation(
         "report-runs-any-script",

@@ -1,8 +1,7 @@
-"""Curves of a report: which lines count, and that no value lies outside of what is plotted."""
+"""Curves of a report: no value lies outside of what is plotted."""
 
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -12,28 +11,9 @@ from report.history import (
     edges_of,
     interpolate,
     points_of,
-    split_history,
     times_of,
     tokens_at,
 )
-
-
-def training(*steps: int, **values: Any) -> list[dict[str, Any]]:
-    return [{"step": step, "loss": float(step)} | values for step in steps]
-
-
-def steps_of(lines: list[dict[str, Any]]) -> list[int]:
-    return [line["step"] for line in lines]
-
-
-def test_repeated_steps_undo_earlier_ones_and_their_validations() -> None:
-    first, again = training(1, 2, 3, 4), training(3, 4, 5)
-    validations = [{"step": step, "validation_loss": 1.0} for step in (0, 2, 4)]
-    lines = [validations[0], *first[:2], validations[1], *first[2:], validations[2], *again]
-    history = split_history(lines)
-    assert history.training == [*first[:2], *again]
-    assert history.other == validations[:2]
-    assert history.undone == [first[2:]]
 
 
 @pytest.mark.parametrize("n_lines", [0, 1, 2, 7, 4000, 4001, 100_003])

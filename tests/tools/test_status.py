@@ -213,7 +213,12 @@ def write_run(folder: Path, *lines: dict[str, float], holder: str = "4711 on els
     control.mkdir(parents=True)
     (control / "lock").write_text(f"{holder}\n")
     set_age(control / "lock", max((line["age"] for line in lines), default=0.0) + 10)
-    times = [{"seconds_per_step": 1.0, "time": time.time() - line["age"]} | line for line in lines]
+    times = [
+        ({} if "validation_loss" in line else {"seconds_per_step": 1.0, "loss": 2.0})
+        | {"time": time.time() - line["age"]}
+        | line
+        for line in lines
+    ]
     text = "".join(json.dumps(line) + "\n" for line in times)
     (folder / "debug_model" / "metrics.jsonl").write_text(text)
     return control
@@ -226,9 +231,10 @@ def set_age(path: Path, seconds: float) -> None:
 def test_numbers_are_of_the_newest_line(tmp_path: Path) -> None:
     control = write_run(
         tmp_path,
-        {"step": 1, "age": 90, "mfu": 0.1, "tokens_per_second": 1.0, "validation_loss": 5.0},
-        {"step": 2, "age": 60, "mfu": 0.2, "tokens_per_second": 2.0, "validation_loss": 4.0}
-        | {"seconds_left": 3601.0},
+        {"step": 1, "age": 90, "mfu": 0.1, "tokens_per_second": 1.0},
+        {"step": 1, "age": 80, "validation_loss": 5.0},
+        {"step": 2, "age": 70, "mfu": 0.2, "tokens_per_second": 2.0, "seconds_left": 3601.0},
+        {"step": 2, "age": 60, "validation_loss": 4.0},
     )
     found = read(tmp_path)
     assert found.seconds_left == 3601.0
@@ -238,6 +244,25 @@ def test_numbers_are_of_the_newest_line(tmp_path: Path) -> None:
     assert read(tmp_path).seconds_left is None
     assert (found.mfu, found.tokens_per_second, found.validation_loss) == (0.2, 2.0, 4.0)
     assert found.line_age == pytest.approx(60, abs=30)
+
+
+def test_undone_validation_is_not_shown(tmp_path: Path) -> None:
+    lines = [{"step": step, "age": 50 - step} for step in (1, 2, 3)]
+    validations = [{"step": step, "age": 50, "validation_loss": 9.0 - step} for step in (1, 3)]
+    before = [lines[0], validations[0], *lines[1:], validations[1]]
+    write_run(tmp_path / "before", *before)
+    assert read(tmp_path / "before").validation_loss == 6.0
+    write_run(tmp_path / "after", *before, {"step": 2, "age": 20})
+    assert read(tmp_path / "after").validation_loss == 8.0
+
+
+def test_goodput_of_a_failure_within_a_second_of_its_last_line(tmp_path: Path) -> None:
+    control = write_run(tmp_path, {"step": 1, "age": 1.0}, {"step": 2, "age": 0.0})
+    record_failure(control, lines=["a rank died"], codes={0: 1})
+    found = read(tmp_path, later=60)
+    assert found.state == "failed"
+    assert found.goodput is not None
+    assert found.goodput <= 1.01
 
 
 def test_quiet_depends_on_the_time_of_a_line(tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""Which lines of metrics.jsonl count: those that no restart and no rollback undid."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+Line = dict[str, Any]
+
+
+@dataclass
+class History:
+    """Lines of a run by whether their steps still count."""
+
+    training: list[Line] = field(default_factory=list)
+    """Lines with a loss, steps ascending."""
+    other: list[Line] = field(default_factory=list)
+    """Lines of validations, steps not descending."""
+    undone: list[list[Line]] = field(default_factory=list)
+    """Lines with a loss that a restart or a rollback undid, by the event that undid them."""
+
+
+def split_history(lines: Iterable[Line]) -> History:
+    """Sort lines, in the order of the file, by whether their steps count."""
+    history = History()
+    for line in lines:
+        undone = []
+        if "loss" in line:
+            while history.training and history.training[-1]["step"] >= line["step"]:
+                undone.append(history.training.pop())
+            history.training.append(line)
+        if undone:
+            history.undone.append(undone[::-1])
+        while history.other and _place(history.other[-1]) >= _place(line):
+            history.other.pop()
+        if "loss" not in line:
+            history.other.append(line)
+    return history
+
+
+def _place(line: Line) -> tuple[int, int]:
+    """Place in the file: of a step, its loss is first, and its validation last."""
+    return line["step"], 0 if "loss" in line else 2 if "validation_loss" in line else 1
