@@ -1,4 +1,4 @@
-"""Which lines of metrics.jsonl count: those that no restart and no rollback undid."""
+"""Lines of metrics.jsonl that count: those that no restart and no rollback undid."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

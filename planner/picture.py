@@ -8,6 +8,8 @@ from planner.step_plan import StepPlan
 from runtime.devices import Hardware
 
 GIB = 1 << 30
+# In the first bytes of each picture.
+MARK = "<!-- Shardloom plan -->"
 WIDTH, LEFT, BAR = 920, 40, 26
 # Colors that are distinct on white and on black, also by most who are color-blind.
 COLORS = (
@@ -64,6 +66,7 @@ def picture(plan: StepPlan, time: StepTime, hardware: Hardware) -> str:
     lines, y = [*lines, *_legend(y, labels)], y + 24 * (-(-len(labels) // 3))
     return "\n".join(
         [
+            MARK,
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}"'
             f' width="{WIDTH}" height="{y}" role="img">',
             f"<title>{escape(title)}</title><style>{STYLE}</style>",

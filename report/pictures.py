@@ -1,7 +1,7 @@
 """The charts of a report as PNG files, for papers and slides."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from report.charts import Chart, Series, is_shown
 from report.run import Run
 
 matplotlib.use("Agg")
+SOFTWARE = "Shardloom report"
+# In the first bytes of each file.
+MARK = b"tEXtSoftware\0" + SOFTWARE.encode()
 # As on the page (page.css).
 COLORS = ("#0072b2", "#d55e00", "#00835f", "#a8508a", "#8a6d00", "#3d8fca", "#55554f", "#b5322a")
 # Of curves beyond these colors.
@@ -31,20 +34,21 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(charts: Sequence[Chart], runs: Sequence[Run], folder: Path) -> Iterator[Path]:
-    """Write each chart to ``folder``, over steps; yield the files."""
+def file_name(chart: Chart) -> str:
+    """Name of a chart's file. Names of other metrics are anyone's."""
+    return re.sub(r"\W+", "_", chart.id.removeprefix("other:"), flags=re.A) + ".png"
+
+
+def draw(chart: Chart, runs: Sequence[Run], path: Path) -> None:
+    """Write ``chart`` to ``path``, over steps."""
     names = [run.name for run in runs]
-    for chart in charts:
-        # Names of other metrics are anyone's.
-        path = folder / (re.sub(r"\W+", "_", chart.id.removeprefix("other:"), flags=re.A) + ".png")
-        figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
-        for series in chart.series:
-            if series.style != "text":
-                _plot(axes, series, _look(chart, series, is_alone=len(runs) == 1))
-        _label(axes, chart, names)
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
-        yield path
+    figure, axes = pyplot.subplots(figsize=(7.0, 3.6), layout="constrained")
+    for series in chart.series:
+        if series.style != "text":
+            _plot(axes, series, _look(chart, series, is_alone=len(runs) == 1))
+    _label(axes, chart, names)
+    figure.savefig(path, dpi=150, metadata={"Software": SOFTWARE})
+    pyplot.close(figure)
 
 
 def _look(chart: Chart, series: Series, *, is_alone: bool) -> dict[str, Any]:

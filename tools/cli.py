@@ -10,7 +10,10 @@ from typing import Any, NoReturn
 
 from config.paths import expand_path, is_url
 from runtime import exit_codes
+from runtime.filesystem import open_input
 from runtime.log import discard, report
+
+MARKED_BYTES = 1024
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,6 +84,22 @@ def path_argument(text: str) -> Path:
     if is_url(path):
         raise argparse.ArgumentTypeError(f"{path} is a URL, not a path of the file system")
     return Path(path)
+
+
+def check_output(path: Path, mark: bytes) -> None:
+    """Raise ``ValueError`` if ``path`` cannot be written, or is a file without ``mark``.
+
+    Files of the tool have the mark in their first bytes; it would overwrite another one.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder, not a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: no folder {path.parent}")
+    if path.exists():
+        with open_input(path) as file:
+            if mark not in file.read(MARKED_BYTES):
+                text = "exists and was not written by this command; choose another name"
+                raise ValueError(f"{path}: {text}")
 
 
 def whole_number(least: int, most: int = 10**18 - 1) -> Callable[[str], int]:

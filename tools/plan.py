@@ -23,7 +23,7 @@ from launcher.launch import find_nodes, ranks_per_node
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
 from planner.auto import GIB, decide, without_data
-from planner.picture import picture
+from planner.picture import MARK, picture
 from planner.plan_text import plan_json, plan_text
 from planner.roofline import peak_flops, step_time
 from planner.search import Search
@@ -33,10 +33,18 @@ from run_spec import resolve
 from run_summary import drawing, plan_lines
 from runtime import exit_codes
 from runtime.devices import find_hardware
+from runtime.filesystem import replaced_file
 from runtime.hub_paths import pin_names
 from runtime.log import say
 from runtime.machine import available_cpus
-from tools.cli import Parser, path_argument, reporting_errors, split_overrides, whole_number
+from tools.cli import (
+    Parser,
+    check_output,
+    path_argument,
+    reporting_errors,
+    split_overrides,
+    whole_number,
+)
 
 
 @reporting_errors
@@ -55,7 +63,10 @@ def main(arguments: list[str]) -> int:
         "--devices", type=path_argument, metavar="FILE", help="TOML file of more devices and links"
     )
     parser.add_argument(
-        "--picture", type=path_argument, metavar="FILE", help="write an SVG; needs --device"
+        "--picture",
+        type=path_argument,
+        metavar="FILE",
+        help="write an SVG; needs --device; another file of this name is not overwritten",
     )
     parser.add_argument("--price", type=price, metavar="USD", help="of a device, per hour")
     parser.add_argument(
@@ -75,6 +86,13 @@ def main(arguments: list[str]) -> int:
     )
     if options.device is None and any(option is not None for option in needing):
         raise ValueError("--json, --search, --devices, --picture and --price need --device")
+    for name, value, other, is_given in (
+        ("--picture", options.picture, "--search", options.search),
+        ("--price", options.price, "--search", options.search),
+        ("--price", options.price, "--json", options.json),
+    ):
+        if value is not None and is_given:
+            raise ValueError(f"{name} has no effect with {other}")
     n_ranks = options.world_size or find_nodes(os.environ).count * ranks_per_node(os.environ)
     config = load_config(options.config, [*rest, *overrides])
     if options.device is not None:
@@ -86,6 +104,8 @@ def main(arguments: list[str]) -> int:
 
 def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
     """Print what a step needs on ``options.device``."""
+    if options.picture is not None:
+        check_output(options.picture, MARK.encode())
     hardware = find_hardware(options.device, options.devices)
     if "bfloat16" not in hardware.device.tflops:
         config = without_bfloat16(config)
@@ -106,7 +126,8 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
         config, decided = with_values(config, decision.values), [decision.text]
     plan = plan_step(resolve(config, n_ranks, has_gpu=True), n_ranks)
     if options.picture is not None:
-        options.picture.write_text(picture(plan, step_time(plan, hardware), hardware))
+        with replaced_file(options.picture) as scratch:
+            scratch.write_text(picture(plan, step_time(plan, hardware), hardware))
     if options.json:
         say(*json.dumps(plan_json(plan, hardware), indent=1).splitlines())
     else:

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from report.charts import build_charts
+from report.charts import Chart, build_charts
 from report.page import MARKER, build_data, render
 from report.run import Run, read_run
 from report.watch import serve
 from runtime import exit_codes
-from runtime.filesystem import atomic_write_text, open_input
+from runtime.filesystem import replaced_file
 from runtime.log import say
-from tools.cli import Parser, path_argument, reporting_errors, whole_number
+from tools.cli import Parser, check_output, path_argument, reporting_errors, whole_number
 from tools.status import state_of
 
 MAX_RUNS = 8
@@ -34,9 +34,18 @@ def main(arguments: list[str]) -> int:
     parser = Parser("shardloom report", description=__doc__)
     parser.add_argument("folders", nargs="+", type=path_argument, metavar="RUN_FOLDER")
     parser.add_argument(
-        "-o", "--output", type=path_argument, metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
+        "-o",
+        "--output",
+        type=path_argument,
+        metavar="FILE",
+        help=f"default: {DEFAULT_OUTPUT}; another file of this name is not overwritten",
     )
-    parser.add_argument("--png", type=path_argument, metavar="FOLDER", help="draw PNG files too")
+    parser.add_argument(
+        "--png",
+        type=path_argument,
+        metavar="FOLDER",
+        help="draw PNG files too; other files of their names are not overwritten",
+    )
     parser.add_argument(
         "--watch", action="store_true", help="serve the page on this machine until Ctrl-C"
     )
@@ -62,31 +71,28 @@ def main(arguments: list[str]) -> int:
 def write_report(folders: Sequence[Path], output: Path, pictures: Path | None) -> None:
     """Write the page of the runs in ``folders``, and PNG files to the folder ``pictures``.
 
-    Raises ``OSError`` or ``ValueError`` if a folder has no run, or ``output`` is another file.
+    Raises ``OSError`` or ``ValueError`` if a folder has no run, or a file would be overwritten that
+    this command has not written.
     """
-    check_output(output)
+    check_output(output, MARKER)
     runs = read_runs(folders)
-    atomic_write_text(output, render(build_data(runs, time.time())).decode())
+    charts: dict[Path, Chart] = {}
+    if pictures is not None:
+        from report.pictures import MARK, draw, file_name  # Imports an optional package.
+
+        pictures.mkdir(parents=True, exist_ok=True)
+        charts = {pictures / file_name(chart): chart for chart in build_charts(runs)[0]}
+        for path in charts:
+            check_output(path, MARK)
+    with replaced_file(output) as scratch:
+        scratch.write_bytes(render(build_data(runs, time.time())))
     for run in runs:
         say(*(f"problem: {text}" for text in run.problems), file=sys.stderr)
     say(f"report: {output}, {output.stat().st_size / 1e6:.1f} MB")
-    if pictures is not None:
-        from report.pictures import draw  # Imports an optional package.
-
-        pictures.mkdir(parents=True, exist_ok=True)
-        say(*(f"picture: {path}" for path in draw(build_charts(runs)[0], runs, pictures)))
-
-
-def check_output(output: Path) -> None:
-    """Raise ``ValueError`` if a file at ``output`` is no report: it would be lost."""
-    if output.is_dir():
-        raise ValueError(f"{output}: a folder; -o needs a file")
-    if not output.parent.is_dir():
-        raise ValueError(f"{output}: no folder {output.parent}")
-    if output.exists():
-        with open_input(output) as file:
-            if file.read(len(MARKER)) != MARKER:
-                raise ValueError(f"{output}: exists and is no report; choose another name for -o")
+    for path, chart in charts.items():
+        with replaced_file(path) as scratch:
+            draw(chart, runs, scratch)
+        say(f"picture: {path}")
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

@@ -1291,7 +1291,7 @@ REPORT = [
     Mutation(
         "other-files-are-overwritten-by-a-report",
         "tools/report.py",
-        before="    check_output(output)\n",
+        before="    check_output(output, MARKER)\n",
         after="",
         tests=("tests/tools/test_report.py",),
     ),

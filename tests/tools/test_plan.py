@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -117,6 +118,20 @@ def test_own_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "devices.tiny.memory_gib" in capsys.readouterr().err
 
 
+def test_picture_replaces_only_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.svg"
+    for _ in range(2):
+        assert plan.main([*STEP, "--picture", str(path)]) == exit_codes.DONE
+        ElementTree.fromstring(path.read_text())
+    for text in ("", "[training]\nsteps = 8\n", "<svg></svg>"):
+        path.write_text(text)
+        assert plan.main([*STEP, "--picture", str(path)]) == exit_codes.BAD_CONFIG
+        assert f"{path}: exists and was not written" in capsys.readouterr().err
+        assert path.read_text() == text
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -131,6 +146,10 @@ def test_own_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         ([*STEP[:2], "--device=h1000"], "--device: h1000 is none of a100, "),
         ([*STEP, "--parallelism.tensor_parallel_degree=3"], "parallelism.tensor_parallel_degree"),
         ([*STEP, "--optimizer.name=torch.optim:SGD"], "optimizer.name: is not planned yet"),
+        ([*STEP, "--search", "--picture=x.svg"], "--picture has no effect with --search"),
+        ([*STEP, "--search", "--price=3"], "--price has no effect with --search"),
+        ([*STEP, "--json", "--price=3"], "--price has no effect with --json"),
+        ([*STEP, "--picture=no/x.svg"], "no/x.svg: no folder no"),
         (["debug_model", "--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks"),
     ],
 )

@@ -55,10 +55,10 @@ def test_problems_are_reported(folder: Path, capsys: pytest.CaptureFixture[str])
         (["{tmp}"], "not a run"),
         (["{run}", "{run}/"], "a run is given twice"),
         (["{run}"] * 9, "9 runs: at most 8"),
-        (["{run}", "-o", "{tmp}"], "{tmp}: a folder; -o needs a file"),
+        (["{run}", "-o", "{tmp}"], "{tmp}: a folder, not a file"),
         (["{run}", "-o", "{tmp}/no/r.html"], "no folder {tmp}/no"),
-        (["{run}", "-o", "{run}/metrics.jsonl"], "metrics.jsonl: exists and is no report"),
-        (["{run}", "-o", "{tmp}/empty"], "empty: exists and is no report"),
+        (["{run}", "-o", "{run}/metrics.jsonl"], "metrics.jsonl: exists and was not written"),
+        (["{run}", "-o", "{tmp}/empty"], "empty: exists and was not written"),
         (["{run}", "-o", "{tmp}/pipe"], "pipe"),
         (["{run}", "-o", "{tmp}/r.html", "--png", "{run}/config.toml"], "config.toml"),
         (["{run}", "--port", "1"], "--port has no effect without --watch"),
@@ -116,6 +116,29 @@ def test_pictures_are_written(folder: Path, capsys: pytest.CaptureFixture[str]) 
         for name in ("loss", "grad_norm", "lr", "rate", "mfu", "memory"):
             assert (pictures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert f"picture: {pictures / 'loss.png'}" in capsys.readouterr().out
+
+
+def test_another_picture_is_not_overwritten(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from matplotlib import pyplot
+
+    pictures = folder.parent / "pictures"
+    pictures.mkdir()
+    figure = pyplot.figure()
+    figure.savefig(pictures / "loss.png")
+    pyplot.close(figure)
+    (folder.parent / ".r.html").write_text("mine")
+    before = (pictures / "loss.png").read_bytes()
+    arguments = [str(folder), "-o", str(folder.parent / "r.html"), "--png", str(pictures)]
+    assert report.main(arguments) == exit_codes.BAD_CONFIG
+    assert "loss.png: exists and was not written by this command" in capsys.readouterr().err
+    assert [path.name for path in pictures.iterdir()] == ["loss.png"]
+    assert (pictures / "loss.png").read_bytes() == before
+    assert not (folder.parent / "r.html").exists()
+    (pictures / "loss.png").unlink()
+    assert report.main(arguments) == exit_codes.DONE
+    assert (folder.parent / ".r.html").read_text() == "mine"
 
 
 def test_missing_matplotlib_is_named(folder: Path) -> None:
