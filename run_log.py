@@ -181,9 +181,12 @@ class RunLog:
                 self._samples.write(asdict(sample))
 
     def new_attempt(self, attempt: AttemptHeader) -> None:
-        """Continue the ledger as another attempt, after a rollback."""
+        """Continue the ledger as another attempt, after a rollback, and drop undone samples."""
         if self._ledger is not None:
             self._ledger.begin(attempt)
+        if self._samples is not None:
+            self._samples.close()
+            self._samples = SamplesFile(self._run.folder / "samples.jsonl", attempt.resumed_from)
 
     @contextmanager
     def save(self, *, wait: bool) -> Iterator[None]:

@@ -12,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from metrics import trackers
+from metrics.tensorboard_tracker import TensorBoardTracker
 from metrics.tracker import TrackedRun
 from metrics.trackers import Trackers, check_installed, run_id, tracker_classes
 from runtime.log import logger
@@ -170,6 +171,23 @@ def test_tensorboard_has_texts(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
     (last,) = events.Tensors("sample/text_summary")[-1:]
     assert last.tensor_proto.string_val == [b"    def <f>\n    \t#*x*\n"]
+
+
+def test_tensorboard_purges_what_is_repeated(tmp_path: Path) -> None:
+    """Killed before its first checkpoint, then rolled back to step 1 and to step 3."""
+    for steps in ((0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 2, 3, 4, 4)):
+        tracker = TensorBoardTracker()
+        tracker.start(tracked(tmp_path))
+        for number, step in enumerate(steps):
+            # Another line of the same step.
+            tracker.log(step, {"validation_loss": float(number)})
+            tracker.log(step, {"loss": float(number)})
+        tracker.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    for name in ("loss", "validation_loss"):
+        points = [(event.step, event.value) for event in events.Scalars(name)]
+        assert points == [(0, 0.0), (1, 1.0), (2, 4.0), (3, 5.0), (4, 7.0)]
 
 
 def test_mlflow_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

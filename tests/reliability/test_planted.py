@@ -1,6 +1,7 @@
 """Faults planted in training ranks, and the reaction of the whole program."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import forward_backward
 import train_step
@@ -205,6 +207,22 @@ def test_spike_is_rolled_back_and_its_data_skipped(tmp_path: Path) -> None:
     expect_exit(spike_at_step_11, rolled, {exit_codes.DO_NOT_REQUEUE}, **keys)
     assert "stopped by too many spikes after step 11" in log(rolled)
     assert checkpoints(rolled)[0].name == "step-00000010"
+
+
+def test_trackers_and_samples_have_what_a_rollback_did_not_undo(tmp_path: Path) -> None:
+    keys = STEPS | {"numerics.on_spike": "rollback", "checkpoint.interval": "3"}
+    keys |= {"validation.enable": "true", "validation.freq": "2", "validation.sample_tokens": "1"}
+    keys |= {"metrics.trackers": '["tensorboard"]'}
+    expect_exit(spike_at_step_5, tmp_path, {exit_codes.DONE}, **keys)
+    assert "rollback: from step 5 to step 3" in log(tmp_path)
+    folder = tmp_path / "debug_model"
+    validated = [0, 2, 4, 6, 8]
+    samples = (folder / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in samples] == validated
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [*range(1, 9)]
+    assert [event.step for event in events.Scalars("validation_loss")] == validated
 
 
 def test_spike_without_a_checkpoint_is_not_rolled_back(tmp_path: Path) -> None:
