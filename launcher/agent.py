@@ -96,20 +96,20 @@ def run_ranks(
     shown: set[int],
     console: Console,
     logs: Path | None = None,
+    mistake: str = "",
 ) -> End:
     """Run Python on ``program`` once per rank of this node; return when all have exited.
 
     Its last argument is a file with the keys of ``config``. The output of all ranks goes to a new
-    folder in ``logs``, and that of the local ranks ``shown`` to the ``console``. Raises
-    ``ConfigError`` if the folder cannot be created, or if another node has a mistake. Installs
-    signal handlers.
+    folder in ``logs``, and that of the local ranks ``shown`` to the ``console``. ``mistake``: of
+    ``config``, if all nodes have ``n_ranks``. Raises ``ConfigError`` for it or another node's, and
+    if the folder cannot be created. Installs signal handlers.
     """
-    if nodes.count > 1:
-        show_phase(f"waiting for {nodes.count} nodes at {nodes.address}:{nodes.port}")
+    _show_waiting(nodes, n_ranks, mistake)
     store = open_store(nodes, RENDEZVOUS_SECONDS)
     # Before the rendezvous, after which another node may create them.
     parents = [] if logs is None else [f for f in (logs, *logs.parents) if not f.exists()]
-    counts, started = _rendezvous(store, nodes, n_ranks=n_ranks)
+    counts, started = _rendezvous(store, nodes, n_ranks=n_ranks, mistake=mistake)
     if logs is not None:
         logs = _make_logs(logs / started)
     requests: list[signal.Signals] = []
@@ -149,6 +149,14 @@ def run_ranks(
     return End(codes, "".join(config_errors[:1]), received, explained(agent.failure, logs))
 
 
+def _show_waiting(nodes: Nodes, n_ranks: int, mistake: str) -> None:
+    """Name what this node waits for, and its ``mistake``, because others may be late."""
+    if nodes.count > 1:
+        text = f"waiting for {nodes.count} nodes at {nodes.address}:{nodes.port}"
+        doubt = f"; with {n_ranks} ranks on each: {'; '.join(mistake.splitlines())}"
+        show_phase(text + doubt * bool(mistake))
+
+
 def end_other_nodes(nodes: Nodes, mistake: str) -> None:
     """Report the user's ``mistake`` on this node to other launchers, which would wait for it.
 
@@ -164,16 +172,19 @@ def _rendezvous(
 ) -> tuple[list[int], str]:
     """Wait for the launchers of all nodes; return the ranks of each, and the head's start time.
 
-    Raises ``ConfigError`` if any node has a ``mistake``.
+    Raises ``ConfigError`` if any node has a ``mistake``. One of a node with ranks counts only if
+    all nodes have as many.
     """
     text = f"node {nodes.rank} ({socket.gethostname()}): {mistake}" if mistake else ""
     own = [n_ranks, time.strftime("%Y%m%d-%H%M%S"), text]
     store.set(f"launcher/{nodes.rank}", json.dumps(own))
     entries = [json.loads(store.get(f"launcher/{node}")) for node in range(nodes.count)]
-    if mistakes := [text for *_, text in entries if text]:
+    counts = [count for count, *_ in entries]
+    are_equal = len(set(counts)) == 1
+    if mistakes := [text for count, _, text in entries if text and (are_equal or count == 0)]:
         _exit_barrier(store, nodes, [], READ_SECONDS)
         raise ConfigError(mistakes)
-    return [count for count, *_ in entries], entries[0][1]
+    return counts, entries[0][1]
 
 
 def _exit_barrier(

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from config import ConfigError, JobConfig, load_config
-from config.auto import candidates
+from config.auto import auto_keys, candidates
 from config.hub_names import CONFIG_FILES
 from launcher.agent import End, Nodes, end_other_nodes, run_ranks
 from launcher.auto import decide_auto
@@ -59,8 +59,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     try:
         config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
         n_ranks = ranks_per_node(environment)
-        check_run(config, n_ranks, nodes.count)
-        config = decide_auto(config, n_ranks, nodes.count)
+        if not (mistake := mistake_in(config, n_ranks, nodes.count)):
+            config = decide_auto(config, n_ranks, nodes.count)
         # All ranks log the same lines, so one rank is shown.
         log_rank = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
         shown = shown_ranks(log_rank, n_ranks) if log_rank else set()
@@ -78,7 +78,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         with open_console(config.job.name) as console:
             end = run_ranks(
                 [str(TRAINER)], config, n_ranks=n_ranks, nodes=nodes, shown=shown, console=console,
-                logs=logs,
+                logs=logs, mistake=mistake,
             )  # fmt: skip
     except ConfigError as error:
         report(error)
@@ -179,6 +179,21 @@ def check_run(config: JobConfig, n_ranks: int, n_nodes: int) -> JobConfig:
         except ConfigError as error:
             errors.append(error)
     raise errors[-1]
+
+
+def mistake_in(config: JobConfig, n_ranks: int, n_nodes: int) -> str:
+    """Return why so many ranks on each node cannot train ``config``; "" if they can.
+
+    Raises ``ValueError`` if other numbers on other nodes, with which ranks check it again, cannot
+    make it right, or would be needed to decide what is "auto".
+    """
+    try:
+        check_run(config, n_ranks, n_nodes)
+    except ConfigError as error:
+        if n_nodes == 1 or auto_keys(config):
+            raise
+        return str(error)
+    return ""
 
 
 def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from runtime.exit_codes import BAD_CONFIG
+from runtime.exit_codes import BAD_CONFIG, DONE
+from tests.lib.launch import curve
 from tests.lib.nodes import DIFFERENCE, HOST, copy_repository, run_nodes
 from tests.lib.repository import ROOT
 
@@ -85,3 +86,26 @@ def test_launcher_that_rejects_its_configuration_ends_all(
     # It does not repeat its own.
     assert outputs[1].count("training.seq_len") == 1
     record_result("a wrong key on one node: named, exit code 2 on both")
+
+
+def test_nodes_may_have_other_numbers_of_ranks(tmp_path: Path) -> None:
+    nodes = [{"environment": {"NGPU": number}} for number in ("1", "3")]
+    # Microbatches of 2 sequences: with 3 ranks on each of two nodes 8 would be no multiple.
+    codes, outputs = run_nodes(tmp_path / "out", nodes)
+    assert codes == [DONE] * 2, "\n".join(outputs)
+    assert list(curve(tmp_path / "out")) == [1]
+    # 4 ranks.
+    keys = {"training.global_batch_size": "10"}
+    codes, outputs = run_nodes(tmp_path / "none", [node | keys for node in nodes])
+    assert codes == [BAD_CONFIG] * 2, "\n".join(outputs)
+    for output in outputs:
+        assert output.count("10 is not a multiple of 2 * 4") == 1, output
+
+
+def test_batch_that_does_not_fit_equal_nodes_starts_no_rank(tmp_path: Path) -> None:
+    codes, outputs = run_nodes(tmp_path / "out", [{"training.global_batch_size": "6"}] * 2)
+    assert codes == [BAD_CONFIG] * 2, "\n".join(outputs)
+    for output in outputs:
+        assert output.count("6 is not a multiple of 2 * 2") == 2, "a line for each node"
+        assert "on each rank" not in output
+    assert not (tmp_path / "out").exists()
