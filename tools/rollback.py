@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 def roll_back(run_folder: Path, step: int) -> None:
-    """Make ``step`` the newest checkpoint of a run; quarantine the later ones.
+    """Make ``step`` the newest checkpoint of a run; rename the later ones.
 
     Raises ``ValueError`` if the run is running, or if it has no checkpoint of ``step`` that
     verifies.
@@ -44,7 +44,7 @@ def roll_back(run_folder: Path, step: int) -> None:
             raise ValueError(f"step {step} does not verify: {'; '.join(problems)}")
         # Newest first: an interrupted rollback has still gone back part of the way.
         for later in sorted((number for number in checkpoints if number > step), reverse=True):
-            say(f"quarantined as: {quarantine(checkpoints[later], 'abandoned')}")
+            say(f"renamed to: {quarantine(checkpoints[later], 'abandoned')}")
         # The former end was that of steps that are gone.
         outcome = exit_codes.StopReason(f"{exit_codes.ROLLED_BACK}{step}", exit_codes.DONE).outcome
         for name, text in (("progress", step), ("outcome", outcome)):
