@@ -14,6 +14,8 @@ from checkpoint.hashed_file import write_hashed
 from runtime.filesystem import read_file
 
 TENSOR_INDEX_FILE = "tensors.json"
+# 405B in 4,096 shards takes 1.2 GB.
+MAX_BYTES = 1 << 34
 # Bytes of an element, by the name of its torch.dtype.
 ITEM_SIZES = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
@@ -59,7 +61,7 @@ def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord
     """
     path = folder / TENSOR_INDEX_FILE
     try:
-        index = json.loads(read_file(path))
+        index = json.loads(read_file(path, MAX_BYTES))
         return {fqn: _parse(fqn, fields, sizes) for fqn, fields in index.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None

@@ -115,7 +115,7 @@ class StepBatches:
                 n_bad_records=n_bad,
                 n_writing=sums["writing"],
                 stop=self._control.stop,
-                wanted=self._control.wanted,
+                wanted=self._control.take_wanted(),
             ),
         )
 

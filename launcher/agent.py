@@ -63,6 +63,10 @@ INTENDED_CODES = {
 }
 
 
+class PortTaken(ConfigError):
+    """A mistake that a later start may not have."""
+
+
 @dataclass(frozen=True)
 class Nodes:
     """Number of nodes, this node's rank, and the address of the head node's store."""
@@ -306,7 +310,7 @@ def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
             raise
         reason = str(error).partition("\n")[0].rpartition("message: ")[2]
         text = f"MASTER_PORT={port}: cannot listen on this port: {reason}; set another"
-        raise ConfigError([text]) from None
+        raise PortTaken([text]) from None
 
 
 class Agent:

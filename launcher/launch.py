@@ -24,7 +24,7 @@ import torch
 from config import ConfigError, JobConfig, load_config
 from config.auto import auto_keys, candidates
 from config.hub_names import CONFIG_FILES
-from launcher.agent import End, Nodes, end_other_nodes, run_ranks
+from launcher.agent import End, Nodes, PortTaken, end_other_nodes, run_ranks
 from launcher.auto import decide_auto
 from launcher.console import Console, PlainScreen, is_terminal
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, record_failure
@@ -56,21 +56,23 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     except ValueError as error:
         report(error)
         return exit_codes.BAD_CONFIG
+    control = None
     try:
         config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
+        control = config.job.folder / "control"
         n_ranks = ranks_per_node(environment)
         if not (mistake := mistake_in(config, n_ranks, nodes.count)):
             config = decide_auto(config, n_ranks, nodes.count)
         # All ranks log the same lines, so one rank is shown.
         log_rank = environment.get("LOG_RANK") or ("0" if nodes.rank == 0 else "")
         shown = shown_ranks(log_rank, n_ranks) if log_rank else set()
-        logs, control = config.job.folder / "logs", config.job.folder / "control"
+        logs = config.job.folder / "logs"
         if nodes.rank == 0:
             clear_previous_end(control)
     except ValueError as error:
         report(error)
         end_other_nodes(nodes, str(error))
-        return exit_codes.BAD_CONFIG
+        return reject(nodes, control)
     set_thread_defaults(n_ranks)
     enable_expandable_segments()
     os.environ[COMMAND_VARIABLE] = json.dumps([program(), "train", *arguments])
@@ -82,21 +84,16 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             )  # fmt: skip
     except ConfigError as error:
         report(error)
-        return exit_codes.BAD_CONFIG
+        return exit_codes.BAD_CONFIG if isinstance(error, PortTaken) else reject(nodes, control)
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
         with unless_closed(sys.stderr):
             print(red(end.message or f"exit codes by rank: {end.codes}"), file=sys.stderr)
     if nodes.rank > 0:
-        if is_terminal(1):
-            # A log that all nodes share has the head's end.
-            text = f"node {nodes.rank} of {nodes.count}: ended with exit code {code}"
-            with unless_closed(sys.stdout):
-                say(f"{text}; the head {nodes.address} showed the log; of the ranks here: {logs}")
+        _say_end_of_node(nodes, code, logs)
         return code
-    if code == exit_codes.BAD_CONFIG and control.exists() and is_locked(control):
-        # Another run has locked the folder, and its launcher writes there.
-        return code
+    if code == exit_codes.BAD_CONFIG:
+        return reject(nodes, control)
     if code == exit_codes.FAILED:
         code = report_failure(end, control)
     elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
@@ -106,6 +103,22 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         with unless_closed(sys.stdout):
             say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
     return code
+
+
+def reject(nodes: Nodes, control: Path | None) -> int:
+    """Return the exit code of a start that was rejected; the head node tells a scheduler, too."""
+    # If another run has locked the folder, its launcher writes there.
+    if nodes.rank == 0 and control is not None and control.exists() and not is_locked(control):
+        exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+    return exit_codes.BAD_CONFIG
+
+
+def _say_end_of_node(nodes: Nodes, code: int, logs: Path) -> None:
+    # A log that all nodes share has the head's end.
+    if is_terminal(1):
+        text = f"node {nodes.rank} of {nodes.count}: ended with exit code {code}"
+        with unless_closed(sys.stdout):
+            say(f"{text}; the head {nodes.address} showed the log; of the ranks here: {logs}")
 
 
 def next_commands(

@@ -1,7 +1,8 @@
 """Clocks, power, temperature and memory errors of this rank's GPU, by nvidia-ml-py if installed."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Self
 
 import torch
@@ -26,8 +27,7 @@ class GpuTelemetry:
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu telemetry")
-        self._reading: Future[dict[str, float]] = self._thread.submit(self._read)
+        self._reading = self._begin()
 
     @classmethod
     def open(cls, device: torch.device) -> Self | None:
@@ -50,12 +50,21 @@ class GpuTelemetry:
         if not self._reading.done():
             return {}
         found = self._reading.result()
-        self._reading = self._thread.submit(self._read)
+        self._reading = self._begin()
         return found
 
-    def close(self) -> None:
-        """End the thread, without waiting for the driver."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    def _begin(self) -> Future[dict[str, float]]:
+        reading: Future[dict[str, float]] = Future()
+
+        def read() -> None:
+            try:
+                reading.set_result(self._read())
+            except Exception as error:
+                reading.set_exception(error)
+
+        # An executor's thread would keep a rank from exiting while the driver hangs.
+        threading.Thread(target=read, name="gpu telemetry", daemon=True).start()
+        return reading
 
     def _read(self) -> dict[str, float]:
         nvml, handle = self._nvml, self._handle

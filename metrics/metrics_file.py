@@ -33,7 +33,7 @@ def open_metrics(path: Path, resumed_step: int | None) -> tuple[LineFile, int]:
     """Open ``path`` to append; return it with the number of earlier starts that wrote lines.
 
     Drops the lines of steps that a run resumed from ``resumed_step`` will repeat. Damaged lines
-    move to ``corrupt-metrics.jsonl-...``; a file that cannot be read is quarantined whole.
+    move to ``corrupt-metrics.jsonl-...``; what is not a file is quarantined.
     """
     restarts = 0
     # The lines stay as they are if this fails: who reads them skips what is damaged or repeated.
@@ -57,8 +57,12 @@ def drop_repeated(
     """
     try:
         lines = read_lines(path)
-    except OSError:
-        quarantine_file(path)
+    except OSError as error:
+        if path.is_file():
+            # Such as a network file system's error, or a file too large.
+            logger.warning("%s: not read, so it keeps lines of repeated steps: %s", path, error)
+        else:
+            quarantine_file(path)
         return []
     good = [(line, record) for line, record in lines if is_line(record)]
     bad = [line for line, record in lines if not is_line(record)]

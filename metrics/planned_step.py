@@ -55,7 +55,8 @@ class PlannedStep:
             return None
         if code != 0:
             lines = self._err.read_text(errors="replace").splitlines()
-            return f"none: {lines[0] if lines else f'exit code {code}'}"
+            # Packages may warn before.
+            return f"none: {lines[-1] if lines else f'exit code {code}'}"
         plan = json.loads(self._out.read_text())
         peak = max(stage["memory"]["peak"] for stage in plan["stages"])
         rate, found = plan["modelled"]["tokens_per_second"], measured["tokens_per_second"]

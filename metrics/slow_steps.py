@@ -126,8 +126,6 @@ class SlowSteps:
         """Stop watching."""
         if self._on_gc in gc.callbacks:
             gc.callbacks.remove(self._on_gc)
-        if self._telemetry is not None:
-            self._telemetry.close()
 
     def _gc_share_after(self, window: Window) -> float:
         self._gc_steps += window.steps

@@ -41,7 +41,7 @@ class RunControl:
         self._received = 0.0
         self.stop: str | None = None
         """Reason to stop: a signal's name or the stop file; None to go on."""
-        self.wanted: frozenset[str] = frozenset()
+        self._wanted: frozenset[str] = frozenset()
         """``TRACE`` and ``SNAPSHOT`` files found by the last all-reduce, which removes them."""
         self._former_locks: list[TextIO] = []
         handle_signals(self._receive)
@@ -107,7 +107,7 @@ class RunControl:
         handle_signals(signal.SIG_IGN)
 
     def all_reduce_counts(self, **counts: int) -> dict[str, int]:
-        """Return the sums over all ranks; update ``stop`` and ``wanted``. Collective, on the CPU.
+        """Return the sums over all ranks; update ``stop`` and what is wanted. Collective.
 
         One all-reduce carries the counts and the stop requests, so ``stop`` is equal on all ranks.
         Raises ``ConfigError`` on all ranks if another process has locked the run meanwhile.
@@ -136,10 +136,19 @@ class RunControl:
             )
         reasons = [name for name in (*requests, STOP_FILE.reason) if total[name]]
         self.stop = self.stop or next(iter(reasons), None)
-        self.wanted = frozenset(name for name in profiles if total[name])
-        for name in self.wanted if self._is_writer else ():
+        found = frozenset(name for name in profiles if total[name])
+        self._wanted |= found
+        for name in found if self._is_writer else ():
             remove_file(self._folder / name)
         return {name: total[name] for name in counts}
+
+    def take_wanted(self) -> frozenset[str]:
+        """Return the profiles that were asked for since the last call, equal on all ranks.
+
+        Validation, too, sums counts: what it finds is for the step after it.
+        """
+        wanted, self._wanted = self._wanted, frozenset()
+        return wanted
 
     def report(self, name: str, text: str) -> None:
         """Write ``control/<name>``; a failure is an alarm."""

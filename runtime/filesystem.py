@@ -84,11 +84,11 @@ def open_file(path: Path, mode: str = "rb") -> BinaryIO:
     return cast(BinaryIO, os.fdopen(descriptor, mode))
 
 
-def read_file(path: Path) -> bytes:
-    """Read a regular file; raise ``OSError`` as ``open_file`` does."""
+def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
+    """Read a regular file of at most ``most`` bytes; raise ``OSError`` as ``open_file`` does."""
     with open_file(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, more than {MAX_BYTES:,}", str(path))
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, more than {most:,}", str(path))
         return file.read()
 
 

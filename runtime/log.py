@@ -48,9 +48,11 @@ def read_record(line: str) -> logging.LogRecord | None:
         return None
     try:
         fields = json.loads(line.removeprefix(RECORD_MARK))
-    except ValueError:
+        kinds = [type(fields[name]) for name in ("msg", "levelno", "created")]
+    # The user's own code may print JSON text sequences (RFC 7464).
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return logging.makeLogRecord(fields)
+    return logging.makeLogRecord(fields) if kinds == [str, int, float] else None
 
 
 def init_logging() -> None:

@@ -34,6 +34,7 @@ def lock_run(folder: Path) -> TextIO:
     except BlockingIOError:
         file.seek(0)
         who = f"process {file.read(MAX_HOLDER).strip()} is writing to {folder.parent} now"
+        file.close()
         raise ConfigError([f"job.name: {who}"]) from None
     except OSError as error:
         file.close()

@@ -18,7 +18,7 @@ from launcher.console import DRAW_SECONDS
 from launcher.screen import TerminalScreen
 from metrics.tensorboard_tracker import TensorBoardTracker
 from run_log import RunLog
-from runtime.log import RecordFormatter, init_logging, read_record
+from runtime.log import RECORD_MARK, RecordFormatter, init_logging, read_record
 from tests.lib.forked import codes, log, started
 from tests.lib.launch import records
 
@@ -89,6 +89,19 @@ def drawing_seconds(metrics: dict[str, Any]) -> tuple[float, float]:
     os.close(master)
     os.close(slave)
     return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", "1", '"text"', "{}", '{"msg": "text"}', '{"msg": 1, "levelno": "x", "created": 2}'],
+)
+def test_other_lines_with_the_mark_are_no_records(text: str) -> None:
+    """A user's own program may print JSON text sequences (RFC 7464)."""
+    assert read_record(RECORD_MARK + text) is None
+    line = RecordFormatter().format(logging.makeLogRecord({"msg": "text", "levelno": 20}))
+    found = read_record(line)
+    assert found is not None
+    assert found.getMessage() == "text"
 
 
 @pytest.mark.slow

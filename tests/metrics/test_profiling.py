@@ -154,8 +154,10 @@ def wanted_by_step(folder: Path) -> list[list[str]]:
             if step == 1 and dist.get_rank() == 0:
                 (folder / TRACE).touch()
                 (folder / SNAPSHOT).touch()
+            # The first as in a validation between two steps.
             run.all_reduce_counts()
-            found.append(sorted(run.wanted))
+            run.all_reduce_counts()
+            found.append(sorted(run.take_wanted()))
     return found
 
 

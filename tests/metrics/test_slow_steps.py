@@ -234,9 +234,12 @@ def test_a_slow_driver_delays_no_step() -> None:
         telemetry = GpuTelemetry.open(GPU)
         assert telemetry is not None
         assert telemetry.sample() == {}
+        # Nor does it keep a rank from exiting.
+        reading_threads = [each for each in threading.enumerate() if each.name == "gpu telemetry"]
+        assert all(each.daemon for each in reading_threads)
+        assert reading_threads
         release.set()
         assert telemetry._reading.result()["gpu_power_w"] == 1.0
-        telemetry.close()
 
 
 def test_without_driver_or_package_there_is_no_telemetry() -> None:

@@ -109,3 +109,14 @@ def test_batch_that_does_not_fit_equal_nodes_starts_no_rank(tmp_path: Path) -> N
         assert output.count("6 is not a multiple of 2 * 2") == 2, "a line for each node"
         assert "on each rank" not in output
     assert not (tmp_path / "out").exists()
+
+
+def test_mistake_of_a_launcher_is_told_to_the_scheduler(tmp_path: Path) -> None:
+    """Slurm reads the code in control/, because srun flattens those of launchers."""
+    control = tmp_path / "out" / "debug_model" / "control"
+    control.mkdir(parents=True)
+    codes, outputs = run_nodes(tmp_path / "out", [{}, {"environment": {"NGPU": "0"}}])
+    assert codes == [BAD_CONFIG] * 2, "\n".join(outputs)
+    for output in outputs:
+        assert "NGPU='0': must be an integer, 1 or more" in output
+    assert read_exit_code(control) == BAD_CONFIG
