@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.exit_codes import BAD_CONFIG, DONE
+from runtime.exit_codes import BAD_CONFIG, DONE, read_exit_code
 from tests.lib.launch import curve
 from tests.lib.nodes import DIFFERENCE, HOST, copy_repository, run_nodes
 from tests.lib.repository import ROOT
