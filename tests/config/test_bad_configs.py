@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import train
-from config import load_config
+from config import ConfigError, load_config
 from launcher import launch
+from launcher.agent import End
 from run_spec import resolve
 from runtime import exit_codes
 from tests.lib.configs import BAD, TP, Bad, write
@@ -36,8 +38,11 @@ def test_launcher_rejects_by_name(
 def test_launcher_suggests_ranks_for_each_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    # It would wait for a head node that there is not.
-    monkeypatch.setattr(launch, "end_other_nodes", lambda nodes, mistake: None)
+    def run_ranks(*_: Any, mistake: str, **__: Any) -> End:
+        """Find as many ranks on the head node, which there is not."""
+        raise ConfigError([mistake])
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"}
     arguments = [str(ROOT / "train_configs" / "debug_model.toml"), f"--{TP}=3"]
     assert launch.main(arguments, {"NGPU": "4", **nodes}) == exit_codes.BAD_CONFIG
