@@ -16,6 +16,7 @@ from metrics.metrics_file import read_metrics
 from report.history import times_of
 from report.marks import Mark, marks_of
 from report.schedule_plan import SchedulePlan, plan_schedule
+from runtime.exit_codes import last_step
 from runtime.filesystem import parse_object, read_file
 from runtime.log import duration, short_number
 from runtime.printable import printable, printable_lines
@@ -69,9 +70,11 @@ def read_run(folder: Path, name: str, now: float, state_of: StateOf) -> Run:
     tables = _read_config(folder / "config.toml", problems)
     if not lines and not tables:
         raise FileNotFoundError(f"{folder}: not a run: no line in metrics.jsonl, no config.toml")
-    history = split_history(lines)
+    last = last_step(folder / "control")
+    kept = [line for line in lines if line["step"] <= last]
+    history = split_history(kept)
     marks, found = marks_of(folder, history.training)
-    timed = [line for line in lines if line.get("time") is not None]
+    timed = [line for line in kept if line.get("time") is not None]
     records, _ = read_records(folder / "control" / "failures")
     failures = [record for record in records if type(record.get("attempt")) is int]
     state, why, end = state_of(folder / "control", now, timed, failures[-1] if failures else {})

@@ -1,10 +1,11 @@
 """Exit codes, an interface: launchers and schedulers act on them."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.filesystem import atomic_write_text
-from runtime.run_folder import WriteAlarm, read_number, remove_file
+from runtime.run_folder import WriteAlarm, read_number, read_text, remove_file
 
 DONE = 0
 FAILED = 1  # retry
@@ -47,6 +48,12 @@ FAILURES = (NOT_FINITE, SPIKES, NOT_SAVED)
 """Reasons that somebody has to look into."""
 ROLLED_BACK = "rolled back to step "
 """Begin of the reason that a rollback leaves in ``control/outcome``; the step follows."""
+
+
+def last_step(control: Path) -> float:
+    """Step that a rollback went back to and no start has resumed from yet; inf without one."""
+    _, _, step = read_text(control / "outcome").partition(ROLLED_BACK)
+    return int(step) if step.isdecimal() else math.inf
 
 
 def stopped_by(reason: str, *, has_checkpoints: bool) -> StopReason:

@@ -9,7 +9,6 @@ validation count as wasted.
 """
 
 import json
-import math
 import os
 import socket
 import sys
@@ -198,9 +197,9 @@ def read_status(folder: Path, now: float) -> Status:
     failure = failures[-1] if failures else {}
     failed = _seconds(str(failure.get("time")))
     state, why, end = state_of(folder / "control", now, lines, failure)
-    step = why.removeprefix(exit_codes.ROLLED_BACK)
-    last = int(step) if step != why and step.isdecimal() else math.inf
-    history = split_history(line for line in lines if line["step"] <= last)
+    last = exit_codes.last_step(folder / "control")
+    kept = [line for line in lines if line["step"] <= last]
+    history = split_history(kept)
     newest = history.training[-1] if history.training else {}
     validations = [line for line in history.other if "validation_loss" in line]
     checkpoint, saved = _newest_checkpoint(folder / "checkpoints", problems)
@@ -232,7 +231,7 @@ def read_status(folder: Path, now: float) -> Status:
         warnings=len(warnings),
         last_warning=warnings[-1]["text"] if warnings else "",
         last_warning_age=now - warnings[-1]["time"] if warnings else None,
-        goodput=goodput(lines, end),
+        goodput=goodput(kept, end),
         provenance=provenance,
         provenance_lines=provenance_lines,
         problems=problems,

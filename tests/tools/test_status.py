@@ -21,7 +21,7 @@ from tests.lib.damage import DAMAGES, damage
 from tests.lib.forked import checkpoints, run, started
 from tests.lib.launch import curve, records
 from tests.lib.repository import ROOT
-from tools import status
+from tools import report, status
 from tools.status import QUIET_SECONDS, Status, paragraph, read_status, table
 
 KEYS = {"checkpoint.interval": "4", "training.steps": "12", "training.global_batch_size": "4"}
@@ -254,6 +254,20 @@ def test_undone_validation_is_not_shown(tmp_path: Path) -> None:
     assert read(tmp_path / "before").validation_loss == 6.0
     write_run(tmp_path / "after", *before, {"step": 2, "age": 20})
     assert read(tmp_path / "after").validation_loss == 8.0
+
+
+def test_steps_after_a_rollback_do_not_count(tmp_path: Path) -> None:
+    lines = [{"step": step, "age": 100 - step} for step in (1, 2, 3, 4)]
+    control = write_run(tmp_path, *lines)
+    (control / "outcome").write_text(f"stopped {exit_codes.ROLLED_BACK}2\n")
+    set_age(control / "outcome", 89)
+    found = read(tmp_path)
+    assert (found.step, found.why) == (2, "rolled back to step 2")
+    assert found.goodput == pytest.approx(1 / 10, rel=0.1)
+    exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+    assert (read(tmp_path).step, read(tmp_path).why) == (2, "bad configuration")
+    (run,) = report.read_runs([control.parent])
+    assert run.facts[0] == ("step", "2", "")
 
 
 def test_goodput_of_a_failure_within_a_second_of_its_last_line(tmp_path: Path) -> None:
