@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -153,7 +154,10 @@ def _is_whole(copy: Path, path: RemoteFile) -> bool:
 
 def _download(path: RemoteFile, copy: Path) -> None:
     """Copy a remote file. The copy gets its name only when it is complete."""
-    size, scratch = path.stat().st_size, copy.with_name(f"{copy.name}.part")
+    # Locks of some shared file systems do not hold between nodes, so each node has its own file.
+    # Within the node the lock holds: a file of that name is of a process that was killed.
+    scratch = copy.with_name(f"{copy.name}.{socket.gethostname()}.part")
+    size = path.stat().st_size
     with scratch.open("wb") as file:
         write = partial(_write_range, path, file.fileno(), size)
         with ThreadPoolExecutor(THREADS_PER_FILE) as threads:

@@ -4,12 +4,15 @@ import errno
 import gzip
 import os
 import random
+import socket
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import fsspec
@@ -213,8 +216,29 @@ def test_one_process_of_a_node_copies_a_file(server: WebServer, long_file: Remot
     assert copy.read_bytes() == LONG
     assert len([method for method, _, wanted in server.requests if wanted]) == 2
     # A process that was killed leaves a part, and the next one begins again.
-    copy.rename(copy.with_name(f"{copy.name}.part"))
+    copy.rename(copy.with_name(f"{copy.name}.{socket.gethostname()}.part"))
     assert local_path(long_file).read_bytes() == LONG
+    assert not [*copy.parent.glob("*.part")]
+
+
+def test_nodes_without_common_locks_copy_apart(
+    long_file: RemoteFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node copies the same file to the same folder while this one does."""
+    monkeypatch.setattr(storage, "cache_lock", nullcontext)
+    write_range, is_first = storage._write_range, iter([True])
+
+    def interrupted(*arguments: Any) -> None:
+        write_range(*arguments)
+        if next(is_first, False):
+            monkeypatch.setattr(socket, "gethostname", lambda: "other")
+            assert local_path(RemoteFile(long_file.url)).read_bytes() == LONG
+
+    monkeypatch.setattr(storage, "_write_range", interrupted)
+    copy = storage._copy_of(long_file)
+    copy.parent.mkdir()
+    assert local_path(long_file).read_bytes() == LONG
+    assert [*copy.parent.iterdir()] == [copy]
 
 
 def test_full_cache_is_named(long_file: RemoteFile, monkeypatch: pytest.MonkeyPatch) -> None:
