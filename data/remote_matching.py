@@ -26,7 +26,9 @@ def match_urls(pattern: str, *, folder_file: str = "") -> list[RemoteFile]:
     launch = _launch()
     if not launch:
         return _match(pattern, folder_file)
-    key = hashlib.sha256(f"{pattern}\n{folder_file}".encode()).hexdigest()[:32]
+    # Launchers of several nodes may share the cache, and would replace each other's list.
+    names = f"{socket.gethostname()}\n{pattern}\n{folder_file}"
+    key = hashlib.sha256(names.encode()).hexdigest()[:32]
     path = cache_file(f"{key}.json")
     with cache_lock(path):
         saved = parse_object(path.read_bytes()) if path.exists() else {}

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,12 @@ def test_ranks_of_one_launcher_list_a_bucket_once(
     first = match_urls("s3://books/list/*.txt")
     assert [file.name for file in first] == ["a.txt", "b.txt"]
     bucket.pipe("books/list/c.txt", b"c")
+    again = match_urls("s3://books/list/*.txt")
+    assert [file.as_json() for file in again] == [file.as_json() for file in first]
+    # So do those of another node with the same cache, and neither replaces the other's list.
+    with monkeypatch.context() as other:
+        other.setattr(socket, "gethostname", lambda: "other")
+        assert len(match_urls("s3://books/list/*.txt")) == 3
     again = match_urls("s3://books/list/*.txt")
     assert [file.as_json() for file in again] == [file.as_json() for file in first]
     # Ranks of another launcher, and programs without one, list it again.
