@@ -12,6 +12,8 @@ from typing import BinaryIO, cast
 from data.storage import DataPath
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+# After the level: digits of pi before a block, and of its root at the end.
+_BZIP2_BLOCKS = (b"1A", b"\x17r")
 # A frame that zstd tools may put first: 0x184D2A50 to 0x184D2A5F.
 _ZSTD_SKIPPABLE = b"\x2a\x4d\x18"
 # Compressed bytes that are decompressed at once, because each may become 32 KiB.
@@ -22,7 +24,9 @@ def compression_of(head: bytes) -> str:
     """Name of the compression of a file that begins with ``head``, "" if there is none."""
     if head[1:4] == _ZSTD_SKIPPABLE and 0x50 <= head[0] <= 0x5F:
         return "zstd"
-    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
+    name = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
+    # A text may begin with the letters of bzip2, but not with those of its first block too.
+    return "" if name == "bzip2" and head[4:6] not in _BZIP2_BLOCKS else name
 
 
 @contextmanager

@@ -15,17 +15,10 @@ _TABLES: dict[bytes, Format] = {
     b"ARROW1": "arrow",
     b"\xff\xff\xff\xff": "arrow",  # of a stream
 }
-# What must not be trained on as text: (first bytes, what it is).
-_OTHERS = {
-    b"\0\0\xfe\xff": "UTF-32; convert it to UTF-8",
-    b"\xff\xfe": "UTF-16; convert it to UTF-8",
-    b"\xfe\xff": "UTF-16; convert it to UTF-8",
-    b"version https://git-lfs": "a pointer of Git LFS; run git lfs pull",
+# What must not be trained on as text: (first bytes, what it is). Files of these have control
+# characters, unlike texts that begin with the same letters: "ORCID", "PARENTS".
+_BINARY = {
     b"MMIDIDX": "an index of Megatron-LM, for a source of type tokens",
-    b"WARC/": "a WARC archive; extract its texts",
-    b"%PDF-": "a PDF",
-    b"%!PS": "PostScript",
-    b"{\\rtf": "RTF",
     b"PK\3\4": "a zip archive, like those of Office and EPUB",
     b"7z\xbc\xaf": "a 7z archive",
     b"Rar!": "a RAR archive",
@@ -39,6 +32,19 @@ _OTHERS = {
     b"RIFF": "an image, sound or film",
     b"ID3": "sound",
 }
+# These may have none.
+_OTHERS = {
+    b"\0\0\xfe\xff": "UTF-32; convert it to UTF-8",
+    b"\xff\xfe": "UTF-16; convert it to UTF-8",
+    b"\xfe\xff": "UTF-16; convert it to UTF-8",
+    b"version https://git-lfs": "a pointer of Git LFS; run git lfs pull",
+    b"WARC/": "a WARC archive; extract its texts",
+    b"%PDF-": "a PDF",
+    b"%!PS": "PostScript",
+    b"{\\rtf": "RTF",
+}
+# Other than whitespace and the escape of terminals.
+_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 _TAR = slice(257, 262)
 _JSON_SUFFIXES = {".json", ".jsonl", ".jsonlines", ".ndjson"}
 _SUFFIXES: dict[str, Format] = {".csv": "csv", ".tsv": "tsv"}
@@ -77,10 +83,11 @@ def format_of(path: DataPath, *, as_text: bool = False) -> Format | None:
 
 
 def _recognize(path: DataPath, head: bytes) -> Format:
+    is_binary = _CONTROL.search(head) is not None
     for magic, table in _TABLES.items():
-        if head.startswith(magic):
+        if is_binary and head.startswith(magic):
             return table
-    for magic, what in _OTHERS.items():
+    for magic, what in (_OTHERS | (_BINARY if is_binary else {})).items():
         if head.startswith(magic):
             raise ValueError(f"{path} is {what}")
     if head[_TAR] == b"ustar":

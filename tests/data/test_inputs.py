@@ -136,7 +136,19 @@ INPUTS = [
     one("a.json", b'{"a": 1}', ['{"a": 1}'], "text"),
     one("a.csv", b"a,b\n", ["a,b\n"], "text"),
     one("a.jsonl.gz", gzip.compress(lines(TEXTS)), "text compressed by gzip", "text"),
+    # Text that begins like another format.
+    *(one("a.txt", text, [text.decode()]) for text in (
+        b"PARENTS\n", b"PAR1\n", b"ORC\n", b"ID3 tags\n", b"RIFFLE\n", b"GIF89a\n", b"Rar!\n",
+        b"MMIDIDX\n", b"ARROW1\n", b"BZh9\n")),
+    one("a.csv", b"ORCID,text\n1,a\n", ["a"]),
+    one("a.txt", b"BZh91AY&SY", r"compressed by bzip2|truncated"),
     # What is no text.
+    one("a.parquet", b"PARE\x15\0", r"a\.parquet is encrypted Parquet"),
+    one("a.orc", b"ORC\x1c\0\0", r"a\.orc is ORC"),
+    one("a.wav", b"RIFF\x24\0\0\0WAVE", r"a\.wav is an image, sound"),
+    one("a.mp3", b"ID3\4\0", r"a\.mp3 is sound"),
+    one("a.gif", b"GIF89a\1\0\1\0", r"a\.gif is an image"),
+    one("a.rar", b"Rar!\x1a\7\0", r"a\.rar is a RAR"),
     one("a.txt", b"%PDF-1.7\n", r"a\.txt is a PDF"),
     one("a.txt", b"PK\3\4 and more", r"a\.txt is a zip archive"),
     one("a.tar", tar(b"text"), r"a\.tar is a tar archive"),
