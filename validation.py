@@ -1,5 +1,6 @@
 """Validation loss on held-out documents, and generated samples."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -38,8 +39,8 @@ class Validator:
         """By source label."""
         self._n_tokens: dict[str, int] = {}
         for label, mixture in run.held_out.items():
-            loader = run.build_loader(mixture, dims, device)
-            batches = _read_batches(loader, run.config.validation.steps, control)
+            with closing(run.build_loader(mixture, dims, device)) as loader:
+                batches = _read_batches(loader, run.config.validation.steps, control)
             own = torch.tensor([num_target_tokens([batch]) for batch in batches], dtype=torch.int64)
             counts = sum_over(own, dims.batch_mesh).tolist()
             # Rows whose documents have ended would be evaluated for nothing.

@@ -88,7 +88,8 @@ class MicrobatchLoader:
         self._committed = {row: start for rows in self._own_rows() for row in rows}
         self._microbatches = self._build_microbatches()
         self._prefetched: deque[Future[Microbatch]] = deque()
-        # The thread holds no reference to the loader, so it ends when the loader is deleted.
+        # The thread holds no reference to the loader, so it also ends when the loader is deleted,
+        # but only after all reads that ``start`` has queued.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
 
     def __iter__(self) -> Iterator[Microbatch]:
@@ -102,6 +103,10 @@ class MicrobatchLoader:
         """
         while len(self._prefetched) <= self._config.prefetch:
             self._prefetched.append(self._thread.submit(next, self._microbatches))
+
+    def close(self) -> None:
+        """Read no more: the thread ends after the microbatch that it is reading."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def __next__(self) -> Microbatch:
         self.start()

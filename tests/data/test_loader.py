@@ -345,6 +345,29 @@ def test_deleted_loader_leaves_no_thread_and_no_memory() -> None:
     assert is_alive() is None
 
 
+def test_closed_loader_ends_after_the_microbatch_that_it_reads() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def encode(text: str) -> np.ndarray:
+        begun.set()
+        assert go_on.wait(60)
+        return UNIQUE.encode(text)
+
+    others = set(data_threads())
+    tokenizer = Tokenizer(encode, UNIQUE.decode, UNIQUE.n_vocab, 0, 1, "waits")
+    loader = build(Sparse(n_empty=0), tokenizer=tokenizer, prefetch=4)
+    loader.start()
+    (thread,) = set(data_threads()) - others
+    assert begun.wait(60)
+    loader.close()
+    go_on.set()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    read, *queued = loader._prefetched
+    assert read.result().tokens.shape == (1, SEQ_LEN)
+    assert all(future.cancelled() for future in queued)
+
+
 def test_interpreter_exits_cleanly_while_prefetching() -> None:
     program = """if True:
         from config.job_config import Data
