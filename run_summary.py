@@ -70,11 +70,13 @@ def plan_lines(run: RunSpec, *, batch_degree: int, flops_per_token: float) -> li
     microbatches = f"{n} microbatch{'es' * (n > 1)}"
     ramp = f", after a ramp from {run.ramp[0][1]} sequences" if run.ramp else ""
     n_tokens = sequences_in(training.steps, run.ramp, size) * training.seq_len
+    # Whole documents leave the ends of sequences empty.
+    tokens = "up to " * (run.config.data.packing == "best_fit") + f"{n_tokens:,} tokens"
     return [
         f"batch: {size * training.seq_len:,} tokens per step, {size} sequences of"
         f" {training.seq_len:,}; {microbatches} of {run.microbatch_size} on each rank"
         f"{ramp}",
-        f"training: {training.steps:,} steps, {n_tokens:,} tokens{epochs_text(run, n_tokens)},"
+        f"training: {training.steps:,} steps, {tokens}{epochs_text(run, n_tokens)},"
         f" {n_tokens * flops_per_token:.3g} FLOPs",
         f"learning rate: {learning_rate_text(run)}; {run.config.optimizer.name}",
     ]
@@ -93,6 +95,8 @@ def learning_rate_text(run: RunSpec) -> str:
     if not config.decay_ratio:
         return f"{warmup}constant"
     start = max(config.warmup_steps, total - round(config.decay_ratio * total))
+    if start == total:
+        return f"{warmup}constant: lr_scheduler.decay_ratio of {total} steps is no step"
     decay = f"{warmup}{config.decay_type} decay from step {start} to"
     if steps == total:
         return f"{decay} {end}"
@@ -170,7 +174,7 @@ def memory_text(module: nn.Module, state_bytes: int | None, device: torch.device
 
 def epochs_text(run: RunSpec, n_tokens: int) -> str:
     """Epochs of ``n_tokens``, from the length of the first documents; "" if it is not known."""
-    if len(run.training_data.sources) > 1:
+    if len(run.training_data.sources) > 1 or run.config.data.packing == "best_fit":
         return ""
     (source,) = run.training_data.sources
     if source.n_documents is None:

@@ -222,10 +222,13 @@ class Checkpointer:
         """Load the newest checkpoint that verifies; return its step, None if there is none.
 
         Collective. ``skip``: names of ``json_states`` not to load. Quarantines damaged checkpoints
-        that are newer. Raises ``ConfigError`` if the checkpoint belongs to another run, or if none
-        of those found verifies.
+        that are newer. Raises ``ConfigError`` if the checkpoint belongs to another run, if none of
+        those found verifies, or if there are some although checkpoints are off.
         """
         if not self._config.enable:
+            if run_on_rank0(partial(list_checkpoints, self._folder)):
+                text = "false, but the run has checkpoints, whose steps would be repeated"
+                raise ConfigError([f"checkpoint.enable: {text}; set another job.name"])
             return None
         assert self._pending is None, "finish() the pending save first"
         if self._purged is not None:

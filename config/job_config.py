@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+# PyTorch counts nanoseconds in 64 bits.
+Seconds = Annotated[int, Field(ge=1, le=10**8)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float64", "float32", "bfloat16"]
 # Other names of choices.
@@ -493,9 +495,9 @@ class Profiling(Section):
 
 
 class Comm(Section):
-    init_timeout_seconds: Count = 600
+    init_timeout_seconds: Seconds = 600
     """Timeout of collectives, in seconds, until the first step is done."""
-    train_timeout_seconds: Count = 300
+    train_timeout_seconds: Seconds = 300
     """Timeout of collectives, in seconds, after the first step. A rank that another waits for may
     be late by as much, also in a save, which itself may take longer."""
 

@@ -460,7 +460,10 @@ def check_lineages(folder: Path) -> None:
     first, second = Small(folder), Small(folder)
     first.checkpointer.save(1, wait=True)
     assert (first.saved, first.checkpointer.parent_attempt) == ([1], None)
-    assert Small(folder, enable=False).checkpointer.load_latest() is None
+    assert Small(folder / "new", enable=False).checkpointer.load_latest() is None
+    # It would begin again, in the files of the run.
+    with pytest.raises(ConfigError, match=r"checkpoint\.enable: false, but the run has"):
+        Small(folder, enable=False).checkpointer.load_latest()
     assert second.checkpointer.load_latest() == 1
     assert second.validated == [1]
     second.checkpointer.save(2, wait=True)

@@ -43,6 +43,11 @@ def test_plan_of_experts_with_a_ramp(capsys: pytest.CaptureFixture[str]) -> None
     ("keys", "text"),
     [
         (["--lr_scheduler.decay_ratio", "0"], "0.003 after 20 steps of warmup, constant"),
+        (
+            ["--lr_scheduler.decay_ratio", "0.001"],
+            "0.003 after 20 steps of warmup, constant: lr_scheduler.decay_ratio of 300 steps is no"
+            " step",
+        ),
         (["--lr_scheduler.warmup_steps", "300"], "warmup to 0.003 at step 300"),
         (
             ["--lr_scheduler.total_steps", "580", "--lr_scheduler.decay_type", "linear"],
@@ -56,6 +61,15 @@ def test_learning_rate_in_words(
 ) -> None:
     assert plan.main(["debug_model", *keys]) == exit_codes.DONE
     assert lines_of(capsys)["learning rate"] == f"{text}; adamw"
+
+
+def test_tokens_of_whole_documents_are_at_most_those_of_full_sequences(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan.main(["debug_model", "--data.packing", "best_fit"]) == exit_codes.DONE
+    line = lines_of(capsys)["training"]
+    assert line.startswith("300 steps, up to ")
+    assert "epoch" not in line
 
 
 def test_a_schedule_of_one_s_own_is_drawn(
