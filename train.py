@@ -97,7 +97,6 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     gc.disable()  # Ranks that collect at different times wait for each other.
     heads = run.model_args.n_heads, run.model_args.n_kv_heads
     with (
-        closing(loader),
         sdpa_backend_priority(heads=heads, head_dim=run.model_args.head_dim),
         closing(StepProfiler(run.folder, config.profiling, rank=dist.get_rank())) as profiler,
     ):

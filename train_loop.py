@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -57,9 +57,12 @@ class TrainLoop:
     """Of the latest validation."""
 
     def run_steps(self) -> StopReason:
-        """Train until a reason to stop. Collective."""
+        """Train until a reason to stop, and close the loader. Collective."""
         optimizer = self.train_step.optimizer
-        with explained_out_of_memory(self.model.module, optimizer, self.run.config):
+        with (
+            closing(self.loader),
+            explained_out_of_memory(self.model.module, optimizer, self.run.config),
+        ):
             return self._run_steps()
 
     def _run_steps(self) -> StopReason:
