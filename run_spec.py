@@ -34,7 +34,8 @@ class RunSpec:
     """A run, resolved and checked: what its configuration names, opened."""
 
     config: JobConfig
-    """With the vocabulary, batch size and schedule's steps filled in where the TOML leaves them."""
+    """With the vocabulary, batch size, schedule's steps and commits of datasets filled in where the
+    TOML leaves them."""
     model_spec: ModelSpec
     model_args: TransformerArgs
     tokenizer: Tokenizer
@@ -169,6 +170,11 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
     vocab_size = config.model.vocab_size or -(-tokenizer.n_vocab // 64) * 64
     if vocab_size < tokenizer.n_vocab:
         raise ValueError(f"model.vocab_size: must be at least the tokenizer's {tokenizer.n_vocab}")
+    if any(source.is_on_hub for source in (*config.data.mixture, *config.validation.sources)):
+        # Imported here, because datasets takes a second to import.
+        from data.hub import pin_datasets
+
+        config = pin_datasets(config)
     training_data, held_out = _build_data(config, tokenizer)
     total_steps = config.lr_scheduler.total_steps or config.training.steps
     if ":" in config.optimizer.name:

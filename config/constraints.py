@@ -74,6 +74,10 @@ def _has_no_subset(source: DocumentSource) -> bool:
     return source.type != "huggingface" and source.subset != ""
 
 
+def _has_no_revision(source: DocumentSource) -> bool:
+    return not source.is_on_hub and source.revision != ""
+
+
 def _has_no_text_key(source: DocumentSource) -> bool:
     has_columns = source.type in ("files", "huggingface")
     return not has_columns and source.text_key != DataSource().text_key
@@ -237,6 +241,8 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
             _any_source(_has_no_path)),
     Constraint("data.subset", "has no effect unless the source is huggingface",
             _any_source(_has_no_subset)),
+    Constraint("data.revision", "has no effect unless the source is c4 or huggingface",
+            _any_source(_has_no_revision)),
     Constraint("data.text_key", "has no effect unless the source is files or huggingface",
             _any_source(_has_no_text_key)),
     Constraint("data.args", "has no effect unless the source is module:attribute",
@@ -271,6 +277,8 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
             _any_validation_source(_has_no_path)),
     Constraint("validation.sources", "subset has no effect unless the type is huggingface",
             _any_validation_source(_has_no_subset)),
+    Constraint("validation.sources", "revision has no effect unless the type is c4 or huggingface",
+            _any_validation_source(_has_no_revision)),
     Constraint("validation.sources",
             "text_key has no effect unless the type is files or huggingface",
             _any_validation_source(_has_no_text_key)),

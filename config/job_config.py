@@ -125,6 +125,9 @@ class DocumentSource(Section):
     argument path, if set."""
     subset: str = ""
     """huggingface: configuration of the dataset, for example "en"."""
+    revision: str = ""
+    """c4, huggingface: commit, tag or branch of the dataset. A run keeps the commit that its first
+    start found. Absent: the newest of the main branch."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text in JSON, CSV, Parquet, Arrow and huggingface sources."""
     args: dict[str, Any] = {}
@@ -157,6 +160,10 @@ class DataSource(DocumentSource):
     stops when all sources have."""
 
 
+# Keys of [data] that are those of its only source.
+ONE_SOURCE = ("path", "subset", "revision", "text_key", "args")
+
+
 class Data(Section):
     source: SourceType = "builtin"
     """Type of the only source, as in [[data.sources]]."""
@@ -164,12 +171,16 @@ class Data(Section):
     """Path of the only source, as in [[data.sources]]."""
     subset: str = ""
     """Configuration of a huggingface dataset."""
+    revision: str = ""
+    """Commit, tag or branch of a c4 or huggingface dataset. A run keeps the commit that its first
+    start found. Absent: the newest of the main branch."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text."""
     args: dict[str, Any] = {}
     """[data.args]: arguments of a source that is module:attribute."""
     sources: list[DataSource] = []
-    """[[data.sources]]: a mixture of sources. Replaces source, path, subset, text_key and args."""
+    """[[data.sources]]: a mixture of sources. Replaces source, path, subset, revision, text_key and
+    args."""
     tokenizer: Annotated[PathText, Field(min_length=1)] = "bytes"
     """bytes; the name of a tiktoken encoding (cl100k_base); a tokenizer.json, SentencePiece model,
     rank file or directory with one; or a repository of the Hugging Face Hub, hf:OWNER/NAME or
@@ -201,7 +212,7 @@ class Data(Section):
     @property
     def mixture(self) -> list[DataSource]:
         """All sources of the run, also if there is only one."""
-        one = {key: getattr(self, key) for key in ("path", "subset", "text_key", "args")}
+        one = {key: getattr(self, key) for key in ONE_SOURCE}
         return list(self.sources) or [DataSource(type=self.source, **one)]
 
 

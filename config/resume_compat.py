@@ -22,7 +22,7 @@ def _keys(text: str) -> frozenset[str]:
 
 FROZEN = _keys("""
     model: name flavor vocab_size
-    data: source subset text_key packing document_mask validation_percent
+    data: source subset revision text_key packing document_mask validation_percent
     training: global_batch_size dtype
     optimizer: name state_dtype param_remainders
     debug: seed
@@ -75,6 +75,7 @@ NEW_JOB_HINT = "cannot change on resume: set a new job.name"
 HINTS = {
     "training.global_batch_size": "if absent, it follows the number of ranks: set it to the old"
     " value, and training.local_batch_size to fit these ranks",
+    "data.revision": "if absent, or a branch, it follows the Hub: set it to the old value",
 }
 # Derived from training.seq_len and experts.balance_loss, which may change.
 DERIVED_ARGUMENTS = {"max_seq_len", "balance_weight"}

@@ -2,16 +2,19 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import datasets
 import numpy as np
 import pyarrow as pa
 
+from config import JobConfig, load_config
 from config.job_config import DataSource, DocumentSource, ValidationSource
 from data.columns import check_column, check_no_null
 from data.files import record_hashes
@@ -20,6 +23,9 @@ from data.records import read_records
 from data.remote_errors import StorageError
 from data.storage import DataPath, version_keys, versioned_path
 
+S = TypeVar("S", bound=DocumentSource)
+
+COMMIT = re.compile("[0-9a-f]{40}")
 C4 = ("allenai/c4", "en", "text")
 
 
@@ -50,12 +56,15 @@ class HubTable:
     def __init__(self, config: DocumentSource, *, skips_bad: bool = False) -> None:
         name, subset, text_key = _hub_name(config)
         with _loading(f"{name} (train)"):
-            table = datasets.load_dataset(name, subset or None, split="train").data
+            builder = _builder(config)
+            builder.download_and_prepare()
+            table = builder.as_dataset(split="train").data
         check_column(table.schema, text_key, name)
         self._column = table.column(text_key)
         if not skips_bad:
             check_no_null(self._column, text_key, name)
         self.name, self._key = f"{name}/{subset}/{text_key}", name
+        self.commit = "" if os.path.isdir(name) else builder.hash
 
     def __len__(self) -> int:
         return len(self._column)
@@ -82,26 +91,31 @@ class HubStream:
 
     def __init__(
         self,
-        name: str,
-        subset: str,
+        config: DocumentSource,
         split: str,
-        text_key: str,
         *,
         part: Part | None = None,
         repeat: bool = True,
         skips_bad: bool = False,
     ) -> None:
         """``part``: the part of the split to read; None: all."""
+        name, subset, text_key = _hub_name(config)
         self._text_key, self._repeat, self._skips_bad = text_key, repeat, skips_bad
         self._part = part
-        self.description = f"{name} {subset} ({split}{part or ''}), streamed"
-        parts = f"{name}/{subset}/{split}{part or ''}/{text_key}" + ("" if repeat else "/once")
-        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+        self._folder = Path(name) if os.path.isdir(name) else None
         with _loading(f"{name} ({split})"):
-            self._dataset = datasets.load_dataset(name, subset or None, split=split, streaming=True)
+            builder = _builder(config)
+            self._dataset = builder.as_streaming_dataset(split=split)
+        commit = "" if self._folder else f"@{builder.hash}"
+        self.description = f"{name}{commit} {subset} ({split}{part or ''}), streamed"
+        parts = f"{name}{commit}/{subset}/{split}{part or ''}/{text_key}"
+        parts += "" if repeat else "/once"
+        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
 
     def changed_since(self, seconds: float) -> list[DataPath]:
-        return []
+        """Files of a local copy; a dataset of the Hub stays at its commit."""
+        files = [] if self._folder is None else sorted(self._folder.rglob("*"))
+        return [path for path in files if path.is_file() and path.stat().st_ctime > seconds]
 
     def place(self, row: int, n_rows: int, number: int) -> str:
         return ""
@@ -153,11 +167,10 @@ def hub_streams(
 
     These are the split "validation", or ``percent`` of "train" where there is none.
     """
-    name, subset, text_key = _hub_name(config)
     splits = _splits(config, "train")
-    build = partial(HubStream, name, subset, text_key=text_key, skips_bad=skips_bad)
+    build = partial(HubStream, config, skips_bad=skips_bad)
     if with_held_out and "validation" not in splits and percent == 0:
-        text = f"must be greater than 0, because {name} has no split validation"
+        text = f"must be greater than 0, because {_hub_name(config)[0]} has no split validation"
         raise ValueError(f"data.validation_percent: {text}")
     if "validation" in splits or percent == 0:
         train = build("train", repeat=config.repeat)
@@ -168,6 +181,58 @@ def hub_streams(
     return train, build("train", part=Part(percent, is_held_out=True), repeat=False)
 
 
+def pin_datasets(config: JobConfig) -> JobConfig:
+    """Set the ``revision`` of each dataset of the Hub to its commit, in all starts of a run alike.
+
+    That is the one in the run's ``config.toml``, or else the newest.
+    """
+    saved: list[DocumentSource] = []
+    # Without it, fingerprints tell whether the newest commit is that of the checkpoint.
+    with suppress(OSError, ValueError):
+        before = load_config(config.job.folder / "config.toml", [])
+        saved = [*before.data.mixture, *before.validation.sources]
+
+    def pin(source: S) -> S:
+        return source.model_copy(update={"revision": _commit(source, saved)})
+
+    data: dict[str, Any] = {"sources": [pin(source) for source in config.data.sources]}
+    if not config.data.sources:
+        data = {"revision": pin(config.data.mixture[0]).revision}
+    sources = [pin(source) for source in config.validation.sources]
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=data),
+            "validation": config.validation.model_copy(update={"sources": sources}),
+        }
+    )
+
+
+def _commit(config: DocumentSource, saved: Iterable[DocumentSource]) -> str:
+    """Commit of a dataset of the Hub; "" for a local copy, and for files."""
+    if not config.is_on_hub:
+        return ""
+    name, subset, _ = _hub_name(config)
+    if os.path.isdir(name):
+        if config.revision:
+            raise ValueError(f"data.revision: has no effect for the folder {name}")
+        return ""
+    before = (s.revision for s in saved if s.is_on_hub and _hub_name(s)[:2] == (name, subset))
+    revision = config.revision or next(before, "")
+    with _loading(name):
+        return _builder(config.model_copy(update={"revision": revision})).hash
+
+
+def _builder(config: DocumentSource) -> Any:
+    """Open a dataset. Raises ``ConnectionError`` if the cache has another commit of it."""
+    name, subset, _ = _hub_name(config)
+    found = datasets.load_dataset_builder(name, subset or None, revision=config.revision or None)
+    # Without network, datasets takes the newest in its cache.
+    if COMMIT.fullmatch(config.revision) and found.hash != config.revision:
+        text = f"the cache has only commit {found.hash}, not {config.revision}"
+        raise ConnectionError(f"no network, and {text}")
+    return found
+
+
 def check_is_not_trained_on(config: DocumentSource, trained: Iterable[DataSource]) -> None:
     """Raise ``ValueError`` if a source of ``trained`` reads the hub dataset of ``config``."""
     name, subset, _ = _hub_name(config)
@@ -175,7 +240,8 @@ def check_is_not_trained_on(config: DocumentSource, trained: Iterable[DataSource
     subsets = {other for found, other in others if _repository(found) == _repository(name)}
     if subsets and subset not in subsets and "" in subsets | {subset}:
         with _loading(name):
-            default = datasets.get_dataset_default_config_name(name) or ""
+            revision = config.revision or None
+            default = datasets.get_dataset_default_config_name(name, revision=revision) or ""
         subset, subsets = subset or default, {other or default for other in subsets}
     if subset in subsets:
         raise ValueError(f"data.split: train of {name} is also trained on")
@@ -188,16 +254,17 @@ def _repository(name: str) -> str:
 
 def validation_stream(config: ValidationSource, *, skips_bad: bool) -> HubStream:
     """Open one split of a hub dataset, once."""
-    name, subset, text_key = _hub_name(config)
     _splits(config, config.split)
-    return HubStream(name, subset, config.split, text_key, repeat=False, skips_bad=skips_bad)
+    return HubStream(config, config.split, repeat=False, skips_bad=skips_bad)
 
 
 def _splits(config: DocumentSource, wanted: str) -> list[str]:
     """Names of a dataset's splits. Raises ``ValueError`` if ``wanted`` is not one of them."""
     name, subset, _ = _hub_name(config)
     with _loading(name):
-        splits: list[str] = datasets.get_dataset_split_names(name, subset or None)
+        splits: list[str] = datasets.get_dataset_split_names(
+            name, subset or None, revision=config.revision or None
+        )
     if wanted not in splits:
         raise ValueError(f"data.path: {name} has no split {wanted}, only {', '.join(splits)}")
     return splits

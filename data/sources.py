@@ -371,7 +371,8 @@ def _open_documents(
         from data.hub import HubTable
 
         table = HubTable(config, skips_bad=skips_bad)
-        return SkipBadRecords(table) if skips_bad else table, _fingerprint(table.name, table)
+        fingerprint = _fingerprint(table.name + table.commit, table)
+        return SkipBadRecords(table) if skips_bad else table, fingerprint
     is_builtin = config.type == "builtin"
     # A table may have several columns of text.
     taken = ChainMap(owners[WHOLE_FILE], owners[config.text_key])

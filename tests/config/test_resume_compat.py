@@ -70,6 +70,7 @@ FROZEN_CHANGES: dict[str, Any] = {
     "model__vocab_size": 512,
     "data__source": "c4",
     "data__subset": "en",
+    "data__revision": "v1",
     "data__text_key": "body",
     "data__document_mask": True,
     "data__packing": "best_fit",

@@ -234,11 +234,15 @@ def hub(folder: Path, counts: list[int], suffix: str) -> list[str]:
     return [text for rows in texts for text in rows]
 
 
+def train_stream(folder: Path) -> HubStream:
+    return HubStream(DataSource(type="huggingface", path=str(folder)), "train")
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("n_rows", [1, 2, 3, 5, 7])
 def test_rows_of_the_batch_share_the_stream(tmp_path: Path, n_rows: int, suffix: str) -> None:
     texts = hub(tmp_path / "data", [5, 9, 6], suffix)
-    stream = HubStream(str(tmp_path / "data"), "", "train", "text")
+    stream = train_stream(tmp_path / "data")
     counts: Counter[str] = Counter()
     for row in range(n_rows):
         read = list(islice(stream.documents(row, n_rows, 0), 3 * len(texts)))
@@ -250,9 +254,17 @@ def test_rows_of_the_batch_share_the_stream(tmp_path: Path, n_rows: int, suffix:
     assert counts == dict.fromkeys(texts, 2)
 
 
+def test_files_of_a_local_copy_that_changed_are_named(tmp_path: Path) -> None:
+    hub(tmp_path / "data", [3], ".jsonl")
+    stream = train_stream(tmp_path / "data")
+    training, _ = paths = sorted((tmp_path / "data").iterdir())
+    assert stream.changed_since(0.0) == paths
+    assert stream.changed_since(training.stat().st_ctime + 60.0) == []
+
+
 def test_rows_without_documents_are_an_error(tmp_path: Path) -> None:
     hub(tmp_path / "data", [3], ".jsonl")
-    stream = HubStream(str(tmp_path / "data"), "", "train", "text")
+    stream = train_stream(tmp_path / "data")
     assert next(stream.documents(2, 4, 0)) == "0-2"
     with pytest.raises(ValueError, match="no document for row 3 of 4"):
         next(stream.documents(3, 4, 0))
@@ -292,7 +304,7 @@ def test_stream_error_names_the_document(
     tmp_path: Path, error: Exception, kind: type[Exception]
 ) -> None:
     hub(tmp_path / "data", [6], ".jsonl")
-    stream = HubStream(str(tmp_path / "data"), "", "train", "text")
+    stream = train_stream(tmp_path / "data")
 
     class Broken:
         num_shards = 1

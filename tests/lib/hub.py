@@ -5,11 +5,11 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".model")
 GATED = (403, "GatedRepo")
@@ -21,6 +21,9 @@ class Hub:
 
     files: dict[str, bytes]
     repository: str = "owner/model"
+    kind: Literal["models", "datasets"] = "models"
+    history: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Files of earlier commits."""
     status: tuple[int, str] | None = None
     """Status and error code of all answers, if not 200."""
     drops: dict[str, int] = field(default_factory=dict)
@@ -34,6 +37,17 @@ class Hub:
     def commit(self) -> str:
         content = repr(sorted(self.files.items())).encode()
         return hashlib.sha1(content).hexdigest()
+
+    def push(self, files: dict[str, bytes]) -> None:
+        self.history[self.commit] = self.files
+        self.files = files
+
+    def at(self, revision: str) -> "Hub | None":
+        """The repository at a branch or commit; None if it has no such revision."""
+        if revision in ("main", self.commit):
+            return self
+        files = self.history.get(revision)
+        return None if files is None else replace(self, files=files)
 
     def entry(self, name: str) -> dict[str, Any]:
         content = self.files[name]
@@ -62,6 +76,9 @@ def serve(hub: Hub) -> Iterator[Hub]:
         def do_HEAD(self) -> None:
             answer(self, hub)
 
+        def do_POST(self) -> None:
+            answer(self, hub)
+
         def log_message(self, format: str, *values: Any) -> None:
             pass
 
@@ -79,26 +96,34 @@ def serve(hub: Hub) -> Iterator[Hub]:
 
 
 def answer(request: BaseHTTPRequestHandler, hub: Hub) -> None:
-    path = urlsplit(request.path).path
+    path = unquote(urlsplit(request.path).path)
+    body = request.rfile.read(int(request.headers.get("Content-Length") or 0)).decode()
     hub.requests.append(f"{request.command} {path}")
-    api, names = f"/api/models/{hub.repository}", {"main", hub.commit}
+    api, files = f"/api/{hub.kind}/{hub.repository}", f"/{hub.repository}"
+    if hub.kind == "datasets":
+        files = f"/datasets{files}"
+    # What is asked of which revision: "revision", "tree", "paths-info" or "resolve".
+    what, _, rest = path.removeprefix(api).removeprefix(files).strip("/").partition("/")
+    revision, _, name = rest.partition("/")
+    found = hub.at(revision or "main")
     if hub.status is not None:
         send(request, b"{}", status=hub.status[0], code=hub.status[1])
-    elif not path.startswith((f"{api}/", f"/{hub.repository}/")) and path != api:
+    elif not path.startswith((f"{api}/", f"{files}/")) and path != api:
         send(request, b"{}", status=404, code="RepoNotFound")
-    elif path.startswith(f"{api}/tree/"):
-        send_json(request, [hub.entry(name) for name in sorted(hub.files)])
-    elif path == api or path.removeprefix(f"{api}/revision/") in names:
-        siblings = [{"rfilename": name} for name in sorted(hub.files)]
-        send_json(request, {"id": hub.repository, "sha": hub.commit, "siblings": siblings})
-    elif path.startswith(f"{api}/revision/"):
+    elif found is None:
         send(request, b"{}", status=404, code="RevisionNotFound")
+    elif what == "tree":
+        send_json(request, [found.entry(name) for name in sorted(found.files)])
+    elif what == "paths-info":
+        wanted = json.loads(body)["paths"]
+        send_json(request, [found.entry(name) for name in wanted if name in found.files])
+    elif what in ("", "revision"):
+        siblings = [{"rfilename": name} for name in sorted(found.files)]
+        send_json(request, {"id": hub.repository, "sha": found.commit, "siblings": siblings})
+    elif name in found.files:
+        send_file(request, found, name)
     else:
-        revision, _, name = path.removeprefix(f"/{hub.repository}/resolve/").partition("/")
-        if revision in names and name in hub.files:
-            send_file(request, hub, name)
-        else:
-            send(request, b"{}", status=404, code="EntryNotFound")
+        send(request, b"{}", status=404, code="EntryNotFound")
 
 
 def send_file(request: BaseHTTPRequestHandler, hub: Hub, name: str) -> None:

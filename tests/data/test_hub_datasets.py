@@ -1,0 +1,95 @@
+"""Datasets of the Hugging Face Hub, from a server here: a run reads one commit of them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime import exit_codes
+from tests.lib.formats import lines
+from tests.lib.hub import Hub, serve
+from tests.lib.launch import curve, start
+from tests.lib.repository import ROOT
+
+# Pins the dataset for a run in the folder of the first argument; with the other as its revision.
+OPEN = """if True:
+    import json, sys
+    from config.job_config import Data, Job, JobConfig
+    from data.hub import hub_streams, pin_datasets
+    from data.sources import open_documents
+    folder, revision = sys.argv[1:]
+    data = Data(source="huggingface", path="owner/data", revision=revision)
+    config = pin_datasets(JobConfig(job=Job(output_dir=folder), data=data))
+    (source,) = config.data.mixture
+    stream, _ = hub_streams(source, False, 0.0, skips_bad=False)
+    table, fingerprint = open_documents(source)
+    print(json.dumps([
+        source.revision, stream.fingerprint, next(stream.documents(0, 1, 0)), fingerprint, table[0]
+    ]))
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serve(Hub(files("first"), repository="owner/data", kind="datasets")) as found:
+        yield found
+
+
+def files(word: str) -> dict[str, bytes]:
+    return {"README.md": b"# Data\n", "train.jsonl": lines([f"{word} {i} " * 9 for i in range(40)])}
+
+
+def opened(hub: Hub, folder: Path, revision: str = "", **variables: str) -> list[str]:
+    """(commit, fingerprint, first text) of the stream, (fingerprint, first text) of the table."""
+    environment = os.environ | hub.environment(folder / "home") | variables
+    command = [sys.executable, "-c", OPEN, str(folder), revision]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_commit_is_part_of_the_fingerprints(hub: Hub, tmp_path: Path) -> None:
+    """Also without network, where ``datasets`` takes what is in its cache."""
+    first = hub.commit
+    before = opened(hub, tmp_path)
+    assert before[0] == first
+    assert opened(hub, tmp_path, HF_HUB_OFFLINE="1")[::2] == before[::2]
+    hub.push(files("first") | {"LICENSE": b"free"})
+    after = opened(hub, tmp_path)
+    assert after[0] == hub.commit
+    assert after[2::2] == before[2::2], "the same texts"
+    assert not {*after[1::2]} & {*before[1::2]}
+    assert opened(hub, tmp_path, first) == before
+
+
+def test_run_keeps_the_commit_of_its_first_start(hub: Hub, tmp_path: Path) -> None:
+    keys = {
+        "data.source": "huggingface", "data.path": "owner/data", "checkpoint.interval": "2",
+        "validation.enable": "false",
+    }  # fmt: skip
+
+    def train(name: str, steps: int, **more: str) -> tuple[int, str]:
+        process = start(
+            tmp_path / name, 1, is_warm=False, environment=hub.environment(tmp_path / "home"),
+            **keys | {"training.steps": str(steps)} | more,
+        )  # fmt: skip
+        output, _ = process.communicate(timeout=240)
+        return process.returncode, output
+
+    first = hub.commit
+    for name, steps in (("whole", 4), ("parts", 2)):
+        code, output = train(name, steps)
+        assert code == 0, output
+    hub.push(files("second"))
+    code, output = train("parts", 4)
+    assert code == 0, output
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    code, output = train("parts", 6, **{"data.revision": "main"})
+    assert code == exit_codes.BAD_CONFIG, output
+    change = f"data.revision: '{first}' to '{hub.commit}'"
+    assert f"{change}; if absent, or a branch, it follows the Hub" in output
