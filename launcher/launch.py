@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -107,9 +108,12 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
 
 def reject(nodes: Nodes, control: Path | None) -> int:
     """Return the exit code of a start that was rejected; the head node tells a scheduler, too."""
-    # If another run has locked the folder, its launcher writes there.
-    if nodes.rank == 0 and control is not None and control.exists() and not is_locked(control):
-        exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+    if nodes.rank == 0 and control is not None:
+        with suppress(OSError):  # Links are not followed.
+            check_run_folder(control.parent)
+            # If another run has locked the folder, its launcher writes there.
+            if control.exists() and not is_locked(control):
+                exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
     return exit_codes.BAD_CONFIG
 
 
