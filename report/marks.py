@@ -65,7 +65,9 @@ def _checkpoints(folder: Path) -> Iterator[Mark]:
         yield Mark("checkpoint", step_of(path), f"checkpoint {path.name}", _mtime(path))
     for path in sorted(folder.glob("*-step-*")):
         if match := re.fullmatch(r"(corrupt|abandoned|replaced)-step-(\d{8,40})-\w+", path.name):
-            text = f"checkpoint quarantined as {path.name}"
+            # Only a damaged one is quarantined: a rollback renames those that it undoes.
+            verb = "quarantined as" if match[1] == "corrupt" else "renamed to"
+            text = f"checkpoint {verb} {path.name}"
             yield Mark("quarantined", int(match[2]), text)
 
 
