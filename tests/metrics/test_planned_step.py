@@ -62,7 +62,7 @@ def test_a_plan_ends_with_its_rank() -> None:
     plan = receive.recv()
     rank.join()
     # A plan takes longer: it imports PyTorch.
-    seconds_until(lambda: not is_running(plan), limit=1.0)
+    seconds_until(lambda: not is_running(plan), limit=2.0)
 
 
 def test_why_there_is_no_plan(tmp_path: Path) -> None:
