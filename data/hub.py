@@ -195,9 +195,8 @@ def pin_datasets(config: JobConfig) -> JobConfig:
     def pin(source: S) -> S:
         return source.model_copy(update={"revision": _commit(source, saved)})
 
-    data: dict[str, Any] = {"sources": [pin(source) for source in config.data.sources]}
-    if not config.data.sources:
-        data = {"revision": pin(config.data.mixture[0]).revision}
+    own = [pin(source) for source in config.data.mixture]
+    data = {"sources": own} if config.data.sources else {"revision": own[0].revision}
     sources = [pin(source) for source in config.validation.sources]
     return config.model_copy(
         update={

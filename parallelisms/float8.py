@@ -49,7 +49,7 @@ def check_float8(model: nn.Module, blocks: nn.ModuleDict, *, config: Float8) -> 
         return
     found = list(_linears(model, blocks))
     for entry in config.skip:
-        if not any(_matches(linear.fqn, entry) for linear in found):
+        if not any(_entry_of(linear.fqn, [entry]) for linear in found):
             text = f"float8.skip: no linear layer of a block has {entry!r} in its FQN, such as"
             raise ConfigError([f"{text} {found[0].fqn if found else None}"])
     reasons = [(linear.name, _skip_reason(linear, config)) for linear in found]
@@ -69,18 +69,18 @@ def apply_float8(model: nn.Module, blocks: nn.ModuleDict, *, config: Float8) -> 
     if config.recipe == "none":
         return
     converted, kept = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
-    is_named = dict.fromkeys(blocks, False)
-    for linear in list(_linears(model, blocks)):
-        reason, (owner, _, attribute) = _skip_reason(linear, config), linear.fqn.rpartition(".")
-        if reason:
+    linears = list(_linears(model, blocks))
+    for linear in linears:
+        if reason := _skip_reason(linear, config):
             kept[f"{linear.name} ({reason})"].append(linear.layer)
-            is_named[linear.layer] |= reason.startswith("float8.skip")
             continue
         converted[linear.name].append(linear.layer)
+        owner, _, attribute = linear.fqn.rpartition(".")
         new = Float8Linear(linear.module, RECIPES[config.recipe], is_emulated=config.emulate)
         setattr(model.get_submodule(owner), attribute, new)
-    # A pipeline stage may consist of blocks that are named.
-    if not converted and not all(is_named.values()):
+    # A pipeline stage may consist of blocks in which entries of ``skip`` match.
+    matched = {linear.layer for linear in linears if _entry_of(linear.fqn, config.skip)}
+    if not converted and blocks.keys() - matched:
         _raise_without_layers(kept)
     for what, found in (("converted to", converted), ("not converted to", kept)):
         for name, layers in found.items():
@@ -111,18 +111,17 @@ def _linears(model: nn.Module, blocks: nn.ModuleDict) -> Iterator[_Linear]:
                 yield _Linear(module, fqns[module], layer, name)
 
 
-def _matches(fqn: str, entry: str) -> bool:
-    """True if ``entry`` is a part of ``fqn``: one or more of the names between its dots."""
-    return f".{entry}." in f".{fqn}."
+def _entry_of(fqn: str, entries: Iterable[str]) -> str | None:
+    """First of ``entries`` that is a part of ``fqn``: one or more of the names between its dots."""
+    return next((entry for entry in entries if f".{entry}." in f".{fqn}."), None)
 
 
 def _skip_reason(linear: _Linear, config: Float8) -> str:
     """Reason not to convert ``linear``; "" if it is converted."""
     weight, recipe = linear.module.weight, RECIPES[config.recipe]
     n, k = to_local(weight).shape
-    for entry in config.skip:
-        if _matches(linear.fqn, entry):
-            return f"float8.skip {entry!r}"
+    if entry := _entry_of(linear.fqn, config.skip):
+        return f"float8.skip {entry!r}"
     if type(linear.module) is not nn.Linear or linear.module.bias is not None:
         return "not a plain nn.Linear"
     if isinstance(weight, DTensor) and not weight.placements[0].is_shard():

@@ -1232,7 +1232,14 @@ SECURITY = [
     Mutation(
         "launcher-writes-through-links",
         "launcher/launch.py",
-        before="        check_run_folder(control.parent)\n",
+        before="        check_run_folder(control.parent)\n        exit_codes.clear",
+        after="        exit_codes.clear",
+        tests=(LINKS,),
+    ),
+    Mutation(
+        "rejected-start-writes-through-a-link",
+        "launcher/launch.py",
+        before="            check_run_folder(control.parent)\n",
         after="",
         tests=(LINKS,),
     ),
