@@ -6,12 +6,7 @@ from typing import cast
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from models.gated_delta_net import GatedDeltaNet
 from models.model_spec import Style
@@ -19,7 +14,12 @@ from models.qwen3_moe_sharding import COMPILE_REGIONS, moes
 from models.qwen3_moe_sharding import tensor_parallel_plan as moe_plan
 from models.qwen3_next import FLAVORS, GatedAttention, Qwen3Next, Qwen3NextArgs, Qwen3NextBlock
 from models.qwen3_next_hugging_face import HUGGING_FACE
-from models.transformer_sharding import LocalParameters, transformer_spec
+from models.transformer_sharding import (
+    LocalParameters,
+    gather_sequence,
+    rowwise_to_sequence,
+    transformer_spec,
+)
 
 
 def tensor_parallel_plan(args: Qwen3NextArgs) -> dict[str, Style]:
@@ -48,17 +48,14 @@ def delta_net_plan() -> dict[str, Style]:
         ".wba": ColwiseParallel(),
         # All heads share this weight.
         ".norm": LocalParameters(Replicate()),
-        ".wo": RowwiseParallel(output_layouts=Shard(1)),
+        ".wo": rowwise_to_sequence,
     }
 
 
 def shard_delta_net(module: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Shard the module's direct parameters by heads; all-gather its input along the sequence."""
     LocalParameters(Shard(0))(module, tp_mesh)
-    gather = PrepareModuleInput(
-        input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
-    )
-    parallelize_module(module, tp_mesh, gather)
+    gather_sequence(module, tp_mesh)
 
 
 def token_mixers(model: Qwen3Next) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Sharding of the dense decoder: tensor parallel plan, FSDP units, pipeline stages."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -58,20 +57,15 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
     plan: dict[str, Style] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": SequenceParallel(),
-        "layers.*.attention": PrepareModuleInput(
-            # x is all-gathered along the sequence; rope and document_ids are replicated.
-            input_layouts=(Shard(1), None, None),
-            desired_input_layouts=(Replicate(), None, None),
-        ),
+        # rope and document_ids are replicated.
+        "layers.*.attention": gather_sequence,
         "layers.*.attention.wq": ColwiseParallel(),
         "layers.*.attention.w[kv]": HeadParallel(args.n_kv_heads),
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.attention.wo": rowwise_to_sequence,
         "layers.*.ffn_norm": SequenceParallel(),
-        "layers.*.feed_forward": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        ),
+        "layers.*.feed_forward": gather_sequence,
         "layers.*.feed_forward.w[13]": ColwiseParallel(),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.feed_forward.w2": rowwise_to_sequence,
         "norm": SequenceParallel(),
         "output": ColwiseParallel(
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
@@ -82,6 +76,42 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
         head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan["layers.*.attention.[qk]_norm"] = head_norm
     return plan
+
+
+def gather_sequence(module: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Style that all-gathers the module's first input (b, s, d) along the sequence.
+
+    Float8 replaces the attribute ``gather_sequence`` that it adds.
+    """
+
+    def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = inputs
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, tp_mesh, [Shard(1)], run_check=False)
+        return cast(Any, module).gather_sequence(x), *others
+
+    cast(Any, module).gather_sequence = _redistribute_to(Replicate())
+    module.register_forward_pre_hook(gather)
+
+
+def rowwise_to_sequence(module: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Row-wise style of a linear layer whose output (b, s, d) is reduce-scattered along the
+    sequence.
+
+    Float8 replaces the attribute ``scatter_sequence`` that it adds.
+    """
+
+    def scatter(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+        return cast(Any, module).scatter_sequence(output).to_local()
+
+    style = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+    parallelize_module(module, tp_mesh, style)
+    cast(Any, module).scatter_sequence = _redistribute_to(Shard(1))
+    module.register_forward_hook(scatter)
+
+
+def _redistribute_to(placement: Placement) -> Callable[[DTensor], DTensor]:
+    return lambda x: x.redistribute(placements=[placement])
 
 
 @dataclass(frozen=True)

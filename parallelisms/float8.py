@@ -7,6 +7,7 @@ and everything else keep their dtypes; the hardware accumulates in float32.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -147,7 +148,8 @@ class Float8Linear(nn.Linear):
     def __init__(self, linear: nn.Linear, recipe: Recipe, *, is_emulated: bool) -> None:
         nn.Module.__init__(self)
         vars(self).update(vars(linear))
-        self.recipe, self.matmul = recipe, emulated_mm if is_emulated else scaled_mm()
+        self.recipe = recipe
+        self.multiply = _multiply(recipe, emulated_mm if is_emulated else scaled_mm())
         self.is_gathered_in_float8 = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -171,7 +173,21 @@ class Float8Linear(nn.Linear):
         return DTensor.from_local(out, self.weight.device_mesh, [out_placement], run_check=False)
 
     def _local_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _Float8Linear.apply(x, weight, self.recipe, self.matmul)
+        return self.multiply(x, weight)
+
+
+@cache
+def _multiply(
+    recipe: Recipe, matmul: Matmul
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The same function for all layers, which then share compilations."""
+
+    # Dynamo would trace backward with plain gradients; tensor parallel has them in float8.
+    @torch.compiler.allow_in_graph
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _Float8Linear.apply(x, weight, recipe, matmul)
+
+    return multiply
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -255,9 +271,9 @@ def compute_scale(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -
     """Scale s (float32) such that amax(x / s) == finfo(dtype).max, for x (m, n).
 
     Per tensor, (). With ``dim``, amax is over ``dim``, (1, n) or (m, 1), and s is rounded up to a
-    power of two, so that dividing by it is exact. A ``Float8Weight`` returns its own scale.
+    power of two, so that dividing by it is exact. A ``Float8Tensor`` returns its own scale.
     """
-    if isinstance(x, Float8Weight):
+    if isinstance(x, Float8Tensor):
         return x.scale
     x = x.to(torch.float32).abs()
     scale = scale_from_amax(x.amax() if dim is None else x.amax(dim, keepdim=True), dtype)
@@ -275,9 +291,9 @@ def scale_from_amax(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x / ``scale`` in ``dtype``, clamped to its range; NaN and inf / inf give NaN.
 
-    A ``Float8Weight`` is already quantized and returns its ``qdata``.
+    A ``Float8Tensor`` is already quantized and returns its ``qdata``.
     """
-    if isinstance(x, Float8Weight):
+    if isinstance(x, Float8Tensor):
         return x.qdata
     limit = torch.finfo(dtype).max
     return (x.to(torch.float32) / scale).clamp_(-limit, limit).to(dtype)
@@ -288,7 +304,7 @@ _aten = torch.ops.aten
 _VIEWS = {getattr(_aten, name).default for name in ("as_strided", "detach", "t", "view")}
 
 
-class Float8Weight(torch.Tensor):
+class Float8Tensor(torch.Tensor):
     """Weight (n, k) that is already in float8: ``qdata`` (n, k) times ``scale`` ().
 
     Autograd sees ``dtype``, the dtype of its gradients. Only ``Float8Linear`` multiplies with it;
@@ -302,7 +318,7 @@ class Float8Weight(torch.Tensor):
     @staticmethod
     def __new__(
         cls, qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> "Float8Weight":
+    ) -> "Float8Tensor":
         make = require("torch:Tensor._make_wrapper_subclass", key="float8.recipe")
         weight = make(cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device)
         weight.qdata, weight.scale = qdata, scale
@@ -311,7 +327,7 @@ class Float8Weight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         if func not in _VIEWS:
-            raise NotImplementedError(f"{func} is not supported by Float8Weight")
+            raise NotImplementedError(f"{func} is not supported by Float8Tensor")
         weight, *others = args
         return cls(func(weight.qdata, *others, **kwargs or {}), weight.scale, weight.dtype)
 
@@ -322,8 +338,8 @@ class Float8Weight(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], dtype: torch.dtype, size: Any, stride: Any
-    ) -> "Float8Weight":
-        return Float8Weight(inner["qdata"], inner["scale"], dtype)
+    ) -> "Float8Tensor":
+        return Float8Tensor(inner["qdata"], inner["scale"], dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Float8Weight({tuple(self.shape)}, {self.dtype})"
+        return f"Float8Tensor({tuple(self.shape)}, {self.dtype})"

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Parallelism
-from parallelisms.float8 import E4M3, Float8Linear, Float8Weight, quantize, scale_from_amax
+from parallelisms.float8 import E4M3, Float8Linear, Float8Tensor, quantize, scale_from_amax
 from parallelisms.fsdp import FSDPPolicy
 from parallelisms.pipeline_parallel import stages_per_rank
 from runtime.compat import find, foreach
@@ -60,7 +60,7 @@ def apply_float8_all_gather(
     @torch.no_grad()
     def update_scales(model: nn.Module, inputs: tuple[Any, ...]) -> None:
         sharded = [
-            linear for linear in linears if not isinstance(to_local(linear.weight), Float8Weight)
+            linear for linear in linears if not isinstance(to_local(linear.weight), Float8Tensor)
         ]
         if not sharded:
             return
@@ -99,12 +99,12 @@ def _post_all_gather(
     dtype: torch.dtype,
     *,
     out: torch.Tensor | None = None,
-) -> tuple[Float8Weight, tuple[()]] | None:
+) -> tuple[Float8Tensor, tuple[()]] | None:
     """Wrap gathered bytes as a weight. ``out``: weight of an earlier gather, refilled in place."""
     if out is None:
-        return Float8Weight(outputs[0].view(E4M3), scale, dtype), ()
+        return Float8Tensor(outputs[0].view(E4M3), scale, dtype), ()
     # Under tensor parallel, ``out`` is a DTensor.
-    cast(Float8Weight, _wrapped_tensor(out)).scale = scale
+    cast(Float8Tensor, _wrapped_tensor(out)).scale = scale
     return None
 
 

@@ -15,6 +15,7 @@ from parallelisms.ddp import apply_ddp
 from parallelisms.expert_parallel import apply_expert_parallel
 from parallelisms.float8 import apply_float8, check_float8
 from parallelisms.float8_all_gather import apply_float8_all_gather
+from parallelisms.float8_tensor_parallel import apply_float8_tensor_parallel
 from parallelisms.fsdp import FSDPPolicy, apply_fsdp
 from parallelisms.parallel_dims import ParallelDims, fsdp_submesh
 from parallelisms.pipeline_parallel import PipelineSplit, apply_pipeline_parallel
@@ -154,6 +155,7 @@ def _wrap_blocks(
         is_simple and is_sharded and bool(FSDPPolicy.of(config.parallelism).reshard_units)
     )
     apply_float8(stage, blocks, config=config.float8)
+    apply_float8_tensor_parallel(blocks)
     apply_activation_checkpoint(
         blocks,
         config=config.activation_checkpoint,

@@ -104,6 +104,13 @@ TECHNIQUES = [
         expected=IS_SENT,
     ),
     Technique("float8_all_gather", FLOAT8, 2, max_kernels=2000, expected={"gemm": "float8"}),
+    Technique(
+        "float8_tensor_parallel",
+        FLOAT8 | {P + "tensor_parallel_degree": "2"},
+        2,
+        max_kernels=2500,
+        expected={"gemm": "float8"},
+    ),
     Technique("muon_sharded", {"optimizer.name": "muon"}, 2, max_kernels=900),
     Technique("stragglers", {"metrics.straggler_window": "50"}, 2),
 ]

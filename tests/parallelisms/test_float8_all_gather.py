@@ -1,4 +1,5 @@
-"""Weights gathered in float8 are bitwise those quantized after the all-gather."""
+"""What is gathered in float8 is bitwise what is quantized after the all-gather: weights by FSDP2,
+activations and gradients by tensor parallel."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import Replicate
 
 from benchmarks.counting import count_collectives, profiled
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
@@ -18,13 +20,13 @@ from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
-from parallelisms import float8, float8_all_gather, parallelize
+from parallelisms import float8, float8_all_gather, float8_tensor_parallel, parallelize
 from parallelisms.comm_volume import step_comm_volume
 from parallelisms.float8 import (
     E4M3,
     RECIPES,
     Float8Linear,
-    Float8Weight,
+    Float8Tensor,
     compute_scale,
     emulated_mm,
     quantize,
@@ -62,7 +64,8 @@ FULL, OP = ActivationCheckpoint(mode="full"), ActivationCheckpoint(mode="selecti
 def all_gather_in_float8(enabled: bool) -> AbstractContextManager[Any]:
     if enabled:
         return nullcontext()
-    return patch.object(parallelize, "apply_float8_all_gather", lambda *args, **kwargs: None)
+    names = "apply_float8_all_gather", "apply_float8_tensor_parallel"
+    return patch.multiple(parallelize, **{name: lambda *args, **kwargs: None for name in names})
 
 
 def amax_of_the_shard_only() -> AbstractContextManager[Any]:
@@ -74,6 +77,11 @@ def amax_of_the_shard_only() -> AbstractContextManager[Any]:
 def quantized_from_float32() -> AbstractContextManager[Any]:
     """Fault: shards are quantized from float32, not from the compute dtype."""
     return patch.object(float8_all_gather, "_rounded", lambda x, mp_policy: x.to(torch.float32))
+
+
+def amax_of_the_tokens_of_a_rank() -> AbstractContextManager[Any]:
+    """Fault: the amax of this rank's tokens serves as that of the whole sequence."""
+    return patch.object(float8_tensor_parallel, "Partial", lambda op: Replicate())
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,10 @@ def check_equal(ranks: RankPool, name: str, layout: Layout, *rest: Any) -> None:
         slow("llama3", Layout(4, {PP: 2}), "bfloat16"),
         slow("qwen3", Layout(4, {TP: 2}), "bfloat16"),
         ("llama3", Layout(4, {TP: 2, PP: 2}), "bfloat16"),
+        ("qwen3", Layout(2, {TP: 2}, recompute=OP, compile=AOT), "bfloat16"),
+        ("qwen3_next", Layout(2, {TP: 2}), "bfloat16"),
         slow("qwen3", Layout(4, {TP: 2}, recompute=OP, compile=AOT), "bfloat16"),
+        slow("llama3", Layout(4, {TP: 4}), "bfloat16"),
         slow("llama3", Layout(4, {TP: 2, CP: 2}), "bfloat16"),
         ("qwen3_moe", Layout(4, {EP: 2}), "bfloat16"),
     ],
@@ -170,6 +181,15 @@ def test_float8_all_gather_is_bitwise_equal(
     check_equal(ranks, name, replace(layout, float8=EMULATED), compute_dtype)
 
 
+@pytest.mark.parametrize("layout", [slow(Layout(2, {TP: 2}, compile=Compile(enable=True)))])
+def test_inductor_follows(ranks: RankPool, layout: Layout) -> None:
+    """It rounds to bfloat16 what is gathered, and not what it quantizes."""
+    layout = replace(layout, float8=EMULATED)
+    ((_, got), *_), ((_, want), *_) = run_with_and_without(ranks, "qwen3", layout, "bfloat16")
+    for step, expected in zip(got.curve, want.curve, strict=True):
+        assert step == pytest.approx(expected, rel=1e-2)
+
+
 @pytest.mark.parametrize("config", [EMULATED, HARDWARE], ids=["emulated", "scaled_mm"])
 def test_gemms_are_those_of_a_weight_quantized_later(config: Float8) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -178,7 +198,7 @@ def test_gemms_are_those_of_a_weight_quantized_later(config: Float8) -> None:
     linear = nn.Linear(64, 48, bias=False)
     found = []
     scale = compute_scale(weight, E4M3)
-    for parameter in (weight, Float8Weight(quantize(weight, scale, E4M3), scale, weight.dtype)):
+    for parameter in (weight, Float8Tensor(quantize(weight, scale, E4M3), scale, weight.dtype)):
         linear.weight = nn.Parameter(parameter)
         leaf = x.clone().requires_grad_()
         out = Float8Linear(linear, RECIPES["tensorwise"], is_emulated=config.emulate)(leaf)
@@ -223,9 +243,16 @@ def test_float8_all_gather_is_bitwise_equal_on_gpus(ranks: RankPool, layout: Lay
     check_equal(ranks, "qwen3", replace(layout, float8=HARDWARE), "bfloat16", "cuda")
 
 
-@pytest.mark.parametrize("fault", [amax_of_the_shard_only, quantized_from_float32])
-def test_wrong_scales_change_the_curve(ranks: RankPool, fault: Any) -> None:
-    layout = Layout(2, float8=EMULATED)
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [
+        (amax_of_the_shard_only, Layout(2)),
+        (quantized_from_float32, Layout(2)),
+        (amax_of_the_tokens_of_a_rank, Layout(2, {TP: 2})),
+    ],
+)
+def test_wrong_scales_change_the_curve(ranks: RankPool, fault: Any, layout: Layout) -> None:
+    layout = replace(layout, float8=EMULATED)
     (_, got), (_, want) = (
         ranks.run(trained, 2, "qwen3", layout, "bfloat16", True, "cpu", context)[0]
         for context in (fault, nullcontext)

@@ -25,7 +25,7 @@ from planner.simulate import (
     record_step,
 )
 from planner.step_plan import plan_step
-from planner.step_record import GRADIENTS, PARAMETERS, UPDATE, StepRecord
+from planner.step_record import BACKWARD, FORWARD, GRADIENTS, PARAMETERS, UPDATE, StepRecord
 from tests.lib.planned import (
     BATCH,
     CP,
@@ -235,19 +235,28 @@ def test_a_plan_is_deterministic() -> None:
     assert first == second
 
 
-def test_float8_changes_no_collective_of_tensor_parallel() -> None:
-    """Gradients of inputs are summed over the matmuls before they are reduced over the ranks."""
-    common = {TP: 2, "model.args.n_layers": 2}
-    found = [
-        plan_step(run_of(common | keys, 2), 2).stages[0].record.collectives
+def test_float8_halves_what_tensor_parallel_gathers() -> None:
+    """But for the output layer's. Input gradients are summed over the matmuls before they are
+    reduced over the ranks, and each scale takes an all-reduce."""
+    n_layers = 2
+    common = {TP: 2, "model.args.n_layers": n_layers}
+    records = [
+        plan_step(run_of(common | keys, 2), 2).stages[0].record
         for keys in ({}, EMULATED | {FLOAT8: "tensorwise"})
     ]
-    kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    counts = [
-        Counter(
-            {(k.phase, k.kind): n for k, n in each.items() if k.dim == "tp" and k.kind in kinds}
+    for phase in (FORWARD, BACKWARD):
+        plain, float8 = (
+            Counter(
+                {
+                    (call.kind, call.payload): n
+                    for call, n in record.collectives.items()
+                    if (call.phase, call.dim) == (phase, "tp")
+                }
+            )
+            for record in records
         )
-        for each in found
-    ]
-    assert counts[0] == counts[1]
-    assert counts[0]["backward", "reduce_scatter"] > 0
+        ((gathered, size),) = (key for key in plain if key[0] == "all_gather")
+        plain.subtract({(gathered, size): 2 * n_layers})
+        plain.update({(gathered, size // 2): 2 * n_layers, ("all_reduce", 4): 2 * n_layers})
+        assert float8 == plain
+        assert float8["reduce_scatter", size] > 2 * n_layers
