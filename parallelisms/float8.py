@@ -305,10 +305,11 @@ _VIEWS = {getattr(_aten, name).default for name in ("as_strided", "detach", "t",
 
 
 class Float8Tensor(torch.Tensor):
-    """Weight (n, k) that is already in float8: ``qdata`` (n, k) times ``scale`` ().
+    """Tensor that is already in float8: ``qdata``, of its shape, times ``scale`` ().
 
-    Autograd sees ``dtype``, the dtype of its gradients. Only ``Float8Linear`` multiplies with it;
-    operations that read its elements raise ``NotImplementedError``.
+    A weight, or what tensor parallel gathered. Autograd sees ``dtype``, the dtype of its gradients.
+    Only ``Float8Linear`` multiplies with it; operations that read its elements raise
+    ``NotImplementedError``.
     """
 
     qdata: torch.Tensor
@@ -320,16 +321,19 @@ class Float8Tensor(torch.Tensor):
         cls, qdata: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> "Float8Tensor":
         make = require("torch:Tensor._make_wrapper_subclass", key="float8.recipe")
-        weight = make(cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device)
-        weight.qdata, weight.scale = qdata, scale
-        return weight
+        tensor = make(cls, qdata.shape, strides=qdata.stride(), dtype=dtype, device=qdata.device)
+        tensor.qdata, tensor.scale = qdata, scale
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         if func not in _VIEWS:
-            raise NotImplementedError(f"{func} is not supported by Float8Tensor")
-        weight, *others = args
-        return cls(func(weight.qdata, *others, **kwargs or {}), weight.scale, weight.dtype)
+            raise NotImplementedError(
+                f"{func} reads a tensor that was gathered in float8, as only float8 layers can:"
+                " name one of those that read it in float8.skip"
+            )
+        tensor, *others = args
+        return cls(func(tensor.qdata, *others, **kwargs or {}), tensor.scale, tensor.dtype)
 
     # torch.compile flattens and rebuilds tensor subclasses.
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:

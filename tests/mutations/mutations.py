@@ -283,6 +283,13 @@ PARALLELISMS = [
         tests=("tests/parallelisms/test_float8_all_gather.py",),
     ),
     Mutation(
+        "float8-scales-of-a-rank's-tokens",
+        "parallelisms/float8_tensor_parallel.py",
+        before='Partial("max")',
+        after="Replicate()",
+        tests=("tests/parallelisms/test_float8_all_gather.py",),
+    ),
+    Mutation(
         # The top bit of a word times an even number is lost.
         "digest-with-even-weights",
         "parallelisms/replicas.py",

@@ -27,6 +27,7 @@ from parallelisms.float8 import (
     E5M2,
     RECIPES,
     Float8Linear,
+    Float8Tensor,
     apply_float8,
     check_float8,
     compute_scale,
@@ -238,6 +239,13 @@ def test_skipped_layers_are_logged_with_the_reason(caplog: pytest.LogCaptureFixt
     reason = "attention.wo (float8.skip 'layers.1.attention.wo') of 1 blocks: not converted"
     assert reason in text
     assert "feed_forward.w1 of 2 blocks: converted to tensorwise" in text
+
+
+def test_what_else_reads_a_gathered_tensor_is_an_error() -> None:
+    x = Float8Tensor(torch.zeros(16, 16).to(E4M3), torch.ones(()), torch.bfloat16)
+    for read in (torch.relu, lambda x: x + 1, lambda x: 1 + x, lambda x: torch.cat([x, x])):
+        with pytest.raises(NotImplementedError, match=r"gathered in float8.*float8\.skip"):
+            read(x)
 
 
 def test_routers_are_skipped() -> None:

@@ -1,4 +1,4 @@
-"""What is gathered in float8 is bitwise what is quantized after the all-gather: weights by FSDP2,
+"""Tensors gathered in float8 are bitwise those quantized after the all-gather: weights by FSDP2,
 activations and gradients by tensor parallel."""
 
 from contextlib import AbstractContextManager, nullcontext
