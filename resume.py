@@ -32,6 +32,7 @@ from runtime.run_folder import list_checkpoints, step_of
 from train_step import TrainStep
 
 # Letters, digits, whitespace and non-ASCII text: tokenizers differ in all of them.
+OTHER_IDS = "other ids"
 TOKENIZER_PROBE = "The naïve fox: 3.14159\n\n\tif (x != y):  return «世界»"
 
 
@@ -214,30 +215,39 @@ def warn_if_tokenizer_differs(run: RunSpec) -> None:
     folder = initial_path(run.config)
     if is_hugging_face(folder):
         try:
-            is_same = _encode_equally(load_tokenizer(str(folder)), run.tokenizer)
+            difference = _difference(load_tokenizer(str(folder)), run.tokenizer)
         except ValueError as error:
             reason = str(error).removeprefix("data.tokenizer: ")
             logger.info("initial weights: cannot check the tokenizer: %s", reason)
             return
     else:
-        is_same = _is_tokenizer_of(read_manifest(folder), run.tokenizer)
-    if not is_same:
-        text = "data.tokenizer: %s is not the tokenizer of %s: its weights know other ids"
-        logger.warning(text, run.config.data.tokenizer, folder)
+        difference = _difference_to(read_manifest(folder), run.tokenizer)
+    if difference:
+        text = "data.tokenizer: %s is not the tokenizer of %s: its weights know %s"
+        logger.warning(text, run.config.data.tokenizer, folder, difference)
 
 
-def _is_tokenizer_of(manifest: dict[str, Any], tokenizer: Tokenizer) -> bool:
-    """True if a checkpoint's weights know the ids of ``tokenizer``, maybe from another file."""
+def _difference_to(manifest: dict[str, Any], tokenizer: Tokenizer) -> str:
+    """Ids that a checkpoint's weights know instead of those of ``tokenizer``; "" if they know the
+    same, maybe from another file."""
     fingerprint = manifest.get("fingerprints", {}).get("tokenizer")
     if fingerprint in (None, tokenizer.fingerprint):
-        return True
+        return ""
     keys = manifest.get("config", {}).get("data", {})
     try:
         saved = load_tokenizer(keys["tokenizer"], bos=keys.get("bos"), eos=keys.get("eos"))
     except (KeyError, ValueError):
-        return False
-    return saved.fingerprint == fingerprint and _encode_equally(saved, tokenizer)
+        return OTHER_IDS
+    return _difference(saved, tokenizer) if saved.fingerprint == fingerprint else OTHER_IDS
 
 
-def _encode_equally(one: Tokenizer, other: Tokenizer) -> bool:
-    return np.array_equal(one.encode(TOKENIZER_PROBE), other.encode(TOKENIZER_PROBE))
+def _difference(known: Tokenizer, tokenizer: Tokenizer) -> str:
+    if not np.array_equal(known.encode(TOKENIZER_PROBE), tokenizer.encode(TOKENIZER_PROBE)):
+        return OTHER_IDS
+    for key, one, other in (
+        ("data.bos", known.bos_id, tokenizer.bos_id),
+        ("data.eos", known.eos_id, tokenizer.eos_id),
+    ):
+        if one != other:
+            return f"id {one} as {key}, not {other}"
+    return ""

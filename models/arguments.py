@@ -71,6 +71,9 @@ def find_problem(args: TransformerArgs, keys: Mapping[str, str] = MappingProxyTy
     for name, bound in BOUNDS:
         if name in given and given[name] > given[bound]:
             return f"{shown[name]} must not exceed {shown[bound]}"
+    scaling = args.rope_scaling
+    if scaling is not None and scaling.low_freq_factor > scaling.high_freq_factor:
+        return f"{shown['rope_scaling']}: low_freq_factor must not exceed high_freq_factor"
     return ""
 
 

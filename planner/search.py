@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -68,15 +68,17 @@ class Answer:
 
 
 class Search:
-    """A search for one model, batch and cluster."""
+    """A search for one model, batch and cluster; ``held``: see ``SearchSpace``."""
 
-    def __init__(self, config: JobConfig, world_size: int, hardware: Hardware) -> None:
+    def __init__(
+        self, config: JobConfig, world_size: int, hardware: Hardware, held: Collection[str] = ()
+    ) -> None:
         if config.training.global_batch_size is None:
             raise ConfigError(["training.global_batch_size: --search needs it, to compare equals"])
         self._config, self._world_size, self._hardware = config, world_size, hardware
         self._batch = config.training.global_batch_size
         _, self._args = model_of(config)
-        self.space = SearchSpace(config, world_size, hardware.device)
+        self.space = SearchSpace(config, world_size, hardware.device, held)
         self._limit = TIGHT * hardware.device.memory_gib * GIB
 
     def run(self, n_workers: int = 1, report: Callable[[str], None] | None = None) -> Answer:

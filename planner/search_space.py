@@ -1,11 +1,11 @@
 """The meshes of a cluster, and what goes with them, that a search compares."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from config import JobConfig
+from config import ConfigError, JobConfig
 from config.auto import MODES
 from config.job_config import ActivationCheckpoint, Float8, Parallelism
 from parallelisms.constraints import check_constraints
@@ -32,6 +32,26 @@ SEARCHED = {
     "activation_checkpoint": {"mode", "memory_budget", "selective"},
     "float8": {"recipe"},
 }  # fmt: skip
+
+
+# Keys that a search may hold, and their field of a choice.
+HELD = {
+    "parallelism.data_parallel_replicate_degree": "dp_replicate",
+    "parallelism.data_parallel_shard_degree": "dp_shard",
+    "parallelism.tensor_parallel_degree": "tp",
+    "parallelism.context_parallel_degree": "cp",
+    "parallelism.pipeline_parallel_degree": "pp",
+    "parallelism.pipeline_parallel_schedule": "schedule",
+    "parallelism.expert_parallel_degree": "ep",
+    "parallelism.fsdp_reshard_after_forward": "reshard",
+    "activation_checkpoint.mode": "mode",
+    "training.local_batch_size": "size",
+    "float8.recipe": "recipe",
+}
+SCHEDULES, RESHARDS = ("1F1B", "Interleaved1F1B"), ("default", "always", "never")
+COMPARED = {"schedule": SCHEDULES, "reshard": RESHARDS, "mode": MODES}
+# Values that leave the choice to the search.
+FREE = ("auto", -1)
 
 
 class Choice(NamedTuple):
@@ -85,11 +105,18 @@ class Kind(NamedTuple):
 
 
 class SearchSpace:
-    """The choices for one model, batch and cluster."""
+    """The choices for one model, batch and cluster.
 
-    def __init__(self, config: JobConfig, world_size: int, device: Device) -> None:
+    ``held``: keys that all choices have with the value of ``config``. Raises ``ConfigError`` if a
+    search does not compare it.
+    """
+
+    def __init__(
+        self, config: JobConfig, world_size: int, device: Device, held: Collection[str] = ()
+    ) -> None:
         assert config.training.global_batch_size is not None
         self._config, self._world_size, self._device = config, world_size, device
+        self._held = _held_values(config, held)
         self._batch = config.training.global_batch_size
         _, self._args = model_of(config)
 
@@ -97,35 +124,50 @@ class SearchSpace:
         """Yield them, in a fixed order."""
         n, device = self._world_size, self._device
         n_experts: int = getattr(self._args, "n_experts", 1)
-        own = self._config.float8.recipe
-        recipes = (
-            [own] if own != "none" or "float8" not in device.tflops else ["none", "tensorwise"]
-        )
-        for tp, cp, pp in product(divisors(n), divisors(n, MOST_CP), divisors(n, MOST_PP)):
+        for tp, cp, pp in product(
+            self._values("tp", divisors(n)),
+            self._values("cp", divisors(n, MOST_CP)),
+            self._values("pp", divisors(n, MOST_PP)),
+        ):
             if n % (tp * cp * pp) or device.gpus_per_node % tp:
                 continue
             rest = n // (tp * cp * pp)
-            for replicate, ep in product(divisors(rest), divisors(n_experts)):
+            for replicate, ep in product(
+                self._values("dp_replicate", divisors(rest)),
+                self._values("ep", divisors(n_experts)),
+            ):
                 base = Choice(
                     replicate, rest // replicate, tp, cp, pp, ep, "1F1B", "full", "default", 1,
                     "none",
                 )  # fmt: skip
+                is_held = base.dp_shard in self._values("dp_shard", [base.dp_shard])
+                if rest % replicate or not is_held:
+                    continue
                 if self._batch % base.degrees.batch or not self.is_legal(base):
                     continue
-                yield from self._variants(base, recipes)
+                yield from self._variants(base)
 
-    def _variants(self, base: Choice, recipes: Sequence[str]) -> Iterator[Choice]:
-        schedules = ["1F1B", "Interleaved1F1B"] if base.pp > 1 else ["1F1B"]
-        # In a pipeline, the default keeps weights.
-        reshards = ["default", "always"] if base.pp > 1 else ["default", "never"]
+    def _variants(self, base: Choice) -> Iterator[Choice]:
+        own, is_pipeline = self._config.float8.recipe, base.pp > 1
         of_rank = self._batch // base.degrees.batch
-        sizes = divisors(of_rank, MOST_SIZE)
+        has_float8 = own == "none" and "float8" in self._device.tflops
+        # In a pipeline, the default keeps weights.
+        same, other = ("never", "always") if is_pipeline else ("always", "never")
+        reshards = self._values("reshard", ["default", other])
+        sizes = self._values("size", divisors(of_rank, MOST_SIZE))
         for schedule, mode, reshard, size, recipe in product(
-            schedules, MODES, reshards, sizes, recipes
+            self._values("schedule", SCHEDULES) if is_pipeline else ["1F1B"],
+            self._values("mode", MODES),
+            ["default" if reshard == same else reshard for reshard in reshards],
+            [size for size in sizes if of_rank % size == 0],
+            self._values("recipe", ["none", "tensorwise"] if has_float8 else [own]),
         ):
             yield base._replace(
                 schedule=schedule, mode=mode, reshard=reshard, size=size, recipe=recipe
             )
+
+    def _values(self, field: str, compared: Sequence[Any]) -> Sequence[Any]:
+        return [self._held[field]] if field in self._held else compared
 
     def is_legal(self, choice: Choice) -> bool:
         """True if a run could start with it."""
@@ -154,6 +196,24 @@ class SearchSpace:
         size = {"local_batch_size": choice.size}
         sections["training"] = config.training.model_copy(update=size)
         return config.model_copy(update=sections)
+
+
+def _held_values(config: JobConfig, keys: Collection[str]) -> dict[str, Any]:
+    """Fields of choices that ``keys`` of ``config`` hold, and their values."""
+    held: dict[str, Any] = {}
+    for key in keys:
+        section, _, name = key.partition(".")
+        if key not in HELD:
+            if name in SEARCHED.get(section, ()):
+                raise ConfigError([f"{key}: has no effect with --search, which compares others"])
+            continue
+        field, value = HELD[key], getattr(getattr(config, section), name)
+        compared = COMPARED.get(field, (value,))
+        if value not in compared and value not in FREE:
+            raise ConfigError([f"{key}: --search compares {', '.join(compared)}, not {value}"])
+        if value not in FREE:
+            held[field] = value
+    return held
 
 
 def settings(choice: Choice) -> dict[str, dict[str, Any]]:

@@ -21,10 +21,10 @@ from runtime import exit_codes
 from tools import train_tokenizer
 
 
-def started_from(folder: Path, tokenizer: str) -> Any:
+def started_from(folder: Path, tokenizer: str, **markers: str) -> Any:
     keys = {"checkpoint": {"initial_load_path": str(folder)}, "data": {"tokenizer": tokenizer}}
     config = JobConfig.model_validate(keys)
-    return SimpleNamespace(config=config, tokenizer=load_tokenizer(tokenizer))
+    return SimpleNamespace(config=config, tokenizer=load_tokenizer(tokenizer, **markers))
 
 
 def test_weights_of_another_tokenizer_are_warned_about(
@@ -49,6 +49,11 @@ def test_weights_of_another_tokenizer_are_warned_about(
     captured_log.clear()
     warn_if_tokenizer_differs(started_from(hugging_face, str(hugging_face / "tokenizer.tiktoken")))
     assert "data.tokenizer" not in captured_log.text
+    for key, names in (("bos", ["<|end_of_text|>"]), ("eos", ["<|begin_of_text|>"])):
+        captured_log.clear()
+        warn_if_tokenizer_differs(started_from(hugging_face, own, **dict.fromkeys([key], *names)))
+        known = getattr(load_tokenizer(own), f"{key}_id")
+        assert f"its weights know id {known} as data.{key}, not " in captured_log.text
     for file in hugging_face.glob("tokenizer*"):
         file.unlink()
     warn_if_tokenizer_differs(started_from(hugging_face, "bytes"))

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch.nn as nn
 from build_model import training_flops
 from config import JobConfig, load_config
 from config.auto import auto_keys, with_values
+from config.loader import parse_overrides
 from launcher.launch import find_nodes, ranks_per_node
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
@@ -72,7 +74,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="the ten fastest meshes that fit, at training.global_batch_size; needs --device",
+        help="the ten fastest meshes that fit, at training.global_batch_size and with the keys of"
+        " the command line; needs --device",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; needs --device")
     # What is left, such as --lr, has hints where configurations are loaded.
@@ -94,16 +97,18 @@ def main(arguments: list[str]) -> int:
         if value is not None and is_given:
             raise ValueError(f"{name} has no effect with {other}")
     n_ranks = options.world_size or find_nodes(os.environ).count * ranks_per_node(os.environ)
-    config = load_config(options.config, [*rest, *overrides])
+    given = [*rest, *overrides]
+    config = load_config(options.config, given)
     if options.device is not None:
-        print_step(config, n_ranks, options)
+        keys, _ = parse_overrides(given)
+        print_step(config, n_ranks, options, keys)
     else:
         print_run(pin_names(config), n_ranks)
     return exit_codes.DONE
 
 
-def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
-    """Print what a step needs on ``options.device``."""
+def print_step(config: JobConfig, n_ranks: int, options: Namespace, held: Collection[str]) -> None:
+    """Print what a step needs on ``options.device``; a search keeps the keys that are ``held``."""
     if options.picture is not None:
         check_output(options.picture, MARK.encode())
     hardware = find_hardware(options.device, options.devices)
@@ -117,7 +122,7 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace) -> None:
     config, decided = pin_names(config), []
     if options.search:
         report = partial(say, file=sys.stderr)
-        answer = Search(config, n_ranks, hardware).run(available_cpus(), report)
+        answer = Search(config, n_ranks, hardware, held).run(available_cpus(), report)
         as_json = json.dumps(search_json(answer), indent=1).splitlines()
         say(*(as_json if options.json else search_text(answer, n_ranks)))
         return

@@ -59,6 +59,10 @@ def test_arguments_of_file_and_command_line_replace_the_flavors(tmp_path: Path) 
             {"rope_scaling": {"factors": 2}},
             r"rope_scaling\.factors: unknown argument; known:",
         ),
+        (
+            {"rope_scaling": {"factor": 2.0, "low_freq_factor": 5.0}},
+            r"rope_scaling.*low_freq_factor must not exceed high_freq_factor",
+        ),
         ({"rope_scaling": {"factor": 0}}, r"rope_scaling\.factor: must be positive"),
     ],
 )

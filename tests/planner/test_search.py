@@ -1,6 +1,7 @@
 """A search finds what a plan of every choice would, and its answer can be pasted."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,11 +21,13 @@ from tests.lib.planned import BATCH, EMULATED, FLOAT8, SMALL
 WORLD = 8
 
 
-def search_of(keys: dict[str, object], world_size: int, *, device: str = "a100") -> Search:
+def search_of(
+    keys: dict[str, object], world_size: int, *, device: str = "a100", held: Collection[str] = ()
+) -> Search:
     values = SMALL | {"model.vocab_size": 320, "model.args.n_layers": 2} | keys
     texts = [part for key, value in values.items() for part in (f"--{key}", str(value))]
     config = load_config(Path("debug_model"), texts)
-    return Search(config, world_size, find_hardware(device, None))
+    return Search(config, world_size, find_hardware(device, None), held)
 
 
 def test_estimates_are_those_of_plans() -> None:
@@ -148,3 +151,45 @@ def test_rows_are_of_different_meshes_and_name_what_is_alike() -> None:
 def test_a_search_compares_equal_batches() -> None:
     with pytest.raises(ConfigError, match=r"training\.global_batch_size"):
         search_of({}, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field", "found"),
+    [
+        ("parallelism.data_parallel_replicate_degree", 2, "dp_replicate", {2}),
+        ("parallelism.data_parallel_shard_degree", 2, "dp_shard", {2}),
+        ("parallelism.data_parallel_shard_degree", -1, "dp_shard", {1, 2, 4, 8}),
+        ("parallelism.tensor_parallel_degree", 2, "tp", {2}),
+        ("parallelism.context_parallel_degree", 1, "cp", {1}),
+        ("parallelism.pipeline_parallel_degree", 2, "pp", {2}),
+        ("parallelism.fsdp_reshard_after_forward", "always", "reshard", {"default", "always"}),
+        ("parallelism.fsdp_reshard_after_forward", "never", "reshard", {"default", "never"}),
+        ("activation_checkpoint.mode", "selective", "mode", {"selective"}),
+        ("activation_checkpoint.mode", "auto", "mode", {"none", "selective", "full"}),
+        ("training.local_batch_size", 4, "size", {4}),
+        ("float8.recipe", "none", "recipe", {"none"}),
+        ("float8.recipe", "rowwise", "recipe", {"rowwise"}),
+    ],
+)
+def test_a_key_of_the_command_line_is_held(
+    key: str, value: object, field: str, found: set[object]
+) -> None:
+    keys = {key: value, BATCH: 32}
+    held, free = (
+        list(search_of(keys, WORLD, device="h100", held=names).space.choices())
+        for names in ([key, BATCH], [])
+    )
+    assert {getattr(choice, field) for choice in held} == found
+    assert set(held) <= set(free)
+    same = [choice for choice in free if getattr(choice, field) in found]
+    assert set(held) == set(same) or field == "reshard"
+
+
+def test_a_held_key_that_is_not_compared_is_an_error() -> None:
+    for key, value, says in (
+        ("parallelism.fsdp_reduce_gradients", "last_microbatch", "no effect with --search"),
+        ("parallelism.pipeline_parallel_schedule", "GPipe", "compares 1F1B, Interleaved1F1B"),
+        ("parallelism.tensor_parallel_degree", 3, "no mesh of 8 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=f"(parallelism|training).*{says}"):
+            search_of({key: value, BATCH: 32}, WORLD, held=[key]).run()

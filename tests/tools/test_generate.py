@@ -515,6 +515,18 @@ def test_streamer_returns_invalid_bytes_once() -> None:
         assert max(behind) <= generate.MAX_PENDING
 
 
+def test_streamer_finds_characters_after_invalid_bytes() -> None:
+    """Of a decoder that replaces each byte of what may still become a character."""
+
+    def decode(ids: list[int]) -> str:
+        return re.sub(r"[\udc80-\udcff]", "\ufffd", bytes(ids).decode(errors="surrogateescape"))
+
+    for n_invalid in range(6):
+        tokens = [0xFF] * n_invalid + list("\U0001f642é".encode()) + [0x41]
+        streamer = generate.TextStreamer(decode, [])
+        assert "".join(map(streamer.put, tokens)) + streamer.flush() == decode(tokens)
+
+
 def test_streamer_keeps_spaces_between_words(tmp_path: Path) -> None:
     tokenizer = byte_fallback(tmp_path)
     the, accented, letter = 258, 259, 260
