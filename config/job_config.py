@@ -79,7 +79,8 @@ class Job(Section):
     """Name of the run: 1 to 64 letters, digits, `_`, `.` or `-`. A run with the same output_dir and
     name resumes."""
     output_dir: Annotated[PathText, Field(min_length=1)] = "outputs"
-    """Directory of all runs. This run writes to <output_dir>/<name>/."""
+    """Directory of all runs, relative to the current one. This run writes to
+    <output_dir>/<name>/."""
 
     @property
     def folder(self) -> Path:

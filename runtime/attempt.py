@@ -96,6 +96,7 @@ class AttemptRecorder:
             tree = read_working_tree(ROOT)
         except (GitError, OSError) as error:
             problem = str(error)
+            logger.warning("provenance: no commit is recorded: %s", problem)
         tree = tree or WorkingTree(commit="", branch="")
         command = json.loads(os.environ.get(COMMAND_VARIABLE, "null")) or sys.orig_argv
         diff = masker.text(tree.diff)
