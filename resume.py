@@ -43,12 +43,14 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     """Tokens trained on, over all ranks."""
+    lacks_validation: bool = False
+    """True if a request to stop ended the validation after this step."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens": self.tokens}
+        return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self.tokens = state_dict["step"], state_dict["tokens"]
+        vars(self).update(state_dict)
 
 
 def build_checkpointer(

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -26,7 +26,7 @@ from run_log import RunLog
 from run_spec import RunSpec
 from runtime import exit_codes
 from runtime.compat import set_timeout
-from runtime.control import RunControl
+from runtime.control import RunControl, StopRequested
 from runtime.exit_codes import StopReason, stopped_by
 from runtime.log import OF_LINES, logger, show_progress
 from runtime.object_collectives import run_on_rank0
@@ -68,8 +68,8 @@ class TrainLoop:
     def _run_steps(self) -> StopReason:
         state, config, checkpointer = self.state, self.run.config, self.checkpointer
         first_step = state.step + 1
-        if first_step == 1:
-            self.validate()
+        if first_step == 1 or state.lacks_validation:
+            self.validate(is_last=state.step == config.training.steps)
         self.show("first step" + ", compiling" * config.compile.enable)
         while state.step < config.training.steps:
             with self.log.metrics.exclude_from_throughput(waits=False):
@@ -82,7 +82,7 @@ class TrainLoop:
                 checkpointer.finish()
             if sync.stop is not None:
                 # The batch was taken, but not committed: a resumed run takes it again.
-                return stopped_by(sync.stop, has_checkpoints=config.checkpoint.enable)
+                return self.stopped()
             if batch.is_end_of_data:
                 return self.end_of_data()
 
@@ -118,7 +118,17 @@ class TrainLoop:
             # Last, because the save above may have been the one that was overdue.
             if checkpointer.is_overdue(state.step):
                 return exit_codes.NOT_SAVED
-        return exit_codes.FINISHED
+        return self.stopped_in_validation() or exit_codes.FINISHED
+
+    def stopped_in_validation(self) -> StopReason | None:
+        is_stopped = self.state.lacks_validation and self.control.stop is not None
+        return self.stopped() if is_stopped else None
+
+    def stopped(self) -> StopReason:
+        """The reason of the signal or stop file that this run received."""
+        assert self.control.stop is not None
+        has_checkpoints = self.run.config.checkpoint.enable
+        return stopped_by(self.control.stop, has_checkpoints=has_checkpoints)
 
     def show(self, activity: str = "") -> None:
         """Show the newest step, and what is done besides training, on the console's live line."""
@@ -171,12 +181,18 @@ class TrainLoop:
             self.validate(is_last=is_last)
 
     def validate(self, *, is_last: bool = False) -> None:
-        if self.validator is not None:
+        if self.validator is None:
+            return
+        try:
             with self.activity("validation"), record_function("validation"):
                 losses = self.validator.evaluate(self.train_step.runner)
                 bits_per_nat = self.validator.bits_per_nat
                 self.log.metrics.log_validation(self.state.step, losses, bits_per_nat=bits_per_nat)
             self.sample(is_last=is_last)
+            self.state.lacks_validation = False
+        except StopRequested:
+            self.state.lacks_validation = True
+            logger.info("validation: stopped; the next start repeats it")
 
     def sample(self, *, is_last: bool) -> None:
         if self.sampler is not None:
@@ -213,7 +229,7 @@ class TrainLoop:
             raise ConfigError(["data: no document has text"])
         if self.state.step % self.run.config.validation.freq:
             self.validate(is_last=True)
-        return exit_codes.DATA_ENDED
+        return self.stopped_in_validation() or exit_codes.DATA_ENDED
 
     def finish(self, stop: StopReason) -> int:
         """Save, sample, report the outcome, and return the exit code. Collective."""
@@ -229,7 +245,8 @@ class TrainLoop:
                 stop = exit_codes.NOT_SAVED
         if stop in (exit_codes.FINISHED, exit_codes.DATA_ENDED):
             if step not in (sample.step for sample in self.samples):
-                self.sample(is_last=True)
+                with suppress(StopRequested):
+                    self.sample(is_last=True)
             for sample in self.samples:
                 logger.info("sample:\n%s", sample.prompt + sample.text, extra=OF_LINES)
                 self.log.metrics.text("sample", sample.prompt + sample.text)

@@ -32,7 +32,8 @@ class Validator:
     ) -> None:
         """Collective. Raises as ``next_microbatches`` does, ``ConfigError`` for no target token."""
         show_phase("reading the validation batches")
-        self._dims = dims
+        self._dims, self._control = dims, control
+        self._n_microbatches = run.n_microbatches(dims.degrees.batch)
         # Losses of the user's own sources are looked up by name, also if there is only one.
         self._is_by_source = len(run.held_out) > 1 or bool(run.config.validation.sources)
         self._batches: dict[str, list[Microbatch]] = {}
@@ -61,16 +62,23 @@ class Validator:
                 self.bits_per_nat[label] = bits_per_nat(labels, lengths, dims.batch_mesh)
 
     def evaluate(self, runner: ModelRunner) -> dict[str, float]:
-        """Return the cross entropy in nats per token. Collective.
+        """Return the cross entropy in nats per token. Collective. Raises ``StopRequested``.
 
         Under "" that of all sources, which is the mean over their target tokens, and each under its
         label if they are several or the user's own.
         """
-        losses = runner.evaluate(self._all())
+        batches, parts = self._all(), list[torch.Tensor]()
+        for start in range(0, len(batches), self._n_microbatches):
+            # The device may be a step behind, so that it never waits, but no further.
+            for part in parts[-2:-1]:
+                part.sum().item()
+            self._control.raise_if_stopped()
+            parts.append(runner.evaluate(batches[start : start + self._n_microbatches]))
+        losses = torch.cat(parts)
         found = {"": self._sum(losses) / sum(self._n_tokens.values())}
         if self._is_by_source:
-            parts = losses.split([len(batches) for batches in self._batches.values()])
-            for (label, n_tokens), part in zip(self._n_tokens.items(), parts, strict=True):
+            by_source = losses.split([len(batches) for batches in self._batches.values()])
+            for (label, n_tokens), part in zip(self._n_tokens.items(), by_source, strict=True):
                 found[label] = self._sum(part) / n_tokens
         return found
 
@@ -113,8 +121,8 @@ class Sample:
 class Sampler:
     """Samples a continuation of each prompt, the same way after every step."""
 
-    def __init__(self, run: RunSpec, dims: ParallelDims) -> None:
-        config = run.config.validation
+    def __init__(self, run: RunSpec, dims: ParallelDims, control: RunControl) -> None:
+        config, self._control = run.config.validation, control
         self._tokenizer, self._count = run.tokenizer, config.sample_tokens
         self._prompts = config.sample_prompts or [config.sample_prompt]
         self._encoded = [run.tokenizer.encode_prompt(prompt) for prompt in self._prompts]
@@ -130,7 +138,8 @@ class Sampler:
         self._n_rows = max(1, n_tokens // length)
 
     def sample(self, runner: ModelRunner, step: int) -> list[Sample]:
-        """Return a sample of each prompt whose logits are finite. Collective."""
+        """Return a sample of each prompt whose logits are finite. Collective. Raises
+        ``StopRequested``."""
         found = []
         for start in range(0, len(self._prompts), self._n_rows):
             group = slice(start, start + self._n_rows)
@@ -144,8 +153,12 @@ class Sampler:
         return found
 
     def _sample_group(self, runner: ModelRunner, group: slice) -> list[str | None]:
+        def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+            self._control.raise_if_stopped()
+            return runner.logits(Microbatch(tokens, tokens))
+
         sampled = sample_batch(
-            lambda tokens: runner.logits(Microbatch(tokens, tokens)),
+            logits_of,
             self._encoded[group],
             count=self._count,
             n_ids=self._tokenizer.n_vocab,

@@ -32,6 +32,10 @@ LOST_LOCK = "lost lock"
 TRACE, SNAPSHOT = "trace", "snapshot"
 
 
+class StopRequested(Exception):
+    """Work other than a step ends, because the run shall stop."""
+
+
 class RunControl:
     """Collects stop requests. Create it before the process group, so that no signal is lost."""
 
@@ -141,6 +145,12 @@ class RunControl:
         for name in found if self._is_writer else ():
             remove_file(self._folder / name)
         return {name: total[name] for name in counts}
+
+    def raise_if_stopped(self) -> None:
+        """Raise ``StopRequested`` on all ranks if one of them was asked to stop. Collective."""
+        self.all_reduce_counts()
+        if self.stop is not None:
+            raise StopRequested
 
     def take_wanted(self) -> frozenset[str]:
         """Return the profiles that were asked for since the last call, equal on all ranks.

@@ -127,6 +127,29 @@ def test_stopped_run_saves_and_resumes(
     assert sorted(curve(tmp_path)) == list(range(1, step + 3))
 
 
+@pytest.mark.parametrize("total", [4, 6])
+def test_stop_ends_a_validation_that_the_next_start_repeats(tmp_path: Path, total: int) -> None:
+    keys = LONG | {"validation.enable": "true", "validation.freq": "2"}
+    run(tmp_path, 2, **keys | {"training.steps": "2"})
+    # A minute and more for the validation after step 4.
+    longer = {"training.steps": str(total), "validation.steps": "1000"}
+    process = start(tmp_path, 2, **keys | longer)
+    # Two validations and four steps.
+    wait_for_steps(tmp_path, process, n_lines=6)
+    control = tmp_path / "debug_model" / "control"
+    (control / "stop").touch()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "validation: stopped" in output
+    assert (control / "outcome").read_text() == "stopped stop file\n"
+    assert (control / "progress").read_text() == "4\n"
+    run(tmp_path, 2, **keys | {"training.steps": str(total)})
+    assert (control / "outcome").read_text() == "done\n"
+    events = [(r["step"], "validation_loss" in r) for r in records(tmp_path)]
+    validations = [(step, True) for step in range(0, total + 1, 2)]
+    assert events == sorted([*validations, *((step, False) for step in range(1, total + 1))])
+
+
 def test_run_whose_terminal_closes_saves(tmp_path: Path) -> None:
     terminal, other_end = pty.openpty()
     metrics = tmp_path / "debug_model" / "metrics.jsonl"

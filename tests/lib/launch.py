@@ -138,10 +138,10 @@ def without_slow_phases(output: str) -> str:
     return re.sub(r"^.* start: .*\n", "", output, flags=re.MULTILINE)
 
 
-def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(folder: Path, process: subprocess.Popen[str], n_lines: int = 5) -> None:
     metrics = folder / "debug_model" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < n_lines:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no steps in two minutes"
         time.sleep(0.1)

@@ -1096,8 +1096,8 @@ ROOT_FILES = [
     Mutation(
         "resumed-run-forgets-its-tokens",
         "resume.py",
-        before='self.step, self.tokens = state_dict["step"], state_dict["tokens"]',
-        after='self.step = state_dict["step"]',
+        before="vars(self).update(state_dict)",
+        after="self.step = state_dict[\'step\']",
         tests=(f"{RESUME}::test_resumed_run_equals_uninterrupted_run",),
     ),
     Mutation(
