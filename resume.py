@@ -31,8 +31,8 @@ from runtime.object_collectives import run_on_rank0
 from runtime.run_folder import list_checkpoints, step_of
 from train_step import TrainStep
 
-# Letters, digits, whitespace and non-ASCII text: tokenizers differ in all of them.
 OTHER_IDS = "other ids"
+# Letters, digits, whitespace and non-ASCII text: tokenizers differ in all of them.
 TOKENIZER_PROBE = "The naïve fox: 3.14159\n\n\tif (x != y):  return «世界»"
 
 
@@ -251,5 +251,6 @@ def _difference(known: Tokenizer, tokenizer: Tokenizer) -> str:
         ("data.eos", known.eos_id, tokenizer.eos_id),
     ):
         if one != other:
-            return f"id {one} as {key}, not {other}"
+            texts = ["none" if each is None else f"id {each}" for each in (one, other)]
+            return f"{texts[0]} as {key}, not {texts[1]}"
     return ""

@@ -149,9 +149,6 @@ def _tensors(table: Table, args: TransformerArgs) -> list[TensorPair]:
 
 
 def _config(table: Table, args: TransformerArgs) -> dict[str, Any]:
-    known = {each.name for each in fields(table.args_cls)}
-    for name in (each.name for each in fields(args) if each.name not in known):
-        raise ValueError(f"{name}: no key of {table.architecture} has this argument")
     for name, value in table.family_args.items():
         if getattr(args, name) != value:
             raise ValueError(

@@ -81,16 +81,16 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
 def gather_sequence(module: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Style that all-gathers the module's first input (b, s, d) along the sequence.
 
-    Float8 replaces the attribute ``gather_sequence`` that it adds.
+    Float8 replaces the attribute ``all_gather_input`` that it adds.
     """
 
     def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = inputs
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, tp_mesh, [Shard(1)], run_check=False)
-        return cast(Any, module).gather_sequence(x), *others
+        return cast(Any, module).all_gather_input(x), *others
 
-    cast(Any, module).gather_sequence = _redistribute_to(Replicate())
+    cast(Any, module).all_gather_input = _redistribute_to(Replicate())
     module.register_forward_pre_hook(gather)
 
 
@@ -98,15 +98,15 @@ def rowwise_to_sequence(module: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Row-wise style of a linear layer whose output (b, s, d) is reduce-scattered along the
     sequence.
 
-    Float8 replaces the attribute ``scatter_sequence`` that it adds.
+    Float8 replaces the attribute ``reduce_scatter_output`` that it adds.
     """
 
     def scatter(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
-        return cast(Any, module).scatter_sequence(output).to_local()
+        return cast(Any, module).reduce_scatter_output(output).to_local()
 
     style = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
     parallelize_module(module, tp_mesh, style)
-    cast(Any, module).scatter_sequence = _redistribute_to(Shard(1))
+    cast(Any, module).reduce_scatter_output = _redistribute_to(Shard(1))
     module.register_forward_hook(scatter)
 
 

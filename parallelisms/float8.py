@@ -153,8 +153,8 @@ class Float8Linear(nn.Linear):
         self.is_gathered_in_float8 = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., k) to (..., n), both DTensors under tensor parallel. Each rank then scales its own
-        shard: finer than one scale for the whole tensor, and without communication."""
+        """(..., k) to (..., n), both DTensors under tensor parallel. Each rank then scales what it
+        multiplies, which is finer than one scale for the whole tensor."""
         if not isinstance(self.weight, DTensor):
             return self._local_linear(input, self.weight)
         assert isinstance(input, DTensor), "tensor parallel passes DTensors to sharded linears"
@@ -299,6 +299,8 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     return (x.to(torch.float32) / scale).clamp_(-limit, limit).to(dtype)
 
 
+# Private names without which ``Float8Tensor`` does not work.
+WRAPPER_NAMES = ("torch:Tensor._make_wrapper_subclass", "torch:_C._disabled_torch_function_impl")
 _aten = torch.ops.aten
 # Views that FSDP2 and autograd take of a parameter, and the transpose.
 _VIEWS = {getattr(_aten, name).default for name in ("as_strided", "detach", "t", "view")}

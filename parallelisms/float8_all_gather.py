@@ -14,7 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Parallelism
-from parallelisms.float8 import E4M3, Float8Linear, Float8Tensor, quantize, scale_from_amax
+from parallelisms.float8 import (
+    E4M3,
+    WRAPPER_NAMES,
+    Float8Linear,
+    Float8Tensor,
+    quantize,
+    scale_from_amax,
+)
 from parallelisms.fsdp import FSDPPolicy
 from parallelisms.pipeline_parallel import stages_per_rank
 from runtime.compat import find, foreach
@@ -23,12 +30,6 @@ from runtime.log import logger
 
 # The tensor that a DTensor wraps; ``to_local`` returns another object.
 LOCAL_TENSOR = "torch.distributed.tensor:DTensor._local_tensor"
-NEEDED = (
-    LOCAL_TENSOR,
-    # For a tensor subclass that wraps other tensors.
-    "torch:Tensor._make_wrapper_subclass",
-    "torch:_C._disabled_torch_function_impl",
-)
 
 
 def apply_float8_all_gather(
@@ -128,7 +129,7 @@ def _is_tensorwise(linear: Float8Linear) -> bool:
 
 def _unsupported_reason(parallelism: Parallelism) -> str:
     """Reason why FSDP2 cannot gather in float8; "" if it can."""
-    if not all(map(find, NEEDED)):
+    if not all(map(find, (LOCAL_TENSOR, *WRAPPER_NAMES))):
         return f"torch {torch.__version__} lacks private names that it needs"
     if parallelism.fsdp_cpu_offload:
         return "fsdp_cpu_offload gathers copies of the shards"

@@ -9,7 +9,16 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from parallelisms.float8 import E4M3, E5M2, Float8Linear, Float8Tensor, quantize, scale_from_amax
+from parallelisms.float8 import (
+    E4M3,
+    E5M2,
+    WRAPPER_NAMES,
+    Float8Linear,
+    Float8Tensor,
+    quantize,
+    scale_from_amax,
+)
+from runtime.compat import find
 from runtime.log import logger
 
 SEQUENCE = Shard(1)
@@ -19,23 +28,28 @@ SEQUENCE = Shard(1)
 def apply_float8_tensor_parallel(blocks: nn.ModuleDict) -> None:
     """Quantize what tensor parallel gathers along the sequence, before it does. Mutates ``blocks``.
 
-    In forward that is the input of a module with the attribute ``gather_sequence``, if all linear
-    layers that are its children and sharded by column are tensorwise ``Float8Linear``. In backward
-    it is the gradient of a tensorwise ``Float8Linear`` with the attribute ``scatter_sequence``.
-    What is reduced keeps its dtype. A scale is that of the gathered tensor, for which a number is
+    In forward that is the input of a module with the attribute ``all_gather_input``, if all linear
+    layers that are its children and sharded by column are tensorwise ``Float8Linear``. In backward,
+    the gradient of a tensorwise ``Float8Linear`` with the attribute ``reduce_scatter_output``. What
+    is reduced keeps its dtype. A scale is that of the gathered tensor, for which a number is
     all-reduced, so results are bitwise those of quantizing after the gather.
     """
-    inputs = [
-        m for m in blocks.modules() if hasattr(m, "gather_sequence") and _is_read_in_float8(m)
-    ]
-    outputs = [m for m in blocks.modules() if hasattr(m, "scatter_sequence") and _is_tensorwise(m)]
+    gathering = [module for module in blocks.modules() if "all_gather_input" in vars(module)]
+    inputs = [module for module in gathering if _is_read_in_float8(module)]
+    scattering = [module for module in blocks.modules() if "reduce_scatter_output" in vars(module)]
+    outputs = [module for module in scattering if _is_tensorwise(module)]
+    if not inputs and not outputs:
+        return
+    if not all(map(find, WRAPPER_NAMES)):
+        text = "float8 tensor parallel: off, torch %s lacks private names that it needs"
+        logger.info(text, torch.__version__)
+        return
     for module in inputs:
-        cast(Any, module).gather_sequence = _gather
+        cast(Any, module).all_gather_input = _gather
     for module in outputs:
-        cast(Any, module).scatter_sequence = _scatter
-    if inputs or outputs:
-        text = "float8 tensor parallel: all-gathers of %d activations and %d gradients"
-        logger.info(text, len(inputs), len(outputs))
+        cast(Any, module).reduce_scatter_output = _scatter
+    text = "float8 tensor parallel: all-gathers of %d activations and %d gradients"
+    logger.info(text, len(inputs), len(outputs))
 
 
 def _is_tensorwise(module: nn.Module) -> bool:
@@ -51,7 +65,7 @@ def _is_read_in_float8(module: nn.Module) -> bool:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> DTensor:
-        return _gather_in_float8(x, E4M3)
+        return _gathered(x, E4M3)
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> DTensor:
@@ -65,7 +79,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor) -> DTensor:
-        return _gather_in_float8(gradients[0], E5M2)
+        return _gathered(gradients[0], E5M2)
 
 
 # Dynamo would trace backward with gradients like the output of forward; autograd passes others.
@@ -79,9 +93,10 @@ def _scatter(out: DTensor) -> DTensor:
     return _Scatter.apply(out)
 
 
-def _gather_in_float8(x: DTensor, dtype: torch.dtype) -> DTensor:
+def _gathered(x: DTensor, dtype: torch.dtype) -> DTensor:
     """Quantize x (b, s, d), sharded along the sequence, to ``dtype`` and gather it: a DTensor of a
     ``Float8Tensor``, replicated."""
+    assert x.placements == (SEQUENCE,)
     local, mesh = x.to_local(), x.device_mesh
 
     def redistributed(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -90,6 +90,7 @@ class Search:
         if not choices:
             n, batch = self._world_size, self._batch
             text = f"training.global_batch_size: no mesh of {n} ranks can train {batch} sequences"
+            text += "".join(f", with {key} = {value}" for key, value in self.space.held.items())
             raise ConfigError([text])
         if n_workers == 1:
             return self._best(choices, reported(map, report))

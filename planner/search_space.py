@@ -116,7 +116,7 @@ class SearchSpace:
     ) -> None:
         assert config.training.global_batch_size is not None
         self._config, self._world_size, self._device = config, world_size, device
-        self._held = _held_values(config, held)
+        self.held = _held_values(config, held)
         self._batch = config.training.global_batch_size
         _, self._args = model_of(config)
 
@@ -167,7 +167,8 @@ class SearchSpace:
             )
 
     def _values(self, field: str, compared: Sequence[Any]) -> Sequence[Any]:
-        return [self._held[field]] if field in self._held else compared
+        held = [value for key, value in self.held.items() if HELD[key] == field]
+        return held or compared
 
     def is_legal(self, choice: Choice) -> bool:
         """True if a run could start with it."""
@@ -199,7 +200,7 @@ class SearchSpace:
 
 
 def _held_values(config: JobConfig, keys: Collection[str]) -> dict[str, Any]:
-    """Fields of choices that ``keys`` of ``config`` hold, and their values."""
+    """The ``keys`` of ``config`` that choices hold, and their values."""
     held: dict[str, Any] = {}
     for key in keys:
         section, _, name = key.partition(".")
@@ -212,7 +213,7 @@ def _held_values(config: JobConfig, keys: Collection[str]) -> dict[str, Any]:
         if value not in compared and value not in FREE:
             raise ConfigError([f"{key}: --search compares {', '.join(compared)}, not {value}"])
         if value not in FREE:
-            held[field] = value
+            held[key] = value
     return held
 
 

@@ -81,7 +81,7 @@ IGNORED = (
 
 PER_TENSOR = "foreach ops run one tensor at a time"
 RECOMPUTED = "selective activation checkpointing recomputes this op"
-NOT_GATHERED = "weights are not all-gathered in float8"
+NOT_GATHERED = "nothing is all-gathered in float8"
 PROFILED = "selective activation checkpointing of experts may fail under the profiler"
 UNSUPPORTED = "the requested feature is not available"
 

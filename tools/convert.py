@@ -111,7 +111,14 @@ def export_checkpoint(
     written = _tokenizer_files(checkpoint, manifest, tokenizer_name)
     saved = [DTYPES[weights[pair.fqn].dtype] for pair in pairs if pair.hf_names]
     dtype_name = str(dtype or reduce(torch.promote_types, saved)).removeprefix("torch.")
-    config = {**family.config(model.args), **written.ids}
+    config = family.config(model.args)
+    if lost := sorted(vars(model.args).keys() - vars(family.args(config)).keys()):
+        text = f"no key of {config['architectures'][0]} has this argument of the model"
+        raise ValueError(f"{model.name}: {', '.join(lost)}: {text}")
+    if model.name not in MODEL_SPECS and family in (s.hugging_face for s in MODEL_SPECS.values()):
+        name = config["architectures"][0]
+        say(f"{model.name}: readers run the code of {name}: compare its logits with the model's")
+    config |= written.ids
     config |= {"dtype": dtype_name, "torch_dtype": dtype_name}
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

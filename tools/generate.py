@@ -260,9 +260,10 @@ class TextStreamer:
         self._n_pending = self._n_pending + 1 if text.endswith(REPLACEMENT) else 0
         if self._n_pending > 0:
             # The last bytes may still become a character, and some tokenizers then change the rest.
-            n_incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_PENDING)
-            is_short = self._n_pending <= MAX_PENDING
-            certain = self._n_emitted if is_short else certain - n_incomplete
+            n_incomplete = len(text) - len(text.rstrip(REPLACEMENT))
+            certain -= min(n_incomplete, MAX_PENDING)
+            if self._n_pending <= MAX_PENDING:
+                certain = self._n_emitted
         new_text = text[self._n_emitted : certain]
         self._n_emitted = max(self._n_emitted, certain)
         if self._n_pending == 0 and len(self._ids) > 2 * CONTEXT:

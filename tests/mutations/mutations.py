@@ -1097,7 +1097,7 @@ ROOT_FILES = [
         "resumed-run-forgets-its-tokens",
         "resume.py",
         before="vars(self).update(state_dict)",
-        after="self.step = state_dict[\'step\']",
+        after='self.step = state_dict["step"]',
         tests=(f"{RESUME}::test_resumed_run_equals_uninterrupted_run",),
     ),
     Mutation(

@@ -18,6 +18,7 @@ from benchmarks.counting import count_collectives, profiled
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism
 from data.loader import Microbatch, num_target_tokens
 from forward_backward import SPMDRunner
+from models.qwen3_next import Qwen3NextArgs
 from optim.grad_norm import clip_grad_norm_
 from optim.optimizer import build_optimizer
 from parallelisms import float8, float8_all_gather, float8_tensor_parallel, parallelize
@@ -92,8 +93,8 @@ class Trained:
     """Digest of each weight, by FQN."""
 
 
-def batches_of(generator: torch.Generator) -> list[Microbatch]:
-    tokens = torch.randint(250, (MICROBATCHES, ROWS, SEQ_LEN + 1), generator=generator)
+def batches_of(generator: torch.Generator, n_rows: int = ROWS) -> list[Microbatch]:
+    tokens = torch.randint(250, (MICROBATCHES, n_rows, SEQ_LEN + 1), generator=generator)
     return [Microbatch(rows[:, :-1], rows[:, 1:]) for rows in tokens]
 
 
@@ -104,12 +105,17 @@ def trained(
     enabled: bool,
     device_type: str = "cpu",
     fault: Any = nullcontext,
-) -> tuple[int, Trained]:
-    """Number of parameters gathered in float8, and the result of steps with evaluations between."""
+    n_rows: int = ROWS,
+) -> tuple[list[int], Trained]:
+    """Numbers of parameters and of modules' inputs and outputs gathered in float8, and the result
+    of steps with evaluations between."""
     torch.compiler.reset()
     is_gpu = device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else CPU
     args = args_of(name, n_layers=4 if SCHEDULE in layout.parallelism else 2)
+    if isinstance(args, Qwen3NextArgs):
+        # With fewer, the layer of the heads' decays has no multiple of 16 features on a rank.
+        args = replace(args, n_key_heads=4, n_value_heads=16)
     with all_gather_in_float8(enabled):
         found = shard_debugmodel(name, args, layout, compute_dtype=compute_dtype, device=device)
     materialize(found.module, device, seed=7)
@@ -119,8 +125,8 @@ def trained(
     generator = torch.Generator().manual_seed(mesh.get_local_rank())
     with fault():
         for _ in range(STEPS):
-            runner.evaluate(batches_of(generator))
-            batches = batches_of(generator)
+            runner.evaluate(batches_of(generator, n_rows))
+            batches = batches_of(generator, n_rows)
             loss = runner.forward_backward(batches, mesh.size() * num_target_tokens(batches)).sum()
             norm = clip_grad_norm_(parameters, 1.0, pp_mesh=found.dims.pp_mesh)
             optimizer.step()
@@ -128,12 +134,19 @@ def trained(
             curve.append((sum_over(loss, mesh).item(), norm.item()))
     named = found.module.named_parameters()
     weights = {fqn: digest(whole(p.detach()).cpu()) for fqn, p in named}
-    return gathered_in_float8(found.module), Trained(curve, weights)
+    hooked = [
+        getattr(vars(module).get(name), "__module__", "") == float8_tensor_parallel.__name__
+        for module in found.module.modules()
+        for name in ("all_gather_input", "reduce_scatter_output")
+    ]
+    # A stage has a part of the layers.
+    n_hooked = [sum(hooked[0::2]), sum(hooked[1::2])] if TP in layout.parallelism else []
+    return [gathered_in_float8(found.module), *n_hooked], Trained(curve, weights)
 
 
 def run_with_and_without(
     ranks: RankPool, name: str, layout: Layout, *rest: Any
-) -> list[list[tuple[int, Trained]]]:
+) -> list[list[tuple[list[int], Trained]]]:
     return [
         ranks.run(trained, layout.world_size, name, layout, rest[0], enabled, *rest[1:])
         for enabled in (True, False)
@@ -143,7 +156,7 @@ def run_with_and_without(
 def check_equal(ranks: RankPool, name: str, layout: Layout, *rest: Any) -> None:
     found = run_with_and_without(ranks, name, layout, *rest)
     for (gathered, got), (not_gathered, want) in zip(*found, strict=True):
-        assert gathered > not_gathered == 0
+        assert min(gathered) > max(not_gathered) == 0
         assert len(set(want.curve)) == STEPS
         assert got == want
 
@@ -179,6 +192,12 @@ def test_float8_all_gather_is_bitwise_equal(
     ranks: RankPool, name: str, layout: Layout, compute_dtype: str
 ) -> None:
     check_equal(ranks, name, replace(layout, float8=EMULATED), compute_dtype)
+
+
+def test_single_sequences(ranks: RankPool) -> None:
+    """What is gathered along dim 1 is a view then, which is still awaited."""
+    layout = Layout(2, {TP: 2}, float8=EMULATED)
+    check_equal(ranks, "llama3", layout, "bfloat16", "cpu", nullcontext, 1)
 
 
 @pytest.mark.parametrize("layout", [slow(Layout(2, {TP: 2}, compile=Compile(enable=True)))])
@@ -277,7 +296,7 @@ def test_unsupported_layouts_gather_without_float8(ranks: RankPool, layout: Layo
     for gathered, found in ranks.run(
         trained, layout.world_size, "llama3", layout, "bfloat16", True
     ):
-        assert gathered == 0
+        assert gathered == [0]
         assert len(set(found.curve)) == STEPS
 
 

@@ -162,13 +162,10 @@ def test_a_search_compares_equal_batches() -> None:
         ("parallelism.tensor_parallel_degree", 2, "tp", {2}),
         ("parallelism.context_parallel_degree", 1, "cp", {1}),
         ("parallelism.pipeline_parallel_degree", 2, "pp", {2}),
-        ("parallelism.fsdp_reshard_after_forward", "always", "reshard", {"default", "always"}),
-        ("parallelism.fsdp_reshard_after_forward", "never", "reshard", {"default", "never"}),
         ("activation_checkpoint.mode", "selective", "mode", {"selective"}),
         ("activation_checkpoint.mode", "auto", "mode", {"none", "selective", "full"}),
         ("training.local_batch_size", 4, "size", {4}),
         ("float8.recipe", "none", "recipe", {"none"}),
-        ("float8.recipe", "rowwise", "recipe", {"rowwise"}),
     ],
 )
 def test_a_key_of_the_command_line_is_held(
@@ -181,15 +178,30 @@ def test_a_key_of_the_command_line_is_held(
     )
     assert {getattr(choice, field) for choice in held} == found
     assert set(held) <= set(free)
-    same = [choice for choice in free if getattr(choice, field) in found]
-    assert set(held) == set(same) or field == "reshard"
+    assert set(held) == {choice for choice in free if getattr(choice, field) in found}
+
+
+@pytest.mark.parametrize(
+    ("value", "alone", "in_pipelines"),
+    [
+        ("default", "default", "default"),
+        ("always", "default", "always"),
+        ("never", "never", "default"),
+    ],
+)
+def test_resharding_is_held_by_its_effect(value: str, alone: str, in_pipelines: str) -> None:
+    """By default, all but pipelines reshard."""
+    key = "parallelism.fsdp_reshard_after_forward"
+    choices = search_of({key: value, BATCH: 32}, WORLD, held=[key]).space.choices()
+    found = {(choice.pp > 1, choice.reshard) for choice in choices}
+    assert found == {(False, alone), (True, in_pipelines)}
 
 
 def test_a_held_key_that_is_not_compared_is_an_error() -> None:
     for key, value, says in (
         ("parallelism.fsdp_reduce_gradients", "last_microbatch", "no effect with --search"),
         ("parallelism.pipeline_parallel_schedule", "GPipe", "compares 1F1B, Interleaved1F1B"),
-        ("parallelism.tensor_parallel_degree", 3, "no mesh of 8 ranks"),
+        ("parallelism.tensor_parallel_degree", 3, "no mesh of 8 ranks.*tensor_parallel_degree = 3"),
     ):
         with pytest.raises(ConfigError, match=f"(parallelism|training).*{says}"):
             search_of({key: value, BATCH: 32}, WORLD, held=[key]).run()

@@ -53,7 +53,7 @@ USES: dict[str, dict[str, str]] = {
     "torch:_foreach_add_": EXPERTS,
     "torch:_foreach_zero_": EXPERTS,
     "torch:_softmax_backward_data": MIXED | {"training.seq_len": "128"},
-    "torch:Tensor._make_wrapper_subclass": FLOAT8,
+    "torch:Tensor._make_wrapper_subclass": FLOAT8 | {"parallelism.tensor_parallel_degree": "2"},
     "torch:_C._disabled_torch_function_impl": FLOAT8,
     LOCAL: FLOAT8,
     GLOO: {},

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,9 @@ from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.manifest import read_manifest, write_manifest
 from data.tokenizer import load_tokenizer
 from models import MODEL_SPECS
+from models.transformer import TransformerArgs
 from runtime import exit_codes
+from saved_model import saved_model
 from tests.lib.forked import checkpoints, codes, log, run, started, tensors
 from tests.lib.hugging_face import TOLERANCE, float64_for_float32, form_of
 from tests.lib.launch import curve
@@ -137,6 +140,29 @@ def test_exported_model_and_tokenizer_match_the_run(
     assert hf_tokenizer(TEXT)["input_ids"] == [0, *ids]
     assert hf_model.config.max_position_embeddings == 32, "training.seq_len"
     assert stat.S_IMODE(exported.stat().st_mode) == 0o700
+
+
+@of_families("qwen3")
+def test_argument_that_config_json_lacks_is_not_exported(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Windowed(TransformerArgs):
+        window: int = 2
+
+    model = saved_model(checkpoint, read_manifest(checkpoint), None)
+    own = replace(model, args=Windowed(**vars(model.args)), name="own:SPEC")
+    monkeypatch.setattr(convert, "saved_model", lambda *_: own)
+    arguments = ["export", str(checkpoint), str(tmp_path / "folder")]
+    assert convert.main(arguments) == exit_codes.BAD_CONFIG
+    assert "own:SPEC: window: no key of Qwen3ForCausalLM" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(convert, "saved_model", lambda *_: replace(model, name="own:SPEC"))
+    assert convert.main(arguments) == exit_codes.DONE
+    assert "own:SPEC: readers run the code of Qwen3ForCausalLM" in capsys.readouterr().out
 
 
 @of_families(slow("llama3"), "qwen3", slow("qwen3_moe"), "qwen3_next")
