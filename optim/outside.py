@@ -92,7 +92,9 @@ def build_outside(
     except Exception as error:
         problem = f"cannot update weights: {describe_error(error)}"
     if problem:
-        raise ConfigError([f"optimizer.name: {config.name!r} {problem}; see docs/howto/extend.md"])
+        raise ConfigError(
+            [f"optimizer.name: {config.name!r} {problem}; see docs/howto/own_optimizer.md"]
+        )
     return build(groups, config.lr)
 
 

@@ -114,7 +114,7 @@ class Search:
             least = min((found.peak for found in ranked), default=0) / GIB
             raise ConfigError([f"--search: nothing fits; the least is {least:.1f} GiB of a rank"])
         best = [replace(found, alike=alike(found.choice, fitting)) for found in best]
-        return Answer(sorted(best, key=_rank), len(choices), len(ranked), len(fitting))
+        return Answer(_shown(best), len(choices), len(ranked), len(fitting))
 
     def _estimates(self, choices: list[Choice], run_all: Map) -> list[Found]:
         """Return estimates of all choices that may be among the best.
@@ -262,6 +262,15 @@ def alike(choice: Choice, fitting: list[Found]) -> dict[str, list[Any]]:
         if len(changed) == 1:
             values[changed[0]].append(getattr(other, changed[0]))
     return {name: sorted(others) for name, others in sorted(values.items())}
+
+
+def _shown(planned: list[Found]) -> list[Found]:
+    """The ten, fastest first, of as many meshes as there are, and one more if it is slower."""
+    ranked = sorted(planned, key=_rank)
+    meshes = [found.choice.mesh for found in ranked]
+    by_row = sorted(range(len(ranked)), key=lambda i: meshes.index(meshes[i]) < i)
+    ten, others = sorted(by_row[:N_BEST]), by_row[N_BEST:]
+    return [ranked[i] for i in ten + [i for i in others if i > ten[-1]][:1]]
 
 
 def _rank(found: Found) -> tuple[float, Choice]:

@@ -195,7 +195,7 @@ def test_float8_all_gather_is_bitwise_equal(
 
 
 def test_single_sequences(ranks: RankPool) -> None:
-    """What is gathered along dim 1 is a view then, which is still awaited."""
+    """A gather along dim 1 is then a view of a collective's result, which is still awaited."""
     layout = Layout(2, {TP: 2}, float8=EMULATED)
     check_equal(ranks, "llama3", layout, "bfloat16", "cpu", nullcontext, 1)
 

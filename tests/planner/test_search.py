@@ -1,6 +1,7 @@
 """A search finds what a plan of every choice would, and its answer can be pasted."""
 
 import re
+from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from unittest.mock import patch
@@ -146,6 +147,30 @@ def test_rows_are_of_different_meshes_and_name_what_is_alike() -> None:
     assert search.different(left, [], 2) == [left[0], left[2], left[3]]
     assert search.different(left, [], 11) == left
     assert alike(base, left) == {"size": [2]}
+
+
+def test_the_ten_are_of_as_many_meshes_as_there_are() -> None:
+    search = search_of({BATCH: 32}, WORLD)
+    by_mesh: dict[object, list[Choice]] = defaultdict(list)
+    for choice in search.space.choices():
+        by_mesh[choice.mesh].append(choice)
+    # Three of each mesh, none as fast as another; second rows of the first beat the last meshes.
+    found = [
+        [Found(choice, 1, {}, 1e9 * 0.8**i * 0.97**j) for j, choice in enumerate(choices[:3])]
+        for i, choices in enumerate(by_mesh.values())
+    ]
+    assert len(found) > N_BEST
+    for n in (N_BEST + 1, N_BEST, 4, 1):
+        ranked = [each for rows in found[:n] for each in rows]
+        with (
+            patch.object(search, "_estimates", return_value=ranked),
+            patch.object(search, "_planned", lambda some, _: some),
+            patch.object(search, "_limit", 2),
+        ):
+            best = search._best([], map).best
+        assert len({each.choice.mesh for each in best[:N_BEST]}) == min(n, N_BEST)
+        rates = [each.tokens_per_second for each in best]
+        assert rates == sorted(rates, reverse=True)
 
 
 def test_a_search_compares_equal_batches() -> None:
