@@ -15,20 +15,17 @@ def sample_batch(
     *,
     count: int,
     n_ids: int,
-    seq_len: int,
-    multiple_of: int,
+    length: int,
     seeds: list[int],
 ) -> list[list[int] | None]:
     """Sample ``count`` token ids after each prompt, all below ``n_ids``, at a fixed temperature.
 
     None for a prompt whose logits were not finite. Collective, if ``logits_of`` is; all ranks
-    sample the same tokens. ``logits_of`` maps tokens (b, s) to logits (b, s, vocab), with s at most
-    ``seq_len`` and a multiple of ``multiple_of``. It recomputes the whole windows for each token:
-    suitable for short samples only.
+    sample the same tokens. ``logits_of`` maps tokens (b, ``length``) to logits (b, length, vocab).
+    It recomputes the whole windows for each token: suitable for short samples only.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     rows = [list(prompt) for prompt in prompts]
-    length = window_length(prompts, count, seq_len=seq_len, multiple_of=multiple_of)
     is_finite = [True] * len(rows)
     for _ in range(count):
         windows = [row[-length:] for row in rows]

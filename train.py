@@ -39,6 +39,7 @@ from runtime.hub_paths import pin_names
 from runtime.log import error_text, init_logging, logger, report, show_phase
 from runtime.machine import disable_malloc_trim
 from runtime.object_collectives import raise_if_unequal
+from runtime.outside import exits_are_errors
 from runtime.program import program_facts
 from train_loop import TrainLoop
 from train_step import TrainStep
@@ -48,6 +49,7 @@ end_imports()
 
 
 @record
+@exits_are_errors
 def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     """Train, and return the exit code of the process (``runtime/exit_codes.py``)."""
     # --- Ranks: signal handlers before the process group, so that no early signal is lost

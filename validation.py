@@ -127,15 +127,18 @@ class Sampler:
         self._prompts = config.sample_prompts or [config.sample_prompt]
         self._encoded = [run.tokenizer.encode_prompt(prompt) for prompt in self._prompts]
         self._seeds = [run.config.debug.seed + index for index in range(len(self._prompts))]
-        self._seq_len = run.config.training.seq_len
+        seq_len = run.config.training.seq_len
         method = run.config.parallelism.context_parallel_method
-        self._multiple_of = sequence_multiple(dims.degrees, method)
-        # Each rank gets all logits. This many rows have no more than a microbatch of training.
-        length = window_length(
-            self._encoded, self._count, seq_len=self._seq_len, multiple_of=self._multiple_of
+        # One length for all, because each shape is a compilation.
+        self._length = window_length(
+            self._encoded,
+            self._count,
+            seq_len=seq_len,
+            multiple_of=sequence_multiple(dims.degrees, method),
         )
-        n_tokens = run.microbatch_size * self._seq_len // (dims.degrees.cp * dims.degrees.tp)
-        self._n_rows = max(1, n_tokens // length)
+        # Each rank gets all logits. This many rows have no more than a microbatch of training.
+        n_tokens = run.microbatch_size * seq_len // (dims.degrees.cp * dims.degrees.tp)
+        self._n_rows = max(1, n_tokens // self._length)
 
     def sample(self, runner: ModelRunner, step: int) -> list[Sample]:
         """Return a sample of each prompt whose logits are finite. Collective. Raises
@@ -162,8 +165,7 @@ class Sampler:
             self._encoded[group],
             count=self._count,
             n_ids=self._tokenizer.n_vocab,
-            seq_len=self._seq_len,
-            multiple_of=self._multiple_of,
+            length=self._length,
             seeds=self._seeds[group],
         )
         return [None if tokens is None else self._tokenizer.decode(tokens) for tokens in sampled]

@@ -511,7 +511,8 @@ class Comm(Section):
     """Timeout of collectives, in seconds, until the first step is done."""
     train_timeout_seconds: Seconds = 300
     """Timeout of collectives, in seconds, after the first step. A rank that another waits for may
-    be late by as much, also in a save, which itself may take longer."""
+    be late by as much, also in a save, which itself may take longer. On CPUs, what pipeline stages
+    send keeps the timeout of the start."""
 
 
 class Debug(Section):

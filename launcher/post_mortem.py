@@ -31,6 +31,7 @@ from runtime.signals import die_with_parent
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTED = Path(dist.__file__).absolute().parent
+TORCH, LIBRARY = DISTRIBUTED.parent, Path(os.__file__).absolute().parent
 PREFIX = "post_mortem"
 ABORT = "abort"
 HEARTBEAT_SECONDS = 5.0
@@ -300,14 +301,21 @@ def _exit_text(code: int) -> str:
 
 
 def _collective(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Innermost function of torch.distributed before the first Shardloom line of ``frames``."""
+    """Innermost function of torch.distributed before the first line of a model's or Shardloom's."""
     for frame, _ in frames:
-        path = Path(os.path.abspath(frame.f_code.co_filename))
+        path = _path(frame)
         if path.is_relative_to(DISTRIBUTED):
             return frame.f_code.co_name
-        if _is_shardloom(path):
+        is_library = path.is_relative_to(LIBRARY) and "site-packages" not in path.parts
+        if path.is_absolute() and not path.is_relative_to(TORCH) and not is_library:
             break
     return ""
+
+
+def _path(frame: FrameType) -> Path:
+    """File of ``frame``; no absolute path if it is of none, such as ``<string>``."""
+    name = frame.f_code.co_filename
+    return Path(name if name.startswith("<") else os.path.abspath(name))
 
 
 def _is_shardloom(path: Path) -> bool:
@@ -318,7 +326,7 @@ def _is_shardloom(path: Path) -> bool:
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
     """First Shardloom source line of ``frames``, which are ordered innermost first."""
     for frame, line in frames:
-        path = Path(os.path.abspath(frame.f_code.co_filename))
+        path = _path(frame)
         if _is_shardloom(path):
             return f"{path.relative_to(ROOT)}:{line}"
     return "an unknown place"

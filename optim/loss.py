@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Shard
 
 from config.job_config import Compile
 from runtime.labels import IGNORE_INDEX
@@ -30,17 +31,21 @@ def cross_entropy_sum(
     not gathered (Megatron-LM, arXiv 1909.08053, section 3), and the call is then collective.
 
     Mutates ``logits`` in backward: their gradient overwrites them. Nothing else of their size is
-    allocated, neither float32 copies of bfloat16 logits nor probabilities.
+    allocated, neither float32 copies of bfloat16 logits nor probabilities. In autograd, the
+    backward of an operation that saved them then raises.
     """
-    group, start = None, 0
+    group, start, whole = None, 0, logits
     if isinstance(logits, DTensor):
-        mesh = logits.device_mesh
-        assert logits.shape[-1] % mesh.size() == 0, "the vocabulary has unequal shards"
+        (placement,), mesh = logits.placements, logits.device_mesh
         logits = logits.to_local()
-        group, start = mesh.get_group(), mesh.get_local_rank() * logits.shape[-1]
+        if not placement.is_replicate():
+            assert placement == Shard(logits.ndim - 1), "logits are sharded over the vocabulary"
+            assert whole.shape[-1] % mesh.size() == 0, "the vocabulary has unequal shards"
+            group, start = mesh.get_group(), mesh.get_local_rank() * logits.shape[-1]
     # Unfused, each pass would materialize its result for all rows at once.
     is_fused = compile is not None and compile.enable and compile.backend == "inductor"
-    return _CrossEntropySum.apply(logits, labels, divisor, group, start, is_fused)
+    # A list hides it from autograd.
+    return _CrossEntropySum.apply(logits, labels, divisor, group, start, is_fused, [whole])
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -53,8 +58,10 @@ class _CrossEntropySum(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         start: int,
         is_fused: bool,
+        whole: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Return the 0-d loss. ``logits``: this rank's shard, of token ids from ``start`` on."""
+        """Return the 0-d loss. ``logits``: this rank's shard, of token ids from ``start`` on, of
+        those in ``whole``."""
         rows, labels = logits.detach().flatten(0, -2), labels.flatten()
         row_max = rows.amax(-1).to(torch.promote_types(rows.dtype, torch.float32))
         if group is not None:
@@ -72,7 +79,7 @@ class _CrossEntropySum(torch.autograd.Function):
             sum_exp, target = both
         is_valid = labels != IGNORE_INDEX
         # On ctx, not by save_for_backward, which would take a DTensor's local tensor for modified.
-        ctx.rows, ctx.shape, ctx.is_fused = rows, logits.shape, is_fused
+        ctx.rows, ctx.shape, ctx.is_fused, ctx.whole = rows, logits.shape, is_fused, whole[0]
         scale = is_valid / (sum_exp * divisor)
         target_grad = target.exp() * scale - is_local.to(sum_exp.dtype) / divisor
         ctx.save_for_backward(row_max, scale, is_local, target_grad, *at)
@@ -81,12 +88,14 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, ctx.rows = ctx.rows, None
+        (rows, whole), ctx.rows, ctx.whole = (ctx.rows, ctx.whole), None, None
         row_max, scale, is_local, target_grad, *at = ctx.saved_tensors
         for_row_chunks(_write_gradient, rows, row_max, scale * gradient, ctx.is_fused)
+        # A DTensor does not notice that its local tensor changes.
+        increment_version(whole)
         target_grad = (target_grad * gradient).to(rows.dtype)
         rows[tuple(at)] = torch.where(is_local, target_grad, rows[tuple(at)])
-        return rows.view(ctx.shape), None, None, None, None, None
+        return rows.view(ctx.shape), None, None, None, None, None, None
 
 
 def _sum_exp(

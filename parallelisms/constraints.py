@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
+import torch
+
 from config import ConfigError
 from config.auto import auto_keys
 from config.constraints import CONFIG_CONSTRAINTS, Constraint, has_budget, is_float8, is_set
@@ -446,6 +448,11 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             lambda run: _compiles_whole_recomputation(run) and not run.has_gpu),
     Constraint("profiling.enable_memory_snapshot", "requires a CUDA device",
             lambda run: run.config.profiling.enable_memory_snapshot and not run.has_gpu),
+    Constraint("compile.backend",
+            "is none that PyTorch has: see torch.compiler.list_backends(exclude_tags=())",
+            lambda run: run.config.compile.enable and run.config.compile.backend != "inductor"
+            and run.config.compile.backend not in torch.compiler.list_backends(exclude_tags=()),
+            lambda run: run.config.compile.backend),
     Constraint("float8.recipe",
             "requires a GPU of CUDA capability 8.9 or higher; tests elsewhere can use"
             " float8.emulate",

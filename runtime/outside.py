@@ -1,6 +1,7 @@
 """Code outside of this repository that a configuration names as ``module:attribute``."""
 
 import difflib
+import functools
 import importlib
 import inspect
 import json
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -22,6 +23,8 @@ QUIET = (
     str(Path(importlib.__file__).parent),
     *(str(ROOT / folder) for folder in ("data", "optim", "runtime")),
 )
+P = ParamSpec("P")
+R = TypeVar("R")
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -37,6 +40,21 @@ def import_attribute(key: str, name: str) -> Any:
     except (Exception, SystemExit) as error:
         text = f"{key}: {name!r} cannot be imported: {describe_error(error)}"
         raise ValueError(text + _hint(name, error)) from error
+
+
+def exits_are_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: ``sys.exit``, which only code outside calls in ``function``, raises
+    ``RuntimeError``. Without it, ranks would end as if the run were done."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except SystemExit as error:
+            text = f"sys.exit({error.code!r}) was called"
+            raise RuntimeError(text).with_traceback(error.__traceback__) from None
+
+    return run
 
 
 def describe_error(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from generation import TEMPERATURE, sample_batch, sample_token
+from generation import TEMPERATURE, sample_batch, sample_token, window_length
 from models import find_model
 from models.meta import build_on_meta
 from parallelisms.materialize import materialize
@@ -43,11 +43,10 @@ def sample_plainly(model: nn.Module, prompt: list[int], count: int, seed: int) -
 @pytest.mark.parametrize("length", [1, 63, 64, SEQ_LEN - 2, SEQ_LEN, 3 * SEQ_LEN])
 def test_padding_changes_nothing_and_window_is_the_last(model: nn.Module, length: int) -> None:
     prompt = torch.randint(N_IDS, (length,), generator=torch.Generator().manual_seed(2)).tolist()
-    tokens = sample(model, prompt, count=6, n_ids=N_IDS, seq_len=SEQ_LEN, multiple_of=1, seed=3)
+    window = window_length([prompt], 6, seq_len=SEQ_LEN, multiple_of=1)
+    tokens = sample(model, prompt, count=6, n_ids=N_IDS, length=window, seed=3)
     assert tokens == sample_plainly(model, prompt, 6, seed=3)
-    cropped = sample(
-        model, prompt[-SEQ_LEN:], count=6, n_ids=N_IDS, seq_len=SEQ_LEN, multiple_of=1, seed=3
-    )
+    cropped = sample(model, prompt[-SEQ_LEN:], count=6, n_ids=N_IDS, length=window, seed=3)
     assert tokens == cropped
 
 
@@ -56,7 +55,7 @@ def test_prompts_of_a_batch_are_sampled_as_alone(model: nn.Module, lengths: list
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(N_IDS, (n,), generator=generator).tolist() for n in lengths]
     seeds = [5, 6, 7]
-    options = {"count": 6, "n_ids": N_IDS, "seq_len": SEQ_LEN, "multiple_of": 1}
+    options = {"count": 6, "n_ids": N_IDS, "length": SEQ_LEN}
     rows = zip(prompts, seeds, strict=True)
     alone = [sample_plainly(model, prompt, 6, seed=seed) for prompt, seed in rows]
     assert sample_batch(model, prompts, seeds=seeds, **options) == alone
@@ -70,7 +69,7 @@ def test_nonfinite_logits_end_no_other_sample(model: nn.Module) -> None:
         return logits
 
     calls = list[int]()
-    options = {"count": 6, "n_ids": N_IDS, "seq_len": SEQ_LEN, "multiple_of": 1}
+    options = {"count": 6, "n_ids": N_IDS, "length": SEQ_LEN}
     with torch.no_grad():
         first, second = sample_batch(logits_of, [[1, 2], [3]], seeds=[5, 6], **options)
     assert (first, second) == (None, sample_plainly(model, [3], 6, seed=6))
@@ -80,7 +79,7 @@ def test_nonfinite_logits_end_no_other_sample(model: nn.Module) -> None:
 
 def test_samples_depend_on_the_seed_and_stay_below_n_ids(model: nn.Module) -> None:
     def sample_token(seed: int, n_ids: int = N_IDS) -> list[int]:
-        return sample(model, [7], count=20, n_ids=n_ids, seq_len=SEQ_LEN, multiple_of=1, seed=seed)
+        return sample(model, [7], count=20, n_ids=n_ids, length=SEQ_LEN, seed=seed)
 
     assert sample_token(0) == sample_token(0) != sample_token(1)
     assert max(sample_token(0, n_ids=3)) < 3
@@ -97,7 +96,7 @@ def test_certain_token_is_sampled() -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return self.certainty * nn.functional.one_hot((tokens + 1) % 50, 50)
 
-    tokens = sample(Successor(), [3, 9], count=8, n_ids=50, seq_len=4, multiple_of=1, seed=0)
+    tokens = sample(Successor(), [3, 9], count=8, n_ids=50, length=4, seed=0)
     assert tokens == list(range(10, 18))
 
 

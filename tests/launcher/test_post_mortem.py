@@ -1,9 +1,11 @@
 """The failure report names ranks that died, hang or failed first, from reports and heartbeats."""
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,12 +15,15 @@ import torch.distributed as dist
 from launcher import post_mortem
 from launcher.post_mortem import (
     ABORT,
+    DISTRIBUTED,
     MAX_LINES,
     PREFIX,
     ROOT,
+    TORCH,
     FailureReport,
     RankHeartbeat,
     RankReport,
+    _collective,
     _place,
     diagnose,
 )
@@ -154,6 +159,29 @@ def test_place_is_the_innermost_shardloom_line() -> None:
     lines = cast(Any, list(zip(frames, (7, 8, 9), strict=True)))
     assert _place(lines) == "data/loader.py:8"
     assert _place(lines[:1]) == "an unknown place"
+
+
+def frames_of(*paths: object) -> Any:
+    return [
+        (SimpleNamespace(f_code=SimpleNamespace(co_filename=str(path), co_name=str(path))), 1)
+        for path in paths
+    ]
+
+
+def test_code_of_no_file_is_not_shardlooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    imported = frames_of("<frozen importlib._bootstrap>", "<string>", ROOT / "train.py")
+    assert _place(imported) == "train.py:1"
+
+
+def test_code_of_a_users_model_is_in_no_collective() -> None:
+    """Though a pipeline calls it."""
+    stage, wait = DISTRIBUTED / "pipelining/stage.py", DISTRIBUTED / "distributed_c10d.py"
+    library = Path(os.__file__).with_name("threading.py")
+    for own in ("/home/user/my_model.py", library.parent / "site-packages/theirs/model.py"):
+        assert _collective(frames_of(own, stage, ROOT / "forward_backward.py")) == ""
+    assert _collective(frames_of(stage, ROOT / "forward_backward.py")) == str(stage)
+    assert _collective(frames_of(library, TORCH / "a.py", wait, ROOT / "train.py")) == str(wait)
 
 
 def test_snapshot_is_cheap() -> None:

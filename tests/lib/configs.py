@@ -94,6 +94,7 @@ BAD = [
     Bad("metrics.peak_tflops", "--metrics.peak_tflops H100", says="'H100'"),
     Bad("activation_checkpoint.selective", "--activation_checkpoint.selective ops", says="'ops'"),
     Bad("compile.backend", "--compile.backend aot_eager", says="compile.enable"),
+    Bad("compile.backend", "--compile.enable true --compile.backend aot_eagr", says="aot_eagr"),
     # Out of range
     Bad("optimizer.lr", "--optimizer.lr nan", says="finite"),
     Bad("optimizer.lr", "--optimizer.lr inf", says="finite"),

@@ -1,14 +1,19 @@
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from config.job_config import Compile
 from optim import loss
 from optim.loss import IGNORE_INDEX, cross_entropy_sum
+from tests.lib.parity import whole
+from tests.lib.ranks import RankPool
 
 INDUCTOR = Compile(enable=True)
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -127,5 +132,48 @@ def test_label_of_another_rank_reads_no_local_logit() -> None:
     """A local logit of -inf must not make the loss nonfinite."""
     logits = torch.zeros(1, 1, 4, dtype=torch.float64)
     logits[..., 0] = -torch.inf
-    found = loss._CrossEntropySum.apply(logits, torch.tensor([[1]]), 1, None, 4, False)
+    found = loss._CrossEntropySum.apply(logits, torch.tensor([[1]]), 1, None, 4, False, [logits])
     assert found == torch.tensor(3.0, dtype=torch.float64).log()
+
+
+class SavesResult(torch.autograd.Function):
+    """An operation that keeps what it returns, as exp and a loss on the logits do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        found = x * 1
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (found,) = ctx.saved_tensors
+        return gradients[0] + found
+
+
+def check_loss_of_dtensors() -> tuple[list[str], bool]:
+    """Errors of saved logits, plain and sharded; whether replicated logits have the same loss."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(8, (2, 3), generator=generator)
+    leaves = [logits, *(distribute_tensor(logits, mesh, [p]) for p in (Shard(2), Replicate()))]
+    errors = []
+    for leaf in leaves:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as info:
+            cross_entropy_sum(SavesResult.apply(leaf.detach().requires_grad_()), labels).backward()
+        errors.append(type(info.value).__name__)
+    found = []
+    for leaf in (leaf.detach().requires_grad_() for leaf in leaves):
+        value = cross_entropy_sum(leaf * 1, labels)
+        value.backward()
+        assert leaf.grad is not None
+        found.append((value, whole(leaf.grad)))
+    pairs = [pair for other in found[1:] for pair in zip(found[0], other, strict=True)]
+    same = all(torch.allclose(*pair) for pair in pairs)
+    return errors, same
+
+
+def test_logits_that_others_saved_are_refused(ranks: RankPool) -> None:
+    """Their backward would read the gradient; also of DTensors, which do not notice the change."""
+    assert ranks.run(check_loss_of_dtensors, 2) == [(["RuntimeError"] * 3, True)] * 2

@@ -278,6 +278,22 @@ def test_run_without_saves_says_so_in_its_records(tmp_path: Path) -> None:
     assert [alarm["step"] for alarm in failed] == [1, 2, 3, 4, 5]
 
 
+def test_exit_of_a_users_code_is_a_failure_of_its_rank(tmp_path: Path) -> None:
+    """Also with code 0, and without a code of 1 from the ranks that wait for it."""
+    environment, keys = plant_crashing_model(tmp_path)
+    model = (tmp_path / "planted.py").read_text()
+    leaving = 'import os, sys; int(os.environ["RANK"]) == 1 and sys.exit(0)'
+    lines = f"{leaving}\n        return super().forward(*inputs)"
+    (tmp_path / "planted.py").write_text(model.replace('raise RuntimeError("planted")', lines))
+    keys |= {"training.steps": "2", "validation.enable": "false"}
+    process = start(tmp_path, 2, environment=environment, **keys)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == FAILED, output
+    (failure,) = failures(tmp_path)
+    assert re.match(r"rank 1 .*failed in step 1.*sys\.exit\(0\) was called", failure["reason"])
+    assert not (tmp_path / "debug_model" / "control" / "outcome").exists()
+
+
 @pytest.mark.row(13, "A crash loop is bounded")
 def test_crash_loop_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_result: Callable[[str], None]

@@ -113,8 +113,7 @@ def reference_text(checkpoint: Path, seed: int, count: int) -> str:
         [[BYTES.bos_id, *PROMPT.encode()]],
         count=count,
         n_ids=BYTES.n_vocab,
-        seq_len=SEQ_LEN,
-        multiple_of=1,
+        length=SEQ_LEN,
         seeds=[seed],
     )
     return printed(tokens)
