@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,12 @@ MAX_PENDING = 1000
 
 class AlarmHandler(logging.Handler):
     """Passes the log's warnings and alarms on while it is open, with ALARM or WARNING first."""
+
+    # One for all: two threads whose handlers log would wait for each other's.
+    _lock_of_all = threading.RLock()
+
+    def createLock(self) -> None:
+        self.lock = self._lock_of_all
 
     def __init__(self, take: Callable[[str, str], None]) -> None:
         super().__init__(logging.WARNING)

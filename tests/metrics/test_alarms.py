@@ -2,12 +2,14 @@
 
 import errno
 import json
+import threading
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from metrics.alarms import AlarmsFile, is_alarm
+from metrics.alarms import AlarmHandler, AlarmsFile, is_alarm
 from runtime.log import logger
 
 
@@ -64,3 +66,29 @@ def test_failing_write_is_one_alarm_and_is_done_once_there_is_room(
     assert [text for text in caplog.messages if "was not written" in text] == [
         f"ALARM: {tmp_path / 'alarms.jsonl'} was not written: [Errno 28] No space left"
     ]
+
+
+def test_handlers_of_two_threads_do_not_wait_for_each_other() -> None:
+    """Each logs itself, as a file does whose disk is full, and a tracker that fails."""
+    inside, found = threading.Barrier(2), list[str]()
+
+    def take(kind: str, text: str) -> None:
+        # With a lock each, both threads would be here at once.
+        with suppress(threading.BrokenBarrierError):
+            inside.wait(1)
+        found.append(text)
+        logger.warning("from a handler")
+
+    handlers = [AlarmHandler(take), AlarmHandler(take)]
+    threads = [
+        threading.Thread(target=handler.call, args=[lambda: take("", "")], daemon=True)
+        for handler in handlers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for handler in handlers:
+        handler.close()
+    assert not any(thread.is_alive() for thread in threads)
+    assert found.count("") == 2
