@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +41,8 @@ POLL_SECONDS = 0.2
 REPORT_TIMEOUT_SECONDS = 1.0
 # If the network link is down, a call to the store blocks for 15 minutes.
 STORE_SECONDS = 10.0
+# Whose reports a launcher waits for together.
+RANKS_AT_ONCE = 64
 # More lines would hide the first ones.
 MAX_LINES = 8
 
@@ -199,10 +201,14 @@ def diagnose(
     store = dist.PrefixStore(PREFIX, store)
     store.set(ABORT, "")
     deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
+    pending = list(range(world_size))
+    while pending and time.monotonic() < deadline:
+        # All launchers ask at once: few keys at a time, and those that exist only once.
+        if store.check(_keys("report", pending[:RANKS_AT_ONCE])):
+            del pending[:RANKS_AT_ONCE]
+            continue
         codes = exit_codes_here()
-        if store.check([f"report/{r}" for r in range(world_size) if codes.get(r) is None]):
-            break
+        pending = [rank for rank in pending if codes.get(rank) is None]
         time.sleep(POLL_SECONDS / 10)
     ended = {rank: code for rank, code in exit_codes_here().items() if code is not None}
     reports = _read(store, "report", world_size)
@@ -273,9 +279,23 @@ def is_aborted(store: dist.Store) -> bool:
     return dist.PrefixStore(PREFIX, store).check([ABORT])
 
 
-def _read(store: dist.Store, key: str, world_size: int) -> dict[int, RankReport]:
-    ranks = [rank for rank in range(world_size) if store.check([f"{key}/{rank}"])]
-    return {rank: RankReport(**json.loads(store.get(f"{key}/{rank}"))) for rank in ranks}
+def _read(store: dist.Store, kind: str, world_size: int) -> dict[int, RankReport]:
+    ranks = _reported(store, kind, range(world_size))
+    texts = store.multi_get(_keys(kind, ranks)) if ranks else []
+    return {rank: RankReport(**json.loads(t)) for rank, t in zip(ranks, texts, strict=True)}
+
+
+def _reported(store: dist.Store, kind: str, ranks: Sequence[int]) -> list[int]:
+    """Return those of ``ranks`` that have such a key, by few requests if nearly all have."""
+    if store.check(_keys(kind, ranks)):
+        return [*ranks]
+    half = len(ranks) // 2
+    parts = (ranks[:half], ranks[half:]) if half else ()
+    return [rank for part in parts for rank in _reported(store, kind, part)]
+
+
+def _keys(kind: str, ranks: Iterable[int]) -> list[str]:
+    return [f"{kind}/{rank}" for rank in ranks]
 
 
 def _who(ranks: list[int], known: Mapping[int, RankReport]) -> str:

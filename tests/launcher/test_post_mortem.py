@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -67,6 +68,30 @@ def test_killed_rank_is_the_cause_before_errors_of_others() -> None:
     assert found.lines[1].startswith("rank 1 (host) failed in step 12 at train.py:1: RuntimeError")
     assert len(found.lines) == 2
     assert (found.traceback, found.silent) == ("", [])
+
+
+class CountingStore:
+    def __init__(self) -> None:
+        self._store, self.requests = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def test_many_ranks_take_few_requests() -> None:
+    """Each of 512 launchers asks the one store."""
+    n, dead = 4096, range(800, 808)
+    reports = [report(rank) for rank in range(n) if rank not in dead]
+    store = CountingStore()
+    for each in reports:
+        for kind in ("report", "heartbeat"):
+            store.set(f"{kind}/{each.rank}", json.dumps(asdict(each)))
+    store.requests = 0
+    with patch.object(post_mortem.dist, "PrefixStore", lambda prefix, store: store):
+        found = diagnose(cast(Any, store), n, lambda: dict.fromkeys(dead, -9))
+    assert found.lines[:8] == [f"rank {rank} was killed by SIGKILL" for rank in dead]
+    assert store.requests < 300
 
 
 def test_rank_that_did_not_join_a_collective_is_the_cause() -> None:
