@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -187,15 +187,16 @@ def _build(kind: Any, saved: Mapping[str, Any], prefix: str = "model_args") -> A
     Raises ``ValueError`` that names a field of another type, or with a number out of range.
     """
     values = {f.name: saved[f.name] for f in fields(kind) if f.name in saved}
-    known = names_of_families(kind)
+    known, types = names_of_families(kind), get_type_hints(kind)
     for f in fields(kind):
         if f.name not in values:
             continue
-        key, value, options = f"{prefix}.{f.name}", values[f.name], (f.type, *get_args(f.type))
+        key, value, annotation = f"{prefix}.{f.name}", values[f.name], types[f.name]
+        options = annotation, *get_args(annotation)
         nested = [option for option in options if is_dataclass(option)]
         if nested and isinstance(value, dict):
             values[f.name] = _build(nested[0], value, key)
-        elif (wanted := NUMBERS.get(f.type)) is not None:
+        elif (wanted := NUMBERS.get(annotation)) is not None:
             # Only models outside of Shardloom have arguments that may be negative.
             least = 0 if f.name in known else -MAX_NUMBER
             is_number = type(value) in wanted and least <= value < MAX_NUMBER

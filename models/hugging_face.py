@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 
@@ -82,7 +82,7 @@ class Table:
     family_args: Mapping[str, Any] = field(default_factory=dict)
     """Args with the same value in the whole family."""
     numbers: Mapping[str, str] = field(default_factory=dict)
-    """Numeric config keys besides ``NUMBERS``, to args."""
+    """Numeric config keys besides ``NUMBERS``, to args of ``args_cls``."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that newer transformers versions write, to the older keys that are used here."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -92,6 +92,14 @@ class Table:
     """Keys that must have this value, which is also their default."""
     required: Mapping[str, Any] = field(default_factory=dict)
     """Keys that must be present with this value, because their default is another."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for an arg that ``args_cls`` lacks."""
+        known = {each.name for each in fields(self.args_cls)}
+        for key, name in self.numbers.items():
+            if name not in known:
+                text = f"the table of {self.architecture}: numbers has {key!r}: {name!r}"
+                raise ValueError(f"{text}, but args_cls {self.args_cls.__name__} no {name!r}")
 
 
 NUMBERS = {
@@ -194,7 +202,8 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
         if given.get(key) != value:
             _reject(given, key, value)
     # Some configs set a window and disable it by another key.
-    if "sliding_window" in given and given.get("use_sliding_window") is not False:
+    has_window = "sliding_window" in given and "sliding_window" not in table.numbers
+    if has_window and given.get("use_sliding_window") is not False:
         _reject(given, "sliding_window", "none")
     layer_types = given.get("layer_types", [])
     if not isinstance(layer_types, list) or any(t != "full_attention" for t in layer_types):
@@ -203,7 +212,7 @@ def _args(table: Table, config: Mapping[str, Any]) -> TransformerArgs:
     if not isinstance(is_tied, bool):
         _reject(given, "tie_word_embeddings", "true or false")
     given = _defaults(table, config) | given
-    kinds = {f.name: f.type for f in fields(table.args_cls)}
+    kinds = get_type_hints(table.args_cls)
     keys = {**NUMBERS, **table.numbers}
     numbers = {name: _number(given, key, kinds[name]) for key, name in keys.items()}
     fixed = {"tie_embeddings": is_tied, **table.family_args}

@@ -5,15 +5,17 @@ In float64, so that a slightly wrong epsilon or frequency exceeds rounding error
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
 
 from models import MODEL_SPECS
+from models.hugging_face import ATTENTION, FEED_FORWARD, NORMS, Table, build_hugging_face
 from models.qwen3_next import Qwen3NextArgs
-from models.transformer import Transformer
+from models.transformer import Transformer, TransformerArgs
 from tests.lib.hugging_face import (
     CASES,
     LLAMA31,
@@ -127,6 +129,33 @@ def test_older_configs_match_transformers(scaling: Any) -> None:
     # transformers removes entries from its argument, hence the copy.
     hf_config = transformers.AutoConfig.for_model(**json.loads(json.dumps(older)))
     assert form_of("llama").args(hf_config.to_dict()) == args
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windowed(TransformerArgs):
+    # A string, as in a module that postpones annotations.
+    window: "int"
+
+
+def test_table_may_have_arguments_of_its_own() -> None:
+    layer = NORMS | ATTENTION | FEED_FORWARD
+    table = partial(Table, "windowed", "WindowedForCausalLM", layer=layer)
+    own = table(args_cls=Windowed, numbers={"sliding_window": "window"})
+    form = build_hugging_face(replace(own, family_args={"qk_norm": False}))
+    args = Windowed(**vars(form_of("llama").args(OLDER)), window=24)
+    config = form.config(args)
+    assert config["sliding_window"] == 24
+    assert form.args(config) == args
+    with pytest.raises(ValueError, match="sliding_window: 'wide'"):
+        form.args(config | {"sliding_window": "wide"})
+    for numbers, args_cls in (
+        ({"sliding_window": "window"}, TransformerArgs),
+        ({"window": "sliding_window"}, Windowed),
+    ):
+        with pytest.raises(
+            ValueError, match=f"WindowedForCausalLM.*args_cls {args_cls.__name__} no"
+        ):
+            table(args_cls=args_cls, numbers=numbers)
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

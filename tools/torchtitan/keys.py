@@ -277,7 +277,7 @@ KEYS: tuple[Key, ...] = (
     *_dropped("metrics.jsonl and tensorboard/ are in the run's folder",
               metrics__save_tb_folder="tb", metrics__save_for_all_ranks=False,
               metrics__disable_color_printing=False),
-    *_dropped('metrics.trackers = ["wandb"] turns it on', metrics__enable_wandb=False),
+    *_dropped('metrics.trackers = ["tensorboard", "wandb"] has both', metrics__enable_wandb=False),
     *_old("metrics.jsonl and tensorboard/ are in the run's folder", "2025-03",
           metrics__rank_0_only=True),
     *_old("metrics.jsonl and tensorboard/ are in the run's folder", "2024-12",
