@@ -50,7 +50,8 @@ class TrainState:
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        vars(self).update(state_dict)
+        self.step, self.tokens = state_dict["step"], state_dict["tokens"]
+        self.lacks_validation = state_dict.get("lacks_validation", False)
 
 
 def build_checkpointer(

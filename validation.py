@@ -69,9 +69,9 @@ class Validator:
         """
         batches, parts = self._all(), list[torch.Tensor]()
         for start in range(0, len(batches), self._n_microbatches):
-            # The device may be a step behind, so that it never waits, but no further.
-            for part in parts[-2:-1]:
-                part.sum().item()
+            # The device always has one step to do, and a request to stop waits for two at most.
+            if len(parts) > 1:
+                parts[-2].sum().item()
             self._control.raise_if_stopped()
             parts.append(runner.evaluate(batches[start : start + self._n_microbatches]))
         losses = torch.cat(parts)

@@ -136,13 +136,12 @@ class SearchSpace:
                 self._values("dp_replicate", divisors(rest)),
                 self._values("ep", divisors(n_experts)),
             ):
-                base = Choice(
-                    replicate, rest // replicate, tp, cp, pp, ep, "1F1B", "full", "default", 1,
-                    "none",
-                )  # fmt: skip
-                is_held = base.dp_shard in self._values("dp_shard", [base.dp_shard])
-                if rest % replicate or not is_held:
+                shard = rest // replicate
+                if rest % replicate or shard not in self._values("dp_shard", [shard]):
                     continue
+                base = Choice(
+                    replicate, shard, tp, cp, pp, ep, "1F1B", "full", "default", 1, "none"
+                )
                 if self._batch % base.degrees.batch or not self.is_legal(base):
                     continue
                 yield from self._variants(base)

@@ -1,6 +1,7 @@
 """End-to-end tests of the benchmark harness on tiny shapes: rows, resume, errors, tables."""
 
 import json
+import re
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import run, step, table
+from benchmarks import published, run, step, table
 from benchmarks.peers import PACKAGES, PEERS
 from benchmarks.rows import (
     MEASURED,
@@ -21,6 +22,7 @@ from benchmarks.rows import (
 )
 from benchmarks.run import load_cases, main
 from benchmarks.turns import Loop, LoopError, Turn, Turns
+from planner.roofline import FIT
 from tests.lib.marks import slow
 
 TINY = {
@@ -262,3 +264,11 @@ def test_documentation_tables_are_rendered_rows() -> None:
     assert [table.rendered(text) for text in texts] == texts, "python -m benchmarks.table"
     for path in table.RESULTS.glob("*.jsonl"):
         assert all(json.loads(line)["commit"] for line in path.read_text().splitlines())
+
+
+def test_published_runs_are_rendered_and_their_error_is_that_of_plans() -> None:
+    table = published.table()
+    assert table in published.PAGE.read_text(), "python -m benchmarks.published"
+    found = re.search(r"tokens/s ([\d.]+ %)", table)
+    assert found is not None
+    assert f"the median error is {found[1]}" in FIT

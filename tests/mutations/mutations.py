@@ -1096,7 +1096,7 @@ ROOT_FILES = [
     Mutation(
         "resumed-run-forgets-its-tokens",
         "resume.py",
-        before="vars(self).update(state_dict)",
+        before='self.step, self.tokens = state_dict["step"], state_dict["tokens"]',
         after='self.step = state_dict["step"]',
         tests=(f"{RESUME}::test_resumed_run_equals_uninterrupted_run",),
     ),
