@@ -60,6 +60,9 @@ def test_nothing_is_named_in_a_healthy_run(tmp_path: Path) -> None:
         "metrics.trackers": '["tensorboard"]',
         "metrics.enable_ledger": "true",
         "validation.sample_tokens": "8",
+        # Steps so long that a busy machine's reads of data are no tenth of them.
+        "training.seq_len": "128",
+        "model.args.n_layers": "4",
     }
     # One rank: other programs may slow one of two.
     output, marks = train(tmp_path, 1, exit_codes.DONE, **keys)
