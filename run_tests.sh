@@ -6,7 +6,8 @@
 #   ./run_tests.sh --torch VERSION [--lowest|--newest] [pytest arguments]
 #   ./run_tests.sh --gpu-stub [pytest arguments]
 #
-# Two files of tests run at a time (pytest-xdist); -n 0 runs one, as --pdb needs.
+# As many files of tests run at a time as there are CPU cores, 2 to 8 (pytest-xdist); -n 0 runs one,
+# as --pdb needs.
 #
 # --torch runs only the tests, with that PyTorch in a persistent environment. Other packages have the
 # versions of constraints.txt, with --lowest the lowest that pyproject.toml allows, with --newest the
@@ -46,8 +47,9 @@ else
 fi
 # Tests start run_train.sh, which tries PYTHON first.
 export PYTHON
+workers=$("$PYTHON" -c 'import os; print(max(2, min(8, len(os.sched_getaffinity(0)))))')
 code=0
-OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n 2 --dist loadfile --no-loadscope-reorder "$@" || code=$?
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || code=$?
 if [[ -n $types ]]; then
   wait "$types" || code=1
   cat "$type_errors"
