@@ -140,7 +140,8 @@ class StepRecorder(DispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which operators and changes of storages' sizes are recorded."""
-        resize, apply = torch.UntypedStorage.resize_, Function.__dict__["apply"].__func__
+        # A class method of Python, or, from PyTorch 2.15 on, of C.
+        resize, apply = torch.UntypedStorage.resize_, Function.__dict__["apply"]
 
         def resize_tracked(storage: Any, size: int) -> Any:
             self._resized(storage, size)
@@ -150,7 +151,7 @@ class StepRecorder(DispatchMode):
             outer = self._has_graph
             self._has_graph |= torch.is_grad_enabled()
             try:
-                return apply(function, *args)
+                return apply.__get__(None, function)(*args)
             finally:
                 self._has_graph = outer
 
