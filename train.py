@@ -37,7 +37,7 @@ from runtime.control import RunControl
 from runtime.distributed import init_distributed, set_seed
 from runtime.hub_paths import pin_names
 from runtime.log import error_text, init_logging, logger, report, show_phase
-from runtime.machine import disable_malloc_trim
+from runtime.machine import disable_malloc_trim, raise_open_file_limit
 from runtime.object_collectives import raise_if_unequal
 from runtime.outside import exits_are_errors
 from runtime.program import program_facts
@@ -116,6 +116,7 @@ def start(arguments: list[str]) -> int:
     """Train the config that ``arguments`` name; report its errors without a traceback."""
     if not arguments:
         return report_config_error(ConfigError((__doc__ or "").splitlines()))
+    raise_open_file_limit()
     with RankHeartbeat(os.environ) as heartbeat:
         try:
             config = load_config(Path(arguments[0]), arguments[1:])

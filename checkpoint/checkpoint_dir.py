@@ -6,12 +6,12 @@ Nothing is overwritten: a folder that no longer counts as a checkpoint is rename
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from checkpoint.hashed_file import write_hashed
+from checkpoint.hashed_file import read_checked, write_hashed
 from checkpoint.manifest import read_manifest, sizes_of, verify_files, write_manifest
 from checkpoint.tensor_index import TENSOR_INDEX_FILE, TensorRecord, read_index, write_index
 from runtime.filesystem import read_file
@@ -21,10 +21,16 @@ from runtime.run_folder import list_checkpoints, step_of
 STATE_FILE = "state.json"
 
 
-def verify_checkpoint(folder: Path, first: int = 0, stride: int = 1) -> list[str]:
+def verify_checkpoint(
+    folder: Path,
+    first: int = 0,
+    stride: int = 1,
+    raise_if_stopped: Callable[[], None] = lambda: None,
+) -> list[str]:
     """Hash a checkpoint's files and check its index and state; return the problems found.
 
     ``first`` and ``stride`` select every ``stride``-th file, so that ranks share the work.
+    ``raise_if_stopped``: as in ``describe_file``. Raises ``OSError`` as ``read_checked`` does.
     """
     try:
         manifest = read_manifest(folder)
@@ -33,7 +39,7 @@ def verify_checkpoint(folder: Path, first: int = 0, stride: int = 1) -> list[str
     # Required: if the manifest does not list them, None matches no file.
     files = {TENSOR_INDEX_FILE: None, STATE_FILE: None} | manifest["files"]
     names = sorted(files)[first::stride]
-    problems = verify_files(folder, files, names)
+    problems = verify_files(folder, files, names, raise_if_stopped)
     if TENSOR_INDEX_FILE in names and not problems:
         try:
             read_index(folder, sizes_of(manifest))
@@ -44,11 +50,14 @@ def verify_checkpoint(folder: Path, first: int = 0, stride: int = 1) -> list[str
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's JSON state; raise ``ValueError`` if it cannot be read."""
+    """Read a checkpoint's JSON state; raise ``ValueError`` if it is damaged.
+
+    Raises ``OSError`` as ``read_checked`` does.
+    """
     path = folder / STATE_FILE
     try:
-        state = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError) as error:
+        state = json.loads(read_checked(lambda: read_file(path)))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path}: not a JSON object")
@@ -84,16 +93,25 @@ def quarantine(folder: Path, reason: str) -> Path:
     return folder.rename(folder.with_name(f"{reason}-{folder.name}-{uuid.uuid4().hex[:8]}"))
 
 
-def purge(folder: Path, *, keep: int, keep_every: int, verified: set[str]) -> None:
+def purge(
+    folder: Path,
+    *,
+    keep: int,
+    keep_every: int,
+    verified: set[str],
+    raise_if_stopped: Callable[[], None] = lambda: None,
+) -> None:
     """Delete all but the newest ``keep`` that verify, and multiples of ``keep_every`` steps.
 
     Quarantines damaged ones. ``verified`` names checkpoints that need no second check. Mutates
-    ``verified``: adds those that verify.
+    ``verified``: adds those that verify. ``raise_if_stopped``: as in ``describe_file``.
     """
     kept = 0
     for path in list_checkpoints(folder):
         if kept < keep:
-            problems = [] if path.name in verified else verify_checkpoint(path)
+            problems = []
+            if path.name not in verified:
+                problems = verify_checkpoint(path, raise_if_stopped=raise_if_stopped)
             if problems:
                 renamed = quarantine(path, "corrupt")
                 logger.warning("checkpoint: quarantined as %s: %s", renamed, "; ".join(problems))

@@ -7,6 +7,7 @@ verifies. A thread writes; the main thread runs the collectives and the rename.
 
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -59,6 +60,10 @@ class TensorState(Stateful, Protocol):
 
     def load_targets(self, saved: Collection[str]) -> dict[str, Any]:
         """Return the tensors to load, of a checkpoint whose keys are ``saved``."""
+
+
+class RetentionStopped(Exception):
+    """The retention thread need not verify older checkpoints any more."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class Checkpointer:
         # A separate thread, because verifying reads and hashes whole checkpoints.
         self._purger = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retention")
         self._purged: Future[None] | None = None
+        self._is_retention_stopped = threading.Event()
 
     @property
     def is_writing(self) -> bool:
@@ -209,13 +215,23 @@ class Checkpointer:
     def _purge(self) -> None:
         keep, every = self._config.keep_latest_k, self._config.keep_every
         try:
-            purge(self._folder, keep=keep, keep_every=every, verified=self._verified)
+            purge(
+                self._folder, keep=keep, keep_every=every, verified=self._verified,
+                raise_if_stopped=self._raise_if_retention_stopped,
+            )  # fmt: skip
+        except RetentionStopped:
+            logger.info("checkpoint: the next start deletes older ones, which it verifies first")
         except OSError as error:
             logger.warning("checkpoint: older ones were not deleted: %s", error)
 
+    def _raise_if_retention_stopped(self) -> None:
+        if self._is_retention_stopped.is_set():
+            raise RetentionStopped
+
     def close(self) -> None:
-        """Wait for the writer and the retention thread, and stop both."""
+        """Wait for the writer; stop it and the retention thread, which may be hashing for hours."""
         self._writer.shutdown()
+        self._is_retention_stopped.set()
         self._purger.shutdown()
 
     def load_latest(self, *, skip: Collection[str] = ()) -> int | None:
@@ -232,7 +248,9 @@ class Checkpointer:
             return None
         assert self._pending is None, "finish() the pending save first"
         if self._purged is not None:
+            self._is_retention_stopped.set()
             self._purged.result()
+            self._is_retention_stopped.clear()
         damaged: dict[Path, list[str]] = {}
         for folder in run_on_rank0(partial(list_checkpoints, self._folder)):
             problems = _verify(folder)
@@ -430,9 +448,12 @@ def _tensors_only(plan: SavePlan) -> SavePlan:
 def _verify(folder: Path) -> list[str]:
     """Verify a checkpoint, each rank a part of its files; return the problems. Collective.
 
-    Raises ``ConfigError`` if the ranks find different checkpoints there, as on local disks.
+    Raises ``ConfigError`` if the ranks find different checkpoints there, as on local disks, and
+    ``RankFailure`` if one cannot read for a reason that may pass.
     """
-    raise_if_unequal({f"checkpoint {folder}": manifest_digest(folder)})
+    digests: list[str] = []
+    gather_to_rank0(lambda: digests.append(manifest_digest(folder)))
+    raise_if_unequal({f"checkpoint {folder}": digests[0]})
     found = gather_to_rank0(
         partial(verify_checkpoint, folder, dist.get_rank(), dist.get_world_size())
     )

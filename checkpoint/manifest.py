@@ -3,13 +3,14 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from checkpoint.hashed_file import describe_file, write_hashed
+from checkpoint.hashed_file import describe_file, read_checked, write_hashed
 from runtime.filesystem import open_file, read_file
 
 MANIFEST_FILE = "manifest.json"
@@ -39,15 +40,18 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest; raise ``ValueError`` if it is missing, malformed or damaged."""
+    """Read the manifest; raise ``ValueError`` if it is missing, malformed or damaged.
+
+    Raises ``OSError`` as ``read_checked`` does.
+    """
     path = folder / MANIFEST_FILE
     try:
-        content = json.loads(read_file(path))
+        content = json.loads(read_checked(lambda: read_file(path)))
         checksum = content.pop("checksum")
         # + 0 raises TypeError unless it is a number.
         files = {name: (d["size"] + 0, d["xxh3_128"]) for name, d in content["files"].items()}
         expected = _checksum(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if checksum != expected:
         raise ValueError(f"{path}: checksum mismatch")
@@ -63,11 +67,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_digest(folder: Path) -> str:
-    """Hash of the manifest's bytes, equal for equal checkpoints; an error's text without them."""
+    """Hash of the manifest's bytes, equal for equal checkpoints; what damaged it without them.
+
+    Raises ``OSError`` as ``read_checked`` does.
+    """
     try:
-        return xxhash.xxh3_128(read_file(folder / MANIFEST_FILE)).hexdigest()
-    except (OSError, ValueError) as error:
+        content = read_checked(lambda: read_file(folder / MANIFEST_FILE))
+    except ValueError as error:
         return str(error)
+    return xxhash.xxh3_128(content).hexdigest()
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -80,19 +88,31 @@ def sizes_of(manifest: Mapping[str, Any]) -> dict[str, int]:
     return {name: description["size"] for name, description in manifest["files"].items()}
 
 
-def verify_files(folder: Path, files: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Hash the files ``names``; return a problem for each that is missing or was changed."""
+def verify_files(
+    folder: Path,
+    files: dict[str, Any],
+    names: Iterable[str],
+    raise_if_stopped: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Hash the files ``names``; return a problem for each that is missing or was changed.
+
+    Raises ``OSError`` as ``read_checked`` does. ``raise_if_stopped``: as in ``describe_file``.
+    """
+
+    def actual(name: str) -> dict[str, Any] | None:
+        # A wrong size needs no hash, and a file of wrong size may be of any size.
+        with open_file(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        is_whole = files[name] is not None and size == files[name]["size"]
+        return describe_file(folder / name, raise_if_stopped) if is_whole else None
+
     found = []
     for name in names:
         try:
-            # A wrong size needs no hash, and a file of wrong size may be of any size.
-            with open_file(folder / name) as file:
-                size = os.fstat(file.fileno()).st_size
-            is_whole = files[name] is not None and size == files[name]["size"]
-            actual = describe_file(folder / name) if is_whole else None
-        except OSError as error:
-            found.append(f"{folder / name}: {error.strerror or error}")
+            description = read_checked(partial(actual, name))
+        except ValueError as error:
+            found.append(f"{folder / name}: {error}")
             continue
-        if actual is None or actual != files[name]:
+        if description is None or description != files[name]:
             found.append(f"{folder / name}: size or hash mismatch")
     return found

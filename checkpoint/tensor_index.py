@@ -6,11 +6,11 @@ Imports no torch.
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint.hashed_file import write_hashed
+from checkpoint.hashed_file import read_checked, write_hashed
 from runtime.filesystem import read_file
 
 TENSOR_INDEX_FILE = "tensors.json"
@@ -57,19 +57,24 @@ def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord
     """Read the tensor index; ``sizes`` has the size in bytes of each file.
 
     Raises ``ValueError`` if it is malformed, if a shard lies outside its file or its tensor, or if
-    the shards do not add up to the tensor.
+    the shards do not add up to the tensor. Raises ``OSError`` as ``read_checked`` does.
     """
     path = folder / TENSOR_INDEX_FILE
     try:
-        index = json.loads(read_file(path, MAX_BYTES))
+        index = json.loads(read_checked(lambda: read_file(path, MAX_BYTES)))
         return {fqn: _parse(fqn, fields, sizes) for fqn, fields in index.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def _to_json(shard: TensorShard) -> dict[str, Any]:
-    fields = asdict(shard)
-    return {"start": fields.pop("file_offset"), **fields}
+    # No ``asdict``, which takes three times as long: 405B on 4,096 ranks has millions of shards.
+    return {
+        "start": shard.file_offset,
+        "file": shard.file,
+        "offsets": shard.offsets,
+        "sizes": shard.sizes,
+    }
 
 
 def _parse(fqn: str, fields: dict[str, Any], sizes: Mapping[str, int]) -> TensorRecord:

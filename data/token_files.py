@@ -51,7 +51,7 @@ MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
-# A shard needs two file descriptors, and the limit of a process is often 1024.
+# Of a process, which may have 1024 file descriptors. A shard needs two.
 MAX_MAPPED_SHARDS = 256
 
 # Maps a document's index in a shard to the (start, end) of its ids.
@@ -82,7 +82,6 @@ class TokenFiles:
         """``fingerprint``, ``name``, ``bos`` and ``eos``; None if the files do not store them."""
         self.max_id = max_id
         """Largest id of all documents; None if the files do not store it."""
-        self._mapped = lru_cache(maxsize=MAX_MAPPED_SHARDS)(self._map)
         lines = "\n".join(f"{shard.name} {shard.fingerprint}" for shard in shards)
         self.fingerprint = hashlib.sha256(lines.encode()).hexdigest()
         """Equal for files with the same documents in the same order."""
@@ -106,7 +105,7 @@ class TokenFiles:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         number, document = find_shard(self._ends, index)
-        ids, bounds = self._mapped(number)
+        ids, bounds = _map(self._shards[number])
         start, end = bounds(document)
         return ids[start:end]
 
@@ -125,15 +124,16 @@ class TokenFiles:
             hashes[end - shard.n_documents : end] = record_hashes(shard.name, shard.n_documents)
         return hashes
 
-    def _map(self, number: int) -> tuple[np.ndarray, Bounds]:
-        shard = self._shards[number]
-        # A file that cannot be opened is not bad data, because a restart may help.
-        try:
-            return _map_file(shard.path, shard.dtype), shard.map_bounds()
-        except ValueError as error:
-            if isinstance(error.__cause__, OSError):
-                raise OSError(str(error)) from error
-            raise
+
+@lru_cache(maxsize=MAX_MAPPED_SHARDS)
+def _map(shard: TokenShard) -> tuple[np.ndarray, Bounds]:
+    # A file that cannot be opened is not bad data, because a restart may help.
+    try:
+        return _map_file(shard.path, shard.dtype), shard.map_bounds()
+    except ValueError as error:
+        if isinstance(error.__cause__, OSError):
+            raise OSError(str(error)) from error
+        raise
 
 
 def open_token_files(

@@ -4,8 +4,10 @@ import ctypes
 import math
 import os
 import platform
+import resource
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -45,6 +47,16 @@ def available_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def raise_open_file_limit() -> None:
+    """Raise this process's soft limit of open files, often 1,024, to the hard one.
+
+    Sources of a mixture map hundreds of files each, and every rank is connected to many others.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # Some systems have a lower maximum than their hard limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def disable_malloc_trim() -> None:

@@ -127,7 +127,18 @@ def test_check_purge_detects_counting_damaged_checkpoints(source: Path, tmp_path
     shutil.copytree(source, folder)
     flip_state(folder / "step-00000080")
     with (
-        patch("checkpoint.checkpoint_dir.verify_checkpoint", lambda path: []),
+        patch("checkpoint.checkpoint_dir.verify_checkpoint", lambda path, **_: []),
         pytest.raises(AssertionError),
     ):
         check_purge(folder, 1, 0, 0)
+
+
+def test_verification_can_be_stopped(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, 1)
+
+    def stop() -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        verify_checkpoint(path, raise_if_stopped=stop)
+    assert verify_checkpoint(path) == []

@@ -511,6 +511,29 @@ def test_load_waits_for_retention(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(load_during_retention, 1, tmp_path) == [["step-00000002"]]
 
 
+def close_during_verification(folder: Path) -> list[str]:
+    """Names of the checkpoints after a run that ended while retention verified one."""
+    first, second = Small(folder), Small(folder, keep_latest_k=3)
+    for step in (1, 2):
+        first.checkpointer.save(step, wait=True)
+    second.checkpointer.load_latest()
+
+    def verify_for_hours(path: Path, *, raise_if_stopped: Callable[[], None]) -> list[str]:
+        while True:
+            raise_if_stopped()
+            time.sleep(0.01)
+
+    with patch("checkpoint.checkpoint_dir.verify_checkpoint", verify_for_hours):
+        second.checkpointer.save(3, wait=True)
+        second.checkpointer.close()
+    return [path.name for path in list_checkpoints(folder)]
+
+
+def test_end_of_a_run_does_not_wait_for_verification(ranks: RankPool, tmp_path: Path) -> None:
+    names = [f"step-0000000{step}" for step in (3, 2, 1)]
+    assert ranks.run(close_during_verification, 1, tmp_path) == [names]
+
+
 def save_durably(folder: Path) -> None:
     small = Small(folder)
     with recorded_durability() as calls:

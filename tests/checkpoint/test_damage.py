@@ -1,15 +1,18 @@
 """A damaged checkpoint is quarantined and the one before it loads; no file can run code."""
 
+import errno
 import json
 import os
 import pickle
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from checkpoint.manifest import MANIFEST_FILE, read_manifest, sizes_of, write_ma
 from checkpoint.tensor_files import load_single_process, write_tensor_file
 from checkpoint.tensor_index import TENSOR_INDEX_FILE, read_index
 from config import ConfigError
+from runtime.object_collectives import RankFailure
 from tests.lib.layouts import Layout
 from tests.lib.ranks import RankPool
 from tests.lib.small_run import Run
@@ -280,6 +284,51 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(
         [quarantined] = folder.glob(f"corrupt-{NEWER}-*")
         assert {path.name for path in folder.iterdir()} == {OLDER, quarantined.name}
     record_result(f"{len(DAMAGES)} of {len(DAMAGES)} damages")
+
+
+def load_with_errors(folder: Path, name: str, number: int, n_errors: int) -> list[Any]:
+    """Load twice; rank 1 cannot open the newer file ``name`` in ``n_errors`` attempts."""
+    run, found = Run(folder, TWO), list[Any]()
+    opened, left = os.open, n_errors if torch.distributed.get_rank() == 1 else 0
+
+    def failing(path: Any, *args: Any) -> int:
+        nonlocal left
+        if str(path).endswith(f"{NEWER}/{name}") and left:
+            left -= 1
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args)
+
+    with patch("os.open", failing):
+        for _ in range(2):
+            try:
+                found.append(run.checkpointer_in(folder).load_latest())
+            except RankFailure as error:
+                found.append(str(error))
+    return found
+
+
+PASSING = (errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.EACCES)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_FILE, FILES[1]])
+@pytest.mark.parametrize("number", PASSING, ids=lambda number: errno.errorcode[number])
+def test_error_that_may_pass_is_no_damage(
+    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path, name: str, number: int
+) -> None:
+    folder = shutil.copytree(intact[0], tmp_path / "copy")
+    for failure, step in ranks.run(load_with_errors, 2, folder, name, number, 1):
+        assert re.search(rf"^rank 1: .*{os.strerror(number)}", failure)
+        assert step == 2
+    assert {path.name for path in folder.iterdir()} == {OLDER, NEWER}
+
+
+@pytest.mark.parametrize(("n_errors", "steps"), [(1, [2, 2]), (2, [1, 1])])
+def test_only_a_repeated_io_error_is_damage(
+    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path, n_errors: int, steps: Any
+) -> None:
+    folder = shutil.copytree(intact[0], tmp_path / "copy")
+    found = ranks.run(load_with_errors, 2, folder, FILES[1], errno.EIO, n_errors)
+    assert found == [steps, steps]
 
 
 @pytest.mark.row(24, "A hostile checkpoint runs no code and reads nothing outside of itself")

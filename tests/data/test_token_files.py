@@ -4,6 +4,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ def test_documents_are_views_of_the_file(tmp_path: Path) -> None:
     write_megatron(tmp_path / "b.idx", [DOCUMENTS, [[1]]])
     for name in ("a", "b.idx"):
         files = open_token_files(str(tmp_path / name))
-        assert np.shares_memory(files[0], files._mapped(0)[0])
-        assert isinstance(files._mapped(0)[0].base, np.memmap)
+        assert np.shares_memory(files[0], token_files._map(files._shards[0])[0])
+        assert isinstance(token_files._map(files._shards[0])[0].base, np.memmap)
         assert not files[0].flags.writeable
     before = files[0].copy()
     overwrite(tmp_path / "b.bin", 0, struct.pack("<i", 77))
@@ -94,11 +95,14 @@ def test_documents_are_views_of_the_file(tmp_path: Path) -> None:
 
 
 def test_number_of_open_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files, "MAX_MAPPED_SHARDS", 3)
-    files = open_token_files(str(write_prepared(tmp_path / "a", [DOCUMENTS] * 40)))
+    cached = lru_cache(maxsize=3)(token_files._map.__wrapped__)
+    monkeypatch.setattr(token_files, "_map", cached)
+    folders = [write_prepared(tmp_path / name, [DOCUMENTS] * 40) for name in ("a", "b")]
+    sources = [open_token_files(str(folder)) for folder in folders]
     n_open = len(os.listdir("/proc/self/fd"))
-    assert contents(files) == DOCUMENTS * 40
-    assert len(os.listdir("/proc/self/fd")) <= n_open + 2 * 3
+    for files in sources:
+        assert contents(files) == DOCUMENTS * 40
+    assert len(os.listdir("/proc/self/fd")) <= n_open + 2 * 3, "of all sources together"
 
 
 def splitmix64(state: int) -> int:

@@ -690,7 +690,6 @@ CHECKPOINT = [
         "load-does-not-wait-for-retention",
         "checkpoint/checkpointer.py",
         before="""\
-        if self._purged is not None:
             self._purged.result()
 """,
         after="",

@@ -32,6 +32,24 @@ def test_gloo_group_has_one_worker_thread(ranks: RankPool) -> None:
     assert ranks.run(workers_of_new_group, 2) == [1, 1]
 
 
+LIMITS = """
+import resource
+
+from runtime.machine import raise_open_file_limit
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+raise_open_file_limit()
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard))
+"""
+
+
+def test_open_files_are_limited_by_the_hard_limit() -> None:
+    command = [sys.executable, "-c", LIMITS]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout == "True\n"
+
+
 FAULTS = """
 import resource
 import sys
