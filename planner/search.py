@@ -50,6 +50,8 @@ class Found:
     tokens_per_second: float
     alike: dict[str, list[Any]] = field(default_factory=dict)
     """See the function of this name."""
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """See ``SearchSpace.settings``."""
 
     @property
     def seconds(self) -> float:
@@ -113,7 +115,11 @@ class Search:
         if not best:
             least = min((found.peak for found in ranked), default=0) / GIB
             raise ConfigError([f"--search: nothing fits; the least is {least:.1f} GiB of a rank"])
-        best = [replace(found, alike=alike(found.choice, fitting)) for found in best]
+        settings = self.space.settings
+        best = [
+            replace(found, alike=alike(found.choice, fitting), settings=settings(found.choice))
+            for found in best
+        ]
         return Answer(_shown(best), len(choices), len(ranked), len(fitting))
 
     def _estimates(self, choices: list[Choice], run_all: Map) -> list[Found]:

@@ -181,7 +181,7 @@ class SearchSpace:
     def config_of(self, choice: Choice) -> JobConfig:
         """The configuration with ``choice``."""
         config = self._config
-        updates = {name: keys for name, keys in settings(choice).items() if name != "training"}
+        updates = {name: keys for name, keys in _keys(choice).items() if name != "training"}
         sections: dict[str, Any] = {}
         for name, cls in SECTIONS.items():
             kept = getattr(config, name).model_dump(exclude_unset=True)
@@ -196,6 +196,20 @@ class SearchSpace:
         size = {"local_batch_size": choice.size}
         sections["training"] = config.training.model_copy(update=size)
         return config.model_copy(update=sections)
+
+    def settings(self, choice: Choice) -> dict[str, dict[str, Any]]:
+        """Keys by table that change the configuration of this search to that of ``choice``.
+
+        Also those of ``choice`` that are no defaults, for a reader who sees only them.
+        """
+        tables, chosen = _keys(choice), self.config_of(choice)
+        for name in SECTIONS:
+            before = getattr(self._config, name).model_dump()
+            after = getattr(chosen, name).model_dump()
+            changed = {key: value for key, value in after.items() if value != before[key]}
+            if changed:
+                tables[name] = tables.get(name, {}) | changed
+        return tables
 
 
 def _held_values(config: JobConfig, keys: Collection[str]) -> dict[str, Any]:
@@ -216,7 +230,7 @@ def _held_values(config: JobConfig, keys: Collection[str]) -> dict[str, Any]:
     return held
 
 
-def settings(choice: Choice) -> dict[str, dict[str, Any]]:
+def _keys(choice: Choice) -> dict[str, dict[str, Any]]:
     """The keys of ``choice`` that differ from their defaults, by table."""
     defaults = Parallelism()
     keys = {

@@ -5,7 +5,6 @@ from textwrap import wrap
 from typing import Any
 
 from planner.search import ALIKE, GIB, N_BEST, Answer, Found
-from planner.search_space import settings
 
 HEAD = (
     " #  dp rep  shard  tp  cp  pp  ep  schedule     recompute  reshard  size  float8"
@@ -55,9 +54,9 @@ def why_slower(found: Found, other: Found) -> str:
 
 
 def toml_lines(found: Found) -> list[str]:
-    """Lines of TOML."""
+    """Lines of TOML, which change the configuration of the search to that of ``found``."""
     lines = []
-    for name, table in settings(found.choice).items():
+    for name, table in found.settings.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     return lines
 
@@ -70,7 +69,7 @@ def search_json(answer: Answer) -> dict[str, Any]:
         "fitting": answer.n_fitting,
         "best": [
             {
-                "settings": settings(found.choice),
+                "settings": found.settings,
                 "degrees": vars(found.choice.degrees) | {"ep": found.choice.ep},
                 "peak": found.peak,
                 "alike": found.alike,

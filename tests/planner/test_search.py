@@ -1,5 +1,6 @@
 """A search finds what a plan of every choice would, and its answer can be pasted."""
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from planner import search as module
 from planner.estimate import Sample, Shape, estimated
 from planner.search import GIB, N_BEST, Found, Search, alike
 from planner.search_simulations import Request, simulate_sample, simulate_stage
-from planner.search_space import Choice, Kind
+from planner.search_space import Choice, Kind, SearchSpace
 from planner.search_text import search_json, search_text, toml_lines
 from planner.step_record import StepRecord
 from runtime.devices import find_hardware
@@ -134,6 +135,46 @@ def test_the_answer_is_ranked_and_can_be_pasted(tmp_path: Path) -> None:
     file = tmp_path / "best.toml"
     file.write_text("\n".join(toml_lines(answer.best[0])))
     load_config(file, ["--model.flavor", "debugmodel"])
+
+
+def test_lines_to_paste_give_the_choice_whatever_the_configuration_has(tmp_path: Path) -> None:
+    text = """
+        [model]
+        flavor = "debugmodel"
+        [training]
+        global_batch_size = 32
+        [parallelism]
+        data_parallel_replicate_degree = 2
+        data_parallel_shard_degree = 2
+        tensor_parallel_async = true
+        tensor_parallel_degree = 2
+        context_parallel_degree = 2
+        context_parallel_method = "allgather"
+        pipeline_parallel_degree = 2
+        pipeline_parallel_schedule = "Interleaved1F1B"
+        pipeline_parallel_stages_per_rank = 3
+        fsdp_reshard_after_forward = "always"
+        fsdp_reduce_gradients = "last_microbatch"
+        [activation_checkpoint]
+        mode = "selective"
+        selective = 2
+    """
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    config = load_config(file, [])
+    space = SearchSpace(config, WORLD, find_hardware("h100", None).device)
+    choices = list(space.choices())
+    assert {1, 2} <= {choice.cp for choice in choices} & {choice.pp for choice in choices}
+    for choice in choices:
+        overrides = [
+            part
+            for name, table in space.settings(choice).items()
+            for key, value in table.items()
+            for part in (f"--{name}.{key}", json.dumps(value))
+        ]
+        found = load_config(file, overrides).model_dump()
+        wanted = space.config_of(choice).model_dump()
+        assert {name: found[name] for name in found if found[name] != wanted[name]} == {}, choice
 
 
 def test_rows_are_of_different_meshes_and_name_what_is_alike() -> None:
