@@ -111,6 +111,8 @@ class ShardedModel:
             "experts": self.has_moes,
             "ddp": config.parallelism.data_parallel == "ddp" and n_ranks > 1,
             "parallelism.fsdp_cpu_offload": config.parallelism.fsdp_cpu_offload,
+            # FSDP2 waits in a later step for what the resharding of one recorded.
+            "parallelism.fsdp_reshard_after_forward = N": _reshards_in_part(config),
             "debug.deterministic": config.debug.is_elastic,
             "metrics.straggler_window": config.metrics.straggler_window > 0,
             # The compiler then keeps states of a random generator that a capture does not know.
@@ -122,6 +124,10 @@ class ShardedModel:
             f"several GPUs: {always}": is_auto and n_ranks > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")
+
+
+def _reshards_in_part(config: JobConfig) -> bool:
+    return type(config.parallelism.fsdp_reshard_after_forward) is int
 
 
 def _recomputes_own(config: JobConfig) -> bool:

@@ -77,7 +77,8 @@ class TrainStep:
     def __call__(self, step: int, batch: StepBatch) -> StepResult:
         """Make optimizer step ``step``, 1-based. Collective.
 
-        Never waits for the device, unless ``NonfiniteGuard.step`` does.
+        Waits for the device only where ``NonfiniteGuard.step`` does, where statistics of layers are
+        observed, with CPU offload, and with expert parallel, whose sizes depend on tokens.
         """
         run, config = self._run, self._run.config
         self._expert_balancer.set_batch_fraction(batch.n_sequences / run.global_batch_size)
@@ -89,7 +90,8 @@ class TrainStep:
         losses = self.runner.forward_backward(batch.microbatches, batch.n_tokens)
         lr = config.optimizer.lr * run.lr_factor(step)
         update = partial(self._update, layers=layers) if is_observed else self._run_update
-        grad_norm = update(losses.sum(), lr, step)
+        # The same number for graphs, which read it from a float32 tensor, and for all other steps.
+        grad_norm = update(losses.sum(), torch.tensor(lr, dtype=torch.float32).item(), step)
         self.optimizer.zero_grad()
         self._expert_balancer.update(self.nonfinite.found_inf)
         return StepResult(losses, grad_norm, lr, layers)
@@ -98,7 +100,7 @@ class TrainStep:
         """``_update``, as a graph if there is one."""
         if self._graph is None:
             return self._update(loss, lr, step)
-        # A graph would repeat numbers, and PyTorch's AdamW reads a learning rate in float32.
+        # A graph would repeat numbers. PyTorch's AdamW reads a learning rate of float32.
         lr_tensor = torch.full((), lr, dtype=torch.float32, device=loss.device)
         step_tensor = torch.full((), step, device=loss.device)
         grad_norm = self._graph(self.runner.recording, loss, lr_tensor, step_tensor)

@@ -153,7 +153,8 @@ class MoE(nn.Module):
 
     def _balance_loss(self, scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the auxiliary loss (); this rank's term of it if sequences are sharded."""
-        if self.balance_weight == 0.0:
+        # Validation and samples have no use for it, nor for its all-reduce.
+        if self.balance_weight == 0.0 or not torch.is_grad_enabled():
             return scores.new_zeros(())
         counts = self.all_reduce_counts(counts).type_as(scores)
         # Equation 18: each expert's fraction of the tokens, relative to a uniform load.

@@ -41,6 +41,8 @@ def one_pass_adamw(
     # The first update, if it is skipped, would divide by zero.
     counts = torch.stack(steps).double().clamp(min=1.0)
     (beta1, beta2), lr = group["betas"], group["lr"]
+    if isinstance(lr, torch.Tensor):
+        lr = lr.double()
     dtype = torch.promote_types(states[0].tensors[0].dtype, torch.float32)
     columns = [
         lr / (1 - beta1**counts),

@@ -37,7 +37,7 @@ from train_step import TrainStep
 # Number of microbatches of each step: kinds of steps repeat, change and return. The last step
 # replays the graphs of the one before it, with another number of microbatches.
 STEPS = (3, 1, 1, 2, 2, 3, 4)
-LR = 2.0**-7
+LR = 1e-3
 FULL = ActivationCheckpoint(mode="full")
 SELECTIVE = ActivationCheckpoint(mode="selective")
 LAYOUTS = [
@@ -67,7 +67,6 @@ def train(
     training = sharded.config.training.model_copy(update={"max_norm": 0.05})
     changes = {"optimizer": Optimizer(lr=LR), "training": training}
     config = sharded.config.model_copy(update=changes)
-    # Numbers that float32 has.
     run: Any = SimpleNamespace(
         config=config, global_batch_size=1, lr_factor=lambda step: 1 - step / 16
     )
@@ -124,6 +123,9 @@ def test_what_runs_without_graphs_says_why(ranks: RankPool) -> None:
         "": {},
         "compile.cuda_graphs": {"compile": {"cuda_graphs": "never"}},
         "parallelism.fsdp_cpu_offload": {"parallelism": {"fsdp_cpu_offload": True}},
+        "parallelism.fsdp_reshard_after_forward = N": {
+            "parallelism": {"fsdp_reshard_after_forward": 2}
+        },
         "debug.deterministic": {"debug": {"deterministic": "elastic"}},
         "metrics.straggler_window": {"metrics": {"straggler_window": 5}},
         "compiled recomputation of attention": {

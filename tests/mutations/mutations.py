@@ -918,7 +918,7 @@ LAUNCHER_AND_RUNTIME = [
     Mutation(
         "ranks-may-load-different-checkpoints",
         "checkpoint/checkpointer.py",
-        before='    raise_if_unequal({f"checkpoint {folder}": manifest_digest(folder)})\n',
+        before='    raise_if_unequal({f"checkpoint {folder}": digests[0]})\n',
         after="",
         tests=("tests/checkpoint/test_checkpointer.py",),
     ),
