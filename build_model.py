@@ -22,7 +22,7 @@ from parallelisms.materialize import materialize
 from parallelisms.mixed_precision import mixed_precision_policy
 from parallelisms.parallel_dims import ParallelDims
 from parallelisms.parallelize import parallelize
-from parallelisms.tied_weights import tied_fqns
+from parallelisms.pipeline_parallel import tied_across_stages
 from run_spec import RunSpec
 from runtime.log import logger, show_phase
 
@@ -44,7 +44,7 @@ class ShardedModel:
     fqns: list[str]
     """FQNs of all parameters of the whole model, tied ones once."""
     tied: list[str]
-    """FQNs of parameters that have several names in the whole model."""
+    """First FQNs of parameters that the first and the last pipeline stage share."""
     has_moes: bool
     """True if any layer of the whole model has experts."""
     flops_per_token: tuple[float, float]
@@ -212,7 +212,15 @@ def build_sharded_model(
     """
     module = build_on_meta(spec, args, getattr(torch, config.training.dtype))
     # What follows shards, splits and wraps the module: count and name its parameters first.
-    fqns, tied = [fqn for fqn, _ in module.named_parameters()], tied_fqns(module)
+    fqns, tied = [fqn for fqn, _ in module.named_parameters()], list[str]()
+    if dims.degrees.pp > 1:
+        tied = tied_across_stages(
+            module,
+            dims.degrees.pp,
+            split=spec,
+            parallelism=config.parallelism,
+            is_own=config.model.is_own,
+        )
     has_moes = bool(spec.moes(module))
     n_parameters = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -111,7 +111,6 @@ def parallelize(
         split=spec,
         parallelism=parallelism,
         parallelize_stage=parallelize_stage,
-        is_own=config.model.is_own,
     )
 
 

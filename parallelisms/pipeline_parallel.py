@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from config import ConfigError
 from config.job_config import Parallelism
+from parallelisms.tied_weights import fqns_by_parameter
 from runtime.dtensor import to_local
 from runtime.log import logger
 
@@ -38,25 +39,15 @@ def apply_pipeline_parallel(
     split: PipelineSplit,
     parallelism: Parallelism,
     parallelize_stage: Callable[[nn.Module], None],
-    is_own: bool = False,
 ) -> list[nn.Module]:
     """Split ``model``, still on the meta device; return this rank's stages in order.
 
     ``parallelize_stage`` applies the other parallelisms to each stage. Mutates ``model``: it keeps
-    the parameters of these stages under the same FQNs, and can no longer be called. ``is_own``: the
-    user's own model; raises ``ConfigError`` if its stages share a parameter.
+    the parameters of these stages under the same FQNs, and can no longer be called.
     """
-    n_stages = pp_mesh.size() * stages_per_rank(parallelism)
-    layers = stage_layers(
-        len(split.blocks(model)),
-        n_stages,
-        less_first=parallelism.pipeline_parallel_first_stage_less_layers,
-        less_last=parallelism.pipeline_parallel_last_stage_less_layers,
-    )
-    if is_own:
-        _check_stages(model, split, layers)
+    layers = _layers_of_stages(model, pp_mesh.size(), split, parallelism)
     stages = []
-    for index in _stage_indices(pp_mesh, n_stages):
+    for index in _stage_indices(pp_mesh, len(layers)):
         stage = deepcopy(model)
         split.split_stage(stage, layers[index])
         parallelize_stage(stage)
@@ -69,18 +60,58 @@ def apply_pipeline_parallel(
     return stages
 
 
-def _check_stages(model: nn.Module, split: PipelineSplit, layers: list[range]) -> None:
-    owners: dict[str, list[int]] = defaultdict(list)
-    for index, own_layers in enumerate(layers):
-        stage = deepcopy(model)
-        split.split_stage(stage, own_layers)
-        for fqn, _ in stage.named_parameters():
+def tied_across_stages(
+    model: nn.Module, pp: int, *, split: PipelineSplit, parallelism: Parallelism, is_own: bool
+) -> list[str]:
+    """Return the first FQN of each parameter that the first and the last stage share.
+
+    ``model``: still whole, on the meta device. ``is_own``: the user's own; raises ``ConfigError``
+    if its stages share any other parameter.
+    """
+    groups = fqns_by_parameter(model)
+    if not is_own:
+        # Embedding and output.
+        return [first for first, *others in groups if others]
+    stages, owners = list[nn.Module](), defaultdict[str, list[int]](list)
+    for index, own_layers in enumerate(_layers_of_stages(model, pp, split, parallelism)):
+        stages.append(deepcopy(model))
+        split.split_stage(stages[-1], own_layers)
+        for fqn, _ in stages[-1].named_parameters(remove_duplicate=False):
             owners[fqn].append(index)
-    for fqn, indices in owners.items():
-        if len(indices) > 1:
-            text = f"{fqn} is on stages {', '.join(map(str, indices))}, which would train it apart"
+    tied, ends = [], [stages[0], stages[-1]]
+    for fqns in groups:
+        indices = sorted({index for fqn in fqns for index in owners[fqn]})
+        if len(indices) < 2:
+            continue
+        is_of_ends = len(fqns) > 1 and indices == [0, len(stages) - 1]
+        if not is_of_ends or not _have(fqns[0], model, split, ends):
+            text = f"{' = '.join(fqns)} is on stages {', '.join(map(str, indices))}"
             remedy = "split_stage must leave it on one, or each block have one of its own"
-            raise ConfigError([f"parallelism.pipeline_parallel_degree: {text}: {remedy}"])
+            text = f"{text}, which would train it apart: {remedy}"
+            raise ConfigError([f"parallelism.pipeline_parallel_degree: {text}"])
+        tied.append(fqns[0])
+    return tied
+
+
+def _have(fqn: str, model: nn.Module, split: PipelineSplit, stages: list[nn.Module]) -> bool:
+    """True if a model of each of the ``stages`` alone has a parameter ``fqn``."""
+    for stage in stages:
+        merged = deepcopy(model)
+        split.merge_stages(merged, [deepcopy(stage)])
+        if fqn not in dict(merged.named_parameters()):
+            return False
+    return True
+
+
+def _layers_of_stages(
+    model: nn.Module, pp: int, split: PipelineSplit, parallelism: Parallelism
+) -> list[range]:
+    return stage_layers(
+        len(split.blocks(model)),
+        pp * stages_per_rank(parallelism),
+        less_first=parallelism.pipeline_parallel_first_stage_less_layers,
+        less_last=parallelism.pipeline_parallel_last_stage_less_layers,
+    )
 
 
 def stages_per_rank(parallelism: Parallelism) -> int:

@@ -13,7 +13,7 @@ def preserve_tied_weights(model: nn.Module) -> Iterator[None]:
 
     ``parallelize_module`` and ``to_empty`` give every module a parameter of its own.
     """
-    groups = _fqns_by_parameter(model)
+    groups = fqns_by_parameter(model)
     yield
     for first, *others in groups:
         for fqn in others:
@@ -21,12 +21,7 @@ def preserve_tied_weights(model: nn.Module) -> Iterator[None]:
             model.get_submodule(path).register_parameter(name, model.get_parameter(first))
 
 
-def tied_fqns(model: nn.Module) -> list[str]:
-    """Return the first FQN of each parameter that has several."""
-    return [first for first, *others in _fqns_by_parameter(model) if others]
-
-
-def _fqns_by_parameter(model: nn.Module) -> list[list[str]]:
+def fqns_by_parameter(model: nn.Module) -> list[list[str]]:
     """Return all FQNs of each parameter."""
     fqns = defaultdict(list)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
