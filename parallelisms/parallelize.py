@@ -21,6 +21,7 @@ from parallelisms.parallel_dims import ParallelDims, fsdp_submesh
 from parallelisms.pipeline_parallel import PipelineSplit, apply_pipeline_parallel
 from parallelisms.simple_fsdp import apply_simple_fsdp
 from parallelisms.tensor_parallel import Style, apply_tensor_parallel
+from parallelisms.tied_weights import check_recomputed_ties, forbid_untying
 from runtime.compat import require
 
 
@@ -78,7 +79,7 @@ def parallelize(
     7. data parallel: shards whatever parameters exist by now
 
     Raises ``ValueError`` if the tensor parallel plan misses a parameter, and ``ConfigError`` if
-    this PyTorch lacks what a key needs.
+    this PyTorch lacks what a key needs, or if a shared weight would be split or recomputed apart.
     """
     parallelism, expert_mesh = config.parallelism, None
     check_float8(model, spec.blocks(model), config=config.float8)
@@ -91,16 +92,17 @@ def parallelize(
         expert_mesh = dims.build_expert_mesh(parallelism.expert_parallel_degree)
 
     def parallelize_stage(stage: nn.Module) -> None:
-        _shard_layers(stage, dims, spec=spec, parallelism=parallelism, expert_mesh=expert_mesh)
-        _wrap_blocks(stage, dims, spec=spec, config=config)
-        _apply_data_parallel(
-            stage,
-            dims,
-            spec=spec,
-            parallelism=parallelism,
-            mp_policy=mp_policy,
-            expert_mesh=expert_mesh,
-        )
+        with forbid_untying(stage):
+            _shard_layers(stage, dims, spec=spec, parallelism=parallelism, expert_mesh=expert_mesh)
+            _wrap_blocks(stage, dims, spec=spec, config=config)
+            _apply_data_parallel(
+                stage,
+                dims,
+                spec=spec,
+                parallelism=parallelism,
+                mp_policy=mp_policy,
+                expert_mesh=expert_mesh,
+            )
 
     if dims.degrees.pp == 1:
         parallelize_stage(model)
@@ -153,6 +155,9 @@ def _wrap_blocks(
     frees_weights = (
         is_simple and is_sharded and bool(FSDPPolicy.of(config.parallelism).reshard_units)
     )
+    mode = config.activation_checkpoint.mode
+    if frees_weights or mode in ("selective", "full"):
+        check_recomputed_ties(stage, blocks, regions=regions if mode != "full" else {})
     apply_float8(stage, blocks, config=config.float8)
     apply_float8_tensor_parallel(blocks)
     apply_activation_checkpoint(
@@ -167,7 +172,7 @@ def _wrap_blocks(
         blocks,
         config=config.compile,
         regions=regions,
-        recomputes=frees_weights or config.activation_checkpoint.mode != "none",
+        recomputes=frees_weights or mode != "none",
         buckets_collectives=is_simple,
         splits_matmuls=config.parallelism.tensor_parallel_async,
     )

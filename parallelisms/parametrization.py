@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
+from parallelisms.tied_weights import common_module, fqns_by_parameter
+
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -17,18 +19,15 @@ def apply_parametrization(model: nn.Module, transforms: Mapping[nn.Parameter, Tr
 
     ``transforms`` has an entry for each parameter. Names and parameters stay.
     """
-    sites_of: dict[nn.Parameter, list[tuple[str, str]]] = defaultdict(list)
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        path, _, name = fqn.rpartition(".")
-        sites_of[parameter].append((path, name))
     parametrizations: dict[nn.Module, list[_Parametrization]] = defaultdict(list)
-    for parameter, sites in sites_of.items():
-        owner = model
-        if len(sites) == 1:
-            ((path, name),) = sites
-            owner, sites = model.get_submodule(path), [("", name)]
-        # A weight that several modules share is transformed once, in the model's own forward.
-        parametrizations[owner].append(_Parametrization(tuple(sites), transforms[parameter]))
+    for fqns in fqns_by_parameter(model):
+        # A weight that several modules share is transformed once. Not by the whole model if a part
+        # of it has all of them, because backward may recompute that part.
+        path = common_module(model, fqns)
+        below = [fqn.removeprefix(f"{path}.").rpartition(".") for fqn in fqns]
+        sites = tuple((site, name) for site, _, name in below)
+        transform = transforms[model.get_parameter(fqns[0])]
+        parametrizations[model.get_submodule(path)].append(_Parametrization(sites, transform))
     for module in model.modules():
         names = tuple(name for name, _ in module.named_parameters(recurse=False))
         if names or module in parametrizations:

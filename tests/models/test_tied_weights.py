@@ -9,13 +9,14 @@ import torch
 import torch.nn as nn
 
 from config import ConfigError
+from config.job_config import ActivationCheckpoint, Compile
 from data.loader import num_target_tokens
 from models import TransformerArgs, find_spec
-from models.transformer import Transformer
+from models.transformer import InitFn, Transformer
 from parallelisms.materialize import materialize
 from parallelisms.replicas import check_replicas
 from planner.simulate import fake_ranks
-from tests.lib.layouts import CPU, PP, TP, Layout, args_of, shard_debugmodel
+from tests.lib.layouts import CPU, MODE, PP, RESHARD, TP, Layout, args_of, shard_debugmodel
 from tests.lib.parity import global_batch, rows_of, whole
 from tests.lib.ranks import RankPool
 
@@ -31,6 +32,38 @@ class TiedInBlock(Transformer):
     def build_block(self, index: int) -> nn.Module:
         block: Any = super().build_block(index)
         block.feed_forward.w3.weight = block.feed_forward.w1.weight
+        return block
+
+
+class TwoGains(nn.Module):
+    """Two layers in a container, which has no forward."""
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__()
+        self.gains = nn.ModuleList([nn.Linear(args.dim, args.dim, bias=False) for _ in range(2)])
+        first, second = cast(Any, self.gains)
+        second.weight = first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for gain in self.gains:
+            x = gain(x)
+        return x
+
+    def init_weights(self, trunc_normal_: InitFn, residual_std: float) -> None:
+        trunc_normal_(cast(Any, self.gains)[0].weight, std=0.05)
+
+
+class TiedInList(Transformer):
+    def build_block(self, index: int) -> nn.Module:
+        block: Any = super().build_block(index)
+        block.feed_forward = TwoGains(self.args)
+        return block
+
+
+class TiedAcrossRegions(Transformer):
+    def build_block(self, index: int) -> nn.Module:
+        block: Any = super().build_block(index)
+        block.ffn_norm.weight = block.attention_norm.weight
         return block
 
 
@@ -53,6 +86,8 @@ class TiedOutput(Transformer):
 LLAMA = find_spec("llama3")
 IN_BLOCK = replace(LLAMA, model_cls=TiedInBlock)
 ACROSS_BLOCKS = replace(LLAMA, model_cls=TiedAcrossBlocks)
+IN_LIST = replace(LLAMA, model_cls=TiedInList)
+IN_REGIONS = replace(LLAMA, model_cls=TiedAcrossRegions, compile_regions={"attend": True})
 OUTPUT = replace(LLAMA, model_cls=TiedOutput)
 
 
@@ -88,6 +123,65 @@ def test_gradients_of_weights_tied_in_blocks(
     assert {fqn for got in found for fqn in got} == want.keys()
     for fqn, got in [each for of_rank in found for each in of_rank.items()]:
         torch.testing.assert_close(got, want[fqn], rtol=1e-9, atol=1e-14, msg=fqn)
+
+
+BFLOAT16 = {"compute_dtype": "bfloat16"}
+SELECTIVE, FULL = ActivationCheckpoint(), ActivationCheckpoint(mode="full")
+MIN_CUT = Compile(enable=True, backend="aot_eager_decomp_partition")
+SIMPLE = {MODE: "simple_fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("IN_BLOCK", Layout(1, recompute=SELECTIVE)),
+        ("IN_BLOCK", Layout(1, recompute=FULL)),
+        ("IN_BLOCK", Layout(1, recompute=SELECTIVE, compile=MIN_CUT)),
+        ("IN_BLOCK", Layout(2, SIMPLE, recompute=SELECTIVE)),
+        ("IN_BLOCK", Layout(2, SIMPLE, compile=MIN_CUT)),
+        ("IN_LIST", Layout(1, recompute=SELECTIVE)),
+        ("ACROSS_BLOCKS", Layout(1)),
+        ("ACROSS_BLOCKS", Layout(1, compile=MIN_CUT)),
+        ("ACROSS_BLOCKS", Layout(2, SIMPLE | {RESHARD: "never"})),
+    ],
+    ids=str,
+)
+def test_tied_weights_are_cast_or_gathered_once(ranks: RankPool, name: str, layout: Layout) -> None:
+    name = f"{__name__}:{name}"
+    (want,) = ranks.run(gradients, 1, name, Layout(1), FLOAT64)
+    for found in ranks.run(gradients, layout.world_size, name, layout, BFLOAT16):
+        assert found.keys() == want.keys()
+        for fqn, got in found.items():
+            assert (got - want[fqn]).norm() < 0.1 * want[fqn].norm(), fqn
+
+
+RECOMPUTED = r"mode: layers\.0\.forward would be recomputed without what else has layers\.0\.\S+ = "
+APART = r"data_parallel: layers\.0\.\S+ = layers\.1\.\S+ would be sharded apart: fsdp_units"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "message"),
+    [
+        ("ACROSS_BLOCKS", Layout(1, recompute=SELECTIVE), RECOMPUTED),
+        ("ACROSS_BLOCKS", Layout(1, recompute=FULL), RECOMPUTED),
+        ("ACROSS_BLOCKS", Layout(2, SIMPLE), RECOMPUTED),
+        ("ACROSS_BLOCKS", Layout(2), APART),
+        ("ACROSS_BLOCKS", Layout(2, {MODE: "ddp"}), APART),
+        ("OUTPUT", Layout(2), "tok_embeddings.weight = output.weight would be sharded apart"),
+        (
+            "IN_REGIONS",
+            Layout(1, recompute=SELECTIVE, compile=MIN_CUT),
+            r"mode: layers\.0\.attend would be recomputed without what else has layers\.0\.",
+        ),
+    ],
+    ids=str,
+)
+def test_weight_that_is_recomputed_or_sharded_apart_is_an_error(
+    name: str, layout: Layout, message: str
+) -> None:
+    name = f"{__name__}:{name}"
+    with fake_ranks(0, layout.world_size), pytest.raises(ConfigError, match=message):
+        shard_debugmodel(name, args_of(name), layout)
 
 
 @pytest.mark.parametrize(
