@@ -10,6 +10,9 @@ from config.job_config import Compile
 from runtime.compat import configure, inductor_options
 from runtime.log import logger
 
+# Training, validation, samples, and fewer samples than fill a group.
+GRAPHS_PER_LAYER = 4
+
 
 def apply_compile(
     blocks: nn.ModuleDict,
@@ -35,6 +38,10 @@ def apply_compile(
         # Forward may set weights as attributes of modules; recomputation may skip that.
         path = "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint"
         configure(path, True, key="compile.enable")
+    # Graphs of all blocks count as recompilations of one function, and layers may be of many kinds.
+    # Names are layer indices in the whole model, also in a pipeline stage.
+    limit = GRAPHS_PER_LAYER * (2 + max(map(int, blocks)))
+    configure("torch._dynamo.config:recompile_limit", limit)
     # Training has fixed shapes. Validation and samples get their own compilation, because symbolic
     # shapes are less reliable.
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True, "dynamic": False}

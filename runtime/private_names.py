@@ -145,6 +145,9 @@ PRIVATE: Mapping[str, PrivateName] = {
     "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint": PrivateName(
         UNSUPPORTED, _check_number
     ),
+    "torch._dynamo.config:recompile_limit": PrivateName(
+        "compiled models with three kinds of layers fail when they sample", _check_number
+    ),
     # Selective activation checkpointing
     **{f"torch:ops.{name}": PrivateName(RECOMPUTED) for name in (*MATMULS, *SAVED)},
     **{f"torch:ops.{name}": PrivateName(PROFILED) for name in IGNORED},

@@ -46,3 +46,28 @@ def test_options_hold_in_a_backward_that_another_thread_compiles(monkeypatch: py
     thread.start()
     thread.join()
     assert seen == {"forward": (True, "all"), "backward": (True, "all")}
+
+
+class Kind(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_layers_of_many_kinds_train_validate_and_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    # PyTorch's default, to which it returns.
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    blocks = nn.ModuleDict({str(index): Kind(index + 0.5) for index in range(3)})
+    config = Compile(enable=True, backend="eager")
+    options = {"recomputes": False, "buckets_collectives": False, "splits_matmuls": False}
+    apply_compile(blocks, config=config, regions={}, **options)
+    for rows, is_training in ((4, True), (4, False), (2, False), (1, False)):
+        blocks.train(is_training)
+        with torch.set_grad_enabled(is_training):
+            for block in blocks.values():
+                x = torch.ones(rows, 3)
+                assert torch.equal(block(x), x * block.factor)
