@@ -4,8 +4,8 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from models.transformer import RopeScaling, TransformerArgs
 
@@ -39,7 +39,10 @@ def replace_args(args: TransformerArgs, changes: Mapping[str, Any]) -> Transform
         if name == "rope_scaling":
             values[name] = _rope_scaling(args.rope_scaling, value)
         else:
-            values[name] = _value(key, getattr(args, name), value)
+            default = getattr(args, name)
+            if default is None:
+                default = _example(get_type_hints(type(args))[name], value)
+            values[name] = _value(key, default, value)
     changed = replace(args, **values)
     problem = find_problem(changed)
     if problem:
@@ -94,6 +97,20 @@ def _value(key: str, default: Any, value: Any) -> Any:
         names = {int: "an integer", float: "a number", bool: "true or false", tuple: "an array"}
         raise ValueError(f"{key}: must be {names.get(kind, kind.__name__)}, got {value!r}")
     return value
+
+
+def _example(hint: Any, value: Any) -> Any:
+    """Return a value of the type ``hint``; of a union, of the member that ``value`` is of, if any.
+
+    ``value`` itself if the type is not one that TOML has.
+    """
+    if get_origin(hint) in (Union, UnionType):
+        examples = [_example(each, value) for each in get_args(hint) if each is not NoneType]
+        alike = [each for each in examples if type(each) is type(value)]
+        return (alike or examples)[0]
+    if get_origin(hint) is tuple:
+        return tuple(_example(each, None) for each in get_args(hint) if each is not Ellipsis)
+    return hint() if hint in (bool, int, float, str, tuple) else value
 
 
 def _rope_scaling(default: RopeScaling | None, value: Any) -> RopeScaling | None:

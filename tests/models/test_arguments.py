@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -78,6 +78,10 @@ class OwnArgs(TransformerArgs):
     n_prefix: int = 0
     shift: float = -1.0
     dtype: Any = "float32"
+    window: int | None = None
+    scale: float | None = None
+    kind: Literal["a", "b"] | None = None
+    rule: int | str | None = None
 
 
 def own_spec(**changes: Any) -> ModelSpec:
@@ -101,6 +105,17 @@ def test_own_arguments_are_those_of_the_checkpoint(name: str, tmp_path: Path) ->
     assert changed_arguments(manifest["model_args"], args) == []
     assert len(changed_arguments(manifest["model_args"], replace(args, **{"windows": (4, 5)}))) == 1
     assert saved_model(folder, manifest, name).args == args
+
+
+def test_own_arguments_without_a_default_have_the_kind_of_their_annotation() -> None:
+    changes = {"window": 256, "scale": 2, "kind": "a", "rule": "x", "spans": [[1, 0.5], [2, 0.25]]}
+    _, found = find_model(f"{__name__}:OWN", "debugmodel", changes)
+    assert vars(found).items() >= (changes | {"spans": ((1, 0.5), (2, 0.25))}).items()
+    assert isinstance(vars(found)["scale"], float)
+    with pytest.raises(ValueError, match=r"model\.args\.window: must be an integer, got 'a'"):
+        find_model(f"{__name__}:OWN", "debugmodel", {"window": "a"})
+    with pytest.raises(ValueError, match=r"model\.args\.spans: must be an array, got 4"):
+        find_model(f"{__name__}:OWN", "debugmodel", {"spans": 4})
 
 
 def test_wrong_own_arguments_are_named() -> None:
