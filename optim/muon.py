@@ -34,11 +34,12 @@ CHUNK = 1 << 24
 def hidden_matrices(blocks: nn.Module, moes: Iterable[Any]) -> list[nn.Parameter]:
     """Return the matrices (m, n) of ``blocks`` and the stacks (e, m, n) of ``moes``' experts.
 
-    Skips matrices with one row or one column. Embedding and output are outside the blocks.
+    Skips embeddings, and matrices with one row or one column. The output is outside the blocks.
     """
     experts = {id(p) for moe in moes for p in moe.experts.parameters()}
+    embeddings = {id(m.weight) for m in blocks.modules() if isinstance(m, nn.Embedding)}
     found = [p for p in blocks.parameters() if p.ndim == (3 if id(p) in experts else 2)]
-    return [p for p in found if min(p.shape[-2:]) > 1]
+    return [p for p in found if min(p.shape[-2:]) > 1 and id(p) not in embeddings]
 
 
 @dataclass(frozen=True)
