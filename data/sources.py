@@ -30,6 +30,10 @@ from runtime.log import logger
 
 # Documents of as many row groups as have these are shuffled together, so that few are decoded.
 SHUFFLED_DOCUMENTS = 8192
+# Each pass draws all sort keys and sorts a part of them, so that they are never all in memory.
+SORT_PASSES, DRAWN_AT_ONCE = 8, 1 << 18
+# Bytes of epochs' orders that a source keeps, and those that an order takes besides its indices.
+CACHED_ORDERS, ORDER_OVERHEAD = 64 << 20, 512
 
 Document = str | np.ndarray | None
 """Text, or its token ids (s,) with bos and eos; None if it cannot be read."""
@@ -83,7 +87,7 @@ class Documents(Protocol):
 
     @property
     def groups(self) -> np.ndarray | None:
-        """Number of the group of each document (n,) that is read at once; None: each is alone."""
+        """Ascending number of each document's group (n,), read at once; None: each is alone."""
         ...
 
     @property
@@ -140,7 +144,7 @@ class ShuffledDocuments:
     def __init__(
         self,
         documents: Documents,
-        indices: np.ndarray,
+        indices: np.ndarray | None,
         *,
         seed: int,
         name: str,
@@ -150,50 +154,93 @@ class ShuffledDocuments:
         paths: Sequence[DataPath] = (),
         place: Callable[[int], str] = lambda index: "",
     ) -> None:
-        """``groups``, ``paths``, ``place``: as in ``Documents``."""
+        """``indices``: of the documents to read; None: all. Others: as in ``Documents``."""
         if len(documents) == 0:
             raise ValueError("data.path: no documents")
-        if len(indices) == 0:
+        n_documents = len(documents) if indices is None else len(indices)
+        if n_documents == 0:
             raise ValueError(
                 f"data: none of the {len(documents):,} documents is left for {name};"
                 " see data.validation_percent"
             )
-        self._documents, self._indices, self._seed = documents, indices, seed
-        self._groups, self._paths, self._place = groups, paths, place
-        self._repeat, self.n_documents = repeat, len(indices)
-        parts = f"{fingerprint}/{name}/{seed}/{len(indices)}" + ("" if repeat else "/once")
+        self._documents, self._seed, self._paths, self._place = documents, seed, paths, place
+        self._repeat, self.n_documents = repeat, n_documents
+        # An epoch's order is the memory that grows with the number of documents, on every rank.
+        self._dtype = np.dtype(np.uint32 if len(documents) <= 2**32 else np.int64)
+        self._indices = None if indices is None else indices.astype(self._dtype)
+        self._group_ends = None
+        if groups is not None:
+            self._group_ends = _run_ends(groups if indices is None else groups[indices])
+        parts = f"{fingerprint}/{name}/{seed}/{n_documents}" + ("" if repeat else "/once")
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
-        self.description = f"{len(indices):,} documents for {name}"
-        # At any time rows are in at most two epochs, so two permutations are enough.
-        self._order = lru_cache(maxsize=2)(self._permutation)
+        self.description = f"{n_documents:,} documents for {name}"
+        # Rows with short documents run ahead: by many epochs if an epoch has few documents per
+        # row, by less than one if it has many.
+        n_bytes = n_documents * self._dtype.itemsize + ORDER_OVERHEAD
+        self._order = lru_cache(maxsize=max(2, CACHED_ORDERS // n_bytes))(self._permutation)
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
         counter = start * n_rows + row
-        while self._repeat or counter < len(self._indices):
-            epoch, index = divmod(counter, len(self._indices))
-            yield self._documents[self._order(epoch)[index]]
+        while self._repeat or counter < self.n_documents:
+            yield self._documents[self._index(counter)]
             counter += n_rows
 
     def place(self, row: int, n_rows: int, number: int) -> str:
-        epoch, index = divmod(number * n_rows + row, len(self._indices))
-        return self._place(int(self._order(epoch)[index]))
+        return self._place(self._index(number * n_rows + row))
 
     def changed_since(self, seconds: float) -> list[DataPath]:
         # Not the time of modification, which copies keep and programs set.
         return [path for path in self._paths if path.stat().st_ctime > seconds]
 
+    def _index(self, counter: int) -> int:
+        epoch, position = divmod(counter, self.n_documents)
+        return int(self._order(epoch)[position])
+
     def _permutation(self, epoch: int) -> np.ndarray:
         # NumPy guarantees the same raw random numbers in every release, but not permutations.
-        generator = np.random.Philox(key=[self._seed, epoch])
-        sort_keys = generator.random_raw(len(self._indices))
-        if self._groups is None:
-            return self._indices[np.argsort(sort_keys, kind="stable")]
-        groups = self._groups[self._indices]
-        _, group, counts = np.unique(groups, return_inverse=True, return_counts=True)
-        order = np.argsort(generator.random_raw(len(counts)), kind="stable")
-        block = np.empty(len(counts), np.int64)
-        block[order] = np.cumsum(counts[order]) // SHUFFLED_DOCUMENTS
-        return self._indices[np.lexsort((sort_keys, block[group]))]
+        draw = partial(np.random.Philox, key=[self._seed, epoch])
+        parts = (
+            (_sorted_part(draw(), self.n_documents, i, self._dtype) for i in range(SORT_PASSES))
+            if self._group_ends is None
+            else _in_blocks(draw(), self._group_ends)
+        )
+        order, filled = np.empty(self.n_documents, self._dtype), 0
+        for part in parts:
+            indices = part if self._indices is None else self._indices[part]
+            order[filled : filled + len(part)] = indices
+            filled += len(part)
+        return order
+
+
+def _run_ends(values: np.ndarray) -> np.ndarray:
+    """Return the end of each run of equal ``values`` (n,)."""
+    return np.append(np.flatnonzero(values[1:] != values[:-1]) + 1, len(values))
+
+
+def _sorted_part(generator: np.random.Philox, n: int, number: int, dtype: np.dtype) -> np.ndarray:
+    """Return the ``number``-th of ``SORT_PASSES`` parts of the stable argsort of ``n`` draws."""
+    parts = []
+    for start in range(0, n, DRAWN_AT_ONCE):
+        keys = generator.random_raw(min(DRAWN_AT_ONCE, n - start))
+        own = np.flatnonzero(keys // (2**64 // SORT_PASSES) == number)
+        parts.append((keys[own], (own + start).astype(dtype)))
+    own_keys, positions = map(np.concatenate, zip(*parts, strict=True))
+    del parts
+    return positions[np.argsort(own_keys, kind="stable")]
+
+
+def _in_blocks(generator: np.random.Philox, ends: np.ndarray) -> Iterator[np.ndarray]:
+    """Iterate over blocks of whole groups, whose positions end at ``ends``, each shuffled."""
+    keys = generator.random_raw(ends[-1])
+    sizes = np.diff(ends, prepend=0)
+    groups = np.argsort(generator.random_raw(len(ends)), kind="stable")
+    block_ends = _run_ends(np.cumsum(sizes[groups]) // SHUFFLED_DOCUMENTS)
+    for block in np.split(groups, block_ends[:-1]):
+        ascending = np.sort(block)
+        counts = sizes[ascending]
+        positions = np.repeat(ends[ascending] - np.cumsum(counts), counts)
+        positions += np.arange(len(positions))
+        yield positions[np.argsort(keys[positions], kind="stable")]
 
 
 def build_sources(
@@ -299,11 +346,6 @@ def _build_source(
     documents, fingerprint = open_documents(
         config, owners, reserved=reserved, skips_bad=skips_bad, check_tokens=check_tokens
     )
-    hashes = documents.split_hashes
-    is_held_out = hashes < np.uint64(percent / 100 * 2**64)
-    if percent > 0 and len(hashes) > 1 and not is_held_out.any():
-        # Hold out at least one document, however few there are.
-        is_held_out = hashes == hashes.min()
     build = partial(
         ShuffledDocuments,
         documents,
@@ -313,10 +355,22 @@ def _build_source(
         paths=documents.paths,
         place=documents.place,
     )
+    if percent == 0:
+        return build(None, name="training", repeat=config.repeat), None
+    is_held_out = _is_held_out(documents, percent)
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
-    if percent == 0 or not with_held_out:
+    if not with_held_out:
         return train, None
     return train, build(np.flatnonzero(is_held_out), name="validation", repeat=False)
+
+
+def _is_held_out(documents: Documents, percent: float) -> np.ndarray:
+    hashes = documents.split_hashes
+    is_held_out = hashes < np.uint64(percent / 100 * 2**64)
+    if len(hashes) > 1 and not is_held_out.any():
+        # Hold out at least one document, however few there are.
+        return hashes == hashes.min()
+    return is_held_out
 
 
 @mistakes_as_value_errors()

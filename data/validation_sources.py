@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from config.job_config import Data, ValidationSource
 from data.matching import file_id
 from data.sources import (
@@ -73,7 +71,7 @@ def _build(
     _reserve(config, documents, reserved)
     return ShuffledDocuments(
         documents,
-        np.arange(len(documents)),
+        None,
         seed=seed,
         name="validation",
         fingerprint=fingerprint,

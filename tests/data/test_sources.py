@@ -1,3 +1,4 @@
+import tracemalloc
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -7,7 +8,14 @@ import pytest
 
 from config.job_config import Data, DataSource
 from data.files import FINGERPRINT_SAMPLES
-from data.sources import ShuffledDocuments, Source, build_sources, with_source_name
+from data.sources import (
+    ORDER_OVERHEAD,
+    SHUFFLED_DOCUMENTS,
+    ShuffledDocuments,
+    Source,
+    build_sources,
+    with_source_name,
+)
 from data.tokenizer import load_tokenizer
 from tests.lib.corpora import DOCUMENTS, both, write_prepared
 
@@ -67,6 +75,102 @@ def test_order_depends_only_on_seed_and_epoch() -> None:
     assert epoch(shuffled(50), 100) == [*first, *second]
     assert epoch(shuffled(50, seed=1), 50) not in ([*first], [*second])
     assert shuffled(50).fingerprint != shuffled(50, repeat=False).fingerprint
+
+
+def expected_order(
+    indices: np.ndarray, seed: int, epoch: int, groups: np.ndarray | None
+) -> np.ndarray:
+    """Order of an epoch by one sort of int64 indices, with all sort keys in memory."""
+    generator = np.random.Philox(key=[seed, epoch])
+    keys = generator.random_raw(len(indices))
+    if groups is None:
+        return indices[np.argsort(keys, kind="stable")]
+    _, group, counts = np.unique(groups[indices], return_inverse=True, return_counts=True)
+    order = np.argsort(generator.random_raw(len(counts)), kind="stable")
+    block = np.empty(len(counts), np.int64)
+    block[order] = np.cumsum(counts[order]) // SHUFFLED_DOCUMENTS
+    return indices[np.lexsort((keys, block[group]))]
+
+
+@pytest.mark.parametrize("n_documents", [1, 2, 1000, 4096, 40_000])
+@pytest.mark.parametrize("group_size", [None, 1, 700, 2 * SHUFFLED_DOCUMENTS])
+@pytest.mark.parametrize("held_out", [None, 3])
+def test_order_is_that_of_one_sort(
+    monkeypatch: pytest.MonkeyPatch,
+    n_documents: int,
+    group_size: int | None,
+    held_out: int | None,
+) -> None:
+    monkeypatch.setattr("data.sources.DRAWN_AT_ONCE", 4096)
+    every = np.arange(n_documents)
+    indices = None if held_out is None else every[every % held_out != 1]
+    groups = None if group_size is None else every // group_size
+    for seed, number in [(0, 0), (0, 3), (2**63, 1)]:
+        source = ShuffledDocuments(
+            range(n_documents), indices, seed=seed, name="training", fingerprint="", groups=groups
+        )
+        count = source.n_documents
+        found = list(islice(source.documents(0, 1, number * count), count))
+        chosen = every if indices is None else indices
+        assert found == expected_order(chosen, seed, number, groups).tolist()
+
+
+def test_indices_may_exceed_32_bits() -> None:
+    indices = np.array([5, 2**32 + 5, 2**33 - 1])
+    source = ShuffledDocuments(range(2**33), indices, seed=0, name="training", fingerprint="")
+    assert sorted(epoch(source, 3)) == indices.tolist()
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Epochs whose order is computed."""
+    epochs: list[int] = []
+    permutation = ShuffledDocuments._permutation
+
+    def noted(self: ShuffledDocuments, number: int) -> np.ndarray:
+        epochs.append(number)
+        return permutation(self, number)
+
+    monkeypatch.setattr(ShuffledDocuments, "_permutation", noted)
+    return epochs
+
+
+def test_an_order_is_computed_once_though_rows_are_epochs_apart(computed: list[int]) -> None:
+    source, n_rows, n_batches = shuffled(50), 10, 20
+    rows = [source.documents(row, n_rows, 0) for row in range(n_rows)]
+    for _ in range(n_batches):
+        for row, documents in enumerate(rows):
+            # Documents of the last row are a tenth as long as those of the first.
+            assert len(list(islice(documents, row + 1))) == row + 1
+    n_epochs = n_batches * n_rows * n_rows // 50
+    assert sorted(computed) == list(range(n_epochs))
+
+
+@pytest.mark.parametrize(("n_orders", "kept"), [(0, 2), (1, 2), (3, 3)])
+def test_orders_of_a_large_source_are_bounded_by_their_bytes(
+    monkeypatch: pytest.MonkeyPatch, computed: list[int], n_orders: int, kept: int
+) -> None:
+    count = 10_000
+    monkeypatch.setattr("data.sources.CACHED_ORDERS", n_orders * (4 * count + ORDER_OVERHEAD))
+    source = shuffled(count)
+    for number in [*range(kept), *range(kept), kept, 0]:
+        next(source.documents(0, 1, number * count))
+    assert computed == [*range(kept), kept, 0]
+
+
+def test_orders_take_few_bytes_per_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two orders of 4 bytes are kept; a third needs them and 3.5 for an eighth of the keys."""
+    monkeypatch.setattr("data.sources.CACHED_ORDERS", 0)
+    monkeypatch.setattr("data.sources.DRAWN_AT_ONCE", 4096)
+    count = 1 << 18
+    tracemalloc.start()
+    source = ShuffledDocuments(range(count), None, seed=0, name="training", fingerprint="")
+    for number in range(3):
+        next(source.documents(0, 1, number * count))
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 8.5 * count
+    assert peak < 17 * count
 
 
 def test_held_out_split_is_by_file_and_stable(tmp_path: Path) -> None:

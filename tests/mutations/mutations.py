@@ -618,8 +618,8 @@ DATA = [
     Mutation(
         "every-epoch-in-the-same-order",
         "data/sources.py",
-        before="np.random.Philox(key=[self._seed, epoch])",
-        after="np.random.Philox(key=[self._seed, 0])",
+        before="np.random.Philox, key=[self._seed, epoch]",
+        after="np.random.Philox, key=[self._seed, 0]",
         tests=("tests/data/test_sources.py",),
     ),
     Mutation(
