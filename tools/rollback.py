@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 from checkpoint.checkpoint_dir import quarantine, verify_checkpoint
+from launcher.failures import record_end
 from runtime import exit_codes
 from runtime.filesystem import atomic_write_text
 from runtime.log import say
-from runtime.run_folder import WriteAlarm, list_checkpoints, step_of
+from runtime.run_folder import WriteAlarm, list_checkpoints, remove_file, step_of
 from runtime.run_lock import lock_run
 from tools.cli import Parser, path_argument, reporting_errors
 
@@ -47,10 +48,14 @@ def roll_back(run_folder: Path, step: int) -> None:
             say(f"renamed to: {quarantine(checkpoints[later], 'abandoned')}")
         # The former end was that of steps that are gone.
         outcome = exit_codes.StopReason(f"{exit_codes.ROLLED_BACK}{step}", exit_codes.DONE).outcome
+        control = run_folder / "control"
         for name, text in (("progress", step), ("outcome", outcome)):
-            path = run_folder / "control" / name
+            path = control / name
             with WriteAlarm().of(path):
                 atomic_write_text(path, f"{text}\n")
+        # Counted from a later step, failures and requeues would go on in spite of progress.
+        record_end(control, outcome)
+        remove_file(control / "requeues")
     say(f"rollback: {run_folder} will resume from step {step}")
 
 

@@ -12,6 +12,9 @@ import pytest
 from launcher.failures import MOST_ATTEMPTS, record_end, record_failure
 from runtime import exit_codes
 from tests.lib.repository import ROOT
+from tests.lib.saved import write_checkpoint
+from tools.rollback import roll_back
+from tools.slurm_end import count_requeue
 
 
 def fail(control: Path) -> int:
@@ -39,11 +42,25 @@ def test_newer_checkpoint_resets_attempts(tmp_path: Path) -> None:
     assert numbers == [1, 2, 1, 2, 3]
 
 
-def test_rollback_is_no_progress(tmp_path: Path) -> None:
+def test_older_checkpoint_is_no_progress(tmp_path: Path) -> None:
     (tmp_path / "progress").write_text("20\n")
     fail(tmp_path)
     (tmp_path / "progress").write_text("10\n")
     assert fail(tmp_path) == 2
+
+
+def test_progress_after_a_rollback_counts(tmp_path: Path) -> None:
+    control, checkpoints = tmp_path / "control", tmp_path / "checkpoints"
+    for step in (500, 1000):
+        write_checkpoint(checkpoints / f"step-{step:08d}", step=step)
+    assert [fail(control), fail(control)] == [1, 2]
+    assert [count_requeue(control), count_requeue(control)] == [1, 2]
+    (control / "lock").touch()
+    roll_back(tmp_path, 500)
+    # Less than before the rollback.
+    (checkpoints / "step-00000700").mkdir()
+    assert [fail(control), fail(control)] == [1, 2]
+    assert [count_requeue(control), count_requeue(control)] == [1, 2]
 
 
 @pytest.mark.parametrize("outcome", ["done", "stopped SIGTERM"])

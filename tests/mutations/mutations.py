@@ -999,6 +999,14 @@ LAUNCHER_AND_RUNTIME = [
         tests=("tests/runtime/test_control.py",),
     ),
     Mutation(
+        # Failures at steps before those that the rollback undid would never be progress.
+        "rollback-keeps-the-count-of-failures",
+        "tools/rollback.py",
+        before="        record_end(control, outcome)\n",
+        after="",
+        tests=("tests/launcher/test_failures.py",),
+    ),
+    Mutation(
         # A full disk may leave control/progress older than the newest checkpoint.
         "progress-not-taken-from-checkpoints",
         "launcher/failures.py",
