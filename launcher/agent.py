@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,7 @@ from launcher.post_mortem import (
     diagnose,
     explained,
     is_aborted,
+    silent_ranks,
 )
 from launcher.rank_output import RankOutput
 from runtime import exit_codes
@@ -110,10 +111,13 @@ def run_ranks(
     if the folder cannot be created. Installs signal handlers.
     """
     _show_waiting(nodes, n_ranks, mistake)
-    store = open_store(nodes, RENDEZVOUS_SECONDS)
     # Before the rendezvous, after which another node may create them.
     parents = [] if logs is None else [f for f in (logs, *logs.parents) if not f.exists()]
-    counts, started = _rendezvous(store, nodes, n_ranks=n_ranks, mistake=mistake)
+    try:
+        store = open_store(nodes, RENDEZVOUS_SECONDS)
+        counts, started = _rendezvous(store, nodes, n_ranks=n_ranks, mistake=mistake)
+    except dist.DistError as error:
+        return _failed_rendezvous(nodes, error)
     if logs is not None:
         logs = _make_logs(logs / started)
     requests: list[signal.Signals] = []
@@ -133,16 +137,11 @@ def run_ranks(
         show_phase(f"importing PyTorch on each rank, {sum(counts)} in all", is_logged=is_head)
         output = RankOutput(console, logs, followed=followed, shows_warnings=is_head)
         processes = _start(program, environment, error_files, shown=shown, output=output)
-        agent = Agent(processes, store, sum(counts), console)
+        agent = Agent(processes, store, sum(counts), console, is_head=is_head)
         agent.wait(requests, has_others=nodes.count > 1)
         output.finish()
         codes = {rank: code for rank, code in agent.exit_codes().items() if code is not None}
-        config_errors = [
-            # "" if a full disk left no room for it.
-            str(parse_object(path.read_bytes()).get("message", ""))
-            for rank, path in error_files.items()
-            if codes.get(rank) == exit_codes.BAD_CONFIG and path.exists()
-        ]
+        message = _config_error(error_files, codes)
     received = requests[0] if requests else None
     if exit_codes.BAD_CONFIG in codes.values():
         _exit_barrier(store, nodes, requests, READ_SECONDS)
@@ -150,7 +149,9 @@ def run_ranks(
         _exit_barrier(store, nodes, requests, EXIT_BARRIER_SECONDS)
     if logs is not None and nodes.rank == 0:
         _remove_empty_folders([logs, *parents])
-    return End(codes, "".join(config_errors[:1]), received, explained(agent.failure, logs))
+    # Only the head shows why.
+    verdict = explained(agent.failure, logs) if nodes.rank == 0 else agent.failure
+    return End(codes, message, received, verdict)
 
 
 def _show_waiting(nodes: Nodes, n_ranks: int, mistake: str) -> None:
@@ -177,18 +178,41 @@ def _rendezvous(
     """Wait for the launchers of all nodes; return the ranks of each, and the head's start time.
 
     Raises ``ConfigError`` if any node has a ``mistake``. One of a node with ranks counts only if
-    all nodes have as many.
+    all nodes have as many. Raises ``dist.DistError`` if a launcher does not come.
     """
     text = f"node {nodes.rank} ({socket.gethostname()}): {mistake}" if mistake else ""
     own = [n_ranks, time.strftime("%Y%m%d-%H%M%S"), text]
-    store.set(f"launcher/{nodes.rank}", json.dumps(own))
-    entries = [json.loads(store.get(f"launcher/{node}")) for node in range(nodes.count)]
+    keys = [f"launcher/{node}" for node in range(nodes.count)]
+    store.set(keys[nodes.rank], json.dumps(own))
+    try:
+        entries = [json.loads(store.get(key)) for key in keys]
+    except dist.DistStoreError:
+        missing = [str(node) for node, key in enumerate(keys) if not store.check([key])]
+        who = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        raise dist.DistStoreError(f"{who} did not join within {RENDEZVOUS_SECONDS} s") from None
     counts = [count for count, *_ in entries]
     are_equal = len(set(counts)) == 1
     if mistakes := [text for count, _, text in entries if text and (are_equal or count == 0)]:
         _exit_barrier(store, nodes, [], READ_SECONDS)
         raise ConfigError(mistakes)
     return counts, entries[0][1]
+
+
+def _config_error(error_files: Mapping[int, Path], codes: Mapping[int, int]) -> str:
+    """Return the first rank's configuration error; "" if there is none."""
+    for rank, path in error_files.items():
+        if codes.get(rank) == exit_codes.BAD_CONFIG and path.exists():
+            # "" if a full disk left no room for it.
+            return str(parse_object(path.read_bytes()).get("message", ""))
+    return ""
+
+
+def _failed_rendezvous(nodes: Nodes, error: dist.DistError) -> End:
+    reason = str(error).partition("\n")[0]
+    text = f"rendezvous of {nodes.count} nodes failed: {reason}"
+    if nodes.rank > 0:  # The head reports it as a failure of the run.
+        logger.error("launcher: %s", text)
+    return End({}, "", None, FailureReport([text], traceback="", silent=[]))
 
 
 def _exit_barrier(
@@ -322,8 +346,11 @@ class Agent:
         store: dist.TCPStore,
         world_size: int,
         console: Console,
+        *,
+        is_head: bool,
     ) -> None:
         self._processes, self._store, self._world_size = processes, store, world_size
+        self._is_head = is_head
         self._console, self._is_stop_asked = console, False
         self._is_aborted, self._is_finished = threading.Event(), threading.Event()
         self.failure: FailureReport | None = None
@@ -388,7 +415,10 @@ class Agent:
         logger.info("launcher: continued")
 
     def _diagnose_failure(self) -> None:
-        """After the first failure of a rank, find its cause and kill the ranks that hang."""
+        """After the first failure of a rank, find its cause and kill the ranks that hang.
+
+        Only the head, which alone shows the cause, reads what other nodes' ranks report.
+        """
         codes = self.exit_codes()
         is_done = set(codes.values()) <= INTENDED_CODES
         has_failed = not set(codes.values()) <= INTENDED_CODES | {None}
@@ -398,7 +428,11 @@ class Agent:
 
         def collect() -> None:
             with suppress(dist.DistError):
-                reports.append(diagnose(self._store, self._world_size, self.exit_codes))
+                if self._is_head:
+                    reports.append(diagnose(self._store, self._world_size, self.exit_codes))
+                else:
+                    silent = silent_ranks(self._store, list(codes), self.exit_codes)
+                    reports.append(FailureReport([], traceback="", silent=silent))
 
         # Without a network link, a call to the head's store would block for 15 minutes.
         thread = threading.Thread(target=collect, daemon=True)

@@ -8,7 +8,7 @@ plain values, which are read here without the module that would run what they na
 import os
 import pickletools
 import re
-from collections import defaultdict
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,10 +17,13 @@ from typing import Any
 
 from runtime.compat import find
 from runtime.filesystem import open_file, read_file
+from runtime.log import logger
 
 DUMP = "torch._C._distributed_c10d:_dump_fr_trace"
 PREFIX_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 FILE = re.compile(r"flight-record-(cpu-)?(\d{1,9})")
+# One record takes up to 0.3 s, and srun kills the last launcher after 300 s (slurm/train.sbatch).
+READ_SECONDS = 60.0
 ROOT = f"{Path(__file__).parents[1]}{os.sep}"
 # Opcodes of pickle that push a value that is their argument, or one of these.
 VALUES = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
@@ -48,6 +51,16 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Needed part of a rank's flight record, which takes 2.5 MB as a whole."""
+
+    entered: Mapping[tuple[str, str], Mapping[int, Collective]]
+    """By name and description of the group, and by the collective's number."""
+    ranks: Mapping[str, str]
+    """Members of each group, as a text, by the group's name."""
+
+
+@dataclass(frozen=True)
 class Group:
     """A process group, of ranks that left a record."""
 
@@ -56,6 +69,8 @@ class Group:
     """Global ranks, also those without a record."""
     entered: Mapping[int, Mapping[int, Collective]]
     """By rank and by the collective's number in the group, from 1."""
+    unread: frozenset[int]
+    """Members whose records there was no time to read."""
 
 
 def write_cpu_record(environment: Mapping[str, str]) -> None:
@@ -69,20 +84,25 @@ def write_cpu_record(environment: Mapping[str, str]) -> None:
             file.write(dump())
 
 
-def hanging_ranks(logs: Path) -> list[str]:
+def hanging_ranks(logs: Path, most_lines: int) -> list[str]:
     """Lines that name who hangs, by the flight records in ``logs``; the likely causes first.
 
-    Files that are damaged, or not flight records, are ignored.
+    Files that are damaged, or not flight records, are ignored. After ``READ_SECONDS`` the rest is
+    not read, and one more line says how many they are.
     """
-    kinds: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for path in sorted(logs.glob("flight-record-*")):
-        if (match := FILE.fullmatch(path.name)) is not None:
-            with suppress(OSError, ValueError):
-                kinds[match[1] or ""][int(match[2])] = read_record(path)
+    matches = [FILE.fullmatch(path.name) for path in logs.glob("flight-record-*")]
+    files = sorted((m[1] or "", int(m[2]), m.string) for m in matches if m is not None)
+    if files:
+        logger.info("launcher: reading %d flight records in %s", len(files), logs)
+    deadline = time.monotonic() + READ_SECONDS
     groups: list[Group] = []
-    for records in kinds.values():
-        with suppress(KeyError, TypeError, AttributeError, ValueError):
-            groups += list(_groups(records))
+    n_unread = 0
+    # If NCCL has timed out, its records are nearer to the cause.
+    for kind in ("", "cpu-"):
+        paths = {rank: logs / name for each, rank, name in files if each == kind}
+        records, unread = _read(paths, deadline)
+        groups += _groups(records, unread)
+        n_unread += len(unread)
     waiting = {
         rank
         for group in groups
@@ -90,7 +110,21 @@ def hanging_ranks(logs: Path) -> list[str]:
         if any(collective.is_open for collective in entered.values())
     }
     found = [line for group in groups for line in _lines(group, waiting)]
-    return [text for _, text in sorted(found, key=lambda line: line[0])]
+    lines = [text for _, text in sorted(found, key=lambda line: line[0])][:most_lines]
+    text = f"{n_unread} of {len(files)} flight records were not read, after {READ_SECONDS:.0f} s"
+    return lines + [text] * (n_unread > 0)
+
+
+def _read(paths: Mapping[int, Path], deadline: float) -> tuple[dict[int, Record], set[int]]:
+    """Records in ``paths``, which are by rank, and the ranks whose turn came too late."""
+    records: dict[int, Record] = {}
+    known: dict[Any, Any] = {}
+    for n_read, (rank, path) in enumerate(paths.items()):
+        if time.monotonic() > deadline:
+            return records, set([*paths][n_read:])
+        with suppress(OSError, KeyError, TypeError, AttributeError, ValueError):
+            records[rank] = _needed(read_record(path), known)
+    return records, set()
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -159,19 +193,30 @@ def _pop_to_mark(stack: list[Any]) -> list[Any]:
     return values[::-1]
 
 
-def _groups(records: Mapping[int, Mapping[str, Any]]) -> Iterator[Group]:
-    entered: dict[tuple[str, str], dict[int, dict[int, Collective]]] = {}
+def _needed(record: Mapping[str, Any], known: dict[Any, Any]) -> Record:
+    """Return the needed part of ``record``. Records share equal parts, which ``known`` holds."""
+    entered: dict[tuple[str, str], dict[int, Collective]] = {}
+    for entry in record["entries"]:
+        if not entry["is_p2p"]:
+            name, description = entry["process_group"]
+            number, collective = int(entry["collective_seq_id"]), _collective(entry)
+            numbers = entered.setdefault((name, description), {})
+            numbers[known.setdefault(number, number)] = known.setdefault(collective, collective)
+    ranks = {name: str(group.get("ranks", "")) for name, group in record["pg_config"].items()}
+    return Record(entered, {name: known.setdefault(text, text) for name, text in ranks.items()})
+
+
+def _groups(records: Mapping[int, Record], unread: set[int]) -> Iterator[Group]:
+    entered: dict[tuple[str, str], dict[int, Mapping[int, Collective]]] = {}
     for rank, record in records.items():
-        for entry in record["entries"]:
-            if not entry["is_p2p"]:
-                ranks = entered.setdefault(tuple(entry["process_group"]), {})
-                ranks.setdefault(rank, {})[entry["collective_seq_id"]] = _collective(entry)
+        for group, numbers in record.entered.items():
+            entered.setdefault(group, {})[rank] = numbers
     for (name, description), by_rank in entered.items():
-        members = set(by_rank)
-        for record in records.values():
-            members |= _numbers(record["pg_config"].get(name, {}).get("ranks", ""))
+        texts = {record.ranks.get(name, "") for record in records.values()}
+        members = set(by_rank).union(*map(_numbers, texts))
         whole = by_rank | {rank: {} for rank in members & set(records) - set(by_rank)}
-        yield Group(description or name, frozenset(members), whole)
+        late = frozenset(members & unread)
+        yield Group(description or name, frozenset(members), whole, late)
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
@@ -184,7 +229,7 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
 
 
 def _numbers(text: str) -> set[int]:
-    return {int(number) for number in re.findall(r"\d+", text)}
+    return {int(number) for number in re.findall(r"\d{1,9}", text)}
 
 
 def _lines(group: Group, waiting: set[int]) -> Iterator[tuple[int, str]]:
@@ -207,13 +252,16 @@ def _lines(group: Group, waiting: set[int]) -> Iterator[tuple[int, str]]:
             int(waiting.issuperset(missing)),
             f"{_ranks(missing)} never entered {what}, where {who} waited",
         )
-    elif unknown := sorted(group.members - set(group.entered)):
+    elif unknown := sorted(group.members - set(group.entered) - group.unread):
         yield 2, f"{_ranks(unknown)} left no flight record; {who} waited in {what}"
     elif others := [rank for rank, each in inside.items() if each.name != first.name]:
         other = inside[others[0]]
         yield 0, f"{_ranks(others)} entered {other.name}{other.at()} instead of {what}"
     elif waited:
-        yield 3, f"{who} entered {what}, and it did not end: the network, or unequal sizes"
+        why = "the network, or unequal sizes"
+        if group.unread:
+            why = f"of {len(group.unread)} other ranks no record was read"
+        yield 3, f"{who} entered {what}, and it did not end: {why}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

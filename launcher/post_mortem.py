@@ -193,23 +193,13 @@ def _connect(environment: Mapping[str, str]) -> dist.Store:
 def diagnose(
     store: dist.Store, world_size: int, exit_codes_here: Callable[[], Mapping[int, int | None]]
 ) -> FailureReport:
-    """Set ``ABORT``, collect rank reports and find the cause. The launcher calls it.
+    """Set ``ABORT``, collect rank reports and find the cause. The head's launcher calls it.
 
     ``exit_codes_here`` returns the exit codes of this node's ranks, None for a running one. Waits
     at most ``REPORT_TIMEOUT_SECONDS``. Raises ``dist.DistError`` if the store is gone.
     """
     store = dist.PrefixStore(PREFIX, store)
-    store.set(ABORT, "")
-    deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
-    pending = list(range(world_size))
-    while pending and time.monotonic() < deadline:
-        # All launchers ask at once: few keys at a time, and those that exist only once.
-        if store.check(_keys("report", pending[:RANKS_AT_ONCE])):
-            del pending[:RANKS_AT_ONCE]
-            continue
-        codes = exit_codes_here()
-        pending = [rank for rank in pending if codes.get(rank) is None]
-        time.sleep(POLL_SECONDS / 10)
+    _await_reports(store, range(world_size), exit_codes_here)
     ended = {rank: code for rank, code in exit_codes_here().items() if code is not None}
     reports = _read(store, "report", world_size)
     known = _read(store, "heartbeat", world_size) | reports
@@ -243,12 +233,41 @@ def diagnose(
     )
 
 
+def silent_ranks(
+    store: dist.Store, ranks: Sequence[int], exit_codes_here: Callable[[], Mapping[int, int | None]]
+) -> list[int]:
+    """Set ``ABORT``; return those of this node's ``ranks`` that run and do not report.
+
+    Other nodes' launchers call it. Waits and raises as ``diagnose`` does.
+    """
+    store = dist.PrefixStore(PREFIX, store)
+    _await_reports(store, ranks, exit_codes_here)
+    codes, reported = exit_codes_here(), _reported(store, "report", ranks)
+    return [rank for rank in ranks if rank not in reported and codes[rank] is None]
+
+
+def _await_reports(
+    store: dist.Store, ranks: Sequence[int], exit_codes_here: Callable[[], Mapping[int, int | None]]
+) -> None:
+    store.set(ABORT, "")
+    deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
+    pending = list(ranks)
+    while pending and time.monotonic() < deadline:
+        # Few keys at a time, and those that exist only once.
+        if store.check(_keys("report", pending[:RANKS_AT_ONCE])):
+            del pending[:RANKS_AT_ONCE]
+            continue
+        codes = exit_codes_here()
+        pending = [rank for rank in pending if codes.get(rank) is None]
+        time.sleep(POLL_SECONDS / 10)
+
+
 def explained(report: FailureReport | None, logs: Path | None) -> FailureReport | None:
     """Add what flight records in ``logs`` say about a hang, below the causes that are known."""
     if report is None or logs is None or not report.is_hang:
         return report
     n = report.n_causes
-    lines = [*report.lines[:n], *hanging_ranks(logs)[:MAX_LINES], *report.lines[n:]]
+    lines = [*report.lines[:n], *hanging_ranks(logs, MAX_LINES), *report.lines[n:]]
     return replace(report, lines=lines)
 
 

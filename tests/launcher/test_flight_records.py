@@ -1,7 +1,9 @@
 """Flight records say which rank never entered the collective that the others wait in."""
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +49,7 @@ def lines(
         "read_record",
         lambda path: records[path.name.removeprefix("flight-record-")],
     )
-    return hanging_ranks(folder)
+    return hanging_ranks(folder, 8)
 
 
 def test_rank_that_never_entered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +102,44 @@ def test_damaged_records_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "flight-record-1").write_bytes(b"\x80\x02}.")
     (tmp_path / "flight-record-2").symlink_to("flight-record-1")
     (tmp_path / "flight-record-x").touch()
-    assert hanging_ranks(tmp_path) == []
+    assert hanging_ranks(tmp_path, 8) == []
     whole = record(entry(1, "all_reduce", DP, **OPEN))
     damaged = record({"process_group": None, "is_p2p": False})
     (tmp_path / "whole").mkdir()
     assert lines(tmp_path / "whole", monkeypatch, {"0": whole, "1": damaged}) == []
+    records = {"0": whole, "1": damaged, "2": whole}
+    [found] = lines(tmp_path / "whole", monkeypatch, records)
+    assert found.startswith("ranks 0, 2 entered")
+
+
+def test_reading_many_records_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of ten ranks are read in the time that there is."""
+    waits = record(entry(9, "all_reduce", DP, **OPEN), **{"7": str([*range(10)])})
+    ticks = iter([0.0, 1.0, flight_records.READ_SECONDS, *[flight_records.READ_SECONDS + 1] * 20])
+    monkeypatch.setattr(flight_records, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    hung, rest = lines(tmp_path, monkeypatch, {str(rank): waits for rank in range(10)})
+    assert hung.startswith("ranks 0, 1 entered nccl:all_reduce")
+    assert hung.endswith("it did not end: of 8 other ranks no record was read")
+    assert rest == "8 of 10 flight records were not read, after 60 s"
+
+
+def test_records_are_not_held_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Whole(dict[str, Any]):
+        pass
+
+    alive: list[weakref.ref[Whole]] = []
+
+    def read(path: Path) -> Whole:
+        assert not [each for each in alive if each() is not None]
+        whole = Whole(record(entry(9, "all_reduce", DP, **OPEN)))
+        alive.append(weakref.ref(whole))
+        return whole
+
+    monkeypatch.setattr(flight_records, "read_record", read)
+    for rank in range(3):
+        (tmp_path / f"flight-record-{rank}").touch()
+    assert len(hanging_ranks(tmp_path, 8)) == 1
+    assert len(alive) == 3
 
 
 @pytest.mark.parametrize(
@@ -136,7 +171,7 @@ def test_other_pickles_are_rejected(data: bytes) -> None:
 def test_only_a_hang_is_explained_by_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.post_mortem.hanging_ranks", lambda logs: ["found"])
+    monkeypatch.setattr("launcher.post_mortem.hanging_ranks", lambda logs, most: ["found"])
     failed = FailureReport(["cause", "rest"], "", [], n_causes=1)
     assert explained(failed, tmp_path) == failed
     hung = FailureReport(["cause", "rest"], "", [], n_causes=1, is_hang=True)

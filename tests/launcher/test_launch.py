@@ -119,6 +119,37 @@ def test_port_in_use_names_master_port():
             open_store(Nodes(count=2, rank=0, address="localhost", port=port), seconds=10)
 
 
+@pytest.mark.parametrize(("node", "reason"), [
+    (0, "nodes 1, 2 did not join within 1 s"),
+    (1, "The client socket has timed out"),
+])  # fmt: skip
+def test_node_that_never_joins_is_named(
+    node: int,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(agent, "RENDEZVOUS_SECONDS", 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    (config := tmp_path / "run.toml").touch()
+    environment = {
+        "NGPU": "1", "NNODES": "3", "NODE_RANK": str(node), "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    arguments = [str(config), "--job.output_dir", str(tmp_path)]
+    assert launch.main(arguments, environment) == exit_codes.FAILED
+    text = f"rendezvous of 3 nodes failed: {reason}"
+    output = capfd.readouterr()
+    assert text in (output.out if node else output.err)
+    found = [each["reason"].partition(reason)[0] + reason for each in failures(tmp_path)]
+    assert found == [text] * (node == 0)
+    control = tmp_path / "default" / "control"
+    assert exit_codes.read_exit_code(control) == (exit_codes.FAILED if node == 0 else None)
+
+
 @pytest.mark.parametrize(
     ("environment", "key"),
     [
@@ -521,7 +552,8 @@ def test_second_signal_restarts_the_time_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agent, "time", clock)
     monkeypatch.setattr(agent, "os", clock)
     processes: Any = {0: clock}
-    agent.Agent(processes, None, 1, None).wait(clock.requests, has_others=False)
+    watcher = agent.Agent(processes, None, 1, None, is_head=True)
+    watcher.wait(clock.requests, has_others=False)
     assert clock.sent == [signal.SIGUSR1, signal.SIGTERM]
 
 

@@ -27,6 +27,7 @@ from launcher.post_mortem import (
     _collective,
     _place,
     diagnose,
+    silent_ranks,
 )
 
 TIMEOUT = "RuntimeError: Timed out waiting 5000ms for recv operation to complete"
@@ -92,6 +93,21 @@ def test_many_ranks_take_few_requests() -> None:
         found = diagnose(cast(Any, store), n, lambda: dict.fromkeys(dead, -9))
     assert found.lines[:8] == [f"rank {rank} was killed by SIGKILL" for rank in dead]
     assert store.requests < 300
+
+
+def test_other_nodes_ask_only_for_their_ranks() -> None:
+    store, here = CountingStore(), {8: None, 9: None, 10: -9, 11: 1}
+    for rank in (0, 8, 11):
+        store.set(f"report/{rank}", json.dumps(asdict(report(rank))))
+    asked: list[str] = []
+    check = store._store.check
+    with (
+        patch.object(post_mortem.dist, "PrefixStore", lambda prefix, store: store),
+        patch.object(store, "check", lambda keys: asked.extend(keys) or check(keys), create=True),
+    ):
+        assert silent_ranks(cast(Any, store), [*here], lambda: here) == [9]
+        assert store.check([ABORT])
+    assert set(asked) == {ABORT, *(f"report/{rank}" for rank in here)}
 
 
 def test_rank_that_did_not_join_a_collective_is_the_cause() -> None:
