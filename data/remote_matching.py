@@ -127,6 +127,8 @@ def _list(folder: str, *, is_deep: bool) -> list[tuple[str, dict[str, Any]]]:
         return []
     # Some programs mark a folder by an empty file whose name is that of the folder, with a slash.
     found = [info for info in infos if not info["name"].endswith("/") or info["size"]]
+    # Of a file, fsspec lists the file itself: there is nothing in it.
+    found = [info for info in found if info["name"].rstrip("/") != path]
     # fsspec's names have no scheme, and begin with the bucket.
     return [(folder + info["name"][len(path) :].rstrip("/"), info) for info in found]
 

@@ -81,16 +81,17 @@ def test_patterns_match_as_on_a_disk(tmp_path: Path) -> None:
         root = tmp_path / str(trial)
         for _ in range(8):
             folder = root.joinpath(*generator.choices(parts, k=generator.randrange(3)))
-            if not folder.is_file() and not any(each.is_file() for each in folder.parents):
+            # Also files with the names of folders elsewhere in the tree.
+            file = folder / f"{generator.choice(parts)}{generator.choice(['', '.txt'])}"
+            if not file.is_dir() and not any(each.is_file() for each in file.parents):
                 folder.mkdir(parents=True, exist_ok=True)
-                file = folder / f"{generator.choice(parts)}.txt"
                 file.write_text("x")
                 system.pipe(f"/patterns/{trial}/{file.relative_to(root).as_posix()}", b"x")
         for _ in range(20):
             pieces = [*parts, "*", "**", "[ab]", ".*", "?", "a*"]
             pattern = "/".join(
                 [*generator.choices(pieces, k=generator.randrange(3)), generator.choice(
-                    ["*", "**", "*.txt", "a.txt", ".a*", "?.txt"])]
+                    ["*", "**", "*.txt", "a.txt", ".a*", "?.txt", "a"])]
             )  # fmt: skip
             patterns = [f"{at}/{pattern}" for at in (root, f"memory://patterns/{trial}")]
             assert names(patterns[1]) == names(patterns[0]), pattern
