@@ -13,6 +13,7 @@ from config import dump_toml
 from data.step_batches import StepBatch
 from metrics.alarms import AlarmsFile
 from metrics.divergence import Divergence
+from metrics.history import ROLLED_BACK
 from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
 from metrics.metrics_file import read_metrics
@@ -181,7 +182,12 @@ class RunLog:
                 self._samples.write(asdict(sample))
 
     def new_attempt(self, attempt: AttemptHeader) -> None:
-        """Continue the ledger as another attempt, after a rollback, and drop undone samples."""
+        """Record a rollback: another attempt in the ledger, and which metrics and samples it undid.
+
+        The undone lines of metrics stay, because they show the spike.
+        """
+        undone = {"step": attempt.resumed_from, ROLLED_BACK: attempt.data_after}
+        self.metrics.write(undone)
         if self._ledger is not None:
             self._ledger.begin(attempt)
         if self._samples is not None:

@@ -14,8 +14,8 @@ def goodput(lines: Sequence[dict[str, Any]], end: float) -> float | None:
     fewer than two lines of training. Excludes the steps before the first line. All other time is
     repeated or lost steps, restarts, checkpoints and validation.
     """
-    speeds = [line for line in lines if line.get("seconds_per_step") is not None]
-    history = split_history(speeds).training
+    speeds = [line for line in lines if _has_speed(line)]
+    history = [line for line in split_history(lines).training if _has_speed(line)]
     if len(history) < 2:
         return None
     # The time of a failure is in whole seconds.
@@ -25,3 +25,7 @@ def goodput(lines: Sequence[dict[str, Any]], end: float) -> float | None:
     useful = sum(new["seconds_per_step"] * (new["step"] - old["step"]) for old, new in pairs)
     # The clock may have been set back.
     return useful / seconds if seconds > 0 else None
+
+
+def _has_speed(line: dict[str, Any]) -> bool:
+    return line.get("seconds_per_step") is not None

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Line = dict[str, Any]
+# Key of a line that a rollback within a run writes: lines before it, of later steps, are undone.
+ROLLED_BACK = "rolled_back_from"
 
 
 @dataclass
@@ -24,17 +26,20 @@ def split_history(lines: Iterable[Line]) -> History:
     history = History()
     for line in lines:
         undone = []
-        if "loss" in line:
-            while history.training and history.training[-1]["step"] >= line["step"]:
-                undone.append(history.training.pop())
-            history.training.append(line)
+        while history.training and _place(history.training[-1]) >= _first_undone(line):
+            undone.append(history.training.pop())
         if undone:
             history.undone.append(undone[::-1])
-        while history.other and _place(history.other[-1]) >= _place(line):
+        while history.other and _place(history.other[-1]) >= _first_undone(line):
             history.other.pop()
-        if "loss" not in line:
-            history.other.append(line)
+        if ROLLED_BACK not in line:
+            (history.training if "loss" in line else history.other).append(line)
     return history
+
+
+def _first_undone(line: Line) -> tuple[int, int]:
+    """First place that counts no more: of a rollback, that of the step after its checkpoint."""
+    return (line["step"] + 1, 0) if ROLLED_BACK in line else _place(line)
 
 
 def _place(line: Line) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Mapping
 
+from metrics.history import ROLLED_BACK
 from metrics.tracker import TrackedRun
 from runtime.filesystem import make_folder
 
@@ -10,7 +11,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoardTracker:
-    """Curves of the metrics; purges what a restart or a rollback undid, once it is repeated."""
+    """Curves of the metrics; purges what a rollback undid, and what a restart repeats."""
 
     def start(self, run: TrackedRun) -> None:
         """Create an event file."""
@@ -21,7 +22,10 @@ class TensorBoardTracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to the curve of each value of a step."""
-        if any(step <= self._newest.get(name, -1) for name in values):
+        if ROLLED_BACK in values:
+            self._writer.close()
+            self._open(step + 1)
+        elif any(step <= self._newest.get(name, -1) for name in values):
             self._writer.close()
             self._open(step)
         for name, value in values.items():

@@ -1,6 +1,7 @@
 from typing import Any
 
 from metrics.goodput import goodput
+from metrics.history import ROLLED_BACK
 
 
 def line(step: int, at: float, seconds: float) -> dict[str, Any]:
@@ -16,6 +17,8 @@ def test_goodput_counts_each_step_once() -> None:
     # Rolled back from 30 to 15: step 20 is repeated, 30 no longer counts.
     rolled_back = [*clean, line(30, 129.0, 1.0), line(20, 134.0, 1.0)]
     assert goodput(rolled_back, 138.0) == 0.5
+    # Rolled back from 20 to 15, and nothing is repeated yet.
+    assert goodput([*clean, {"step": 15, "time": 120.0, ROLLED_BACK: 20}], 120.0) == 9 / 20
     # Resumed from a checkpoint of step 15: steps 16 to 20 have no line of their own.
     resumed = [*clean[:2], line(20, 147.0, 2.0)]
     assert goodput(resumed, 149.0) == (9 + 20) / 49

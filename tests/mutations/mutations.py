@@ -1291,8 +1291,8 @@ REPORT = [
     Mutation(
         "repeated-steps-are-plotted-twice",
         "metrics/history.py",
-        before='history.training[-1]["step"] >= line["step"]',
-        after='history.training[-1]["step"] > line["step"]',
+        before="_place(history.training[-1]) >= _first_undone(line)",
+        after="_place(history.training[-1]) > _first_undone(line)",
         tests=("tests/metrics/test_history.py",),
     ),
     Mutation(

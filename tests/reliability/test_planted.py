@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import train_step
 from checkpoint.checkpointer import Checkpointer
 from data.packing import ConcatPacker, PackedSequence
 from data.tokenizer import Tokenizer
+from metrics.history import split_history
 from metrics.ledger import Ledger
 from optim.spikes import LossSpikeDetector
 from runtime import exit_codes
@@ -26,6 +28,7 @@ from runtime.log import logger
 from tests.lib.forked import checkpoints, codes, log, run, spike_at_step_5, started, tensors
 from tests.lib.launch import curve, records
 from tools.check_ledger import replay
+from tools.status import read_status
 
 STEPS = {
     "training.steps": "8",
@@ -69,6 +72,17 @@ def preempted_in_a_nonfinite_step() -> None:
 
 def spike_at_step_11() -> None:
     LossSpikeDetector.is_spike = lambda self, step, **_: step == 11  # type: ignore[method-assign]
+
+
+def preempted_in_the_spike_at_step_5() -> None:
+    """Report a spike in step 5, and send SIGTERM to the only rank."""
+
+    def is_spike(self: LossSpikeDetector, step: int, **values: float) -> bool:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step == 5
+
+    LossSpikeDetector.is_spike = is_spike  # type: ignore[method-assign]
 
 
 def spikes_in_the_first_steps() -> None:
@@ -223,6 +237,27 @@ def test_trackers_and_samples_have_what_a_rollback_did_not_undo(tmp_path: Path) 
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [*range(1, 9)]
     assert [event.step for event in events.Scalars("validation_loss")] == validated
+
+
+def test_run_that_ends_right_after_a_rollback_shows_no_undone_step(tmp_path: Path) -> None:
+    """Nobody repeats the undone steps 4 and 5."""
+    keys = STEPS | {"numerics.on_spike": "rollback", "checkpoint.interval": "3"}
+    keys |= {"validation.enable": "true", "validation.freq": "4"}
+    keys |= {"metrics.trackers": '["tensorboard"]'}
+    with started(tmp_path, 1, plant=preempted_in_the_spike_at_step_5, **keys) as processes:
+        assert codes(processes) == {exit_codes.PREEMPTED}, log(tmp_path)
+    assert "rollback: from step 5 to step 3" in log(tmp_path)
+    folder = tmp_path / "debug_model"
+    history = split_history(records(tmp_path))
+    assert [line["step"] for line in history.training] == [1, 2, 3]
+    assert [line["step"] for line in history.other] == [0]
+    assert [[line["step"] for line in lines] for lines in history.undone] == [[4, 5]]
+    status = read_status(folder, time.time())
+    assert (status.step, status.loss) == (3, curve(tmp_path)[3][0])
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("validation_loss")] == [0]
 
 
 def test_spike_without_a_checkpoint_is_not_rolled_back(tmp_path: Path) -> None:
