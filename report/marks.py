@@ -43,7 +43,8 @@ def marks_of(folder: Path, training: Sequence[Line]) -> tuple[list[Mark], list[s
     starts = starts_in_ledger(folder / "ledger" / "rank-00000.jsonl", training, problems)
     found = [
         *_checkpoints(folder / "checkpoints"),
-        *(starts or _starts_in_metrics(training)),
+        *starts,
+        *_starts_in_metrics(training, [mark.step for mark in starts if mark.kind == "restart"]),
         *_failures(failures, training),
         *(Mark(line["kind"], line["step"], _short(line["text"]), line["time"]) for line in alarms),
         *_growths(training),
@@ -99,10 +100,13 @@ def starts_in_ledger(path: Path, training: Sequence[Line], problems: list[str]) 
     return marks
 
 
-def _starts_in_metrics(training: Sequence[Line]) -> Iterator[Mark]:
+def _starts_in_metrics(training: Sequence[Line], known: Sequence[int]) -> Iterator[Mark]:
+    """Restarts without a ledger, which a start may turn on or off; ``known``: steps of others."""
     for old, new in pairwise(training):
         count = new.get("restarts") or 0
-        if count != (old.get("restarts") or 0):
+        if count == (old.get("restarts") or 0):
+            continue
+        if not any(old["step"] <= step < new["step"] for step in known):
             text = f"restart {count:g}, after step {old['step']}"
             yield Mark("restart", old["step"], text, new.get("time"))
 

@@ -51,6 +51,22 @@ def test_restarts_come_from_the_ledger_or_else_from_metrics(tmp_path: Path) -> N
     assert marks[0].time == BEGIN + 99
 
 
+def test_restarts_of_starts_with_and_without_a_ledger_are_counted_once(tmp_path: Path) -> None:
+    """The ledger has the second and the fourth of five starts."""
+    training = [line for n in range(5) for line in lines(10 * n + 5, 10 * n + 10, restarts=n)]
+    (tmp_path / "ledger").mkdir()
+    heads = [
+        {"attempt": str(step), "parent": None, "resumed_from": step, "data_after": step}
+        for step in (10, 30)
+    ]
+    rows = [json.dumps(head, separators=(",", ":")) for head in heads]
+    (tmp_path / "ledger" / "rank-00000.jsonl").write_text("\n".join(rows))
+    marks, _ = marks_of(tmp_path, training)
+    assert kinds(marks) == [("restart", step) for step in (10, 20, 30, 40)]
+    texts = ["restart 1, after step 10", "restart 2, after step 20", "restart from step 30"]
+    assert [mark.text for mark in marks[:3]] == texts
+
+
 def test_alarms_and_warnings_are_marks(tmp_path: Path) -> None:
     rows = [
         {"step": 12, "time": BEGIN + 6, "kind": "warning", "text": "rank 1 is slow"},
