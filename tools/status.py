@@ -66,7 +66,8 @@ class Status:
     tokens_per_second: float | None
     mfu: float | None
     seconds_left: float | None
-    """Until the configuration's last step, as the newest line estimated; None if done."""
+    """Until the configuration's last step, as the newest line estimated; None if done, and until
+    the last start has written a line."""
     line_age: float | None
     """Age of the newest line of metrics."""
     checkpoint: int | None
@@ -217,7 +218,7 @@ def read_status(folder: Path, now: float) -> Status:
         validation_loss=validations[-1]["validation_loss"] if validations else None,
         tokens_per_second=newest.get("tokens_per_second"),
         mfu=newest.get("mfu"),
-        seconds_left=None if state == "done" else newest.get("seconds_left"),
+        seconds_left=_seconds_left(newest, state, _mtime(folder / "control" / "lock")),
         line_age=now - lines[-1]["time"] if lines else None,
         checkpoint=checkpoint,
         checkpoint_age=now - saved if checkpoint is not None else None,
@@ -280,6 +281,12 @@ def state_of(
     if is_quiet:
         return "unknown", f"{quiet}; only {host or 'its host'} can tell", max(locked_at, last_line)
     return runs, "", now
+
+
+def _seconds_left(line: Mapping[str, Any], state: str, locked_at: float) -> float | None:
+    """Estimate of the newest ``line``, unless an earlier start wrote it: for its own last step."""
+    is_old = line.get("time", 0.0) < locked_at
+    return None if state == "done" or is_old else line.get("seconds_left")
 
 
 def _outcome(control: Path) -> tuple[str, str, str]:

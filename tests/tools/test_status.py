@@ -246,6 +246,20 @@ def test_numbers_are_of_the_newest_line(tmp_path: Path) -> None:
     assert found.line_age == pytest.approx(60, abs=30)
 
 
+def test_time_left_is_that_of_the_last_start(tmp_path: Path) -> None:
+    """A finished run that is extended has an old line, of no time left, until it writes one."""
+    control = write_run(tmp_path, {"step": 2, "age": 70, "seconds_left": 0.0})
+    (control.parent / "config.toml").write_text("[training]\nsteps = 3000\n")
+    assert read(tmp_path).seconds_left == 0.0
+    set_age(control / "lock", 60)
+    found = read(tmp_path)
+    assert (found.state, found.seconds_left) == ("starting", None)
+    (control / "outcome").write_text("stopped SIGTERM\n")
+    found = read(tmp_path)
+    assert (found.state, found.seconds_left) == ("stopped", None)
+    assert ", left" not in paragraph(found)[0]
+
+
 def test_undone_validation_is_not_shown(tmp_path: Path) -> None:
     lines = [{"step": step, "age": 50 - step} for step in (1, 2, 3)]
     validations = [{"step": step, "age": 50, "validation_loss": 9.0 - step} for step in (1, 3)]
