@@ -8,24 +8,20 @@ from metrics.history import split_history
 
 
 def goodput(lines: Sequence[dict[str, Any]], end: float) -> float | None:
-    """Return the time of all steps that count over the time from the first of them to ``end``.
+    """Return the time of all steps that count over the time from the first line to ``end``.
 
     ``lines`` have times; ``end``: Unix time in seconds, the last line's if that is later. None with
-    fewer than two lines of training. Excludes the steps before the first line. All other time is
-    repeated or lost steps, restarts, checkpoints and validation.
+    fewer than two lines of training. Steps before the first of those do not count. All other time
+    is repeated or lost steps, restarts, checkpoints and validation.
     """
-    speeds = [line for line in lines if _has_speed(line)]
-    history = [line for line in split_history(lines).training if _has_speed(line)]
+    training = split_history(lines).training
+    history = [line for line in training if line.get("seconds_per_step") is not None]
     if len(history) < 2:
         return None
     # The time of a failure is in whole seconds.
-    seconds = max(end, lines[-1]["time"]) - speeds[0]["time"]
+    seconds = max(end, lines[-1]["time"]) - lines[0]["time"]
     # A line's speed applies to all steps since the previous line, even across a restart.
     pairs = pairwise(history)
     useful = sum(new["seconds_per_step"] * (new["step"] - old["step"]) for old, new in pairs)
     # The clock may have been set back.
     return useful / seconds if seconds > 0 else None
-
-
-def _has_speed(line: dict[str, Any]) -> bool:
-    return line.get("seconds_per_step") is not None

@@ -14,6 +14,9 @@ def test_goodput_counts_each_step_once() -> None:
     assert goodput(clean, 138.0) == 0.5
     validation = {"step": 20, "time": 120.0, "validation_loss": 1.0}
     assert goodput([*clean, validation], 119.0) == 19 / 20
+    # The first validation is waste, as later ones are.
+    first = {"step": 0, "time": 90.0, "validation_loss": 1.0}
+    assert goodput([first, *clean], 128.0) == 19 / 38
     # Rolled back from 30 to 15: step 20 is repeated, 30 no longer counts.
     rolled_back = [*clean, line(30, 129.0, 1.0), line(20, 134.0, 1.0)]
     assert goodput(rolled_back, 138.0) == 0.5
