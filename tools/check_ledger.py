@@ -334,6 +334,8 @@ def _position(start: np.ndarray) -> tuple[int, int]:
 def compare(first: Lineage, second: Lineage) -> tuple[list[str], str]:
     """Compare two runs; return token differences and a summary with loss and norm differences."""
     common = sorted(first.steps.keys() & second.steps.keys())
+    if not common:
+        return ["--against: the runs have no common step"], "no step of both: nothing was compared"
     differences = []
     for step in common:
         one, other = (lineage.steps[step].rows[:, CRC32] for lineage in (first, second))
@@ -343,7 +345,8 @@ def compare(first: Lineage, second: Lineage) -> tuple[list[str], str]:
             differences += [f"step {step}, row {row}: the tokens differ" for row in rows]
     distances = [_largest_difference(name, first, second, common) for name in ("loss", "grad_norm")]
     tokens = "different tokens" if differences else "the same tokens"
-    return differences, f"steps 1..{len(common)} of both: {tokens}; {'; '.join(distances)}"
+    steps = f"steps {common[0]}..{common[-1]} of both"
+    return differences, f"{steps}: {tokens}; {'; '.join(distances)}"
 
 
 def _largest_difference(name: str, first: Lineage, second: Lineage, steps: list[int]) -> str:

@@ -106,6 +106,25 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "steps 1..6 of both: different tokens" in capsys.readouterr().out
 
 
+def test_runs_without_a_common_step_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of them was killed before its first step."""
+    folders = [Program(tmp_path / str(last)).run(Start(1, last=last)).folder for last in (3, 0)]
+    for one, other in (folders, folders[::-1]):
+        assert check_ledger.main([str(one), "--against", str(other)]) == exit_codes.FAILED
+        assert "no step of both: nothing was compared" in capsys.readouterr().out
+
+
+def test_common_steps_are_named() -> None:
+    rows = np.zeros((1, 6), np.int64)
+    one, other = (
+        Lineage({step: LedgerEntry(step, rows, 1.0, 1.0) for step in range(first, 7)})
+        for first in (1, 4)
+    )
+    assert check_ledger.compare(one, other)[1].startswith("steps 4..6 of both: the same tokens")
+
+
 def test_row_missing_in_one_run_is_a_difference() -> None:
     rows = np.arange(2)[:, None].repeat(6, axis=1)
     one, both = (Lineage({1: LedgerEntry(1, part, 1.0, 1.0)}) for part in (rows[:1], rows))
