@@ -67,7 +67,13 @@ SHARD_TOKENS = 1 << 26
 # Number of evenly spaced documents that estimate how many documents make a shard.
 MEASURED_DOCUMENTS = 64
 # Keys that describe the text of a source, with the values of a source of tokens.
-DEFAULTS_OF_TEXT = {"sources": "[]", "subset": "", "text_key": "text", "args": "{}"}
+DEFAULTS_OF_TEXT = {
+    "sources": "[]",
+    "subset": "",
+    "revision": "",
+    "text_key": "text",
+    "args": "{}",
+}
 SUFFIXES = ("bin", "ends", "json")
 LOCK_FILE = ".lock"
 OWNED = re.compile(r"(begun\.json|index\.json|shard-\d{5,}\.(bin|ends|json))(\.[0-9a-f]{32}\.tmp)?")

@@ -488,14 +488,16 @@ def test_hub_dataset_is_prepared(tmp_path: Path) -> None:
     [
         '[data]\nsource = "files"\npath = "TEXTS"\ntext_key = "body"\n',
         '[[data.sources]]\npath = "TEXTS"\ntext_key = "body"\n',
+        '[data]\nsource = "huggingface"\npath = "FOLDER"\nrevision = "main"\ntext_key = "body"\n',
     ],
 )
 def test_next_command_trains_the_configuration_on_the_tokens(
     tables: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n')
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "a.jsonl").write_text('{"body": "some text"}\n')
     file, folder = tmp_path / "a run.toml", tmp_path / "p"
-    tables = tables.replace("TEXTS", str(tmp_path / "*.jsonl"))
+    tables = tables.replace("TEXTS", f"{texts}/*.jsonl").replace("FOLDER", str(texts))
     file.write_text(f"{tables}[training]\nsteps = 7\n")
     assert run(folder, "--config", file, "--workers", 1) == exit_codes.DONE
     line = capsys.readouterr().out.splitlines()[-1]
