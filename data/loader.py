@@ -161,7 +161,7 @@ class MicrobatchLoader:
         self._microbatches = self._build_microbatches()
 
     def consumed(self) -> list[tuple[int, int]]:
-        """(documents, tokens) of each source that this rank's rows have committed.
+        """(finished documents, tokens) of each source that this rank's rows have committed.
 
         With best_fit, the documents of the current packing window do not count yet.
         """

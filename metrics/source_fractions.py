@@ -15,8 +15,9 @@ def source_fractions(
 ) -> dict[str, float]:
     """Return each source's fraction of all tokens so far, and its epochs, by label. Collective.
 
-    ``consumed``: this rank's (documents, tokens) per source. ``sources``: (label, documents per
-    epoch, or None if unknown). {} with a single source.
+    Epochs are of finished documents: how long the one is that a row reads is not known here.
+    ``consumed``: this rank's (finished documents, tokens) per source. ``sources``: (label,
+    documents per epoch, or None if unknown). {} with a single source.
     """
     if len(sources) == 1:
         return {}
