@@ -39,8 +39,9 @@ def apply_compile(
         path = "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint"
         configure(path, True, key="compile.enable")
     # Graphs of all blocks count as recompilations of one function, and layers may be of many kinds.
-    # Names are layer indices in the whole model, also in a pipeline stage.
-    limit = GRAPHS_PER_LAYER * (2 + max(map(int, blocks)))
+    # Names are indices in the whole model, and a rank may have several stages of it.
+    indices = [int(name) for name in blocks if name.isdecimal()]
+    limit = GRAPHS_PER_LAYER * (2 + max([len(blocks), *indices]))
     configure("torch._dynamo.config:recompile_limit", limit)
     # Training has fixed shapes. Validation and samples get their own compilation, because symbolic
     # shapes are less reliable.
