@@ -49,7 +49,8 @@ def forbid_untying(model: nn.Module) -> Iterator[None]:
     """Raise ``ConfigError`` on exit if parameters that were tied on entry no longer are."""
     before = _ties(model)
     yield
-    for fqns in before - _ties(model):
+    after = _ties(model)
+    for fqns in (fqns for fqns in before if fqns not in after):
         text = f"{' = '.join(fqns)} would be sharded apart: fsdp_units must have one unit with all"
         raise ConfigError([f"parallelism.data_parallel: {text}"])
 
@@ -85,5 +86,5 @@ def _is_in(name: str, path: str) -> bool:
     return not path or f"{name}.".startswith(f"{path}.")
 
 
-def _ties(model: nn.Module) -> set[tuple[str, ...]]:
-    return {tuple(fqns) for fqns in fqns_by_parameter(model) if len(fqns) > 1}
+def _ties(model: nn.Module) -> list[list[str]]:
+    return [fqns for fqns in fqns_by_parameter(model) if len(fqns) > 1]

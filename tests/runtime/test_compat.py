@@ -30,10 +30,12 @@ LOCAL = "torch.distributed.tensor:DTensor._local_tensor"
 ALL_TO_ALL = "torch.distributed._functional_collectives:all_to_all_single_autograd"
 BUDGET = "torch._functorch.config:activation_memory_budget"
 DYNAMO = "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint"
+RECOMPILES = "torch._dynamo.config:recompile_limit"
 IGNORED = "torch.utils.checkpoint:SAC_IGNORED_OPS"
 # PyTorch itself needs these, so they are hidden only from Shardloom.
 NEEDED = {*FOREACH, GLOO, WORLD, TIMEOUT, STRIDED, "torch:Tensor._make_wrapper_subclass",
-          "torch:_C._disabled_torch_function_impl", BUDGET, DYNAMO, IGNORED, LOCAL}  # fmt: skip
+          "torch:_C._disabled_torch_function_impl", BUDGET, DYNAMO, RECOMPILES, IGNORED,
+          LOCAL}  # fmt: skip
 
 SHORT = {
     "training.steps": "2",
@@ -68,6 +70,7 @@ USES: dict[str, dict[str, str]] = {
     IGNORED: SELECTIVE,
     "torch.cpu:_is_avx512_bf16_supported": AUTO,
     "torch.cpu:_is_amx_tile_supported": AUTO,
+    RECOMPILES: COMPILED | {"compile.backend": "eager"},
     "torch._dynamo.utils:get_compilation_metrics": COMPILED | {"compile.backend": "eager"},
 }
 # The key that requires the name, and a run that sets it.
