@@ -60,8 +60,8 @@ class SlowSteps:
         if self._recompiled_in == self._n_steps - 1 and self._notices.is_new("recompilation", True):
             last = reasons[-1]
             logger.error(
-                "ALARM: torch.compile recompiles in every step, which is slow and fails in the end: %s"
-                " (%s:%s): %s; keep it constant, or set compile.enable = false",
+                "ALARM: torch.compile recompiles in every step, which is slow and fails in the end:"
+                " %s (%s:%s): %s; keep it constant, or set compile.enable = false",
                 last.co_name, last.co_filename, last.co_firstlineno, last.recompile_reason,
             )  # fmt: skip
         self._recompiled_in = self._n_steps
