@@ -30,11 +30,11 @@ find_python() {
         echo "it lacks torch")" >&2
     fi
   done
-  make_environment "$(new_enough python3 python3.13 python3.12 python3.11)" ${extra:+"$extra"}
+  make_environment "$(new_enough python3 python3.14 python3.13 python3.12 python3.11)" ${extra:+"$extra"}
 }
 
 find_torch_python() {
-  make_environment "${PYTHON:-$(new_enough python3.11 python3 python3.12 python3.13)}" "$@"
+  make_environment "${PYTHON:-$(new_enough python3.11 python3 python3.12 python3.13 python3.14)}" "$@"
 }
 
 make_environment() {
