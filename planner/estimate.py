@@ -88,7 +88,7 @@ def estimated(sample: Sample, shape: Shape) -> StepRecord | None:
     return StepRecord(
         memory=_memory(sample, shape),
         collectives=_collectives(collectives, shape),
-        groups={group.dim: group for group in groups(shape.degrees, shape.ep)},
+        groups=groups(shape.degrees, shape.ep),
         flops={key: tokens * n for key, n in affine(low.flops, high.flops, steps).items()},
         traffic={
             phase: size * of_update
@@ -100,8 +100,8 @@ def estimated(sample: Sample, shape: Shape) -> StepRecord | None:
 
 
 @cache
-def groups(degrees: Degrees, ep: int) -> list[Group]:
-    """Groups of the first rank."""
+def groups(degrees: Degrees, ep: int) -> dict[str, Group]:
+    """Groups of the first rank, by mesh dim."""
     shard = degrees.dp_shard * degrees.cp
     n_stage = degrees.dp_replicate * shard * degrees.tp
     strides = {
@@ -114,10 +114,10 @@ def groups(degrees: Degrees, ep: int) -> list[Group]:
         "ep": (ep, 1),
         "efsdp": (shard * degrees.tp // ep, ep),
     }
-    return [
-        Group(dim, tuple(range(0, size * stride, stride)))
+    return {
+        dim: Group(dim, tuple(range(0, size * stride, stride)))
         for dim, (size, stride) in strides.items()
-    ]
+    }
 
 
 def _collectives(of_one: dict[Collective, float], shape: Shape) -> dict[Collective, float]:
@@ -142,7 +142,7 @@ def _collectives(of_one: dict[Collective, float], shape: Shape) -> dict[Collecti
             result[call._replace(phase=phase)] += count * repeats
             if degrees.dp_replicate > 1 and call.kind == "reduce_scatter":
                 # FSDP2 sums over replicas once a step.
-                size = call.payload // (degrees.dp_shard * degrees.cp)
+                size = call.payload // len(groups(degrees, shape.ep)[call.dim].ranks)
                 result[Collective(phase, "all_reduce", "dp_replicate", size)] += count
     return {call: count for call, count in result.items() if count}
 

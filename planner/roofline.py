@@ -171,7 +171,8 @@ def exposed_seconds(
 ) -> dict[str, float]:
     """Seconds of communication, by mesh dim, during which a rank computes nothing.
 
-    The first gather of a forward and the last reduction of a backward have nothing to hide behind.
+    The first gather of a forward and the last reduction of a backward have nothing to hide behind:
+    in each microbatch, or once if weights stay gathered or gradients are reduced once.
     """
     exposed: dict[str, float] = defaultdict(float)
     overlapped: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
@@ -185,28 +186,38 @@ def exposed_seconds(
     left = dict(compute)
     for (phase, dim), calls in overlapped.items():
         total = sum(count * seconds for count, seconds in calls)
-        first = total / sum(count for count, _ in calls) * n_microbatches
+        counts = [count for count, _ in calls]
+        first = total / sum(counts) * min(n_microbatches, *counts)
         exposed[dim] += max(total - left.get(phase, 0.0), min(first, total))
         left[phase] = max(left.get(phase, 0.0) - total, 0.0)
     return dict(exposed)
 
 
 def collective_seconds(collective: Collective, group: Group, hardware: Hardware) -> float:
-    """Modelled seconds of one call."""
-    n = len(group.ranks)
-    return group.sent(collective) / bandwidth(group, hardware) + HOP_SECONDS * math.log2(max(n, 1))
+    """Modelled seconds of one call.
 
-
-def bandwidth(group: Group, hardware: Hardware) -> float:
-    """Bytes per second that a rank sends in a ring over ``group``.
-
-    A ring leaves a node once for all of the group's ranks there, which share their adapters.
+    Between nodes, what one rank sends to one other passes the adapter of that rank. A ring leaves a
+    node once for all of the group's ranks there, which share their adapters.
     """
     link = hardware.link.gb_per_second * 1e9 * LINK
+    adapter = hardware.network.gb_per_second * 1e9 * NETWORK
+    n, n_there = len(group.ranks), _ranks_on_a_node(group, hardware)
+    sent = group.sent(collective)
+    if n_there == n:
+        seconds = sent / link
+    elif collective.kind == "all_to_all":
+        leaves = collective.payload * (n - n_there) / n
+        seconds = max((sent - leaves) / link, leaves / adapter)
+    else:
+        n_adapters = 1 if collective.kind == "send" else n_there
+        seconds = sent / min(link, n_adapters * adapter)
+    return seconds + HOP_SECONDS * math.log2(max(n, 1))
+
+
+def _ranks_on_a_node(group: Group, hardware: Hardware) -> int:
+    """A mesh is regular: the first node has as many of the ranks as any other."""
     if hardware.is_inside_node(group.ranks):
-        return link
-    # A mesh is regular: the first node has as many of the ranks as any other.
+        return len(group.ranks)
     per_node = hardware.device.gpus_per_node
     first = group.ranks[0] // per_node
-    n_there = sum(rank // per_node == first for rank in group.ranks[:per_node])
-    return min(link, n_there * hardware.network.gb_per_second * 1e9 * NETWORK)
+    return sum(rank // per_node == first for rank in group.ranks[:per_node])

@@ -101,6 +101,9 @@ class Search:
 
     def _best(self, choices: list[Choice], run_all: Map) -> Answer:
         ranked = self._estimates(choices, run_all)
+        if not ranked:
+            # No sample can be planned. The plan of a choice raises the reason.
+            simulate_stage(Request(self.space.config_of(choices[0]), self._world_size))
         fitting = self._fitting(ranked)
         best: list[Found] = []
         left, n_plans, most = fitting, 0, 1

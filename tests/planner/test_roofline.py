@@ -1,6 +1,8 @@
 """The roofline agrees with rows that were measured, and hides what compute can hide."""
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ from config import load_config
 from config.job_config import Compile
 from planner.roofline import (
     ASYNC,
+    HOP_SECONDS,
     LINK,
     NETWORK,
     StepTime,
-    bandwidth,
+    collective_seconds,
     exposed_seconds,
     step_time,
 )
@@ -60,12 +63,27 @@ def test_rows_of_a_small_model_are_predicted() -> None:
         assert predicted == pytest.approx(measured(case), rel=0.05)
 
 
-def test_a_ring_shares_the_adapters_of_its_ranks(hardware: Hardware) -> None:
+def test_ranks_share_adapters_in_rings_only(hardware: Hardware) -> None:
     nvlink, adapter = 450e9 * LINK, 50e9 * NETWORK
-    assert bandwidth(Group("tp", tuple(range(8))), hardware) == nvlink
-    assert bandwidth(Group("dp_shard_cp", tuple(range(0, 64, 8))), hardware) == adapter
-    assert bandwidth(Group("dp_shard_cp", tuple(range(0, 64, 4))), hardware) == 2 * adapter
-    assert bandwidth(Group("dp_shard_cp", tuple(range(64))), hardware) == 8 * adapter
+
+    def seconds(kind: str, ranks: range) -> float:
+        group = Group("dim", tuple(ranks))
+        found = collective_seconds(Collective(FORWARD, kind, "dim", SIZE), group, hardware)
+        return found - HOP_SECONDS * math.log2(len(ranks))
+
+    gathered = {
+        range(8): 7 / 8 / nvlink,
+        range(0, 64, 8): 7 / 8 / adapter,
+        range(0, 64, 4): 15 / 16 / (2 * adapter),
+        range(64): 63 / 64 / (8 * adapter),
+    }
+    for ranks, expected in gathered.items():
+        assert seconds("all_gather", ranks) == pytest.approx(SIZE * expected)
+    # Of 64 ranks, 56 are on other nodes.
+    assert seconds("all_to_all", range(64)) == pytest.approx(SIZE * 56 / 64 / adapter)
+    assert seconds("all_to_all", range(8)) == pytest.approx(SIZE * 7 / 8 / nvlink)
+    assert seconds("send", range(0, 16, 4)) == pytest.approx(SIZE / adapter)
+    assert seconds("send", range(0, 8, 4)) == pytest.approx(SIZE / nvlink)
 
 
 def test_async_tensor_parallel_hides_a_share_of_its_communication() -> None:
@@ -90,9 +108,9 @@ def test_eager_simple_fsdp_waits_for_all_weights() -> None:
     assert exposed[0] > exposed[1]
 
 
-def record_of(*collectives: Collective) -> StepRecord:
+def record_of(collectives: Mapping[Collective, float]) -> StepRecord:
     groups = {dim: Group(dim, tuple(range(8))) for dim in ("dp_shard_cp", "tp")}
-    return StepRecord({}, dict.fromkeys(collectives, 4.0), groups, {}, {})
+    return StepRecord({}, collectives, groups, {}, {})
 
 
 def test_compute_hides_only_collectives_of_data_parallel(hardware: Hardware) -> None:
@@ -101,7 +119,8 @@ def test_compute_hides_only_collectives_of_data_parallel(hardware: Hardware) -> 
     call = SIZE * 7 / 8 / (450e9 * LINK)
 
     def exposed(compute: float, *collectives: Collective) -> dict[str, float]:
-        return exposed_seconds(record_of(*collectives), {FORWARD: compute}, 1, hardware)
+        record = record_of(dict.fromkeys(collectives, 4.0))
+        return exposed_seconds(record, {FORWARD: compute}, 1, hardware)
 
     # All four are hidden but the first.
     assert exposed(10 * call, gather) == {"dp_shard_cp": pytest.approx(call, rel=1e-3)}
@@ -110,3 +129,20 @@ def test_compute_hides_only_collectives_of_data_parallel(hardware: Hardware) -> 
     # No compute of another phase hides it.
     late = (gather._replace(phase=BACKWARD), gather._replace(phase=UPDATE))
     assert exposed(10 * call, *late) == {"dp_shard_cp": pytest.approx(8 * call, rel=1e-3)}
+
+
+@pytest.mark.parametrize(("kind", "phase"), [("all_gather", FORWARD), ("all_reduce", BACKWARD)])
+def test_what_runs_once_a_step_is_exposed_once(hardware: Hardware, kind: str, phase: str) -> None:
+    """As weights that stay gathered, and gradients that replicas sum after the last microbatch."""
+    block = Collective(phase, kind, "dp_shard_cp", SIZE)
+    root = block._replace(payload=SIZE // 2)
+
+    def calls(n: int, times: int) -> float:
+        """Exposed calls as large as ``block``, if ``n`` microbatches run each ``times``."""
+        record = record_of({block: 3.0 * times, root: 1.0 * times})
+        exposed = exposed_seconds(record, {phase: math.inf}, n, hardware)["dp_shard_cp"]
+        return exposed / collective_seconds(block, record.groups["dp_shard_cp"], hardware)
+
+    mean = 3.5 / 4
+    assert calls(8, times=8) == pytest.approx(8 * mean, rel=1e-3)
+    assert calls(8, times=1) == pytest.approx(mean, rel=1e-3)

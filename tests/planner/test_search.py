@@ -18,7 +18,7 @@ from planner.search_space import Choice, Kind, SearchSpace
 from planner.search_text import search_json, search_text, toml_lines
 from planner.step_record import StepRecord
 from runtime.devices import find_hardware
-from tests.lib.planned import BATCH, EMULATED, FLOAT8, SMALL
+from tests.lib.planned import BATCH, EMULATED, FLOAT8, MOE, SMALL
 
 WORLD = 8
 
@@ -46,6 +46,19 @@ def test_estimates_are_those_of_plans() -> None:
     sent = [sent_bytes(record) for record in (found, real)]
     assert sent[0] == pytest.approx(sent[1], rel=0.01)
     assert found.peak == pytest.approx(real.peak, rel=0.3)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_replicas_sum_the_shards_of_experts(ep: int) -> None:
+    search = search_of(MOE | {"model.flavor": "debugmodel", BATCH: 8}, WORLD)
+    choice = Choice(2, 4, 1, 1, 1, ep, "1F1B", "none", "default", 1, "none")
+    sample = simulate_sample(search._sample_request(choice.kind))
+    assert sample is not None
+    found = estimated(sample, Shape(choice.degrees, ep, 2, 1, 1, 1.0, 1.0, is_resharded=True))
+    assert found is not None
+    real = simulate_stage(Request(search.space.config_of(choice), WORLD))
+    sent = [sent_bytes(record, "dp_replicate") for record in (found, real)]
+    assert sent[0] == pytest.approx(sent[1], rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
@@ -111,8 +124,10 @@ def test_skips_of_single_layers_do_not_spoil_the_samples() -> None:
     assert 0 < planned.parts["float8 matmul"] < found.parts["float8 matmul"]
 
 
-def sent_bytes(record: StepRecord) -> float:
-    return sum(n * record.groups[call.dim].sent(call) for call, n in record.collectives.items())
+def sent_bytes(record: StepRecord, dim: str = "") -> float:
+    """Bytes that a rank sends over the mesh dim; "": over all."""
+    calls = record.collectives.items()
+    return sum(n * record.groups[c.dim].sent(c) for c, n in calls if c.dim == (dim or c.dim))
 
 
 def test_the_answer_is_ranked_and_can_be_pasted(tmp_path: Path) -> None:
@@ -271,3 +286,9 @@ def test_a_held_key_that_is_not_compared_is_an_error() -> None:
     ):
         with pytest.raises(ConfigError, match=f"(parallelism|training).*{says}"):
             search_of({key: value, BATCH: 32}, WORLD, held=[key]).run()
+
+
+def test_what_is_not_planned_yet_is_named() -> None:
+    search = search_of({BATCH: 4, "debug.deterministic": "elastic"}, 2, device="h100")
+    with pytest.raises(ConfigError, match=r"debug\.deterministic: is not planned yet"):
+        search.run()
