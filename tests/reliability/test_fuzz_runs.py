@@ -35,7 +35,6 @@ KEYS = {
     "metrics.enable_ledger": "true",
     "metrics.trackers": '["tensorboard"]',
 }
-AGES = ("line_age", "checkpoint_age", "last_failure_age")
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ def answer_of(main: Callable[[list[str]], int], *arguments: str) -> Answer:
 def show_status(folder: Path) -> Answer:
     answer = answer_of(status.main, str(folder), "--json")
     found = json.loads(answer.result) if answer.result else {}
-    found = {key: value for key, value in found.items() if key not in (*AGES, "problems", "run")}
+    others = {name for name in found if name.endswith("_age")} | {"problems", "run"}
+    found = {key: value for key, value in found.items() if key not in others}
     return Answer(answer.code, found, answer.said)
 
 
