@@ -87,8 +87,8 @@ def decide(config: JobConfig, world_size: int, memory: float, *, has_gpu: bool) 
         [
             f'{keys[0]}: "auto" finds nothing that fits: a step takes at least'
             f" {needed / GIB:.3g} GiB of a rank, and {TIGHT:.0%} of its memory is"
-            f" {TIGHT * memory / GIB:.3g} GiB; training.seq_len, training.dtype and"
-            " optimizer.state_dtype lower it"
+            f" {TIGHT * memory / GIB:.3g} GiB; training.seq_len, training.dtype,"
+            " optimizer.state_dtype and more ranks that shard (ddp does not) lower it"
         ]
     )
 

@@ -8,7 +8,7 @@ from config.auto import MODE, MODES, SIZE
 from data.batch_size import sequences_in
 from planner.roofline import FIT, StepTime, step_time
 from planner.step_plan import TIGHT, StagePlan, StepPlan
-from planner.step_record import Group, StepRecord
+from planner.step_record import GRADIENTS, OPTIMIZER, PARAMETERS, Group, StepRecord
 from runtime.devices import Hardware
 from runtime.log import duration
 
@@ -149,9 +149,20 @@ def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[
     for category, size in stage.record.memory.items():
         bar = "█" * round(50 * size / GIB / max(peak, capacity))
         lines.append(f"  {category:<22}{size / GIB:>9.2f} GiB  {bar}".rstrip())
-    if peak > capacity and (keys := _lowering(plan)):
-        lines.append(f"  may fit with {' and '.join(f'--{key} auto' for key in keys)}")
+    if peak > capacity and (advice := _advice(plan, stage, capacity)):
+        lines.append(f"  {advice}")
     return lines
+
+
+def _advice(plan: StepPlan, stage: StagePlan, capacity: float) -> str:
+    """What could make a stage fit that does not."""
+    state = sum(stage.record.memory[part] for part in (PARAMETERS, GRADIENTS, OPTIMIZER))
+    if state / GIB > TIGHT * capacity:
+        is_whole = plan.run.config.parallelism.data_parallel == "ddp"
+        how = "with --parallelism.data_parallel fsdp2" if is_whole else "over more ranks"
+        return f"parameters, gradients and optimizer state alone do not fit: shard them {how}"
+    keys = " and ".join(f"--{key} auto" for key in _lowering(plan))
+    return keys and f"may fit with {keys}"
 
 
 def _lowering(plan: StepPlan) -> list[str]:

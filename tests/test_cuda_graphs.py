@@ -29,6 +29,7 @@ from tests.lib.layouts import (
     digest,
     shard_debugmodel,
 )
+from tests.lib.marks import slow
 from tests.lib.op_recorder import OpRecorder, as_on_devices
 from tests.lib.parity import global_batch, rows_of
 from tests.lib.ranks import RankPool
@@ -41,15 +42,15 @@ LR = 1e-3
 FULL = ActivationCheckpoint(mode="full")
 SELECTIVE = ActivationCheckpoint(mode="selective")
 LAYOUTS = [
-    Layout(1),
+    slow(Layout(1)),
     Layout(1, recompute=FULL),
-    Layout(2),
+    slow(Layout(2)),
     Layout(2, {RESHARD: "always"}, recompute=SELECTIVE),
-    Layout(2, {RESHARD: "never"}),
+    slow(Layout(2, {RESHARD: "never"})),
     Layout(2, {MODE: "simple_fsdp"}, recompute=FULL),
     Layout(2, {TP: 2}),
     Layout(2, {CP: 2, METHOD: "ulysses"}),
-    Layout(2, {CP: 2, METHOD: "allgather"}),
+    slow(Layout(2, {CP: 2, METHOD: "allgather"})),
     Layout(2, {REPLICATE: 2}, recompute=FULL),
     Layout(4, {REPLICATE: 2, REDUCE: "last_microbatch"}),
     Layout(2, float8=Float8(recipe="tensorwise", emulate=True, skip_small=False)),
@@ -102,8 +103,7 @@ def test_recorded_steps_equal_eager_ones(ranks: RankPool, layout: Layout) -> Non
     ranks.run(compare, layout.world_size, "llama3", layout, False)
 
 
-@pytest.mark.parametrize("model", ["llama3", "qwen3"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("model", "world_size"), [("llama3", 2), ("qwen3", 1)])
 def test_recorded_documents_equal_eager_ones(ranks: RankPool, model: str, world_size: int) -> None:
     ranks.run(compare, world_size, model, Layout(world_size), True)
 

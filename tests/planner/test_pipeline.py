@@ -9,6 +9,7 @@ from planner import pipeline
 from planner.pipeline import simulate_pipeline
 from planner.simulate import simulate_step
 from planner.step_plan import planned_config
+from tests.lib.marks import slow
 from tests.lib.planned import BATCH, PP, SCHEDULE, Keys, run_of
 
 FIRST = "parallelism.pipeline_parallel_first_stage_less_layers"
@@ -20,7 +21,14 @@ DEEP = LONG | {SCHEDULE: "Interleaved1F1B", "model.args.n_layers": 8, FIRST: 0, 
 
 @pytest.mark.parametrize(
     ("rank", "n", "keys"),
-    [(0, 4, LONG), (0, 7, LONG), (1, 6, LONG), (3, 5, LONG), (0, 12, DEEP), (3, 4, DEEP)],
+    [
+        slow(0, 4, LONG),
+        (0, 7, LONG),
+        slow(1, 6, LONG),
+        (3, 5, LONG),
+        (0, 12, DEEP),
+        slow(3, 4, DEEP),
+    ],
     ids=str,
 )
 def test_records_are_those_of_the_whole_pipeline(rank: int, n: int, keys: Keys) -> None:

@@ -18,6 +18,7 @@ from planner.search_space import Choice, Kind, SearchSpace
 from planner.search_text import search_json, search_text, toml_lines
 from planner.step_record import StepRecord
 from runtime.devices import find_hardware
+from tests.lib.marks import slow
 from tests.lib.planned import BATCH, EMULATED, FLOAT8, MOE, SMALL
 
 WORLD = 8
@@ -61,7 +62,7 @@ def test_replicas_sum_the_shards_of_experts(ep: int) -> None:
     assert sent[0] == pytest.approx(sent[1], rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", [slow("1F1B"), "Interleaved1F1B"])
 def test_estimates_of_pipelines_are_near_their_plans(schedule: str) -> None:
     """In float8, whose gathers depend on the schedule, and which casts weights per microbatch."""
     sizes = {"model.args.n_layers": 4, "model.args.dim": 256, "model.args.hidden_dim": 768}

@@ -321,6 +321,7 @@ def test_scripts_find_their_folder_through_symlinks(
         assert roots == {clone.root.resolve()}, f"{link}: {stdout}{errors}"
 
 
+@pytest.mark.slow
 def test_run_tests_with_another_pytorch(clone: Clone, image: Path) -> None:
     write_wheel(clone.wheels, "torch", "2.12.0")
     write_wheel(clone.wheels, "pytest", "8.1", source=PYTEST)
@@ -336,6 +337,7 @@ def test_run_tests_with_another_pytorch(clone: Clone, image: Path) -> None:
     assert not clone.venv.exists()
 
 
+@pytest.mark.slow
 def test_gpu_stub_needs_a_cuda_build(clone: Clone, image: Path) -> None:
     write_wheel(clone.wheels, "pytest", "8.1", source=PYTEST)
     command = [clone.root / "run_tests.sh", "--gpu-stub", "-k", "two words"]

@@ -125,8 +125,18 @@ def test_own_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         "[links.string]\ngb_per_second = 1\n"
     )
     arguments = ["debug_model", "--world-size=1", "--device=tiny", "--devices", str(path)]
+    for mode, advice in (
+        ("fsdp2", "shard them over more ranks"),
+        ("ddp", "shard them with --parallelism.data_parallel fsdp2"),
+    ):
+        assert plan.main([*arguments, "--parallelism.data_parallel", mode]) == exit_codes.DONE
+        out = capsys.readouterr().out
+        assert "DOES NOT FIT" in out
+        assert f"optimizer state alone do not fit: {advice}\n" in out
+    path.write_text(path.read_text().replace("memory_gib = 0.001", "memory_gib = 0.03"))
     assert plan.main(arguments) == exit_codes.DONE
-    assert "DOES NOT FIT" in capsys.readouterr().out
+    advice = "may fit with --training.local_batch_size auto and --activation_checkpoint.mode auto\n"
+    assert advice in capsys.readouterr().out
     path.write_text(path.read_text().replace("memory_gib", "memory"))
     assert plan.main(arguments) == exit_codes.BAD_CONFIG
     assert "devices.tiny.memory_gib" in capsys.readouterr().err
