@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from build_model import ShardedModel
 from checkpoint.checkpointer import Checkpointer
-from checkpoint.hugging_face import is_hugging_face, load_weights
+from checkpoint.hugging_face import check_pairs, is_hugging_face, load_weights
 from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState, OptimizerState
 from config import ConfigError, JobConfig
@@ -21,6 +21,7 @@ from config.resume_compat import NEW_JOB_HINT, by_key, changed_arguments, compar
 from data.loader import MicrobatchLoader
 from data.tokenizer import Tokenizer, load_tokenizer
 from metrics.ledger import AttemptHeader
+from models.meta import build_on_meta
 from optim.spikes import LossSpikeDetector
 from parallelisms.parallel_dims import ParallelDims
 from run_spec import RunSpec
@@ -101,12 +102,21 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
     elif config.checkpoint.initial_load_path:
         initial, weights = initial_path(config), ModelState(model.module)
         if run_on_rank0(partial(is_hugging_face, initial)):
+            run_on_rank0(partial(_check_table, run))
             load_weights(initial, weights, run.model_spec.hugging_face, run.model_args)
         else:
             checkpointer.load_initial(weights, partial(validate_initial, run))
         logger.info("weights from %s", config.checkpoint.initial_load_path)
         run_on_rank0(partial(warn_if_tokenizer_differs, run))
     return resumed_step
+
+
+def _check_table(run: RunSpec) -> None:
+    """Raise ``ConfigError`` if the family's table would leave out tensors of the model."""
+    spec, args = run.model_spec, run.model_args
+    if spec.hugging_face is not None:
+        names = build_on_meta(spec, args, torch.float32).state_dict()
+        check_pairs(spec.hugging_face.tensors(args), names)
 
 
 def initial_path(config: JobConfig) -> Path:

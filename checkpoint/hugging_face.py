@@ -187,7 +187,6 @@ class Folder:
         """
         pairs = family.tensors(args)
         by_name = {pair.fqn: pair for pair in pairs}
-        assert shapes.keys() <= by_name.keys(), "the family's table lists every tensor of the model"
         known = {name: pair for pair in pairs for name in pair.hf_names}
         missing = [n for n, pair in known.items() if n not in self._files and pair.tied_to is None]
         extra = sorted(self._files.keys() - known.keys())
@@ -425,6 +424,25 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def check_pairs(pairs: Sequence[Pair], names: Collection[str]) -> None:
+    """Raise ``ConfigError`` unless ``pairs`` has each of ``names``, a model's tensors, once.
+
+    A family of the user's own may list others than its model has.
+    """
+    listed = {pair.fqn for pair in pairs}
+    counts = Counter(name for pair in pairs for name in pair.hf_names)
+    lacks = [f"lacks {name}" for name in names if name not in listed]
+    other = [
+        f"lists {pair.fqn}, which the model lacks"
+        for pair in pairs
+        if pair.tied_to is None and pair.fqn not in names
+    ]
+    twice = [f"gives two tensors the name {name}" for name, count in counts.items() if count > 1]
+    found = [f"{some[0]} ({len(some)} in all)" for some in (lacks, other, twice) if some]
+    if found:
+        raise ConfigError([f"the model's Hugging Face table {text}" for text in found])
 
 
 def _bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

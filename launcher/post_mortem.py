@@ -34,6 +34,8 @@ DISTRIBUTED = Path(dist.__file__).absolute().parent
 TORCH, LIBRARY = DISTRIBUTED.parent, Path(os.__file__).absolute().parent
 PREFIX = "post_mortem"
 ABORT = "abort"
+# Lines of a rank and its exit code: of those that ended without a report, on any node.
+EXITS = "exits"
 HEARTBEAT_SECONDS = 5.0
 POLL_SECONDS = 0.2
 # Time for rank reports: the launcher waits for them, and so does a rank without an error of its
@@ -74,7 +76,7 @@ class FailureReport:
     traceback: str
     """Traceback of the first error; "" if a rank was killed, because then that is the cause."""
     silent: list[int]
-    """Ranks that did not report and that, as far as this node knows, still run."""
+    """Ranks that did not report and that, as far as the launchers say, still run."""
     n_causes: int = 0
     """First of ``lines`` that give a cause; the rest are consequences."""
     is_hang: bool = False
@@ -200,7 +202,7 @@ def diagnose(
     """
     store = dist.PrefixStore(PREFIX, store)
     _await_reports(store, range(world_size), exit_codes_here)
-    ended = {rank: code for rank, code in exit_codes_here().items() if code is not None}
+    ended = _ended(exit_codes_here()) | _exits(store)
     reports = _read(store, "report", world_size)
     known = _read(store, "heartbeat", world_size) | reports
     unreported = [rank for rank in range(world_size) if rank not in reports]
@@ -249,6 +251,7 @@ def silent_ranks(
 def _await_reports(
     store: dist.Store, ranks: Sequence[int], exit_codes_here: Callable[[], Mapping[int, int | None]]
 ) -> None:
+    """Set ``ABORT`` and wait; tell the head's launcher which ranks here ended without a report."""
     store.set(ABORT, "")
     deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
     pending = list(ranks)
@@ -257,9 +260,20 @@ def _await_reports(
         if store.check(_keys("report", pending[:RANKS_AT_ONCE])):
             del pending[:RANKS_AT_ONCE]
             continue
-        codes = exit_codes_here()
-        pending = [rank for rank in pending if codes.get(rank) is None]
+        ended = _ended(exit_codes_here())
+        if lines := [f"{rank} {ended[rank]}\n" for rank in pending if rank in ended]:
+            store.append(EXITS, "".join(lines))  # type: ignore[attr-defined]
+        pending = [rank for rank in pending if rank not in ended]
         time.sleep(POLL_SECONDS / 10)
+
+
+def _ended(codes: Mapping[int, int | None]) -> dict[int, int]:
+    return {rank: code for rank, code in codes.items() if code is not None}
+
+
+def _exits(store: dist.Store) -> dict[int, int]:
+    lines = store.get(EXITS).decode().splitlines() if store.check([EXITS]) else []
+    return {int(rank): int(code) for rank, code in map(str.split, lines)}
 
 
 def explained(report: FailureReport | None, logs: Path | None) -> FailureReport | None:

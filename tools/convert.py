@@ -25,6 +25,7 @@ from checkpoint.hugging_face import (
     CONFIG_FILE,
     SHARD_BYTES,
     Folder,
+    check_pairs,
     new_folder,
     split,
     write_folder,
@@ -108,6 +109,7 @@ def export_checkpoint(
     if family is None:
         raise ValueError(f"{checkpoint}: {model.name} has no Hugging Face format")
     pairs = family.tensors(model.args)
+    check_pairs(pairs, weights)
     written = _tokenizer_files(checkpoint, manifest, tokenizer_name)
     saved = [DTYPES[weights[pair.fqn].dtype] for pair in pairs if pair.hf_names]
     dtype_name = str(dtype or reduce(torch.promote_types, saved)).removeprefix("torch.")

@@ -144,7 +144,20 @@ def test_unresponsive_rank_is_named_with_its_position() -> None:
     assert found.traceback == "Traceback of rank 0\n"
 
 
-def test_ranks_of_other_nodes_are_known_by_reports_only() -> None:
+def test_ranks_killed_on_another_node_are_named() -> None:
+    """Its launcher says so; without it, as after a crash of the node, they did not answer."""
+    store, elsewhere = dist.HashStore(), {2: -9, 3: 1, 4: None}
+    ranks_store = dist.PrefixStore(PREFIX, store)
+    for each in (report(0), report(3, order=1)):
+        ranks_store.set(f"report/{each.rank}", json.dumps(asdict(each)))
+    assert silent_ranks(store, [*elsewhere], lambda: elsewhere) == [4]
+    found = diagnose(store, 5, lambda: {0: 0, 1: None})
+    assert found.lines[0] == "rank 2 was killed by SIGKILL"
+    assert found.silent == [1, 4]
+    assert not found.is_hang
+
+
+def test_ranks_of_a_node_without_a_launcher_are_known_by_reports_only() -> None:
     found = failure_report(
         4, {0: 1, 1: 1}, reports=[report(0, order=1), report(1, order=2), report(2)]
     )

@@ -6,10 +6,12 @@ Uses real runs of ``train.py`` on two ranks.
 import base64
 import json
 import os
+import re
 import shutil
 import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,10 +20,20 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import resume
 from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.manifest import read_manifest, write_manifest
+from config import ConfigError
 from data.tokenizer import load_tokenizer
 from models import MODEL_SPECS
+from models.hugging_face import (
+    ATTENTION,
+    FEED_FORWARD,
+    NORMS,
+    QK_NORM,
+    Table,
+    build_hugging_face,
+)
 from models.transformer import TransformerArgs
 from runtime import exit_codes
 from saved_model import saved_model
@@ -39,6 +51,7 @@ STEPS = {"training.steps": "2", "lr_scheduler.total_steps": "2", "training.dtype
 TENSOR_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL = (
     {f"parallelism.{degree}": "2"} for degree in (TP, CP, EP)
 )
+QWEN3 = NORMS | ATTENTION | QK_NORM | FEED_FORWARD
 # Saved by one mesh, loaded by another.
 RUNS = {
     "llama3": ({"model.name": "llama3", **TENSOR_PARALLEL}, {}),
@@ -163,6 +176,43 @@ def test_argument_that_config_json_lacks_is_not_exported(
     monkeypatch.setattr(convert, "saved_model", lambda *_: replace(model, name="own:SPEC"))
     assert convert.main(arguments) == exit_codes.DONE
     assert "own:SPEC: readers run the code of Qwen3ForCausalLM" in capsys.readouterr().out
+
+
+@of_families("qwen3")
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [
+        (
+            NORMS | ATTENTION | FEED_FORWARD,
+            r"lacks layers\.0\.attention\.[qk]_norm\.weight \(\d+ in",
+        ),
+        (
+            QWEN3 | {"post_norm": "post_norm"},
+            r"lists layers\.0\.post_norm\.weight, which the model",
+        ),
+        (QWEN3 | {"ffn_norm": "input_layernorm"}, r"two tensors the name model\.layers\.0\.input_"),
+    ],
+)
+def test_table_of_another_model_is_named(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    modules: dict[str, str],
+    text: str,
+) -> None:
+    """Its export would lack weights, silently."""
+    model = saved_model(checkpoint, read_manifest(checkpoint), None)
+    table = Table("qwen3", "Qwen3ForCausalLM", modules, family_args={"qk_norm": True})
+    own = replace(model, spec=replace(model.spec, hugging_face=build_hugging_face(table)))
+    monkeypatch.setattr(convert, "saved_model", lambda *_: own)
+    arguments = ["export", str(checkpoint), str(tmp_path / "folder")]
+    assert convert.main(arguments) == exit_codes.BAD_CONFIG
+    assert re.search(f"the model's Hugging Face table .*{text}", capsys.readouterr().err)
+    assert not any(tmp_path.iterdir())
+    run: Any = SimpleNamespace(model_spec=own.spec, model_args=model.args)
+    with pytest.raises(ConfigError, match=text):
+        resume._check_table(run)
 
 
 @of_families(slow("llama3"), "qwen3", slow("qwen3_moe"), "qwen3_next")
