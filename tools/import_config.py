@@ -43,11 +43,12 @@ def main(arguments: list[str]) -> int:
     if errors:
         raise ConfigError(errors)
     translation = translate(tables, options.file.stem)
-    if translation.problems and is_ours(options.file):
-        raise ValueError(f"{options.file}: is a configuration of Shardloom already")
     report_lines("changes nothing of what is trained", translation.dropped_lines())
-    if translation.problems:
-        raise ConfigError([f"{options.file}: {problem}" for problem in translation.problems])
+    if problems := translation.problems:
+        if is_ours(options.file):
+            hint = "also loads as a configuration of Shardloom; if it is one, train it as it is"
+            problems = [*problems, hint]
+        raise ConfigError([f"{options.file}: {problem}" for problem in problems])
     text = config_text(translation)
     config = check(text, options.file)
     report_lines("differs from torchtitan", translation.notes)

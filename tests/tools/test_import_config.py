@@ -234,6 +234,11 @@ def test_defaults_of_torchtitan_are_written_out():
         ("[training]\ncheckpoint_folder = 'saved'\ncheckpoint_interval = 9", "checkpoint.interval",
          9),
         ("[training]\ncheckpoint_folder = ''\ncheckpoint_interval = 9", "checkpoint.enable", False),
+        ("[checkpoint]\nenable = true\ninitial_load_path = 'llama'\ninitial_load_in_hf = true",
+         "checkpoint.initial_load_path", "llama"),
+        # torchtitan starts from random weights.
+        ("[checkpoint]\ninitial_load_path = 'llama'\ninitial_load_in_hf = true",
+         "checkpoint.initial_load_path", ""),
     ],
 )  # fmt: skip
 def test_meaning_is_translated(toml: str, key: str, value: Any):
@@ -262,7 +267,7 @@ def test_meaning_is_translated(toml: str, key: str, value: Any):
         ("[lr_scheduler]\ndecay_ratio = nan", "out of range"),
         ("[lr_scheduler]\nwarmup_steps = -1", "out of range"),
         ("[checkpoint]\nenable = true\ninterval_type = 'seconds'", "in steps"),
-        ("[checkpoint]\ninitial_load_path = 'step-10'", "Hugging Face"),
+        ("[checkpoint]\nenable = true\ninitial_load_path = 'step-10'", "Hugging Face"),
         ("[checkpoint]\nload_step = 10", "rollback"),
         ("[fault_tolerance]\nenable = true", "TorchFT"),
         ("[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule ="
@@ -372,7 +377,23 @@ def test_command_writes_a_file_that_loads(tmp_path: Path, capsys: pytest.Capture
     assert import_config.main([str(source)]) == exit_codes.DONE
     assert capsys.readouterr().out == text
     assert import_config.main([str(target)]) == exit_codes.BAD_CONFIG
-    assert capsys.readouterr().err.endswith("is a configuration of Shardloom already\n")
+    *problems, hint = capsys.readouterr().err.splitlines()
+    assert f"{target}: data.source: not a known key of torchtitan; remove it" in problems
+    assert hint == (
+        f"{target}: also loads as a configuration of Shardloom; if it is one, train it as it is"
+    )
+
+
+def test_file_of_common_keys_is_rejected_for_what_it_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    source = tmp_path / "common.toml"
+    keys = "[checkpoint]\nenable = true\ninitial_load_path = 'outputs/step-10'"
+    source.write_text(f"[model]\nname = 'llama3'\nflavor = '8B'\n{keys}\n")
+    assert import_config.main([str(source)]) == exit_codes.BAD_CONFIG
+    problem, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert "a checkpoint of torchtitan cannot be read" in problem
+    assert "also loads" in hint
 
 
 def test_command_rejects_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -264,7 +264,8 @@ def _translate_checkpoint(given: Given, result: Translation) -> None:
         mode = given["checkpoint.async_mode"]
         result.keys["checkpoint.async_mode"] = "async" if mode.startswith("async") else mode
     path = given["checkpoint.initial_load_path"]
-    if not path:
+    # torchtitan loads nothing without checkpoint.enable; here the weights would be loaded.
+    if not path or not is_enabled:
         return
     result.keys["checkpoint.initial_load_path"] = literal_path(path)
     if not given["checkpoint.initial_load_in_hf"]:
