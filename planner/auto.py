@@ -146,7 +146,10 @@ def rank_memory(n_ranks: int, *, has_gpu: bool) -> float:
     """Bytes for each of ``n_ranks`` on this machine: of its GPU, or of half of the host's."""
     if not has_gpu:
         return HOST_SHARE * host_memory() / n_ranks
-    return min(torch.cuda.get_device_properties(i).total_memory for i in range(n_ranks))
+    # More ranks than GPUs share them evenly (NCCL_MULTI_RANK_GPU_ENABLE).
+    n_gpus = min(n_ranks, torch.cuda.device_count())
+    smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(n_gpus))
+    return smallest / math.ceil(n_ranks / n_gpus)
 
 
 def main() -> None:

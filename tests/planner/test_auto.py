@@ -5,13 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from config import ConfigError, JobConfig, load_config
 from config.auto import MODE, MODES, SIZE, with_values
 from launcher.auto import decide_auto
 from launcher.launch import check_run
 from planner import auto
-from planner.auto import decide
+from planner.auto import decide, rank_memory
 from planner.step_plan import TIGHT, plan_step
 from run_spec import RunSpec, resolve
 
@@ -109,6 +110,18 @@ def test_memory_is_that_of_a_plan() -> None:
     found = decide(config, N_RANKS, (one + 1) / TIGHT, has_gpu=True)
     assert found.values[SIZE] == 1 or found.values[MODE] != "none"
     assert found.peak <= one
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "memory"), [(1, 80.0), (2, 60.0), (3, 30.0), (4, 30.0), (5, 20.0)]
+)
+def test_ranks_share_the_smallest_gpu(
+    n_ranks: int, memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [SimpleNamespace(total_memory=80), SimpleNamespace(total_memory=60)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    assert rank_memory(n_ranks, has_gpu=True) == memory
 
 
 def test_launcher_decides_for_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
