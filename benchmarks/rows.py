@@ -97,10 +97,19 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def is_measured(rows: list[Row], name: str, settings: Row, here: Row) -> bool:
-    """True if ``rows`` contain this case from the same commit and an equal machine."""
+    """True if ``rows`` contain a result of this case from the same commit and an equal machine."""
+    if here["commit"] is not None and here["commit"].endswith("+"):
+        return False  # The changes may be others by now.
     same = {"config": name, "settings": settings}
     same |= {key: here[key] for key in (*MACHINE, "commit")}
-    return any(all(row.get(key) == value for key, value in same.items()) for row in rows)
+    return any(
+        all(row.get(key) == value for key, value in same.items()) and not _has_failed(row)
+        for row in rows
+    )
+
+
+def _has_failed(row: Row) -> bool:
+    return bool(row["problem"]) and not row["problem"].startswith("skipped")
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:

@@ -2,8 +2,9 @@
 
 NAME is a file of benchmarks/configs. Its ``[[cases]]`` run in order, each merged with ``[common]``.
 Overrides set a key in all cases: ``--turns 5``, ``--shape.n_layers 2``, ``--keys.compile.enable
-true``. Rows are appended to FILE after each case. Cases already in FILE from this commit and
-machine are skipped, so the same command resumes an interrupted run.
+true``. Rows are appended to FILE after each case. Cases with a result in FILE from this commit and
+machine are skipped, so the same command resumes an interrupted run, and tries failed cases again.
+Of uncommitted changes nothing is skipped.
 """
 
 import argparse

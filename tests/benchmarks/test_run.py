@@ -16,6 +16,7 @@ from benchmarks.rows import (
     append_rows,
     cpu_name,
     environment,
+    is_measured,
     newest,
     read_rows,
     tables,
@@ -225,6 +226,26 @@ def test_overrides_are_parsed_into_tables() -> None:
 def row(what: str, **values: Any) -> dict[str, Any]:
     fields = {"config": "c", "case": "a", "what": what, "problem": None} | environment("abc")
     return fields | values
+
+
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [
+        ({}, True),
+        ({"problem": "skipped: torchtitan not installed"}, True),
+        ({"problem": "out of memory"}, False),
+        ({"commit": "abd"}, False),
+        ({"cores": 0}, False),
+    ],
+)
+def test_only_a_result_of_this_commit_is_not_measured_again(
+    fields: dict[str, Any], counts: bool
+) -> None:
+    here, settings = environment("abc"), {"name": "a"}
+    rows = [row("x", settings=settings) | fields]
+    assert is_measured(rows, "c", settings, here) is counts
+    rows = [each | {"commit": "abc+"} for each in rows]
+    assert not is_measured(rows, "c", settings, here | {"commit": "abc+"})
 
 
 def test_table_shows_the_newest_rows(tmp_path: Path) -> None:
