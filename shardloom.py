@@ -5,6 +5,9 @@ imports the standard library only and runs each command in a process of its own,
 imports it may have modules of its own called ``data`` or ``models``.
 """
 
+# ``./shardloom --help`` needs no environment, so that its Python may be an old one.
+from __future__ import annotations
+
 import difflib
 import json
 import os
