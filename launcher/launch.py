@@ -282,10 +282,15 @@ def ranks_per_node(environment: Mapping[str, str]) -> int:
     return count
 
 
+def count_nodes(environment: Mapping[str, str]) -> int:
+    """NNODES, else Slurm's number of nodes, else one."""
+    nodes = environment.get("NNODES") or environment.get("SLURM_NNODES") or "1"
+    return _number("NNODES", nodes, at_least=1)
+
+
 def find_nodes(environment: Mapping[str, str]) -> Nodes:
     """Nodes from NNODES etc., else from the Slurm step, else one. ``ValueError`` without a head."""
-    nodes = environment.get("NNODES") or environment.get("SLURM_NNODES") or "1"
-    count = _number("NNODES", nodes, at_least=1)
+    count = count_nodes(environment)
     node = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or "0"
     rank = _number("NODE_RANK", node, at_least=0)
     if rank >= count:

@@ -21,7 +21,7 @@ from build_model import training_flops
 from config import JobConfig, load_config
 from config.auto import auto_keys, with_values
 from config.loader import parse_overrides
-from launcher.launch import find_nodes, ranks_per_node
+from launcher.launch import count_nodes, ranks_per_node
 from models.meta import build_on_meta
 from parallelisms.parallel_dims import resolve_degrees
 from planner.auto import GIB, decide, without_data
@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     ):
         if value is not None and is_given:
             raise ValueError(f"{name} has no effect with {other}")
-    n_ranks = options.world_size or find_nodes(os.environ).count * ranks_per_node(os.environ)
+    n_ranks = options.world_size or count_nodes(os.environ) * ranks_per_node(os.environ)
     given = [*rest, *overrides]
     config = load_config(options.config, given)
     if options.device is not None:

@@ -39,6 +39,16 @@ def test_plan_of_experts_with_a_ramp(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
+def test_ranks_are_those_of_an_allocation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the shell of ``salloc``, which has no head node, because nothing has started."""
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NNODES": "4", "NGPU": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert plan.main(["debug_model"]) == exit_codes.DONE
+    assert lines_of(capsys)["mesh"] == "dp_shard 8"
+
+
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
