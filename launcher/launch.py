@@ -36,7 +36,7 @@ from runtime import exit_codes
 from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
-from runtime.log import red, report, say, unless_closed
+from runtime.log import escape_on_stdout, red, report, say, unless_closed
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import list_checkpoints, read_text
 from runtime.run_lock import is_locked
@@ -49,6 +49,7 @@ DEFAULT_CPU_RANKS = 2
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     """Launch the config and overrides in ``arguments``; return the exit code."""
+    escape_on_stdout()
     if not arguments:
         print(__doc__, file=sys.stderr)
         return exit_codes.BAD_CONFIG

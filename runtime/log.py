@@ -1,5 +1,6 @@
 """Logger setup, printing of untrusted text, silenced library warnings, formats of numbers."""
 
+import io
 import json
 import logging
 import os
@@ -60,6 +61,7 @@ def init_logging() -> None:
 
     Of torchrun's ranks, whose output is shown together, all but the first log warnings only.
     """
+    escape_on_stdout()
     environment = os.environ
     is_launched = "LAUNCHER_PID" in environment
     is_shown = environment.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in environment
@@ -106,6 +108,13 @@ def say(*lines: str, file: TextIO | None = None, is_error: bool = False) -> None
             print(red(printable(line)), file=sys.stderr)
         else:
             print(printable(line), file=file)
+
+
+def escape_on_stdout() -> None:
+    """Escape what the encoding of stdout lacks, as Python does on stderr, instead of raising."""
+    # A notebook has a stream of its own.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

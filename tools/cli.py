@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from config.paths import expand_path, is_url
 from runtime import exit_codes
 from runtime.filesystem import open_input
-from runtime.log import discard, report
+from runtime.log import discard, escape_on_stdout, report
 
 MARKED_BYTES = 1024
 
@@ -35,6 +35,7 @@ def reporting_errors(main: Callable[[list[str]], int]) -> Callable[[list[str]], 
 
     @wraps(main)
     def wrapper(arguments: list[str]) -> int:
+        escape_on_stdout()
         try:
             code = main(arguments)
             sys.stdout.flush()

@@ -6,7 +6,6 @@ tokens, or at Ctrl-C.
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -45,11 +44,7 @@ CONTEXT = 32
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
-    try:
-        write_text(parse(arguments))
-    except BrokenPipeError:
-        # The reader closed the pipe. Python flushes stdout at exit, which would raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    write_text(parse(arguments))
     return exit_codes.DONE
 
 
@@ -189,10 +184,7 @@ def write_text(options: argparse.Namespace) -> None:
 
 
 def _print(text: str) -> None:
-    if sys.stdout.isatty():
-        text = printable_lines(text)
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, errors="replace").decode(encoding), end="", flush=True)
+    print(printable_lines(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _num_tokens(wanted: int | None, prompt: list[int], seq_len: int) -> int:

@@ -27,7 +27,7 @@ from run_spec import RunSpec, resolve
 from runtime import exit_codes
 from runtime.compat import set_timeout
 from runtime.distributed import init_distributed
-from runtime.log import error_text, say
+from runtime.log import error_text, escape_on_stdout, say
 from runtime.machine import available_cpus
 from runtime.object_collectives import ABSENT, all_gather_object
 from runtime.program import program_facts
@@ -77,6 +77,7 @@ class Report:
 
 def main(arguments: list[str]) -> int:
     """Run all checks on this rank; return its exit code. Collective."""
+    escape_on_stdout()
     with RankHeartbeat(os.environ):
         config = load_config(Path(arguments[0]), arguments[1:])
         # Like train.py, resolve before any process group exists; it opens tokenizer and data.

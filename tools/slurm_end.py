@@ -13,7 +13,7 @@ from pathlib import Path
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_failure
 from runtime import exit_codes
 from runtime.filesystem import atomic_write_text, parse_object
-from runtime.log import say
+from runtime.log import escape_on_stdout, say
 from runtime.run_folder import read_text
 
 # Bound on consecutive requeues without a newer checkpoint.
@@ -26,6 +26,7 @@ ENDS = {
 
 def main(arguments: list[str]) -> int:
     """Print the decision; return the exit code of the job."""
+    escape_on_stdout()
     if not arguments or arguments[1:] not in ([], ["warned"]):
         print(__doc__, file=sys.stderr)
         return exit_codes.BAD_CONFIG

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError
+from launcher import launch
 from runtime.log import OF_LINES, error_text, init_logging, logger, report, say
 from runtime.printable import format_traceback, printable, printable_lines
 from tests.lib.repository import ROOT, python_files
+from tools import slurm_end, status
 
 ROW = pytest.mark.row(35, "Nothing printed controls a terminal or forges a line")
 FORGED = "12:00:00 checkpoint: saved outputs/run"
@@ -81,6 +83,32 @@ def test_text_is_kept() -> None:
     assert printable_lines("a\x1b[2J\x07\x9b b\r\tc\n\u202eé\ufffd") == (
         "a\\x1b[2J\\x07\\x9b b\\r\tc\n\\u202eé\ufffd"
     )
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        init_logging,
+        lambda: launch.main([], {}),
+        lambda: slurm_end.main([]),
+        lambda: status.main(["--unknown"]),
+    ],
+    ids=["rank", "launcher", "slurm_end", "tool"],
+)
+def test_what_stdout_cannot_encode_is_escaped(
+    begin: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bytes_ = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", stdout := io.TextIOWrapper(bytes_, encoding="latin-1"))
+    begin()
+    say("caf\u00e9 \u2193 \u4e16")
+    logger.info("\u2193")
+    stdout.flush()
+    assert bytes_.getvalue().startswith(b"caf\xe9 \\u2193 \\u4e16\n")
+    if begin is init_logging:
+        assert bytes_.getvalue().endswith(b" \\u2193\n")
+    monkeypatch.undo()
+    init_logging()
 
 
 def test_messages_of_a_config_error_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
