@@ -8,6 +8,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
+import tomli_w
+
 from config.paths import expand_path, is_url
 from runtime import exit_codes
 from runtime.filesystem import open_input
@@ -63,6 +65,16 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
         if not is_given and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return own, overrides
+
+
+def toml_text(value: Any) -> str:
+    """Format a TOML value on one line."""
+    if isinstance(value, dict):
+        pairs = (f"{toml_text(key)} = {toml_text(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_text, value)) + "]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 
 def run_name(folder: Path) -> list[str]:

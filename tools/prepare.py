@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from config import load_config
-from config.job_config import Data
+from config.job_config import Data, DataSource
 from config.loader import find_config, read_toml
 from config.paths import literal_path
 from data.files import evenly_spaced
@@ -59,6 +59,7 @@ from tools.cli import (
     reporting_errors,
     run_name,
     split_overrides,
+    toml_text,
     whole_number,
 )
 
@@ -66,8 +67,10 @@ CONFIG_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 SHARD_TOKENS = 1 << 26
 # Number of evenly spaced documents that estimate how many documents make a shard.
 MEASURED_DOCUMENTS = 64
-# Keys that describe the text of a source, with the values of a source of tokens.
+# Keys that describe the text of a source, with the values that have no effect.
 DEFAULTS_OF_TEXT = {
+    "source": "builtin",
+    "path": "",
     "sources": "[]",
     "subset": "",
     "revision": "",
@@ -95,7 +98,9 @@ def main(arguments: list[str]) -> int:
             n_workers=options.workers or available_cpus(),
             shard_tokens=options.shard_tokens,
         )
-        say(f"next: {command_text('train', *_train_arguments(options.folder, options.config))}")
+        (source,) = data.mixture
+        then = _train_arguments(options.folder, options.config, source)
+        say(f"next: {command_text('train', *then)}")
     except KeyboardInterrupt:
         print("interrupted; run the same command to resume", file=sys.stderr)
         return exit_codes.PREEMPTED
@@ -200,19 +205,21 @@ def prepare(
     )
 
 
-def _train_arguments(folder: Path, config_file: Path | None) -> list[str]:
-    """Arguments of the command ``train`` that read ``folder`` instead of the text of a config."""
-    named = read_index(folder)["tokenizer"]
-    paths = {"path": str(folder), "tokenizer": named["name"]}
-    keys = {"source": "tokens"} | {key: literal_path(path) for key, path in paths.items()}
+def _train_arguments(folder: Path, config_file: Path | None, text: DataSource) -> list[str]:
+    """Arguments of the command ``train`` that read ``folder`` instead of the ``text``."""
+    named, path = read_index(folder)["tokenizer"], literal_path(str(folder))
+    keys = {"source": "tokens", "path": path}
+    if kept := text.model_dump(include={"name", "repeat"}, exclude_defaults=True):
+        # Only a table of [[data.sources]] has these.
+        keys = {"sources": toml_text([{"type": "tokens", "path": path} | kept])}
+    keys["tokenizer"] = literal_path(named["name"])
     keys |= {key: named[key] for key in ("bos", "eos") if named.get(key) is not None}
+    if config_file is not None:
+        # Keys of the text have no effect on tokens, so that train rejects them.
+        given = read_toml(find_config(config_file))[0].get("data", {})
+        keys |= {k: v for k, v in DEFAULTS_OF_TEXT.items() if k in given and k not in keys}
     overrides = [word for key, value in keys.items() for word in (f"--data.{key}", value)]
-    if config_file is None:
-        return [*run_name(folder), *overrides]
-    # Keys of the text have no effect on tokens, so that train rejects them.
-    given = read_toml(find_config(config_file))[0].get("data", {})
-    reset = [word for k, v in DEFAULTS_OF_TEXT.items() if k in given for word in (f"--data.{k}", v)]
-    return [str(config_file), *overrides, *reset]
+    return [*(run_name(folder) if config_file is None else [str(config_file)]), *overrides]
 
 
 def _build_plan(data: Data, open_source: OpenSource, shard_tokens: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-import tomli_w
 
 from config import ConfigError, JobConfig, load_config
 from config.job_config import Job
@@ -29,6 +28,7 @@ from runtime.hub_paths import pin_names
 from runtime.log import report, say
 from runtime.run_folder import remove_file
 from runtime.run_lock import lock_run
+from tools.cli import toml_text
 
 # A file system may hold the locks of a lost node for so long.
 LOCK_SECONDS = 120
@@ -126,16 +126,6 @@ def load_swept(sweep: str, task: str | None, arguments: list[str]) -> JobConfig:
     except ConfigError as error:
         messages = [message.removeprefix("command line: ") for message in error.messages]
         raise ConfigError([f"{sweep}: runs[{task}]: {message}" for message in messages]) from None
-
-
-def toml_text(value: Any) -> str:
-    """Format a TOML value on one line."""
-    if isinstance(value, dict):
-        pairs = (f"{toml_text(key)} = {toml_text(item)}" for key, item in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml_text, value)) + "]"
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").removesuffix("\n")
 
 
 def wait_until_free(control: Path, seconds: float) -> None:

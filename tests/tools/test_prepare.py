@@ -488,6 +488,7 @@ def test_hub_dataset_is_prepared(tmp_path: Path) -> None:
     [
         '[data]\nsource = "files"\npath = "TEXTS"\ntext_key = "body"\n',
         '[[data.sources]]\npath = "TEXTS"\ntext_key = "body"\n',
+        '[[data.sources]]\npath = "TEXTS"\ntext_key = "body"\nname = "a"\nrepeat = false\n',
         '[data]\nsource = "huggingface"\npath = "FOLDER"\nrevision = "main"\ntext_key = "body"\n',
     ],
 )
@@ -504,7 +505,8 @@ def test_next_command_trains_the_configuration_on_the_tokens(
     _, _, command, named, *overrides = shlex.split(line)
     assert (command, named) == ("train", str(file))
     config = load_config(Path(named), overrides)
-    (source,) = config.data.mixture
+    (text,), (source,) = load_config(file, []).data.mixture, config.data.mixture
+    assert (source.name, source.repeat) == (text.name, text.repeat)
     assert (source.type, source.path, config.training.steps) == ("tokens", str(folder), 7)
     assert [row.message(config) for row in CONFIG_CONSTRAINTS if row.violated(config)] == []
 

@@ -11,7 +11,8 @@ from runtime import exit_codes, run_lock
 from runtime.run_lock import lock_run
 from tests.lib.repository import ROOT
 from tools import slurm_begin
-from tools.slurm_begin import main, overrides_of, toml_text
+from tools.cli import toml_text
+from tools.slurm_begin import main, overrides_of
 
 CONFIG = ROOT / "train_configs" / "debug_model.toml"
 JOB = {"SLURM_JOB_NUM_NODES": "2", "NGPU": "1"}
