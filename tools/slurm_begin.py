@@ -67,7 +67,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     exit_codes.clear_exit_code(control)
     if not is_restart:
         remove_file(control / "requeues")
-    sys.stdout.write("".join(f"{text}\0" for text in [str(folder), *arguments]))
+    # Bytes, as bash passed them.
+    sys.stdout.buffer.write(b"".join(os.fsencode(f"{text}\0") for text in (folder, *arguments)))
     return exit_codes.DONE
 
 

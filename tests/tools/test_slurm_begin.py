@@ -1,5 +1,6 @@
 """Selection and checks of a Slurm job's run, without Slurm."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_arguments_are_printed_verbatim(capsys: pytest.CaptureFixture[str], tmp_
     assert code == exit_codes.DONE
     folder = f"{hostile.partition('=')[2]}/one"
     assert texts == [folder, str(CONFIG), "--job.name", "one", hostile]
+
+
+def test_arguments_are_printed_as_the_bytes_that_bash_passed(monkeypatch: pytest.MonkeyPatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert main([str(CONFIG), "--job.name=one", "--job.output_dir=\u00fc"], JOB) == exit_codes.DONE
+    folder, *_, override, _ = stdout.buffer.getvalue().split(b"\0")
+    assert (folder, override) == (b"\xc3\xbc/one", b"--job.output_dir=\xc3\xbc")
 
 
 def test_relative_output_dir_stays_relative(capsys: pytest.CaptureFixture[str], tmp_path: Path):
