@@ -17,7 +17,7 @@ from metrics.history import ROLLED_BACK
 from metrics.ledger import AttemptHeader, Ledger
 from metrics.logger import MetricsLogger
 from metrics.metrics_file import read_metrics
-from metrics.planned_step import FIRST_STEPS, PlannedStep
+from metrics.planned_step import FIRST_STEPS, start_plan
 from metrics.samples_file import SamplesFile
 from metrics.slow_steps import Notices, SlowSteps
 from metrics.stragglers import Stragglers
@@ -83,7 +83,7 @@ class RunLog:
                     self._divergence.add(line["step"], line["loss"])
         self._plan, self._last_unplanned = None, (resumed_step or 0) + FIRST_STEPS
         if self._is_writer and model.device.type == "cuda":
-            self._plan = PlannedStep(
+            self._plan = start_plan(
                 run.folder / "config.toml",
                 world_size=dist.get_world_size(),
                 device_name=device_name(model.device),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.imports import import_variables
+from runtime.log import logger
 
 # The first steps of a start compile, and fill caches.
 FIRST_STEPS = 10
@@ -26,12 +27,21 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def start_plan(config: Path, *, world_size: int, device_name: str) -> "PlannedStep | None":
+    """Return ``PlannedStep`` of these; None, with a line in the log, if it cannot start."""
+    try:
+        return PlannedStep(config, world_size=world_size, device_name=device_name)
+    except OSError as error:  # Such as a full disk, or too many processes.
+        logger.info("plan: none: %s", error)
+        return None
+
+
 class PlannedStep:
     """Plans the step of a run in a process of low priority, and compares the two once."""
 
     def __init__(self, config: Path, *, world_size: int, device_name: str) -> None:
         """Start ``shardloom plan`` for ``config``. ``device_name``: of the GPU, as CUDA has it."""
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         arguments = [str(config), "--json", f"--world-size={world_size}", "--device", device_name]
@@ -53,6 +63,13 @@ class PlannedStep:
         code = self._process.poll()
         if code is None:
             return None
+        try:
+            return self._text(code, measured)
+        # The run goes on if a file was removed, or is no plan.
+        except (OSError, ValueError, KeyError) as error:
+            return f"none: {type(error).__name__}: {error}"
+
+    def _text(self, code: int, measured: Mapping[str, Any]) -> str:
         if code != 0:
             lines = self._err.read_text(errors="replace").splitlines()
             # Packages may warn before.

@@ -21,6 +21,7 @@ from planner.step_plan import TIGHT, plan_step, without_bfloat16
 from run_spec import resolve
 from runtime.log import error_text
 from runtime.machine import host_memory
+from runtime.outside import prints_to_stderr
 
 GIB = 1 << 30
 # Tokens of a microbatch from which matmuls are about as fast as they get. With fewer, a larger
@@ -160,7 +161,8 @@ def main() -> None:
         config = without_bfloat16(config)
     memory = rank_memory(request["n_ranks"], has_gpu=has_gpu)
     try:
-        decision = decide(config, request["world_size"], memory, has_gpu=has_gpu)
+        with prints_to_stderr():
+            decision = decide(config, request["world_size"], memory, has_gpu=has_gpu)
         answer = {"values": decision.values, "text": decision.text}
     except ValueError as error:
         answer = {"error": error_text(error)}

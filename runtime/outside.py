@@ -5,10 +5,12 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -55,6 +57,23 @@ def exits_are_errors(function: Callable[P, R]) -> Callable[P, R]:
             raise RuntimeError(text).with_traceback(error.__traceback__) from None
 
     return run
+
+
+@contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Context in which what code outside prints goes to stderr: a program reads stdout.
+
+    Also what is printed by processes that start in it.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def describe_error(error: BaseException) -> str:

@@ -39,6 +39,7 @@ from runtime.filesystem import replaced_file
 from runtime.hub_paths import pin_names
 from runtime.log import say
 from runtime.machine import available_cpus
+from runtime.outside import prints_to_stderr
 from tools.cli import (
     Parser,
     check_output,
@@ -101,14 +102,19 @@ def main(arguments: list[str]) -> int:
     config = load_config(options.config, given)
     if options.device is not None:
         keys, _ = parse_overrides(given)
-        print_step(config, n_ranks, options, keys)
+        # A program may read the JSON.
+        with prints_to_stderr():
+            lines = step_lines(config, n_ranks, options, keys)
+        say(*lines)
     else:
         print_run(pin_names(config), n_ranks)
     return exit_codes.DONE
 
 
-def print_step(config: JobConfig, n_ranks: int, options: Namespace, held: Collection[str]) -> None:
-    """Print what a step needs on ``options.device``; a search keeps the keys that are ``held``."""
+def step_lines(
+    config: JobConfig, n_ranks: int, options: Namespace, held: Collection[str]
+) -> list[str]:
+    """Lines on a step on ``options.device``, or JSON; a search keeps the keys that are ``held``."""
     if options.picture is not None:
         check_output(options.picture, MARK.encode())
     hardware = find_hardware(options.device, options.devices)
@@ -124,8 +130,7 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace, held: Collec
         report = partial(say, file=sys.stderr)
         answer = Search(config, n_ranks, hardware, held).run(available_cpus(), report)
         as_json = json.dumps(search_json(answer), indent=1).splitlines()
-        say(*(as_json if options.json else search_text(answer, n_ranks)))
-        return
+        return as_json if options.json else search_text(answer, n_ranks)
     if auto_keys(config):
         decision = decide(config, n_ranks, hardware.device.memory_gib * GIB, has_gpu=True)
         config, decided = with_values(config, decision.values), [decision.text]
@@ -134,10 +139,8 @@ def print_step(config: JobConfig, n_ranks: int, options: Namespace, held: Collec
         with replaced_file(options.picture) as scratch:
             scratch.write_text(picture(plan, step_time(plan, hardware), hardware))
     if options.json:
-        say(*json.dumps(plan_json(plan, hardware), indent=1).splitlines())
-    else:
-        say(*decided)
-        say(*plan_text(plan, hardware, options.price or hardware.device.usd_per_hour))
+        return json.dumps(plan_json(plan, hardware), indent=1).splitlines()
+    return decided + plan_text(plan, hardware, options.price or hardware.device.usd_per_hour)
 
 
 def print_run(config: JobConfig, n_ranks: int) -> None:

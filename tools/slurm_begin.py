@@ -26,6 +26,7 @@ from runtime import exit_codes
 from runtime.filesystem import make_folder
 from runtime.hub_paths import pin_names
 from runtime.log import report, say
+from runtime.outside import prints_to_stderr
 from runtime.run_folder import remove_file
 from runtime.run_lock import lock_run
 from tools.cli import toml_text
@@ -50,7 +51,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             config = load_swept(sweep, task, arguments)
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
         n_ranks = ranks_per_node(environment)
-        check_run(pin_names(config), n_ranks, n_nodes)
+        with prints_to_stderr():
+            check_run(pin_names(config), n_ranks, n_nodes)
         if log_rank := environment.get("LOG_RANK"):
             shown_ranks(log_rank, n_ranks)
         folder = config.job.folder

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from metrics import planned_step
-from metrics.planned_step import PlannedStep
+from metrics.planned_step import PlannedStep, start_plan
 from runtime.devices import is_model
 from tests.lib.processes import is_running, seconds_until
 
@@ -63,6 +64,41 @@ def test_a_plan_ends_with_its_rank() -> None:
     rank.join()
     # A plan takes longer: it imports PyTorch.
     seconds_until(lambda: not is_running(plan), limit=2.0)
+
+
+def test_a_schedule_of_one_s_own_may_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = "print('Hello')\ndef up(step, total):\n    return step / total\n"
+    (tmp_path / "printing_schedule.py").write_text(own)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = tmp_path / "config.toml"
+    scheduler = '[lr_scheduler]\ndecay_type = "printing_schedule:up"\n'
+    config.write_text(f"[model]\nvocab_size = 320\n{scheduler}")
+    text = text_of(PlannedStep(config, world_size=1, device_name="NVIDIA H100 80GB HBM3"))
+    assert "measured 1,000,000" in text
+
+
+@pytest.mark.parametrize("content", [None, "Hello", "{}"])
+def test_a_plan_that_cannot_be_read_is_none(tmp_path: Path, content: str | None) -> None:
+    planned = PlannedStep(tmp_path / "no.toml", world_size=1, device_name="Tesla V100")
+    planned._process.kill()
+    planned._process.wait()
+    planned._process.returncode = 0
+    if content is None:
+        shutil.rmtree(planned._out.parent)
+    else:
+        planned._out.write_text(content)
+    text = planned.text(MEASURED)
+    planned.close()
+    assert text is not None
+    assert text.startswith("none: ")
+
+
+def test_a_plan_that_cannot_start_is_none(
+    monkeypatch: pytest.MonkeyPatch, captured_log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert start_plan(CONFIG, world_size=1, device_name="NVIDIA H200") is None
+    assert "plan: none: " in captured_log.text
 
 
 def test_why_there_is_no_plan(tmp_path: Path) -> None:

@@ -138,6 +138,15 @@ def test_errors_of_the_other_process_are_raised() -> None:
         decide_auto(config_of({"model.vocab_size": 5}), N_RANKS, 1)
 
 
+def test_a_schedule_of_one_s_own_may_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = "print('Hello')\ndef up(step, total, warmup_steps):\n    return step / total\n"
+    (tmp_path / "printing_schedule.py").write_text(own)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    keys = {"lr_scheduler.decay_type": "printing_schedule:up", "training.global_batch_size": 4}
+    decided = decide_auto(config_of(keys), N_RANKS, 1)
+    assert decided.training.decided_local_batch_size == 2
+
+
 def test_launcher_accepts_what_some_mode_supports() -> None:
     never = {"parallelism.data_parallel": "simple_fsdp"}
     never |= {"parallelism.fsdp_reshard_after_forward": "never"}

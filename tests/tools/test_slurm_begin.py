@@ -1,6 +1,10 @@
 """Selection and checks of a Slurm job's run, without Slurm."""
 
 import io
+=======
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,20 @@ def test_arguments_are_printed_as_the_bytes_that_bash_passed(monkeypatch: pytest
     assert main([str(CONFIG), "--job.name=one", "--job.output_dir=\u00fc"], JOB) == exit_codes.DONE
     folder, *_, override, _ = stdout.buffer.getvalue().split(b"\0")
     assert (folder, override) == (b"\xc3\xbc/one", b"--job.output_dir=\xc3\xbc")
+
+
+def test_a_model_of_one_s_own_may_print(tmp_path: Path):
+    (tmp_path / "printing_model.py").write_text("from models.llama3 import SPEC\nprint('Hello')\n")
+    arguments = [str(CONFIG), "--model.name=printing_model:SPEC"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.slurm_begin", *arguments],
+        env=os.environ | JOB | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\0") == ["outputs/debug_model", *arguments, ""]
+    assert done.stderr == "Hello\n"
 
 
 def test_relative_output_dir_stays_relative(capsys: pytest.CaptureFixture[str], tmp_path: Path):
