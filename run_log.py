@@ -77,11 +77,12 @@ class RunLog:
         self._divergence, self._notices = Divergence(), Notices()
         if self._alarms is not None:
             self._alarms.end_step(resumed_step or 0)
-            # A loss may have risen above what was the best before this start.
-            for line in read_metrics(run.folder / "metrics.jsonl")[0]:
-                if line.get("loss") is not None:
-                    self._divergence.add(line["step"], line["loss"])
-        self._plan, self._last_unplanned = None, (resumed_step or 0) + FIRST_STEPS
+        # A loss may have risen above what was the best before this start.
+        if self._is_writer and resumed_step is not None:
+            self._divergence.add_history(read_metrics(run.folder / "metrics.jsonl")[0])
+        # The plan is of a step with the full batch.
+        ramp_steps = sum(steps for steps, _ in run.ramp)
+        self._plan, self._last_unplanned = None, max(resumed_step or 0, ramp_steps) + FIRST_STEPS
         if self._is_writer and model.device.type == "cuda":
             self._plan = start_plan(
                 run.folder / "config.toml",
@@ -137,12 +138,14 @@ class RunLog:
         values = self._read(step, batch, result) if is_read else {}
         if is_due:
             steps_left = self._run.steps_left(step)
-            gpus = self._slow_steps.end_window(step, self.metrics.window(), steps_left=steps_left)
+            window = self.metrics.window()
+            gpus = self._slow_steps.end_window(step, window, steps_left=steps_left)
             record = values | slowest | gpus | metrics()
             measured = self.metrics.log(step, steps_left, record)
-            if step > self._last_unplanned:
+            if step - window.steps >= self._last_unplanned:
                 self._compare_with_plan(measured)
-            self._watch_loss(step, values["loss"])
+            if self._is_writer:
+                self._watch_loss(step, values["loss"])
         if result.layers:
             # After the step's own line, which readers take for the step's beginning.
             self.metrics.write({"step": step} | result.layers)
@@ -150,7 +153,7 @@ class RunLog:
 
     def _watch_loss(self, step: int, loss: float) -> None:
         text = self._divergence.add(step, loss)
-        if self._notices.is_new("divergence", bool(text)) and self._is_writer:
+        if self._notices.is_new("divergence", bool(text)):
             logger.error("ALARM: %s", text)
 
     def _compare_with_plan(self, measured: dict[str, float]) -> None:

@@ -2,7 +2,10 @@
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
+
+from metrics.history import Line, split_history
 
 # Logged losses that are compared, and by how much each of the newest ones is above the best: as a
 # part of it, and in nats per token.
@@ -20,6 +23,12 @@ class Divergence:
     def __init__(self) -> None:
         self._recent = deque[tuple[int, float]](maxlen=WINDOW)
         self._best, self._best_step = math.inf, 0
+
+    def add_history(self, lines: Iterable[Line]) -> None:
+        """Add the losses of ``metrics.jsonl`` that no restart and no rollback undid."""
+        for line in split_history(lines).training:
+            if line["loss"] is not None:
+                self.add(line["step"], line["loss"])
 
     def add(self, step: int, loss: float) -> str:
         """Return how the loss diverges, "" if it does not. Nonfinite losses do not count."""

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pty
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,9 +17,10 @@ import pytest
 
 from launcher.console import DRAW_SECONDS
 from launcher.screen import TerminalScreen
+from metrics.planned_step import FIRST_STEPS
 from metrics.tensorboard_tracker import TensorBoardTracker
 from run_log import RunLog
-from runtime.log import RECORD_MARK, RecordFormatter, init_logging, read_record
+from runtime.log import RECORD_MARK, RecordFormatter, init_logging, logger, read_record
 from tests.lib.forked import codes, log, started
 from tests.lib.launch import records
 
@@ -89,6 +91,39 @@ def drawing_seconds(metrics: dict[str, Any]) -> tuple[float, float]:
     os.close(master)
     os.close(slave)
     return found[0], found[1]
+
+
+def log_comparisons() -> None:
+    """Log the steps at which a plan would be compared with the run."""
+    compared: list[int] = []
+
+    def step(self: RunLog, number: int, *args: Any, **values: Any) -> Any:
+        compared.append(number)
+        return stepped(self, number, *args, **values)
+
+    def compare(self: RunLog, measured: dict[str, float]) -> None:
+        logger.info("compared at step %d", compared[-1])
+
+    stepped = RunLog.step
+    RunLog.step = step  # type: ignore[method-assign]
+    RunLog._compare_with_plan = compare  # type: ignore[method-assign]
+
+
+def test_a_start_from_nothing_neither_diverges_nor_is_compared_in_its_ramp(tmp_path: Path) -> None:
+    """An attempt without a checkpoint had low losses. The plan is of the batch after the ramp."""
+    folder = tmp_path / "debug_model"
+    folder.mkdir()
+    dead = ({"step": step, "loss": 0.1} for step in range(1, 40))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in dead))
+    keys = {"training.steps": "24", "metrics.log_freq": "1", "checkpoint.enable": "false"}
+    keys["lr_scheduler.total_steps"] = "24"
+    keys["training.batch_size_ramp"] = "[{steps = 4, global_batch_size = 2}]"
+    with started(tmp_path, 1, plant=log_comparisons, **keys) as ranks:
+        assert codes(ranks) == {0}, log(tmp_path)
+    text = log(tmp_path)
+    assert "diverges" not in text
+    found = [int(step) for step in re.findall(r"compared at step (\d+)", text)]
+    assert found == list(range(4 + FIRST_STEPS + 1, 25))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,16 @@ def test_loss_that_never_falls_below_the_first_is_found() -> None:
     assert "after 6.4 up to step 1" in text
 
 
+def test_losses_that_a_restart_undid_do_not_count() -> None:
+    dead = [{"step": step, "loss": 1.0} for step in range(1, 2 * WINDOW)]
+    lines = [*dead, *({"step": step, "loss": 2.0} for step in (1, 2))]
+    divergence = Divergence()
+    divergence.add_history([*lines, {"step": 3, "loss": None}])
+    assert [divergence.add(step, 2.0) for step in range(4, 2 * WINDOW)] == [""] * (2 * WINDOW - 4)
+    divergence.add_history([{"step": step, "loss": 1.0} for step in range(100, 200)])
+    assert "after 1 up to step" in [divergence.add(step, 2.0) for step in range(200, 230)][-1]
+
+
 @pytest.mark.parametrize(
     "loss",
     [
