@@ -25,6 +25,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.pipeline_parallel import tied_across_stages
 from run_spec import RunSpec
 from runtime.log import logger, show_phase
+from runtime.object_collectives import run_on_rank0
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,9 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
 
     model = build_sharded_model(spec, args, run.config, dims, device, apply_kernels=apply_kernels)
     model.materialize()
-    if model.peak_flops is not None and dims.degrees.pp == 1 and not model.has_moes:
+    # Ranks with another GPU may not know its peak, but all or none measure the bandwidth.
+    peak = run_on_rank0(lambda: model.peak_flops)
+    if peak is not None and dims.degrees.pp == 1 and not model.has_moes:
         warn_if_comm_bound(
             model.module,
             dims,
@@ -179,7 +182,7 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
             n_tokens=run.microbatch_size * run.config.training.seq_len // dims.degrees.cp,
             microbatches=run.n_microbatches(dims.degrees.batch),
             flops_per_token=model.flops_per_token[0],
-            peak_flops=model.peak_flops,
+            peak_flops=peak,
             may_skip_layers=run.config.model.is_own,
         )
     return model

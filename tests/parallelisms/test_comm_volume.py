@@ -1,18 +1,23 @@
 """Tests of data parallelism's communication volume, and of the warning that depends on it."""
 
 import logging
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import build_model
+from config import load_config
 from config.job_config import Parallelism
 from parallelisms import comm_volume as subject
 from parallelisms.comm_volume import CommVolume, step_comm_volume, warn_if_comm_bound
 from parallelisms.parallel_dims import ParallelDims
+from run_spec import resolve
 from tests.lib.ranks import RankPool
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -122,3 +127,25 @@ def test_bandwidth_is_measured_and_equal_on_all_ranks(ranks: RankPool) -> None:
     first, *others = ranks.run(measured_bandwidth, 4)
     assert others == [first] * 3
     assert 1e7 < first < 1e12
+
+
+def measured_peaks(first: float | None, second: float | None) -> list[float]:
+    """Peaks with which a rank measures the bandwidth; ``first`` is that of rank 0's GPU."""
+    run = resolve(load_config(Path("debug_model"), []), world_size=2)
+    dims = ParallelDims.build(run.config.parallelism, 2, "cpu")
+    peaks: list[float] = []
+    with (
+        patch.object(build_model, "peak_flops", lambda *_: (first, second)[dist.get_rank()]),
+        patch.object(
+            build_model, "warn_if_comm_bound", lambda *_, **keys: peaks.append(keys["peak_flops"])
+        ),
+    ):
+        build_model.build_model(run, dims, torch.device("cpu"))
+    return peaks
+
+
+@pytest.mark.parametrize(("first", "second"), [(1e15, None), (None, 1e15), (1e15, 2e15)])
+def test_all_ranks_measure_or_none_if_their_gpus_differ(
+    ranks: RankPool, first: float | None, second: float | None
+) -> None:
+    assert ranks.run(measured_peaks, 2, first, second) == [[first] if first else []] * 2
