@@ -184,9 +184,11 @@ def epochs_text(run: RunSpec, n_tokens: int) -> str:
     try:
         for document in source.documents(0, 1, 0):
             if document is not None:
-                ids = run.tokenizer.encode(document) if isinstance(document, str) else document
-                lengths.append(len(ids))
-                n_characters += len(document)
+                length = len(document)
+                n_characters += length
+                if isinstance(document, str) and document:
+                    length = len(run.tokenizer.encode_document(document))
+                lengths.append(length)
             if len(lengths) == PROBED_DOCUMENTS or n_characters > PROBED_CHARACTERS:
                 break
     except (OSError, ValueError):  # Training will report it, or skip it.

@@ -73,6 +73,21 @@ def test_learning_rate_in_words(
     assert lines_of(capsys)["learning rate"] == f"{text}; adamw"
 
 
+def test_epochs_are_of_documents_with_begin_and_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # 64 documents are read: four epochs.
+    texts = ["ab", "", "abc", "abc"] * 4
+    (tmp_path / "short.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    keys = ["--data.source=files", f"--data.path={tmp_path}/short.jsonl", "--training.steps=1"]
+    keys += ["--lr_scheduler.warmup_steps=0", "--data.validation_percent=0"]
+    keys += ["--validation.enable=false"]
+    assert plan.main(["debug_model", *keys]) == exit_codes.DONE
+    # An empty document has neither begin nor end.
+    epochs = 16 * 256 / (4 * (2 + 3 + 3 + 3 * 2))
+    assert f", about {epochs:.2g} epochs" in lines_of(capsys)["training"]
+
+
 def test_tokens_of_whole_documents_are_at_most_those_of_full_sequences(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
