@@ -10,12 +10,16 @@ from runtime.run_folder import LineFile, WriteAlarm
 
 
 class SamplesFile:
-    """Appends samples. Drops those of steps that a run resumed from ``resumed_step`` repeats."""
+    """Appends samples. Drops those of steps that a run resumed from ``resumed_step`` repeats.
+
+    Without one, the run repeats all.
+    """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         self._resumed_step, self._has_resumed = resumed_step, False
         with WriteAlarm().of(path):
-            records = drop_repeated(path, resumed_step, is_sample)
+            last = -1 if resumed_step is None else resumed_step
+            records = drop_repeated(path, last, is_sample)
             self._has_resumed = any(record["step"] == resumed_step for record in records)
         self._file = LineFile(path)
 
