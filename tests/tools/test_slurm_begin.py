@@ -1,7 +1,6 @@
 """Selection and checks of a Slurm job's run, without Slurm."""
 
 import io
-=======
 import os
 import subprocess
 import sys
