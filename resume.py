@@ -112,7 +112,7 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
 
 
 def _check_table(run: RunSpec) -> None:
-    """Raise ``ConfigError`` if the family's table would leave out tensors of the model."""
+    """Raise ``ConfigError`` if the family's table lacks tensors of the model."""
     spec, args = run.model_spec, run.model_args
     if spec.hugging_face is not None:
         names = build_on_meta(spec, args, torch.float32).state_dict()

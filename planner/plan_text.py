@@ -155,7 +155,7 @@ def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[
 
 
 def _advice(plan: StepPlan, stage: StagePlan, capacity: float) -> str:
-    """What could make a stage fit that does not."""
+    """Advice for a stage that does not fit; "" if there is none."""
     state = sum(stage.record.memory[part] for part in (PARAMETERS, GRADIENTS, OPTIMIZER))
     if state / GIB > TIGHT * capacity:
         is_whole = plan.run.config.parallelism.data_parallel == "ddp"
