@@ -10,7 +10,14 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
-from config.job_config import DataSource, DocumentSource, Float8, JobConfig, ValidationSource
+from config.job_config import (
+    ONE_SOURCE,
+    DataSource,
+    DocumentSource,
+    Float8,
+    JobConfig,
+    ValidationSource,
+)
 from config.paths import is_url
 
 T = TypeVar("T")
@@ -224,9 +231,9 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
             "must be at least training.steps: to extend a run, raise both",
             _trains_past_total_steps),
     Constraint("data.sources",
-            "data.source, path, subset, text_key and args have no effect when it is set",
+            f"data.source, {', '.join(ONE_SOURCE)} have no effect when it is set",
             lambda config: len(config.data.sources) > 0
-            and is_set(config.data, "source", "path", "subset", "text_key", "args")),
+            and is_set(config.data, "source", *ONE_SOURCE)),
     Constraint("data.sources", "two sources have the same name: give each its own",
             lambda config: len(_shared_labels(config.data.mixture)) > 0,
             lambda config: ", ".join(_shared_labels(config.data.mixture))),

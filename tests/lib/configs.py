@@ -373,6 +373,7 @@ BAD = [
     Bad("data.sources", "--data.text_key a", toml=SOURCES, says="when it is set"),
     Bad("data.sources", "--data.source c4", toml=SOURCES, says="when it is set"),
     Bad("data.sources", "--data.path x", toml=SOURCES, says="when it is set"),
+    Bad("data.sources", "--data.revision main", toml=SOURCES, says="when it is set"),
     Bad("data.max_bad_records", "--data.max_bad_records 5", says="on_bad_record"),
     Bad("metrics.trackers", "--metrics.trackers '[\"wandb\", \"wandb\"]'", says="twice"),
     Bad("metrics.trackers", "--metrics.trackers '[\"wandbb\"]'", says="wandb"),
