@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from config.job_config import JobConfig
 
-# Names in torchtitan, Hugging Face, Megatron-LM, nanoGPT and KempnerForge, by our key. None is also
-# the name of a key.
+# Names in torchtitan, Hugging Face, Megatron-LM, DeepSpeed, nanoGPT and KempnerForge, by our key.
+# None is also the name of a key.
 _TABLE = """
 job.name: job_name run_name exp_name experiment_name wandb_run_name
 job.output_dir: out_dir output save save_dir run_dir log_dir dump_folder
@@ -39,9 +39,9 @@ training.steps: max_steps max_iters train_iters train_steps num_steps num_iterat
 training.steps: max_train_steps num_train_steps total_iters
 training.seq_len: max_seq_len block_size context_length context_size max_length max_seq_length n_ctx
 training.seq_len: seq_length sequence_length max_position_embeddings
-training.local_batch_size: batch_size micro_batch_size mbs device_batch_size train_batch_size
+training.local_batch_size: batch_size micro_batch_size mbs device_batch_size
 training.local_batch_size: per_device_train_batch_size
-training.global_batch_size: gbs total_batch_size grad_accum grad_accum_steps
+training.global_batch_size: gbs total_batch_size train_batch_size grad_accum grad_accum_steps
 training.global_batch_size: gradient_accumulation_steps accumulate_grad_batches
 training.batch_size_ramp: rampup_batch_size
 training.mixed_precision_param: precision mixed_precision bf16 fp16 amp compute_dtype params_dtype
@@ -95,8 +95,8 @@ checkpoint.initial_load_path: load load_path init_from resume_from resume_from_c
 checkpoint.initial_load_path: pretrained_checkpoint
 experts.balance_loss: aux_loss aux_loss_weight moe_aux_loss_coeff router_aux_loss_coef
 experts.balance_bias_rate: load_balance_coeff moe_router_bias_update_rate
-validation.freq: eval_every eval_freq eval_interval val_interval
-validation.steps: eval_iters eval_steps val_steps
+validation.freq: eval_every eval_freq eval_interval eval_steps val_interval
+validation.steps: eval_iters val_steps
 metrics.log_freq: log_every log_interval logging_steps log_every_n_steps
 metrics.trackers: enable_tensorboard tensorboard tensorboard_dir report_to
 metrics.trackers: wandb_log use_wandb enable_wandb
