@@ -1,5 +1,6 @@
 """MLflow: https://mlflow.org/docs/latest. The only module that imports ``mlflow``."""
 
+import hashlib
 import os
 import re
 import time
@@ -14,8 +15,8 @@ from mlflow.tracking import MlflowClient
 from metrics.tracker import TrackedRun
 
 RUN_ID_TAG = "shardloom.run_id"
-# MLflow rejects batches with more.
-MAX_PARAMS, MAX_PARAM_LENGTH = 100, 6000
+# MLflow rejects batches with more, and longer names of metrics.
+MAX_PARAMS, MAX_PARAM_LENGTH, MAX_NAME_LENGTH = 100, 6000, 250
 
 
 class MlflowTracker:
@@ -69,5 +70,13 @@ def flat(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def valid_name(name: str) -> str:
-    """Replace what MLflow does not allow in a metric's name, such as in a source's label."""
-    return re.sub(r"[^\w\-. /:]", "_", name, flags=re.ASCII)
+    """Replace what MLflow does not allow in a metric's name, such as in a source's label.
+
+    A name that changes ends with its hash, so that no two metrics become one curve.
+    """
+    parts = re.sub(r"[^\w\-. /:]", "_", name).split("/")
+    valid = "/".join(part for part in parts if part not in ("", ".", ".."))
+    if valid == name and len(name) <= MAX_NAME_LENGTH:
+        return name
+    suffix = f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return valid[: MAX_NAME_LENGTH - len(suffix)] + suffix

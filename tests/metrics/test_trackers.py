@@ -19,6 +19,13 @@ from runtime.log import logger
 from tests.lib.processes import seconds_until
 
 WANDB_HEADER_BYTES = 7
+# Labels of sources, which may be anything. MLflow allows those before "a+b".
+SHARES = {
+    f"data_share/{label}": float(number)
+    for number, label in enumerate(
+        ["a:b", "a_b", "a/b", "维基", "代码", "a+b", "a=b", "a//b", "../a", "a/", "a" * 300]
+    )
+}
 CONFIG = {"optimizer": {"lr": 3e-3}, "model": {"args": {"dim": 64}}}
 
 
@@ -154,7 +161,7 @@ def track(name: str, folder: Path) -> TrackedRun:
         with patch.object(logger, "error") as alarm:
             all_of_them = Trackers(tracker_classes([name]), run)
             for step in steps:
-                all_of_them.log(step, {"loss": 1.0 / step, "data_share/a:b": 0.5, "mfu": None})
+                all_of_them.log(step, {"loss": 1.0 / step, "mfu": None} | SHARES)
             all_of_them.text("sample", "def <f>\n\t#*x*")
             all_of_them.finish()
         assert not alarm.called, alarm.call_args
@@ -169,6 +176,7 @@ def test_tensorboard_has_texts(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert {*events.Tags()["scalars"]} == {"loss", *SHARES}
     (last,) = events.Tensors("sample/text_summary")[-1:]
     assert last.tensor_proto.string_val == [b"    def <f>\n    \t#*x*\n"]
 
@@ -202,6 +210,10 @@ def test_mlflow_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.data.tags["shardloom.run_id"] == run.id
     assert (found.info.run_name, found.info.status) == ("books", "FINISHED")
     assert found.data.params["optimizer.lr"] == "0.003"
+    shares = {name: v for name, v in found.data.metrics.items() if name.startswith("data_share/")}
+    assert sorted(shares.values()) == [*SHARES.values()]
+    allowed = [*SHARES][:5]
+    assert [shares[name] for name in allowed] == [SHARES[name] for name in allowed]
     points = client.get_metric_history(found.info.run_id, "loss")
     assert sorted((p.step, p.value) for p in points) == [
         (1, 1.0), (2, 0.5), (3, 1 / 3), (3, 1 / 3), (4, 0.25)
