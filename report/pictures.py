@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from report.run import Run
 
 matplotlib.use("Agg")
 SOFTWARE = "Shardloom report"
+# Names of files have at most 255 bytes; a character may take four.
+MAX_STEM = 60
 # In the first bytes of each file.
 MARK = b"tEXtSoftware\0" + SOFTWARE.encode()
 # As on the page (page.css).
@@ -34,9 +37,18 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def file_name(chart: Chart) -> str:
-    """Name of a chart's file. Names of other metrics are anyone's."""
-    return re.sub(r"\W+", "_", chart.id.removeprefix("other:"), flags=re.A) + ".png"
+def file_names(charts: Sequence[Chart]) -> dict[str, Chart]:
+    """Charts by the names of their files. Names of other metrics are anyone's."""
+    named: dict[str, Chart] = {}
+    taken: set[str] = set()
+    for chart in charts:
+        stem = re.sub(r"\W+", "_", chart.id.removeprefix("other:"))[:MAX_STEM]
+        stems = chain([stem], (f"{stem}_{number}" for number in count(2)))
+        # Some file systems do not tell capital letters apart.
+        free = next(each for each in stems if each.casefold() not in taken)
+        taken.add(free.casefold())
+        named[f"{free}.png"] = chart
+    return named
 
 
 def draw(chart: Chart, runs: Sequence[Run], path: Path) -> None:

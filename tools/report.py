@@ -78,10 +78,11 @@ def write_report(folders: Sequence[Path], output: Path, pictures: Path | None) -
     runs = read_runs(folders)
     charts: dict[Path, Chart] = {}
     if pictures is not None:
-        from report.pictures import MARK, draw, file_name  # Imports an optional package.
+        from report.pictures import MARK, draw, file_names  # Imports an optional package.
 
         pictures.mkdir(parents=True, exist_ok=True)
-        charts = {pictures / file_name(chart): chart for chart in build_charts(runs)[0]}
+        named = file_names(build_charts(runs)[0])
+        charts = {pictures / name: chart for name, chart in named.items()}
         for path in charts:
             check_output(path, MARK)
     with replaced_file(output) as scratch:

@@ -1,15 +1,19 @@
 """The command ``report``: files, names and mistakes. The page itself: tests/report."""
 
+import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from report.charts import build_charts
 from report.page import MARKER
+from report.pictures import file_names
 from runtime import exit_codes
-from tests.lib.metrics_files import lines_of, write_run
+from tests.lib.metrics_files import lines_of, training_line, write_run
 from tests.lib.repository import ROOT
 from tools import report
 
@@ -116,6 +120,19 @@ def test_pictures_are_written(folder: Path, capsys: pytest.CaptureFixture[str]) 
         for name in ("loss", "grad_norm", "lr", "rate", "mfu", "memory"):
             assert (pictures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert f"picture: {pictures / 'loss.png'}" in capsys.readouterr().out
+
+
+def test_each_chart_has_a_picture(folder: Path) -> None:
+    metrics = ["维基", "代码", "a+b", "a=b", "A-b", "a_b_2", "rate", "a" * 260, "维" * 255]
+    with (folder / "metrics.jsonl").open("a") as file:
+        line = training_line(21, random.Random(0)) | dict.fromkeys(metrics, 1.0)
+        print(json.dumps(line), file=file)
+    charts, _ = build_charts(report.read_runs([folder]))
+    names = [*file_names(charts)]
+    assert len({name.casefold() for name in names}) == len(charts)
+    assert max(len(name.encode()) for name in names) <= 255
+    of_metrics = ["维基", "代码", "a_b", "a_b_2", "A_b_3", "a_b_2_2", "rate_2"]
+    assert names[-len(metrics) : -2] == [f"{name}.png" for name in of_metrics]
 
 
 def test_another_picture_is_not_overwritten(
