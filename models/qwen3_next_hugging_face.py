@@ -130,10 +130,12 @@ def _args(config: Mapping[str, Any]) -> Qwen3NextArgs:
     rope = given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters: {rope!r} (supported: a table)")
-    rope = dict(rope)
-    fraction = rope.pop("partial_rotary_factor", given.pop("partial_rotary_factor", None))
-    if rope:
-        given["rope_parameters"] = rope
+    rope = given["rope_parameters"] = dict(rope)
+    older, fraction = (table.pop("partial_rotary_factor", None) for table in (given, rope))
+    fraction = older if fraction is None else fraction
+    if older not in (None, fraction):
+        text = f"{older!r} conflicts with rope_parameters: {fraction!r}"
+        raise ValueError(f"partial_rotary_factor: {text}")
     if not isinstance(fraction, int | float) or not 0.0 < fraction <= 1.0:
         raise ValueError(f"partial_rotary_factor: {fraction!r} (supported: above 0, up to 1)")
     # ``BASE.args`` rejects a head_dim that is no number.
@@ -146,6 +148,8 @@ def _args(config: Mapping[str, Any]) -> Qwen3NextArgs:
     if not isinstance(layer_types, list | None):
         raise ValueError(f"layer_types: {layer_types!r} (supported: a list)")
     if layer_types is not None and layer_types != _layer_types(args):
+        if EVERY in config:
+            raise ValueError(f"layer_types: conflicts with {EVERY}: {config[EVERY]!r}")
         every = layer_types.index("full_attention") + 1 if "full_attention" in layer_types else 0
         args = replace(args, attention_every=every or args.n_layers + 1)
         if layer_types != _layer_types(args):

@@ -210,6 +210,9 @@ def test_unsupported_config_raises_by_key(key: str, changed: dict[str, Any]) -> 
         form_of("llama").args(OLDER | changed)
 
 
+QUARTER = {"partial_rotary_factor": 0.25, "rope_theta": 5e5}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -218,6 +221,9 @@ def test_unsupported_config_raises_by_key(key: str, changed: dict[str, Any]) -> 
         ("rope_parameters", 1),
         ("layer_types", 1),
         ("layer_types", [1]),
+        # Its older keys are 0.5, and attention in every second layer.
+        ("partial_rotary_factor", {"rope_parameters": QUARTER}),
+        ("layer_types", ["full_attention"] * 4),
         ("rotary_dim", 10 / 32 + 1 / 32),
         ("linear_num_value_heads", 3),
         ("linear_num_key_heads", "2"),
@@ -226,6 +232,7 @@ def test_unsupported_config_raises_by_key(key: str, changed: dict[str, Any]) -> 
 def test_unsupported_config_of_qwen3_next_raises_by_key(key: str, value: object) -> None:
     form, config = form_of("qwen3_next"), {"model_type": "qwen3_next"} | COMPLETE["qwen3_next"]
     changed = {"partial_rotary_factor" if key == "rotary_dim" else key: value}
+    changed = value if isinstance(value, dict) else changed
     with pytest.raises(ValueError, match=f"^{key}: |\\b{key} = "):
         form.args(config | changed)
 
@@ -237,6 +244,9 @@ def test_rotary_dims_are_those_of_transformers() -> None:
     rounded = form.args(config | {"head_dim": 20, "partial_rotary_factor": 0.34})
     assert cast(Qwen3NextArgs, rounded).rotary_dim == 6
     args = form.args(config)
+    newer = {key: value for key, value in config.items() if key != "partial_rotary_factor"}
+    quarter = form.args(newer | {"rope_parameters": QUARTER})
+    assert cast(Qwen3NextArgs, quarter).rotary_dim == 8
     for head_dim in range(2, 260, 2):
         for rotary_dim in range(2, head_dim + 1, 2):
             one = replace(cast(Qwen3NextArgs, args), head_dim=head_dim, rotary_dim=rotary_dim)
