@@ -13,6 +13,8 @@ from config import ConfigError
 from config.job_config import Count, Section
 
 BUILT_IN = Path(__file__).with_name("devices.toml")
+# In the names that CUDA gives to slices of a GPU, and to other chips of a card's name.
+VARIANT = re.compile(r"\b(MIG|Laptop|Mobile|Max-Q|Ti|D)\b", re.IGNORECASE)
 Positive = Annotated[float, Field(gt=0.0)]
 
 
@@ -100,7 +102,9 @@ def _model_of(title: str, names: Iterable[str]) -> str:
 
 def is_model(title: str, name: str) -> bool:
     """True if ``title`` has the words of ``name``: "NVIDIA GeForce RTX 4090" for rtx4090, not
-    GH200 for h200."""
+    GH200 for h200, nor a slice or another chip such as "RTX 4090 Laptop GPU"."""
+    if VARIANT.search(title):
+        return False
     words = re.sub(r"(?<=[a-z])(?=\d)", r"\\s?", re.escape(name.lower())).split("_")
     return all(re.search(rf"\b{word}\b", title.lower()) for word in words)
 

@@ -125,6 +125,12 @@ def test_why_there_is_no_plan(tmp_path: Path) -> None:
         ("NVIDIA L4", "l4", True),
         ("NVIDIA L40S", "l4", False),
         ("AMD Instinct MI300X", "mi300x", True),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100", False),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "a100", False),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090", False),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "laptop", False),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090", False),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx3090", False),
     ],
 )
 def test_device_of_a_gpu(title: str, name: str, is_one: bool) -> None:
