@@ -22,6 +22,7 @@ from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.tokenizer import Tokenizer, load_tokenizer
 from models import ModelSpec, TransformerArgs, find_spec
 from models.arguments import names_of_families
+from models.hugging_face import MAX_NUMBER
 from models.meta import build_on_meta
 from runtime.commands import command_text
 from runtime.log import say
@@ -31,10 +32,6 @@ from runtime.run_folder import list_checkpoints
 PREFIX = "model."
 # Types of JSON values for a field of each type.
 NUMBERS: dict[Any, set[type]] = {int: {int}, float: {int, float}, bool: {bool}}
-
-
-# Numbers of a model's args that are larger are mistakes, and would overflow.
-MAX_NUMBER = 1 << 40
 # Memory that a model may need besides its weights, such as the table of rotary angles: as much as
 # the weights, and this much.
 EXTRA_BYTES = 256 << 20
