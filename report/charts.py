@@ -68,13 +68,15 @@ class Kind:
     scale: float = 1.0
     absent: str = ""
     """Why no run may have such a chart; "" if it goes without saying."""
-    style: Style = "line"
 
 
 KINDS = [
     Kind("loss", "Loss", "nats per token", {"loss": "training", "validation_loss": "validation"}),
     Kind("sources", "Validation loss by source", "nats per token", {"validation_loss/": ""}),
-    Kind("bits", "Validation, bits per byte", "bits", {"validation_bits_per_byte": "validation"}),
+    Kind(
+        "bits", "Validation, bits per byte", "bits",
+        {"validation_bits_per_byte": "validation", "validation_bits_per_byte/": ""},
+    ),
     Kind("grad_norm", "Gradient norm", "before clipping", {"grad_norm": "gradient norm"}),
     Kind("lr", "Learning rate", "", {"lr": "done"}),
     Kind("batch", "Batch size", "tokens per step", {}),

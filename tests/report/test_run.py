@@ -55,9 +55,11 @@ def test_curves_by_source_and_unknown_metrics(folder: Path) -> None:
         values = {"data_share/a": 0.5, "z_loss": 0.25, "skipped_steps": 1}
         print(json.dumps(training_line(31, random.Random(0)) | values), file=file)
         by_source = {"validation_loss": 2.0, "validation_loss/a": 1.0, "validation_loss/b": 3.0}
+        by_source |= {"validation_bits_per_byte": 1.0, "validation_bits_per_byte/a": 0.5}
         print(json.dumps({"step": 31, "time": 2e9} | by_source), file=file)
     charts = charts_of(folder)
     assert charts["sources"] == ["a", "b"]
+    assert charts["bits"] == ["validation", "a"]
     assert charts["shares"] == ["a"]
     assert charts["skipped"] == ["updates"]
     assert charts["other:z_loss"] == ["z_loss"]
