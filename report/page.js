@@ -12,7 +12,6 @@ const KINDS = {
   quarantined: "quarantined",
   end: "end",
 };
-const MAX_POINTS = "4,000";
 const N_COLORS = 8,
   N_DEPTHS = 24;
 const UNITS = { step: 1, tokens: 1, time: 100 };

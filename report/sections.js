@@ -26,7 +26,7 @@ function showReading(data) {
   const longest = Math.max(0, ...data.axes.map((axis) => axis.step.length)).toLocaleString("en-US");
   const isMerged = data.charts.some((chart) => chart.series.some((series) => series.low));
   const lines = isMerged
-    ? `Runs of more than ${MAX_POINTS} lines of metrics are drawn as ${longest} points of consecutive lines: the curve is their mean, and the band spans their lowest and highest value, so that no spike is hidden.`
+    ? `A curve has at most ${longest} points. Where there are more lines of metrics, a point stands for consecutive ones: the curve is their mean, and the band spans their lowest and highest value, so that no spike is hidden.`
     : "Every line of metrics is drawn. Where lines are closer than pixels, the curve is their mean, and the band spans their lowest and highest value.";
   byId("reading").textContent =
     `${lines} Smoothing is an exponential moving average; the paler curve has the values themselves. Drag to zoom, double-click to see all.`;
@@ -68,8 +68,10 @@ const sections = {
         ),
       ),
     );
-    const scroll = element("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Summary" });
-    scroll.append(
+    const attributes = { class: "scroll", tabindex: "0", role: "group", "aria-label": "Summary" };
+    // Kept, because a new one would be neither scrolled nor in focus.
+    const scroll = byId("facts").firstElementChild ?? byId("facts").appendChild(element("div", attributes));
+    scroll.replaceChildren(
       table(
         ["", ...data.runs.map(runName)],
         [
@@ -81,7 +83,6 @@ const sections = {
         ],
       ),
     );
-    byId("facts").replaceChildren(scroll);
   },
 
   kinds(data) {
@@ -235,7 +236,7 @@ const READS = {
   title: ["runs", "time"],
   facts: ["runs"],
   kinds: ["marks"],
-  samples: ["samples", "runs"],
+  samples: ["samples"],
   events: ["marks"],
   config: ["config"],
   provenance: ["provenance"],

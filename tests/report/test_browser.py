@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -312,6 +313,7 @@ def test_a_long_run_is_small_fast_and_shows_its_spike(page: Page, tmp_path: Path
     page.open(address)
     metrics = {m["name"]: m["value"] for m in page.call("Performance.getMetrics")["metrics"]}
     assert metrics["TaskDuration"] < 2.0
+    assert text_of(page, "#reading").startswith("A curve has at most 4,000 points. ")
     shown = tip(page, 54_320 / 99_999)
     assert "steps 54,301 to 54,325" in shown
     assert "to 66.5)" in shown
@@ -345,9 +347,9 @@ def test_extreme_values_are_plotted(page: Page, tmp_path: Path, values: dict[str
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[str]:
-    """Serve the report of a run; yield its address."""
-    source = Source(lambda: report.page_data([folder]), [folder])
+def watched(*folders: Path) -> Iterator[str]:
+    """Serve the report of runs; yield its address."""
+    source = Source(lambda: report.page_data(folders), folders)
     with build_server(source, "token", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -373,3 +375,21 @@ def test_watch_shows_new_lines_and_keeps_what_the_reader_chose(page: Page, tmp_p
         assert page.evaluate("page.charts.get('loss').hidden.size") == 1
         assert page.evaluate("document.querySelectorAll('#config tbody tr').length") > 50
         assert page.evaluate("page.charts.get('loss').curves[0].mean.at(-1)") == 1.25
+
+
+def test_watch_keeps_focus_and_what_is_scrolled(page: Page, folder: Path, tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / (50 * name), list(lines_of(20))) for name in "ab"]
+    for each in folders:
+        shutil.copy(folder / "samples.jsonl", each)
+    with watched(*folders) as address:
+        page.open(address, width=390)
+        page.evaluate("document.querySelector('#facts .scroll').scrollLeft = 20")
+        for selector in ("#samples input", "#samples pre", "#facts .scroll"):
+            focused = f"document.querySelector({json.dumps(selector)})"
+            page.evaluate(f"{focused}.focus()")
+            n_lines = page.evaluate("page.charts.get('loss').curves[0].mean.length")
+            with (folders[0] / "metrics.jsonl").open("a") as file:
+                print(json.dumps(training_line(n_lines + 1, random.Random(0))), file=file)
+            page.wait(f"page.charts.get('loss').curves[0].mean.length > {n_lines}")
+            assert page.evaluate(f"document.activeElement === {focused}"), selector
+        assert page.evaluate("document.querySelector('#facts .scroll').scrollLeft") == 20
