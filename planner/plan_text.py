@@ -27,13 +27,19 @@ def plan_text(plan: StepPlan, hardware: Hardware, price: float | None) -> list[s
         f"devices: {plan.world_size:,} of {device.title}, {device.gpus_per_node} a node",
         f"links: {inside} inside of a node, {outside} between nodes, each way",
         f"batch: {plan.n_microbatches} microbatch{'es' * (plan.n_microbatches > 1)} of "
-        f"{plan.run.microbatch_size} x {plan.run.config.training.seq_len:,} tokens on each rank",
+        f"{plan.run.microbatch_size} x {_tokens_of_a_rank(plan)}",
     ]
     for stage in plan.stages:
         lines += ["", *_memory_lines(plan, stage, hardware), "", *_traffic_lines(stage, hardware)]
         lines += ["", *_flops_lines(stage.record)]
     lines += ["", *_time_lines(plan, step_time(plan, hardware), price)]
     return [*lines, "", *(line for note in notes(plan) for line in wrap(note, WIDTH))]
+
+
+def _tokens_of_a_rank(plan: StepPlan) -> str:
+    seq_len, cp = plan.run.config.training.seq_len, plan.degrees.cp
+    sharded = f", of sequences of {seq_len:,}" if cp > 1 else ""
+    return f"{seq_len // cp:,} tokens on each rank{sharded}"
 
 
 def notes(plan: StepPlan) -> list[str]:
