@@ -45,13 +45,29 @@ class Recorder(Protocol):
         The result has no values before that call.
         """
 
+    def forget(self) -> None:
+        """Free all recordings, which nobody may repeat any more."""
+
 
 class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory because they run one after the other."""
+    """Records CUDA graphs, which share one pool of memory because they run one after the other.
+
+    It owns them: a graph that anyone else held would hold its memory, and NCCL's communicators.
+    """
 
     def __init__(self) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self.n_bytes = 0
+        self.forget()
+
+    def forget(self) -> None:
+        # A new pool: one without graphs cannot be recorded to while a tensor lives in it, such as
+        # a scale of float8.
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         # Autograd runs backward on the streams of forward, and a capture waits for no other.
@@ -71,6 +87,7 @@ class CudaRecorder:
             before = torch.cuda.memory_reserved()
             result = function()
             self.n_bytes += torch.cuda.memory_reserved() - before
+        self._graphs.append(graph)
         return result, graph.replay
 
 
@@ -118,18 +135,21 @@ class MicrobatchGraphs:
         kind = (*shapes, min(len(microbatches), 3))
         if kind not in self._warm or len(shapes) > 1:
             self._warm.add(kind)
+            # Of a phase that has ended. The step would need their memory a second time.
+            self.forget()
             self.recording = None
             return self._recorder.warm_up(lambda: run_step(self._run, microbatches))
         if self._graphs is None or self._graphs.kind != kind:
-            self._graphs = None
+            self.forget()
             self._graphs = self._record(microbatches, kind)
             self._n_recorded += 1
         self.recording = self._n_recorded
         return self._replay(self._graphs, microbatches)
 
     def forget(self) -> None:
-        """Record again: weights may be elsewhere in memory."""
+        """Free the graphs; the next step records again. Weights may be elsewhere in memory."""
         self._graphs = None
+        self._recorder.forget()
 
     def _replay(self, graphs: _Graphs, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
         losses = []
@@ -181,6 +201,7 @@ class UpdateGraph:
         if recording is None:  # As in the first step, which also makes the optimizer's state.
             return self._recorder.warm_up(lambda: self._update(*inputs))
         if recording != self._recording:
+            self.forget()
             self._recording, self._inputs = recording, tuple(each.clone() for each in inputs)
             self._result, self._replay = self._recorder.record(lambda: self._update(*self._inputs))
         for buffer, tensor in zip(self._inputs, inputs, strict=True):
@@ -188,3 +209,8 @@ class UpdateGraph:
         self._replay()
         # The next replay overwrites it.
         return self._result.clone()
+
+    def forget(self) -> None:
+        """Free the graph; the next step with gradients of a recording records again."""
+        self._recording = None
+        self._recorder.forget()

@@ -46,7 +46,7 @@ class ModelRunner(Protocol):
     def logits(self, microbatch: Microbatch) -> torch.Tensor:
         """Return the logits (b, s, vocab_size), unsharded on every rank."""
 
-    def forget_weights(self) -> None:
+    def forget_graphs(self) -> None:
         """Call after loading weights between steps, which may have moved them."""
 
 
@@ -109,7 +109,7 @@ class SPMDRunner:
         if self._graphs is not None:
             reshard(self._model)
 
-    def forget_weights(self) -> None:
+    def forget_graphs(self) -> None:
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -183,7 +183,7 @@ class PipelineRunner:
         all_reduce_tied_gradients(self._tied, self._dims.pp_mesh)
         return losses
 
-    def forget_weights(self) -> None:
+    def forget_graphs(self) -> None:
         """Nothing: schedules look them up."""
 
     @torch.no_grad()

@@ -216,7 +216,7 @@ class TrainLoop:
             if self.checkpointer.load_latest(skip={"data"}) is None:
                 logger.warning("rollback: there is no checkpoint to load")
                 return False
-            self.train_step.runner.forget_weights()
+            self.train_step.forget_graphs()
             self.spikes.rollbacks += 1
             logger.info("rollback: from step %d to step %d", spiked, self.state.step)
             self.log.new_attempt(
@@ -257,6 +257,8 @@ class TrainLoop:
             self.heartbeat.failure = f"stopped by {stop.reason}"
         if stop != exit_codes.NOT_SAVED:
             self.control.end(stop.outcome)
+        # NCCL waits for graphs that have its collectives.
+        self.train_step.forget_graphs()
         dist.barrier()
         dist.destroy_process_group()
         checkpointer.close()

@@ -96,6 +96,12 @@ class TrainStep:
         self._expert_balancer.update(self.nonfinite.found_inf)
         return StepResult(losses, grad_norm, lr, layers)
 
+    def forget_graphs(self) -> None:
+        """Free all CUDA graphs. The next steps record again."""
+        self.runner.forget_graphs()
+        if self._graph is not None:
+            self._graph.forget()
+
     def _run_update(self, loss: torch.Tensor, lr: float, step: int) -> torch.Tensor:
         """``_update``, as a graph if there is one."""
         if self._graph is None:

@@ -214,11 +214,12 @@ def _read_microbatches(
 def _read_microbatch(
     readers: list[RowReader], *, seq_len: int, document_mask: bool, pin_memory: bool
 ) -> Microbatch:
-    batch = torch.empty((4, len(readers), seq_len), dtype=torch.int64, pin_memory=pin_memory)
-    tokens, labels, document_ids, positions = batch.numpy()
+    shape = (4 if document_mask else 2, len(readers), seq_len)
+    batch = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
+    tokens, labels, *masks = batch.numpy()
     spans = []
     for index, reader in enumerate(readers):
-        mask = (document_ids[index], positions[index]) if document_mask else (None, None)
+        mask = [plane[index] for plane in masks] or [None, None]
         spans.append(reader.read(PackedSequence(tokens[index], labels[index], *mask)))
     return Microbatch(
         batch[0],

@@ -12,11 +12,13 @@ import torch.nn as nn
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
 from kernels.sdpa import check_attention
-from runtime.compat import inductor_options
+from runtime.compat import inductor_options, raise_recompile_limit
 from runtime.log import logger
 
 BLOCK = 128
 """Block size of queries and of keys."""
+# Of the check, of training, and with and without gradients of validation and samples.
+MOST_SHAPES = 64
 HALF = (torch.bfloat16, torch.float16)
 # For fewer than 128 queries the default is the decoding kernel. It puts heads that share keys into
 # one block, and fails if that exceeds 128 rows (2.13; pytorch/pytorch#185349).
@@ -39,6 +41,7 @@ def apply_flex_attention(
     """
     if dtype not in HALF or not attentions:
         return
+    raise_recompile_limit(MOST_SHAPES)
     # Compiled blocks inline it into their graphs. As one compile region, its output can be saved by
     # selective activation checkpointing.
     compiled = torch.compile(

@@ -137,11 +137,28 @@ class InnerAttention(nn.Module):
             mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device)
         if mask is not None:
             mask = mask.tril(n_keys - n_queries)
+        if q.is_cuda:
+            k, v = unshared_heads(q, k, v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and n_queries > 1, enable_gqa=True
         )
         return out.transpose(1, 2)
+
+
+def unshared_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``k`` and ``v`` (b, s, h_kv, k) as PyTorch's fused attention on GPUs reads them.
+
+    In half precision as they are. In float32 with a head for each of ``q`` (b, s_q, h, k): the only
+    fused kernel, memory-efficient attention, knows no shared heads; without it s_q x s scores would
+    be stored.
+    """
+    n_shared = q.shape[2] // k.shape[2]
+    if n_shared == 1 or q.dtype in (torch.bfloat16, torch.float16):
+        return k, v
+    return k.repeat_interleave(n_shared, dim=2), v.repeat_interleave(n_shared, dim=2)
 
 
 class Attention(nn.Module):

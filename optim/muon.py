@@ -19,6 +19,7 @@ from optim.chunked_adamw import ChunkedAdamW
 from optim.one_pass_adamw import read_weight, write_weight
 from runtime.dtensor import shard_slices, to_local
 from runtime.log import logger
+from runtime.machine import gpu_has_bfloat16
 
 # Newton-Schulz polynomial and iterations, which move all singular values near 1 (Keller Jordan,
 # https://kellerjordan.github.io/posts/muon).
@@ -294,7 +295,7 @@ def _orthogonalize_tasks(
 
 def _compute_dtype(parameter: torch.Tensor) -> torch.dtype:
     """bfloat16 for float32 weights on a GPU: accurate enough for an approximate iteration."""
-    is_lowered = parameter.is_cuda and parameter.dtype == torch.float32
+    is_lowered = parameter.is_cuda and parameter.dtype == torch.float32 and gpu_has_bfloat16()
     return torch.bfloat16 if is_lowered else parameter.dtype
 
 

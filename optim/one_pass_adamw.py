@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.compat import foreach
+from runtime.machine import gpu_has_bfloat16
 
-# Elements updated at once on CPUs, where each operation makes a copy: in float32, 64 MiB.
+# Elements updated at once without a compiler: each operation makes a copy, in float32 of 64 MiB.
 CHUNK = 1 << 24
 
 
@@ -52,7 +53,9 @@ def one_pass_adamw(
     ]
     # A row has 16 bytes or 32: kernels copy what is not aligned.
     factors = torch.stack(columns, dim=1).to(dtype)
-    update = _compiled_update() if counts.is_cuda else _update_in_chunks
+    # Inductor raises an error for bfloat16 that a GPU only emulates.
+    is_compiled = counts.is_cuda and gpu_has_bfloat16()
+    update = _compiled_update() if is_compiled else _update_in_chunks
     for state, own in zip(states, factors, strict=True):
         flat = [tensor.detach().view(-1) for tensor in state.tensors]
         if flat[0].numel():

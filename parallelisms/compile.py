@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from config.job_config import Compile
-from runtime.compat import configure, has, inductor_options
+from runtime.compat import configure, inductor_options, raise_recompile_limit
 from runtime.log import logger
 
 # Training, validation, samples, and fewer samples than fill a group.
@@ -41,8 +41,7 @@ def apply_compile(
     # Graphs of all blocks count as recompilations of one function, and layers may be of many kinds.
     # Names are indices in the whole model, and a rank may have several stages of it.
     indices = [int(name) for name in blocks if name.isdecimal()]
-    if has(limit := "torch._dynamo.config:recompile_limit"):
-        configure(limit, GRAPHS_PER_LAYER * (2 + max([len(blocks), *indices])))
+    raise_recompile_limit(GRAPHS_PER_LAYER * (2 + max([len(blocks), *indices])))
     # Training has fixed shapes. Validation and samples get their own compilation, because symbolic
     # shapes are less reliable.
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": True, "dynamic": False}

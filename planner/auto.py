@@ -20,7 +20,7 @@ from parallelisms.parallel_dims import resolve_degrees
 from planner.step_plan import TIGHT, plan_step, without_bfloat16
 from run_spec import resolve
 from runtime.log import error_text
-from runtime.machine import host_memory
+from runtime.machine import gpu_has_bfloat16, host_memory
 from runtime.outside import prints_to_stderr
 
 GIB = 1 << 30
@@ -157,7 +157,7 @@ def main() -> None:
     """Answer one request: {"values": ..., "text": ...}, or {"error": ...}."""
     request, has_gpu = json.load(sys.stdin), torch.cuda.is_available()
     config = JobConfig.model_validate(request["config"])
-    if has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if has_gpu and not gpu_has_bfloat16():
         config = without_bfloat16(config)
     memory = rank_memory(request["n_ranks"], has_gpu=has_gpu)
     try:

@@ -25,6 +25,7 @@ from data.step_batches import StepBatch
 from kernels.fused_delta_rule import FusedDeltaRule
 from models.gated_delta_net import InnerDeltaNet
 from models.moe import MoE
+from models.transformer import unshared_heads
 from optim import chunked_adamw, loss, one_pass_adamw
 from optim.one_pass_adamw import ParameterState
 from parallelisms.expert_parallel import AllToAllDispatcher
@@ -168,6 +169,7 @@ class _FlashAttention(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None
     ) -> torch.Tensor:
+        k, v = unshared_heads(q, k, v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)

@@ -62,6 +62,13 @@ def configure(path: str, value: Any, *, key: str = "") -> None:
         setattr(pkgutil.resolve_name(owner), name, value)
 
 
+def raise_recompile_limit(count: int) -> None:
+    """Let torch.compile compile one function ``count`` times, unless more are allowed."""
+    path = "torch._dynamo.config:recompile_limit"
+    if has(path):
+        configure(path, max(count, pkgutil.resolve_name(path)))
+
+
 @cache
 def _probe(path: str) -> tuple[Any, str]:
     """Return the object at ``path``, and its problem; "" if there is none."""

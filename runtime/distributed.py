@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from config.job_config import Comm, Debug, Training
 from runtime.compat import limit_gloo_to_one_thread, set_default_timeout
 from runtime.log import show_phase
-from runtime.machine import cpu_has_bfloat16, loopback_interface
+from runtime.machine import cpu_has_bfloat16, gpu_has_bfloat16, loopback_interface
 
 
 def init_distributed(comm: Comm) -> torch.device:
@@ -63,10 +63,7 @@ def compute_dtype(training: Training, device: torch.device) -> torch.dtype:
         return getattr(torch, training.dtype)
     if training.mixed_precision_param != "auto":
         return getattr(torch, training.mixed_precision_param)
-    if device.type == "cuda":
-        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        has_bfloat16 = cpu_has_bfloat16()
+    has_bfloat16 = gpu_has_bfloat16() if device.type == "cuda" else cpu_has_bfloat16()
     return torch.bfloat16 if has_bfloat16 else torch.float32
 
 

@@ -15,6 +15,11 @@ import torch
 from runtime.compat import find
 
 
+def gpu_has_bfloat16() -> bool:
+    """True if the GPU multiplies bfloat16 (from A100 on); a T4 or V100 only emulates it."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def cpu_has_bfloat16() -> bool:
     """True if this CPU has bfloat16 matmul instructions (AVX-512 BF16 or AMX)."""
     probes = (find("torch.cpu:_is_avx512_bf16_supported"), find("torch.cpu:_is_amx_tile_supported"))

@@ -1,5 +1,6 @@
 """Recorded microbatches: equal to eager ones bit for bit, whatever changes between steps."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ import torch
 from build_model import ShardedModel
 from config import JobConfig
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer
-from cuda_graphs import CudaRecorder, MicrobatchGraphs
+from cuda_graphs import CudaRecorder, Inputs, MicrobatchGraphs, UpdateGraph
 from data.step_batches import StepBatch
 from parallelisms.materialize import materialize
 from tests.lib.layouts import (
@@ -58,7 +59,12 @@ LAYOUTS = [
 
 
 def train(
-    model: str, layout: Layout, recorder: Any, *, documents: bool, device: torch.device = CPU
+    model: str,
+    layout: Layout,
+    recorder: Callable[[], Any],
+    *,
+    documents: bool,
+    device: torch.device = CPU,
 ) -> list[Any]:
     """Losses, norms, and digests of the weights after STEPS. Collective."""
     dtype = "float32" if layout.float8.recipe != "none" else "float64"
@@ -71,7 +77,7 @@ def train(
     run: Any = SimpleNamespace(
         config=config, global_batch_size=1, lr_factor=lambda step: 1 - step / 16
     )
-    with patch.object(ShardedModel, "recorder", lambda _: recorder):
+    with patch.object(ShardedModel, "recorder", lambda _: recorder()):
         train_step = TrainStep(run, sharded)
     batch = global_batch(sharded.args.vocab_size, documents)
     found: list[Any] = []
@@ -91,10 +97,16 @@ def train(
 
 
 def compare(model: str, layout: Layout, documents: bool) -> None:
-    want = train(model, layout, None, documents=documents)
+    recorders: list[OpRecorder] = []
+
+    def recorder() -> OpRecorder:
+        recorders.append(OpRecorder())
+        return recorders[-1]
+
+    want = train(model, layout, lambda: None, documents=documents)
     with as_on_devices():
-        got = train(model, layout, recorder := OpRecorder(), documents=documents)
-    assert recorder.n_recorded > 100
+        got = train(model, layout, recorder, documents=documents)
+    assert sum(each.n_recorded for each in recorders) > 100
     assert got == want
 
 
@@ -161,7 +173,7 @@ def compare_on_gpu(layout: Layout, documents: bool) -> None:
     device = torch.device("cuda", 0)
     want, got = (
         train("llama3", layout, recorder, documents=documents, device=device)
-        for recorder in (None, CudaRecorder())
+        for recorder in (lambda: None, CudaRecorder)
     )
     assert got == want
 
@@ -177,3 +189,23 @@ def test_recording_freezes_what_is_no_tensor() -> None:
     # After a rollback, weights may have moved.
     run.forget()
     assert run([(one,)])[0].item() == 3.0
+
+
+def test_graphs_of_a_phase_that_has_ended_hold_no_memory() -> None:
+    recorder, one, live = OpRecorder(), torch.ones(()), list[int]()
+
+    def double(inputs: Inputs, *, is_last: bool) -> torch.Tensor:
+        live.append(recorder.n_live)
+        return 2 * cast(torch.Tensor, inputs[0])
+
+    run = MicrobatchGraphs(double, [], recorder)
+    for n_microbatches in (1, 1, 2, 2, 3, 3, 4):
+        run([(one,)] * n_microbatches)
+    # Eager, recorded once, and so on: before an eager step nothing is held.
+    assert live == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 2]
+    update = UpdateGraph(lambda each: each + 1, recorder := OpRecorder())
+    for recording in (None, 1, 1, 2):
+        assert update(recording, one).item() == 2.0
+        assert recorder.n_live == (recording is not None)
+    update.forget()
+    assert recorder.n_live == 0

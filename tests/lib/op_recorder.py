@@ -25,6 +25,7 @@ class OpRecorder:
 
     def __init__(self) -> None:
         self.n_recorded = 0
+        self._tapes: list[_Tape] = []
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -34,7 +35,21 @@ class OpRecorder:
             result = function()
         tape.undo()
         self.n_recorded += len(tape.calls)
-        return result, lambda: _replay(tape.calls)
+        self._tapes.append(tape)
+
+        def replay() -> None:
+            assert tape in self._tapes, "the recording was freed"
+            _replay(tape.calls)
+
+        return result, replay
+
+    def forget(self) -> None:
+        self._tapes.clear()
+
+    @property
+    def n_live(self) -> int:
+        """Recordings that hold memory."""
+        return len(self._tapes)
 
 
 class _Tape(TorchDispatchMode):

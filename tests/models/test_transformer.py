@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import MODEL_SPECS, find_model
-from models.transformer import Transformer, TransformerArgs
+from models.transformer import InnerAttention, Transformer, TransformerArgs, unshared_heads
 
 PUBLISHED = {
     ("llama3", "1B"): 1_235_814_400,
@@ -106,3 +106,20 @@ def test_logits_depend_on_earlier_tokens_only(name: str, flavor: str, packed: bo
     differs = (before != after).any(dim=-1).all(dim=0)
     assert not (before[:, :at] != after[:, :at]).any()
     assert differs[at:].all()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_unshared_heads_attend_as_shared_ones(documents: bool) -> None:
+    """As on GPUs in float32."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 8, h, 4, dtype=torch.float64, requires_grad=True) for h in (6, 2, 2))
+    ids = torch.arange(8).expand(2, 8) // 3 if documents else None
+    inner, weight = InnerAttention(), torch.randn(2, 8, 6, 4, dtype=torch.float64)
+    found = []
+    for keys, values in ((k, v), unshared_heads(q, k, v)):
+        out = inner(q, keys, values, ids)
+        found.append((out, *torch.autograd.grad((out * weight).sum(), (q, k, v))))
+    assert unshared_heads(q, k, v)[0].shape == q.shape
+    torch.testing.assert_close(*found)
+    half = k.bfloat16(), v.bfloat16()
+    assert unshared_heads(q.bfloat16(), *half) == half
