@@ -63,7 +63,7 @@ def configure(path: str, value: Any, *, key: str = "") -> None:
 
 
 def raise_recompile_limit(count: int) -> None:
-    """Let torch.compile compile one function ``count`` times, unless more are allowed."""
+    """Allow ``count`` compilations of one function, unless more are allowed."""
     path = "torch._dynamo.config:recompile_limit"
     if has(path):
         configure(path, max(count, pkgutil.resolve_name(path)))
