@@ -174,7 +174,7 @@ def memory_text(module: nn.Module, state_bytes: int | None, device: torch.device
 
 def epochs_text(run: RunSpec, n_tokens: int) -> str:
     """Epochs of ``n_tokens``, from the length of the first documents; "" if it is not known."""
-    if len(run.training_data.sources) > 1 or run.config.data.packing == "best_fit":
+    if len(run.training_data.sources) > 1:
         return ""
     (source,) = run.training_data.sources
     if source.n_documents is None:
@@ -199,7 +199,9 @@ def epochs_text(run: RunSpec, n_tokens: int) -> str:
     epochs = n_tokens / (mean * source.n_documents)
     if epochs > 1.0 and not run.config.data.mixture[0].repeat:
         return ", more than one epoch, after which the data end"
-    return f", about {epochs:.2g} epochs"
+    # Which counts padding as tokens.
+    is_padded = run.config.data.packing == "best_fit"
+    return f", {'up to ' * is_padded}about {epochs:.2g} epochs"
 
 
 def size_text(n_bytes: float) -> str:

@@ -82,10 +82,11 @@ def test_epochs_are_of_documents_with_begin_and_end(
     keys = ["--data.source=files", f"--data.path={tmp_path}/short.jsonl", "--training.steps=1"]
     keys += ["--lr_scheduler.warmup_steps=0", "--data.validation_percent=0"]
     keys += ["--validation.enable=false"]
-    assert plan.main(["debug_model", *keys]) == exit_codes.DONE
     # An empty document has neither begin nor end.
     epochs = 16 * 256 / (4 * (2 + 3 + 3 + 3 * 2))
-    assert f", about {epochs:.2g} epochs" in lines_of(capsys)["training"]
+    for packing, text in (("concat", ", about"), ("best_fit", ", up to about")):
+        assert plan.main(["debug_model", *keys, f"--data.packing={packing}"]) == exit_codes.DONE
+        assert f"{text} {epochs:.2g} epochs" in lines_of(capsys)["training"]
 
 
 def test_tokens_of_whole_documents_are_at_most_those_of_full_sequences(
@@ -93,8 +94,7 @@ def test_tokens_of_whole_documents_are_at_most_those_of_full_sequences(
 ) -> None:
     assert plan.main(["debug_model", "--data.packing", "best_fit"]) == exit_codes.DONE
     line = lines_of(capsys)["training"]
-    assert line.startswith("300 steps, up to ")
-    assert "epoch" not in line
+    assert re.match(r"300 steps, up to [\d,]+ tokens, up to about [\d.]+ epochs, ", line)
 
 
 def test_a_schedule_of_one_s_own_is_drawn(
