@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 from checkpoint.checkpoint_dir import (
     STATE_FILE,
@@ -35,6 +35,7 @@ from checkpoint.checkpoint_dir import (
 from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest, sizes_of
 from checkpoint.tensor_files import Reader, write_tensor_file
 from checkpoint.tensor_index import TensorRecord, read_index
+from checkpoint.write_plan import plan_writes
 from config import ConfigError
 from config.job_config import Checkpoint
 from runtime.filesystem import fsync_folder, make_folder
@@ -168,7 +169,7 @@ class Checkpointer:
             # Planned once: a rank writes the same items at every save, perhaps none. But the first
             # update, and what it adds to the optimizer's state, may come after the first save.
             if run_on_rank0(lambda: any(is_new)):
-                self._items = _plan_writes(planner)
+                self._items = plan_writes(planner)
         except RankFailure as error:
             # The next save plans again, and deletes the scratch folder.
             self._planned = None
@@ -426,23 +427,6 @@ def merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         elif union.setdefault(key, value) != value:
             raise ValueError(f"ranks disagree on the state {key!r}: {union[key]!r} and {value!r}")
     return union
-
-
-def _plan_writes(planner: dcp.DefaultSavePlanner) -> list[WriteItem]:
-    """Plan this rank's writes; of replicated shards, one rank writes each. Collective."""
-    plans = gather_to_rank0(lambda: _tensors_only(planner.create_local_plan()))
-    by_rank: list[SavePlan] = []
-    run_on_rank0(lambda: by_rank.extend(planner.create_global_plan(plans)[0]))
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, by_rank or None)
-    return planner.finish_plan(mine[0]).items
-
-
-def _tensors_only(plan: SavePlan) -> SavePlan:
-    others = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
-    if others:
-        raise ValueError(f"not a tensor, so it could not be loaded: {others[0]}")
-    return plan
 
 
 def _verify(folder: Path) -> list[str]:
