@@ -83,7 +83,7 @@ def is_held_here(lock: Path) -> bool:
 
     Taking the lock, even for a moment, could keep a run from starting.
     """
-    if not LOCKS.exists():
+    if not (LOCKS.exists() and lock.exists()):
         return False
     status = lock.stat()
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"

@@ -105,10 +105,10 @@ def main(arguments: list[str]) -> int:
     found, others = [], []
     for folder in options.folders:
         try:
-            (folder / "control" / "lock").stat()
-            found.append(read_status(folder, time.time()))
-        except (FileNotFoundError, NotADirectoryError):
-            others.append(f"{folder}: not a run folder: no control/lock")
+            if is_run_folder(folder):
+                found.append(read_status(folder, time.time()))
+            else:
+                others.append(f"{folder}: not a run folder: no control/lock")
         except OSError as error:
             others.append(f"{folder}: {error}")
     if options.json:
@@ -120,6 +120,20 @@ def main(arguments: list[str]) -> int:
     say(*lines)
     say(*others, file=sys.stderr)
     return exit_codes.BAD_CONFIG if others else exit_codes.DONE
+
+
+def is_run_folder(folder: Path) -> bool:
+    """True if a run has locked ``folder``, or if a launcher says there why none could.
+
+    Raises ``OSError`` if it cannot be read.
+    """
+    for name in ("lock", "exit_code", "failures"):
+        try:
+            (folder / "control" / name).stat()
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return False
 
 
 def paragraph(status: Status) -> list[str]:

@@ -207,6 +207,23 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert captured.err.splitlines() == lines
 
 
+def test_run_whose_nodes_never_met_has_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "control").mkdir()
+    reason = "rendezvous of 2 nodes failed: node 1 did not join within 900 s"
+    record_failure(tmp_path / "control", lines=[reason], codes={})
+    exit_codes.write_exit_code(tmp_path / "control", exit_codes.FAILED)
+    assert status.main([str(tmp_path)]) == exit_codes.DONE
+    line = f"{tmp_path}: failed ({reason}; failure 1 of 3), step n/a of n/a"
+    assert capsys.readouterr().out.splitlines()[0] == line
+    (tmp_path / "control" / "failures").unlink()
+    exit_codes.write_exit_code(tmp_path / "control", exit_codes.BAD_CONFIG)
+    assert status.main([str(tmp_path)]) == exit_codes.DONE
+    line = f"{tmp_path}: failed (bad configuration), step n/a of n/a"
+    assert capsys.readouterr().out.splitlines()[0] == line
+
+
 def write_run(folder: Path, *lines: dict[str, float], holder: str = "4711 on elsewhere") -> Path:
     """Write a run folder whose metrics lines have ages in seconds; return its ``control/``."""
     control = folder / "debug_model" / "control"
