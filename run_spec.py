@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import JobConfig
+from config import ConfigError, JobConfig
 from config.hub_names import CONFIG_FILES
 from config.resume_compat import by_key, shown
 from data.batch_size import Ramp, batch_size_of, sequences_in
@@ -87,6 +87,15 @@ class RunSpec:
             n_readers=dist.get_world_size() // dims.degrees.batch,
             max_bad_records=self.config.data.max_bad_records,
         )
+
+    def allows(self, config: JobConfig) -> bool:
+        """True if this run's model and ranks could train with ``config``."""
+        has_gpu = torch.cuda.is_available()
+        try:
+            check_constraints(config, self.model_args, dist.get_world_size(), has_gpu=has_gpu)
+        except ConfigError:
+            return False
+        return True
 
     def n_microbatches(self, batch_degree: int) -> int:
         """Microbatches of each rank in a global batch; ``batch_degree`` ranks read different

@@ -58,10 +58,10 @@ class TrainLoop:
 
     def run_steps(self) -> StopReason:
         """Train until a reason to stop, and close the loader. Collective."""
-        optimizer = self.train_step.optimizer
+        run, optimizer = self.run, self.train_step.optimizer
         with (
             closing(self.loader),
-            explained_out_of_memory(self.model.module, optimizer, self.run.config),
+            explained_out_of_memory(self.model.module, optimizer, run.config, run.allows),
         ):
             return self._run_steps()
 

@@ -1,7 +1,9 @@
-"""Warnings for valid keys that are probably not intended."""
+"""Warnings for valid keys that are probably not intended, and which others a run could have."""
 
 import pytest
+import torch.distributed as dist
 
+from config.auto import with_values
 from config.job_config import JobConfig
 from run_spec import resolve
 
@@ -20,3 +22,13 @@ def test_warmup_longer_than_the_run_is_warned_about(
     resolve(config, 1)
     assert ("lr_scheduler.warmup_steps (50) > total_steps (5)" in captured_log.text) == bool(lr)
     assert lr in captured_log.text
+
+
+def test_a_run_knows_what_its_ranks_could_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = resolve(JobConfig(), 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    degrees = (1, 2, 4)
+    tensor_parallel = [
+        with_values(run.config, {"parallelism.tensor_parallel_degree": n}) for n in degrees
+    ]
+    assert [run.allows(config) for config in tensor_parallel] == [True, True, False]
