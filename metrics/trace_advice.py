@@ -10,17 +10,32 @@ from runtime.commands import command_text
 EXPOSED, DATA_WAIT, HOST, COMPUTE, WAITED, MOSTLY = 0.05, 0.05, 0.15, 0.7, 0.05, 0.7
 # By mesh dim, as the description of a process group has it; the first that fits.
 MESH_KEYS = {
-    "dp_shard": "training.local_batch_size (more compute per all-gather),"
-    " parallelism.fsdp_reshard_after_forward, parallelism.fsdp_forward_prefetch,"
-    ' parallelism.fsdp_reduce_gradients = "last_microbatch"',
-    "dp_replicate": "training.local_batch_size, training.mixed_precision_reduce",
-    "tp": "parallelism.tensor_parallel_degree, parallelism.tensor_parallel_async",
-    "ep": "parallelism.expert_parallel_degree",
-    "cp": "parallelism.context_parallel_method, parallelism.context_parallel_degree",
-    "pp": "parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_microbatch_size",
+    "dp_shard": (
+        "training.local_batch_size (more compute per all-gather)",
+        "parallelism.fsdp_reshard_after_forward",
+        "parallelism.fsdp_forward_prefetch",
+        'parallelism.fsdp_reduce_gradients = "last_microbatch"',
+    ),
+    "dp_replicate": ("training.local_batch_size", "training.mixed_precision_reduce"),
+    "tp": ("parallelism.tensor_parallel_degree", "parallelism.tensor_parallel_async"),
+    "ep": ("parallelism.expert_parallel_degree",),
+    "cp": ("parallelism.context_parallel_method", "parallelism.context_parallel_degree"),
+    "pp": (
+        "parallelism.pipeline_parallel_schedule",
+        "parallelism.pipeline_parallel_microbatch_size",
+    ),
 }
+# Values of these keys that leave nothing to gain.
+FASTEST = {
+    "fsdp_reshard_after_forward": "never",
+    "fsdp_reduce_gradients": "last_microbatch",
+    "mixed_precision_reduce": "bfloat16",
+    "tensor_parallel_async": True,
+}
+# Keys that other kinds of data parallel reject.
+ONLY_FSDP2 = ("fsdp_forward_prefetch", "fsdp_reduce_gradients")
 # Async tensor parallel needs NCCL.
-GLOO_KEYS = MESH_KEYS | {"tp": "parallelism.tensor_parallel_degree"}
+GLOO_KEYS = MESH_KEYS | {"tp": ("parallelism.tensor_parallel_degree",)}
 # Degrees in the configuration, and the dim that communicates if the degree is above 1.
 DEGREES = {
     "tensor_parallel_degree": "tp",
@@ -96,14 +111,27 @@ def _large(rank: RankSummary) -> list[CollectiveTime]:
 def _keys_of(collective: CollectiveTime, config: Mapping[str, Any]) -> str:
     for dim, keys in MESH_KEYS.items():
         if dim in collective.description:
-            return keys
+            return _left(keys, config)
     # gloo does not name the mesh dim, but the configuration may leave only one.
     degrees = {name: _value(config, "parallelism", name) for name in DEGREES}
     dims = [DEGREES[name] for name, degree in degrees.items() if degree not in (None, 1)]
     if config and not dims:
         is_ddp = _value(config, "parallelism", "data_parallel") == "ddp"
-        return GLOO_KEYS["dp_replicate" if is_ddp else "dp_shard"]
-    return "; ".join(GLOO_KEYS[dim] for dim in dims or ["dp_shard"])
+        return _left(GLOO_KEYS["dp_replicate" if is_ddp else "dp_shard"], config)
+    return "; ".join(_left(GLOO_KEYS[dim], config) for dim in dims or ["dp_shard"])
+
+
+def _left(keys: Sequence[str], config: Mapping[str, Any]) -> str:
+    """Join those of ``keys`` that ``config`` can still change for the better."""
+    kind = _value(config, "parallelism", "data_parallel")
+    found = []
+    for text in keys:
+        table, name = text.partition(" ")[0].split(".")
+        is_fastest = name in FASTEST and _value(config, table, name) == FASTEST[name]
+        is_rejected = name in ONLY_FSDP2 and kind not in (None, "fsdp2")
+        if not is_fastest and not is_rejected:
+            found.append(text)
+    return ", ".join(found)
 
 
 def _recomputes(config: Mapping[str, Any]) -> bool:

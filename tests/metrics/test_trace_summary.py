@@ -5,6 +5,7 @@ there are only these.
 """
 
 import gzip
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,26 @@ def test_exposed_communication_names_the_keys_of_its_mesh_dim(
     assert "exposed communication, 40.0 % of a step" in text
     assert key in text
     assert text.count("parallelism.") == text.count(key.rpartition("_")[0].rpartition("_")[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "left"),
+    [
+        ({}, "reshard_after_forward forward_prefetch reduce_gradients"),
+        ({"data_parallel": "fsdp2", "fsdp_reshard_after_forward": "always"},
+         "reshard_after_forward forward_prefetch reduce_gradients"),
+        ({"fsdp_reduce_gradients": "last_microbatch", "fsdp_reshard_after_forward": "never"},
+         "forward_prefetch"),
+        ({"data_parallel": "simple_fsdp"}, "reshard_after_forward"),
+    ],
+)  # fmt: skip
+def test_only_keys_that_the_run_can_change_are_named(
+    tmp_path: Path, keys: dict[str, str], left: str
+) -> None:
+    events = kernel(0, 60), nccl(60, 100, dim="dp_shard_cp")
+    text = advice_of(tmp_path / "trace.json", *events, parallelism=keys)
+    assert re.findall(r"parallelism\.fsdp_(\w+)", text) == left.split()
+    assert "training.local_batch_size" in text
 
 
 def test_slow_data_and_an_idle_gpu_name_their_keys(tmp_path: Path) -> None:
