@@ -139,7 +139,7 @@ def _for_states(config: JobConfig) -> Remedies:
         f"{replicas}, lower: more shards": (
             [] if is_ddp else [SHARD_REST | {replicas: n} for n in fewer]
         ),
-        'optimizer.state_dtype = "bfloat16": half the optimizer state': [
+        'optimizer.state_dtype = "bfloat16", in a new run: half the optimizer state': [
             {"optimizer.state_dtype": "bfloat16"}
         ],
         "parallelism.fsdp_cpu_offload: the optimizer runs on the host, slowly": [

@@ -13,8 +13,8 @@ INTRO = """\
 
 Every other configuration starts, if its degrees multiply to the number of ranks. The launcher
 rejects those in this table with exit code 2, before any process group or device is touched. Of
-those that start, [tests](../design/init_and_data_order.md#tests) cover every pair of options on up
-to 4 ranks on CPUs, and with `--all` every triple on up to 8. Rows are in the order of the code:
+those that start, [tests](../design/init_and_data_order.md#tests) cover pairs of options on up to 4
+ranks on CPUs, and with `--all` every triple on up to 8. Rows are in the order of the code:
 first pairs of parallelisms, then single keys.
 `./shardloom python -m tools.constraints_table` writes this page from the tables in
 `parallelisms/constraints.py` and `config/constraints.py`.
