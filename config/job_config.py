@@ -127,8 +127,8 @@ class DocumentSource(Section):
     subset: str = ""
     """huggingface: configuration of the dataset, for example "en"."""
     revision: str = ""
-    """c4, huggingface: commit, tag or branch of the dataset. A run keeps the commit that its first
-    start found. Absent: the newest of the main branch."""
+    """c4, huggingface: commit, tag or branch of the dataset; a branch that has moved is an error on
+    resume. Absent: the newest commit of the main branch, which the run keeps."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text in JSON, CSV, Parquet, Arrow and huggingface sources."""
     args: dict[str, Any] = {}
@@ -173,8 +173,8 @@ class Data(Section):
     subset: str = ""
     """Configuration of a huggingface dataset."""
     revision: str = ""
-    """Commit, tag or branch of a c4 or huggingface dataset. A run keeps the commit that its first
-    start found. Absent: the newest of the main branch."""
+    """Commit, tag or branch of a c4 or huggingface dataset; a branch that has moved is an error on
+    resume. Absent: the newest commit of the main branch, which the run keeps."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """Column that holds the text."""
     args: dict[str, Any] = {}
@@ -500,8 +500,8 @@ class Profiling(Section):
     enable_trace: bool = False
     """Write torch.profiler traces of every rank to traces/, for shardloom profile."""
     trace_freq: Annotated[int, Field(ge=3)] = 100
-    """Steps between traces, and between memory snapshots. A trace covers the last 2 steps, without
-    the validation and saving between them."""
+    """Steps between traces, and between memory snapshots. A trace covers the last 2 steps, and by
+    name the validation and saving between them."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots to traces/ (view at pytorch.org/memory_viz)."""
 

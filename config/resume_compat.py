@@ -75,8 +75,8 @@ NEW_JOB_HINT = "cannot change on resume: set a new job.name"
 HINTS = {
     "training.global_batch_size": "if absent, it follows the number of ranks: set it to the old"
     " value, and training.local_batch_size to fit these ranks",
-    "data.revision": "if absent, or a branch, it follows the Hub: set it to the old value. It"
-    f" {DEFAULT_HINT}",
+    "data.revision": "a branch or tag follows the Hub: leave the key out, or set it to the old"
+    f" value. It {DEFAULT_HINT}",
 }
 # Derived from training.seq_len and experts.balance_loss, which may change.
 DERIVED_ARGUMENTS = {"max_seq_len", "balance_weight"}

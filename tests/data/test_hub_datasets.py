@@ -92,4 +92,4 @@ def test_run_keeps_the_commit_of_its_first_start(hub: Hub, tmp_path: Path) -> No
     code, output = train("parts", 6, **{"data.revision": "main"})
     assert code == exit_codes.BAD_CONFIG, output
     change = f"data.revision: '{first}' to '{hub.commit}'"
-    assert f"{change}; if absent, or a branch, it follows the Hub" in output
+    assert f"{change}; a branch or tag follows the Hub" in output

@@ -230,6 +230,8 @@ def test_defaults_of_torchtitan_are_written_out():
          "parallelism.pipeline_parallel_microbatch_size", 2),
         ("[training]\ndataset = 'c4'\ndataset_path = '/data/c4'", "data.path",
          "/data/c4/en/c4-train.*.json.gz"),
+        ("[validation]\nenable = true", "validation.steps", "all"),
+        ("[validation]\nenable = true\nsteps = 20", "validation.steps", 20),
         ("[training]\nfp8_linear = 'dynamic'", "float8.recipe", "tensorwise"),
         ("[training]\ncheckpoint_folder = 'saved'\ncheckpoint_interval = 9", "checkpoint.interval",
          9),

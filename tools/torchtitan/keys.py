@@ -266,7 +266,7 @@ KEYS: tuple[Key, ...] = (
     *_dropped("set checkpoint.interval to more than training.steps", checkpoint__load_only=False),
     _copied("validation.enable", False),
     _derived("validation.freq", 10, "validation.freq"),
-    _derived("validation.steps", -1, "validation.steps", "-1, all of the data, is 10 batches"),
+    _derived("validation.steps", -1, "validation.steps", '-1 is "all"'),
     *_dropped("c4 has held-out documents, of other data some are held out; see docs/howto/data.md",
               validation__dataset="c4_validation", validation__dataset_path="",
               validation__local_batch_size=8,

@@ -287,7 +287,5 @@ def _translate_observation(given: Given, result: Translation) -> None:
         result.keys["profiling.trace_freq"] = given["profiling.profile_freq"]
     if given["validation.enable"]:
         result.keys["validation.freq"] = given["validation.freq"]
-        if given["validation.steps"] != -1:
-            result.keys["validation.steps"] = given["validation.steps"]
-        else:
-            result.notes.append("validation.steps: 10 batches; torchtitan reads all of the data")
+        steps = given["validation.steps"]
+        result.keys["validation.steps"] = "all" if steps == -1 else steps
