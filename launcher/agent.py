@@ -39,6 +39,7 @@ from runtime import exit_codes
 from runtime.filesystem import make_folder, parse_object, reject_link
 from runtime.imports import import_variables
 from runtime.log import logger, show_phase
+from runtime.machine import raise_open_file_limit
 from runtime.signals import handle_signals
 
 POLL_SECONDS = 0.1
@@ -315,6 +316,9 @@ def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
     Raises ``ConfigError`` on the head node if it cannot listen on the port.
     """
     address, port, listener = nodes.address, nodes.port, None
+    if nodes.rank == 0:
+        # Every rank and every launcher opens two connections to the store.
+        raise_open_file_limit()
     if nodes.count == 1:
         # By default the store would listen on all interfaces.
         server = socket.create_server(("127.0.0.1", 0))

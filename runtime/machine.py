@@ -57,7 +57,8 @@ def available_cpus() -> int:
 def raise_open_file_limit() -> None:
     """Raise this process's soft limit of open files, often 1,024, to the hard one.
 
-    Sources of a mixture map hundreds of files each, and every rank is connected to many others.
+    Sources of a mixture map thousands of files, every rank is connected to many others, and the
+    head node's launcher to all.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # Some systems have a lower maximum than their hard limit.

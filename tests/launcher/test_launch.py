@@ -6,6 +6,8 @@ import pty
 import select
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +119,30 @@ def test_port_in_use_names_master_port():
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"^MASTER_PORT={port}: .*address already in use"):
             open_store(Nodes(count=2, rank=0, address="localhost", port=port), seconds=10)
+
+
+MANY_CONNECTIONS = """
+import resource
+
+import torch.distributed as dist
+
+from launcher.agent import Nodes, open_store
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+store = open_store(Nodes(count=1, rank=0, address="", port=0), seconds=10)
+# Both ends of each are in this process.
+clients = [dist.TCPStore(store.host, store.port, is_master=False) for _ in range(40)]
+for i, client in enumerate(clients):
+    client.set(str(i), "")
+print(store.check([str(i) for i in range(40)]))
+"""
+
+
+def test_store_accepts_more_connections_than_the_soft_limit_of_open_files() -> None:
+    command = [sys.executable, "-c", MANY_CONNECTIONS]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout == "True\n"
 
 
 @pytest.mark.parametrize(("node", "reason"), [
