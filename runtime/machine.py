@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +64,12 @@ def raise_open_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # Some systems have a lower maximum than their hard limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def open_file_limit() -> int:
+    """Files that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def disable_malloc_trim() -> None:

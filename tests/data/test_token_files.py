@@ -1,13 +1,15 @@
 """Reading prepared and Megatron-LM files that these tests write by the formats' definitions."""
 
 import hashlib
+import mmap
 import os
 import struct
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -86,8 +88,8 @@ def test_documents_are_views_of_the_file(tmp_path: Path) -> None:
     write_megatron(tmp_path / "b.idx", [DOCUMENTS, [[1]]])
     for name in ("a", "b.idx"):
         files = open_token_files(str(tmp_path / name))
-        assert np.shares_memory(files[0], token_files._map(files._shards[0])[0])
-        assert isinstance(token_files._map(files._shards[0])[0].base, np.memmap)
+        assert np.shares_memory(files[0], token_files._mapped()(files._shards[0])[0])
+        assert isinstance(token_files._map(files._shards[0])[0].base.obj, mmap.mmap)
         assert not files[0].flags.writeable
     before = files[0].copy()
     overwrite(tmp_path / "b.bin", 0, struct.pack("<i", 77))
@@ -95,14 +97,22 @@ def test_documents_are_views_of_the_file(tmp_path: Path) -> None:
 
 
 def test_number_of_open_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cached = lru_cache(maxsize=3)(token_files._map.__wrapped__)
-    monkeypatch.setattr(token_files, "_map", cached)
+    cached = lru_cache(maxsize=3)(token_files._map)
+    monkeypatch.setattr(token_files, "_mapped", lambda: cached)
     folders = [write_prepared(tmp_path / name, [DOCUMENTS] * 40) for name in ("a", "b")]
     sources = [open_token_files(str(folder)) for folder in folders]
     n_open = len(os.listdir("/proc/self/fd"))
     for files in sources:
         assert contents(files) == DOCUMENTS * 40
     assert len(os.listdir("/proc/self/fd")) <= n_open + 2 * 3, "of all sources together"
+
+
+@pytest.mark.parametrize(("limit", "shards"), [(64, 64), (1024, 256), (sys.maxsize, 16_384)])
+def test_mapped_shards_take_half_of_the_open_files(
+    limit: int, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_files, "open_file_limit", lambda: limit)
+    assert cast(Any, token_files._mapped.__wrapped__()).cache_info().maxsize == shards
 
 
 def splitmix64(state: int) -> int:
