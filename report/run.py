@@ -1,6 +1,7 @@
 """A run's folder as the report shows it. A damaged or missing file is a problem, not an error."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from runtime.exit_codes import last_step
 from runtime.filesystem import parse_object, read_file
 from runtime.log import duration, short_number
 from runtime.printable import printable, printable_lines
+from runtime.provenance import attempt_numbers, path_of
 from runtime.run_folder import read_records
 
 MAX_SAMPLES, MAX_FILES, MAX_ROWS, MAX_TEXT = 200, 50, 500, 4000
@@ -201,9 +203,10 @@ def _is_sample(record: dict[str, Any]) -> bool:
 def _read_provenance(folder: Path, problems: list[str]) -> dict[str, dict[str, str]]:
     paths = sorted(path for path in folder.glob("*") if path.suffix in TEXTS)
     if len(paths) > MAX_FILES:
-        problems.append(f"{folder}: the last {MAX_FILES} of {len(paths):,} files are shown")
+        problems.append(f"{folder}: the newest {MAX_FILES} of {len(paths):,} files are shown")
+        paths = sorted(_newest_first(folder, paths)[:MAX_FILES])
     files = {}
-    for path in paths[-MAX_FILES:]:
+    for path in paths:
         try:
             content = read_file(path)
         except OSError as error:
@@ -219,6 +222,19 @@ def _read_provenance(folder: Path, problems: list[str]) -> dict[str, dict[str, s
             problems.append(f"{path}: {MAX_ROWS} of {len(rows):,} values are shown")
         files[printable(path.name)] = dict(list(rows.items())[:MAX_ROWS])
     return files
+
+
+def _newest_first(folder: Path, paths: Sequence[Path]) -> list[Path]:
+    """Order ``paths``: each attempt, newest first, and the files that it names; then the rest."""
+    found: list[Path] = []
+    for number in attempt_numbers(folder)[: -MAX_FILES - 1 : -1]:
+        found.append(path := path_of(folder, number))
+        with suppress(OSError):
+            record = parse_object(read_file(path))
+            found += [folder / str(record.get(kind)) for kind in ("config", "software", "diff")]
+    # An attempt may name a file that is gone, or none.
+    known = frozenset(paths)
+    return list(dict.fromkeys([*(path for path in found if path in known), *reversed(paths)]))
 
 
 def _flatten(record: dict[str, Any]) -> dict[str, str]:

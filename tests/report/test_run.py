@@ -11,7 +11,8 @@ import pytest
 from config import load_config
 from report.charts import build_charts
 from report.page import build_data, compressed
-from report.run import MAX_SAMPLES, MAX_TEXT, Run, read_run
+from report.run import MAX_FILES, MAX_SAMPLES, MAX_TEXT, Run, read_run
+from runtime.provenance import path_of, write_content
 from tests.lib.damage import DAMAGES, damage
 from tests.lib.metrics_files import lines_of, training_line, write_run
 from tools.status import state_of
@@ -156,6 +157,20 @@ def test_samples_and_provenance(folder: Path) -> None:
     assert [problem.partition(": ")[2] for problem in run.problems] == [
         f"{MAX_SAMPLES} of 1,000 samples are shown", "no JSON object",
     ] or len(run.problems) == 3  # fmt: skip
+
+
+def test_the_newest_attempts_and_their_files_are_shown(folder: Path) -> None:
+    provenance = folder / "provenance"
+    kinds = ("config", "software")
+    for number in range(1, 101):
+        files = {k: write_content(provenance, k, "toml", f"n = {number}\n") for k in kinds}
+        path_of(provenance, number).write_text(json.dumps(files))
+    run = read(folder)
+    newest = range(100, 100 - MAX_FILES // 3, -1)
+    records = [run.provenance[f"attempt-{number:05d}.json"] for number in newest]
+    assert all(record[kind] in run.provenance for record in records for kind in kinds)
+    assert len(run.provenance) == MAX_FILES
+    assert run.problems == [f"{provenance}: the newest {MAX_FILES} of 300 files are shown"]
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
