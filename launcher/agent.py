@@ -385,8 +385,9 @@ class Agent:
                 n_forwarded += 1
                 deadline = time.monotonic() + SHUTDOWN_SECONDS
             elif deadline == math.inf:
-                self._diagnose_failure()
+                # Before the diagnosis: a rank that fails meanwhile is diagnosed in the next round.
                 has_exited = not set(self.exit_codes().values()) <= {None, exit_codes.DONE}
+                self._diagnose_failure()
                 if has_exited or self.failure is not None:
                     self._send(signal.SIGTERM, self._processes)
                     deadline = time.monotonic() + SHUTDOWN_GRACE_SECONDS

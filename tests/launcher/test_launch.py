@@ -13,7 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -581,6 +582,21 @@ def test_second_signal_restarts_the_time_limit(monkeypatch: pytest.MonkeyPatch):
     watcher = agent.Agent(processes, None, 1, None, is_head=True)
     watcher.wait(clock.requests, has_others=False)
     assert clock.sent == [signal.SIGUSR1, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("n_polls", range(5))
+def test_hung_rank_is_named_whenever_another_fails(n_polls: int, monkeypatch: pytest.MonkeyPatch):
+    polls, killed = iter([None] * n_polls), list[int]()
+    failed = SimpleNamespace(pid=1, poll=lambda: next(polls, exit_codes.FAILED), wait=id)
+    hung = SimpleNamespace(pid=2, poll=lambda: -9 if 2 in killed else None, wait=id)
+    killpg = SimpleNamespace(killpg=lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(agent, "os", killpg)
+    monkeypatch.setattr(agent, "SHUTDOWN_GRACE_SECONDS", 0)
+    processes: Any = {0: failed, 1: hung}
+    watcher = agent.Agent(processes, cast(Any, dist.HashStore()), 2, cast(Any, None), is_head=True)
+    watcher.wait([], has_others=False)
+    assert watcher.failure is not None
+    assert watcher.failure.lines[-1] == "rank 1 did not answer; no heartbeat received"
 
 
 def test_ranks_too_slow_to_save_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
