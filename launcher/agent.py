@@ -436,7 +436,9 @@ class Agent:
                 if self._is_head:
                     reports.append(diagnose(self._store, self._world_size, self.exit_codes))
                 else:
-                    silent = silent_ranks(self._store, list(codes), self.exit_codes)
+                    silent = silent_ranks(
+                        self._store, self._world_size, list(codes), self.exit_codes
+                    )
                     reports.append(FailureReport([], traceback="", silent=silent))
 
         # Without a network link, a call to the head's store would block for 15 minutes.

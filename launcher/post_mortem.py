@@ -41,12 +41,18 @@ POLL_SECONDS = 0.2
 # Time for rank reports: the launcher waits for them, and so does a rank without an error of its
 # own before it exits.
 REPORT_TIMEOUT_SECONDS = 1.0
+# With a millisecond more for each rank, because one store serves them all, it is at most this.
+MAX_REPORT_TIMEOUT_SECONDS = 5.0
 # If the network link is down, a call to the store blocks for 15 minutes.
 STORE_SECONDS = 10.0
 # Whose reports a launcher waits for together.
 RANKS_AT_ONCE = 64
 # More lines would hide the first ones.
 MAX_LINES = 8
+# Errors of a rank whose peer died, hangs or is late.
+CONSEQUENCE = re.compile(
+    r"gloo/transport|NCCL|\bDist\w*Error|timed? ?out|connection (closed|reset)|broken pipe", re.I
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class FailureReport:
     lines: list[str]
     """Human-readable lines, the cause first."""
     traceback: str
-    """Traceback of the first error; "" if a rank was killed, because then that is the cause."""
+    """Traceback of the first error; "" if that is the consequence of a killed rank."""
     silent: list[int]
     """Ranks that did not report and that, as far as the launchers say, still run."""
     n_causes: int = 0
@@ -198,10 +204,10 @@ def diagnose(
     """Set ``ABORT``, collect rank reports and find the cause. The head's launcher calls it.
 
     ``exit_codes_here`` returns the exit codes of this node's ranks, None for a running one. Waits
-    at most ``REPORT_TIMEOUT_SECONDS``. Raises ``dist.DistError`` if the store is gone.
+    at most ``MAX_REPORT_TIMEOUT_SECONDS``. Raises ``dist.DistError`` if the store is gone.
     """
     store = dist.PrefixStore(PREFIX, store)
-    _await_reports(store, range(world_size), exit_codes_here)
+    _await_reports(store, world_size, range(world_size), exit_codes_here)
     ended = _ended(exit_codes_here()) | _exits(store)
     reports = _read(store, "report", world_size)
     known = _read(store, "heartbeat", world_size) | reports
@@ -214,11 +220,14 @@ def diagnose(
     # Ranks that exited without an error report, listed only if no other cause is known.
     unexplained = [] if killed or silent or errors else [r for r in ended if ended[r]]
     waiting, absent = _group_by_place(reports, errors[:1])
+    failed = [f"{_who([e.rank], known)} failed {_where(e)}: {e.error}" for e in errors[:1]]
+    has_own = bool(errors) and not CONSEQUENCE.search(errors[0].error)
     causes = [
+        *(failed if has_own else []),
         *(f"{_who([rank], known)} {_exit_text(ended[rank])}" for rank in [*killed, *unexplained]),
-        *(f"{_who([rank], known)} did not answer{_last_heartbeat(rank, known)}" for rank in silent),
+        *_did_not_answer(silent, known),
         *(f"{_who(ranks, known)} did not join the others: {where}" for where, ranks in absent),
-        *(f"{_who([e.rank], known)} failed {_where(e)}: {e.error}" for e in errors[:1]),
+        *([] if has_own else failed),
     ]
     lines = [
         *causes,
@@ -228,7 +237,7 @@ def diagnose(
     rest = [f"and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return FailureReport(
         lines=lines[:MAX_LINES] + rest,
-        traceback=errors[0].traceback if errors and not killed else "",
+        traceback=errors[0].traceback if has_own or (errors and not killed) else "",
         silent=silent,
         n_causes=min(len(causes), MAX_LINES),
         is_hang=not killed and (bool(silent or aborted) or _is_timeout(errors[:1])),
@@ -236,24 +245,31 @@ def diagnose(
 
 
 def silent_ranks(
-    store: dist.Store, ranks: Sequence[int], exit_codes_here: Callable[[], Mapping[int, int | None]]
+    store: dist.Store,
+    world_size: int,
+    ranks: Sequence[int],
+    exit_codes_here: Callable[[], Mapping[int, int | None]],
 ) -> list[int]:
     """Set ``ABORT``; return those of this node's ``ranks`` that run and do not report.
 
     Other nodes' launchers call it. Waits and raises as ``diagnose`` does.
     """
     store = dist.PrefixStore(PREFIX, store)
-    _await_reports(store, ranks, exit_codes_here)
+    _await_reports(store, world_size, ranks, exit_codes_here)
     codes, reported = exit_codes_here(), _reported(store, "report", ranks)
     return [rank for rank in ranks if rank not in reported and codes[rank] is None]
 
 
 def _await_reports(
-    store: dist.Store, ranks: Sequence[int], exit_codes_here: Callable[[], Mapping[int, int | None]]
+    store: dist.Store,
+    world_size: int,
+    ranks: Sequence[int],
+    exit_codes_here: Callable[[], Mapping[int, int | None]],
 ) -> None:
     """Set ``ABORT`` and wait; tell the head's launcher which ranks here ended without a report."""
     store.set(ABORT, "")
-    deadline = time.monotonic() + REPORT_TIMEOUT_SECONDS
+    seconds = min(REPORT_TIMEOUT_SECONDS + world_size / 1000, MAX_REPORT_TIMEOUT_SECONDS)
+    deadline = time.monotonic() + seconds
     pending = list(ranks)
     while pending and time.monotonic() < deadline:
         # Few keys at a time, and those that exist only once.
@@ -340,6 +356,17 @@ def _who(ranks: list[int], known: Mapping[int, RankReport]) -> str:
 def _where(report: RankReport) -> str:
     collective = f" in {report.collective}" if report.collective else ""
     return f"in step {report.step} at {report.place}{collective}"
+
+
+def _did_not_answer(silent: Sequence[int], known: Mapping[int, RankReport]) -> list[str]:
+    """One line for all ranks with the same place."""
+    groups: dict[str, list[int]] = {}
+    for rank in silent:
+        groups.setdefault(_where(known[rank]) if rank in known else "", []).append(rank)
+    return [
+        f"{_who(ranks, known)} did not answer{_last_heartbeat(ranks[0], known)}"
+        for ranks in groups.values()
+    ]
 
 
 def _last_heartbeat(rank: int, known: Mapping[int, RankReport]) -> str:

@@ -31,6 +31,7 @@ from launcher.post_mortem import (
 )
 
 TIMEOUT = "RuntimeError: Timed out waiting 5000ms for recv operation to complete"
+CUDA_ERROR = "AcceleratorError: CUDA error: an illegal memory access was encountered"
 
 
 def report(rank: int, *, step: int = 12, place: str = "train.py:1", order: int = 0) -> RankReport:
@@ -71,6 +72,24 @@ def test_killed_rank_is_the_cause_before_errors_of_others() -> None:
     assert (found.traceback, found.silent) == ("", [])
 
 
+@pytest.mark.parametrize("error", [
+    "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:22714.",
+    "RuntimeError: [/gloo/transport/tcp/pair.cc:152] timed out connecting: Connection refused",
+    "DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited",
+    "DistNetworkError: failed to recv, got 0 bytes",
+    "RankFailure: rank 1: RuntimeError: Socket Timeout",
+])  # fmt: skip
+def test_error_of_a_lost_peer_follows_the_killed_rank(error: str) -> None:
+    lost = replace(report(0, order=1), error=error)
+    found = failure_report(2, {0: 1, 1: -9}, reports=[lost], heartbeats=[report(1)])
+    assert found.lines[0] == "rank 1 (host) was killed by SIGKILL"
+    assert found.traceback == ""
+    failed = replace(lost, error=CUDA_ERROR)
+    found = failure_report(20, dict.fromkeys(range(1, 20), -9), reports=[failed])
+    assert found.lines[0] == f"rank 0 (host) failed in step 12 at train.py:1: {CUDA_ERROR}"
+    assert found.traceback == "Traceback of rank 0\n"
+
+
 class CountingStore:
     def __init__(self) -> None:
         self._store, self.requests = dist.HashStore(), 0
@@ -105,7 +124,7 @@ def test_other_nodes_ask_only_for_their_ranks() -> None:
         patch.object(post_mortem.dist, "PrefixStore", lambda prefix, store: store),
         patch.object(store, "check", lambda keys: asked.extend(keys) or check(keys), create=True),
     ):
-        assert silent_ranks(cast(Any, store), [*here], lambda: here) == [9]
+        assert silent_ranks(cast(Any, store), 12, [*here], lambda: here) == [9]
         assert store.check([ABORT])
     assert set(asked) == {ABORT, *(f"report/{rank}" for rank in here)}
 
@@ -150,7 +169,7 @@ def test_ranks_killed_on_another_node_are_named() -> None:
     ranks_store = dist.PrefixStore(PREFIX, store)
     for each in (report(0), report(3, order=1)):
         ranks_store.set(f"report/{each.rank}", json.dumps(asdict(each)))
-    assert silent_ranks(store, [*elsewhere], lambda: elsewhere) == [4]
+    assert silent_ranks(store, 5, [*elsewhere], lambda: elsewhere) == [4]
     found = diagnose(store, 5, lambda: {0: 0, 1: None})
     assert found.lines[0] == "rank 2 was killed by SIGKILL"
     assert found.silent == [1, 4]
@@ -192,10 +211,29 @@ def test_exit_code_without_a_report_is_listed() -> None:
 
 
 def test_lines_are_limited() -> None:
-    found = failure_report(1000, {}, reports=[report(0, order=1)])
-    assert len(found.lines) == MAX_LINES + 1
-    assert found.lines[-1] == f"and {1000 - MAX_LINES} more"
-    assert len(failure_report(MAX_LINES, {}, reports=[report(0, order=1)]).lines) == MAX_LINES
+    def lines(n: int) -> list[str]:
+        return failure_report(n, dict.fromkeys(range(1, n), -9), reports=[report(0, order=1)]).lines
+
+    assert len(lines(1000)) == MAX_LINES + 1
+    assert lines(1000)[-1] == f"and {1000 - MAX_LINES} more"
+    assert len(lines(MAX_LINES)) == MAX_LINES
+
+
+@pytest.mark.parametrize("error", [CUDA_ERROR, TIMEOUT])
+def test_error_is_named_among_many_late_ranks(error: str) -> None:
+    reports = [replace(report(30, order=1), error=error), *(report(rank) for rank in range(8))]
+    late = [report(rank, step=11) for rank in range(8, 30)]
+    found = failure_report(32, {}, reports=reports, heartbeats=late)
+    failed = f"rank 30 (host) failed in step 12 at train.py:1: {error}"
+    silent = [
+        "rank 8 (host) and 21 more did not answer; last heartbeat at 12:00:00 in step 11 at"
+        " train.py:1",
+        "rank 31 did not answer; no heartbeat received",
+    ]
+    # A timeout may be the consequence of ranks that hang.
+    assert found.lines[:3] == ([*silent, failed] if error == TIMEOUT else [failed, *silent])
+    assert found.silent == [*range(8, 30), 31]
+    assert found.traceback == "Traceback of rank 30\n"
 
 
 def test_standalone_rank_raises_its_error() -> None:
