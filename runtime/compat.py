@@ -242,6 +242,7 @@ def _one_worker(options: Any, timeout: timedelta | None) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     devices = [gloo.create_device(interface=name) for name in names]
+    # Not lazy: a rank that is connected to then waits beyond its timeout (pytorch/gloo#520).
     options._threads, options._devices = 1, devices or [gloo.create_default_device()]
     if timeout is not None:
         options._timeout = timeout
