@@ -23,7 +23,7 @@ from runtime import exit_codes
 from runtime.filesystem import replaced_file
 from runtime.log import say
 from tools.cli import Parser, check_output, path_argument, reporting_errors, whole_number
-from tools.status import state_of
+from tools.status import is_run_folder, state_of
 
 MAX_RUNS = 8
 DEFAULT_OUTPUT, DEFAULT_PORT = "report.html", 6060
@@ -114,10 +114,9 @@ def _state(
     control: Path, now: float, lines: Sequence[Mapping[str, Any]], failure: Mapping[str, Any]
 ) -> tuple[str, str, float]:
     """State as ``state_of`` returns it. Copies of a run may lack its control files."""
-    try:
+    if is_run_folder(control.parent):
         return state_of(control, now, lines, failure)
-    except FileNotFoundError:
-        return "unknown", "no control/lock", lines[-1]["time"] if lines else now
+    return "unknown", "no control/lock", lines[-1]["time"] if lines else now
 
 
 def page_data(folders: Sequence[Path]) -> dict[str, Any]:
