@@ -13,7 +13,7 @@ from typing import Any
 
 from checkpoint.hashed_file import read_checked, write_hashed
 from checkpoint.manifest import read_manifest, sizes_of, verify_files, write_manifest
-from checkpoint.tensor_index import TENSOR_INDEX_FILE, TensorRecord, read_index, write_index
+from checkpoint.tensor_index import TENSOR_INDEX_FILE, read_index
 from runtime.filesystem import read_file
 from runtime.log import logger
 from runtime.run_folder import list_checkpoints, step_of
@@ -66,25 +66,20 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def write_metadata(
     folder: Path,
-    written: Mapping[str, tuple[dict[str, Any], dict[str, TensorRecord]]],
+    written: Mapping[str, dict[str, Any]],
     *,
     state: dict[str, Any],
     metadata: dict[str, Any],
 ) -> None:
-    """Write index, state and manifest; ``written``: ``write_tensor_file`` results by file name.
+    """Write state and manifest; ``written``: size and hash of the tensor files and their index.
 
-    Raises ``ValueError`` or ``OSError`` if the result could not be loaded: missing shards, short
-    writes.
+    Raises ``OSError`` if a file is shorter than what was written to it.
     """
-    files = {name: description for name, (description, _) in written.items()}
-    files[STATE_FILE] = write_hashed(folder / STATE_FILE, json.dumps(state).encode())
-    files[TENSOR_INDEX_FILE] = write_index(
-        folder / TENSOR_INDEX_FILE, [records for _, records in written.values()]
-    )
-    sizes = sizes_of({"files": files})
-    read_index(folder, sizes)
-    if any((folder / name).stat().st_size != size for name, size in sizes.items()):
-        raise OSError("short write: a file is smaller than what was written to it")
+    state_file = write_hashed(folder / STATE_FILE, json.dumps(state).encode())
+    files = {**written, STATE_FILE: state_file}
+    for name, size in sizes_of({"files": files}).items():
+        if (folder / name).stat().st_size != size:
+            raise OSError(f"short write: {name} is smaller than what was written to it")
     write_manifest(folder, files, metadata)
 
 

@@ -34,8 +34,8 @@ from checkpoint.checkpoint_dir import (
 )
 from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest, sizes_of
 from checkpoint.tensor_files import Reader, write_tensor_file
-from checkpoint.tensor_index import TensorRecord, read_index
-from checkpoint.write_plan import plan_writes
+from checkpoint.tensor_index import TensorRecord, read_index, write_index
+from checkpoint.write_plan import WritePlan, plan_writes
 from config import ConfigError
 from config.job_config import Checkpoint
 from runtime.filesystem import fsync_folder, make_folder
@@ -74,7 +74,8 @@ class PendingSave:
     step: int
     scratch: Path
     json_state: dict[str, Any]
-    written: Future[tuple[dict[str, Any], dict[str, TensorRecord]]]
+    written: Future[dict[str, dict[str, Any]]]
+    """Size and hash of each file that this rank writes."""
     began: float
     """``time.monotonic()``."""
 
@@ -119,7 +120,7 @@ class Checkpointer:
         checkpoint that this attempt loaded; None without one."""
         self._verified: set[str] = set()
         self._pending: PendingSave | None = None
-        self._items: list[WriteItem] = []
+        self._plan: WritePlan | None = None
         self._planned: set[str] | None = None
         """Names of the tensors that this rank had when writes were planned."""
         self._host_buffers: dict[Any, torch.Tensor] = {}
@@ -169,19 +170,19 @@ class Checkpointer:
             # Planned once: a rank writes the same items at every save, perhaps none. But the first
             # update, and what it adds to the optimizer's state, may come after the first save.
             if run_on_rank0(lambda: any(is_new)):
-                self._items = plan_writes(planner)
+                self._plan = plan_writes(planner)
         except RankFailure as error:
             # The next save plans again, and deletes the scratch folder.
             self._planned = None
             self._log_failure(step, error)
             return
-        path = scratch / f"rank-{self._rank:05d}.bin"
-        written: Future[tuple[dict[str, Any], dict[str, TensorRecord]]] = Future()
+        assert self._plan is not None
+        written: Future[dict[str, dict[str, Any]]] = Future()
         try:
             resolve: Callable[[WriteItem], Any] = planner.resolve_data
             if self._config.async_mode == "async":
-                resolve = self._copy_to_host(planner, self._items)
-            written = self._writer.submit(write_tensor_file, path, self._items, resolve)
+                resolve = self._copy_to_host(planner, self._plan.items)
+            written = self._writer.submit(_write, scratch, self._plan, resolve)
         except Exception as error:  # On this rank only: ``finish`` raises it on all ranks.
             written.set_exception(error)
         self._pending = PendingSave(step, scratch, json_state, written, began)
@@ -347,7 +348,7 @@ class Checkpointer:
     def _commit(self, save: PendingSave, by_rank: list[Any]) -> Path:
         """Write the manifest and rename the scratch folder: from then on the checkpoint exists."""
         json_state: dict[str, Any] = reduce(merge, (state for state, _ in by_rank), {})
-        written = {f"rank-{rank:05d}.bin": file for rank, (_, file) in enumerate(by_rank)}
+        written = {name: file for _, files in by_rank for name, file in files.items()}
         origin = {"step": save.step, "world_size": self._world_size, "attempt": self.attempt}
         write_metadata(
             save.scratch,
@@ -409,6 +410,16 @@ class Checkpointer:
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 text = f"{folder / STATE_FILE}: the state of {name!r} is invalid: {error!r}"
                 raise ConfigError([text]) from error
+
+
+def _write(
+    scratch: Path, plan: WritePlan, resolve: Callable[[WriteItem], Any]
+) -> dict[str, dict[str, Any]]:
+    """Write the files of this rank; return the size and hash of each."""
+    files = {plan.file: write_tensor_file(scratch / plan.file, plan.items, resolve)}
+    if plan.index:
+        files |= write_index(scratch, plan.index)
+    return files
 
 
 def _check_lineage(folder: Path, manifest: dict[str, Any]) -> None:

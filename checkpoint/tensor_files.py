@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from checkpoint.hashed_file import HashedFile
-from checkpoint.tensor_index import ITEM_SIZES, TensorRecord, TensorShard
+from checkpoint.tensor_index import ITEM_SIZES, FileLayout, TensorRecord, TensorShard
 from runtime.filesystem import open_file
 
 # In bytes. Tensors are read in place, so they must start at multiples of their element size.
@@ -30,25 +30,44 @@ ALIGNMENT = 64
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES}
 
 
+def shard_bytes(item: WriteItem) -> int:
+    """Size of the shard that ``item`` writes."""
+    assert item.tensor_data is not None
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def lay_out(name: str, items: Iterable[WriteItem]) -> FileLayout:
+    """Places of ``items`` in the file ``name`` that ``write_tensor_file`` writes."""
+    records: dict[str, TensorRecord] = {}
+    size = 0
+    for item in items:
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        size += -size % ALIGNMENT
+        shard = TensorShard(name, size, list(chunk.offsets), list(chunk.sizes))
+        dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+        record = TensorRecord(dtype, list(item.tensor_data.size), [])
+        records.setdefault(item.index.fqn, record).shards.append(shard)
+        size += shard_bytes(item)
+    return FileLayout(name, size, records)
+
+
 def write_tensor_file(
     path: Path, items: Iterable[WriteItem], resolve: Callable[[WriteItem], torch.Tensor]
-) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
-    """Write one rank's items; return the file's size and hash, and the index of its shards.
+) -> dict[str, Any]:
+    """Write one rank's items; return the file's size and hash.
 
-    ``resolve`` returns the tensor of an item. Raises ``OSError`` if a write fails.
+    ``resolve`` returns the tensor of an item. Raises ``OSError`` if a write fails, ``ValueError``
+    if a tensor has another size than its item.
     """
-    records: dict[str, TensorRecord] = {}
     with HashedFile(path) as file:
         for item in items:
-            assert item.tensor_data is not None
-            chunk = item.tensor_data.chunk
+            data = _bytes_of(resolve(item))
+            if len(data) != shard_bytes(item):
+                raise ValueError(f"{item.index.fqn}: its size changed since writes were planned")
             file.write(bytes(-file.size % ALIGNMENT))
-            shard = TensorShard(path.name, file.size, list(chunk.offsets), list(chunk.sizes))
-            dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
-            record = TensorRecord(dtype, list(item.tensor_data.size), [])
-            records.setdefault(item.index.fqn, record).shards.append(shard)
-            file.write(_bytes_of(resolve(item)))
-        return file.close(), records
+            file.write(data)
+        return file.close()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -43,14 +43,32 @@ class TensorRecord:
     shards: list[TensorShard]
 
 
-def write_index(path: Path, written: Iterable[Mapping[str, TensorRecord]]) -> dict[str, Any]:
-    """Merge the ranks' indices into one file; return its size and hash."""
+@dataclass(frozen=True)
+class FileLayout:
+    """Size in bytes and shards of a file that is to be written."""
+
+    name: str
+    size: int
+    records: dict[str, TensorRecord]
+
+
+def index_content(files: Iterable[FileLayout]) -> bytes:
+    """Content of the tensor index of ``files``; raise ``ValueError`` as ``read_index`` does."""
     index: dict[str, dict[str, Any]] = {}
-    for records in written:
-        for fqn, record in records.items():
+    sizes = {}
+    for layout in files:
+        sizes[layout.name] = layout.size
+        for fqn, record in layout.records.items():
             merged = {"dtype": record.dtype, "shape": record.shape, "parts": []}
             index.setdefault(fqn, merged)["parts"] += [_to_json(shard) for shard in record.shards]
-    return write_hashed(path, json.dumps(index).encode())
+    content = json.dumps(index).encode()
+    _parse_index(content, sizes)
+    return content
+
+
+def write_index(folder: Path, content: bytes) -> dict[str, dict[str, Any]]:
+    """Write and fsync the tensor index; return its size and hash by its name."""
+    return {TENSOR_INDEX_FILE: write_hashed(folder / TENSOR_INDEX_FILE, content)}
 
 
 def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord]:
@@ -61,10 +79,17 @@ def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord
     """
     path = folder / TENSOR_INDEX_FILE
     try:
-        index = json.loads(read_checked(lambda: read_file(path, MAX_BYTES)))
-        return {fqn: _parse(fqn, fields, sizes) for fqn, fields in index.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return _parse_index(read_checked(lambda: read_file(path, MAX_BYTES)), sizes)
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _parse_index(content: bytes, sizes: Mapping[str, int]) -> dict[str, TensorRecord]:
+    try:
+        index = json.loads(content)
+        return {fqn: _parse(fqn, fields, sizes) for fqn, fields in index.items()}
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
 
 
 def _to_json(shard: TensorShard) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Assignment of a checkpoint's shards to the ranks that write them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -9,17 +10,30 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from checkpoint.tensor_files import lay_out, shard_bytes
+from checkpoint.tensor_index import index_content
 from runtime.object_collectives import gather_to_rank0, run_on_rank0
 
 # Of a digest of 128 bits. NumPy sorts and compares it.
 DIGEST = np.dtype("S16")
 
 
-def plan_writes(planner: dcp.DefaultSavePlanner) -> list[WriteItem]:
+@dataclass(frozen=True)
+class WritePlan:
+    """What this rank writes at each save."""
+
+    file: str
+    items: list[WriteItem]
+    index: bytes
+    """On rank 0: content of the tensor index of all ranks' files. Elsewhere empty."""
+
+
+def plan_writes(planner: dcp.DefaultSavePlanner) -> WritePlan:
     """Plan this rank's writes; of replicated shards, one rank writes each. Collective.
 
-    Raises ``RankFailure`` if a state is no tensor. DCP plans a rank's shards. Its global plan is
-    not used: it makes metadata that nobody reads, in a time that grows with the ranks squared.
+    Raises ``RankFailure`` if a state is no tensor, or if the shards of all ranks are no checkpoint
+    that could be loaded. DCP plans a rank's shards. Its global plan is not used: it makes metadata
+    that nobody reads, in a time that grows with the ranks squared.
     """
     items: list[WriteItem] = []
 
@@ -30,7 +44,7 @@ def plan_writes(planner: dcp.DefaultSavePlanner) -> list[WriteItem]:
             raise ValueError(f"not a tensor, so it could not be loaded: {others[0]}")
         names = [f"{item.index.fqn} {item.index.offset}".encode() for item in items]
         digests = np.array([xxhash.xxh3_128_digest(name) for name in names], dtype=DIGEST)
-        sizes = [item.tensor_storage_size() or 0 for item in items]
+        sizes = [shard_bytes(item) for item in items]
         return digests, np.array(sizes, dtype=np.int64)
 
     by_rank = gather_to_rank0(local_shards)
@@ -39,7 +53,12 @@ def plan_writes(planner: dcp.DefaultSavePlanner) -> list[WriteItem]:
     mine: list[npt.NDArray[np.bool_] | None] = [None]
     dist.scatter_object_list(mine, writes or None)
     assert mine[0] is not None
-    return [item for item, is_mine in zip(items, mine[0], strict=True) if is_mine]
+    own = [item for item, is_mine in zip(items, mine[0], strict=True) if is_mine]
+    file = f"rank-{dist.get_rank():05d}.bin"
+    layouts = gather_to_rank0(lambda: lay_out(file, own))
+    index: list[bytes] = []
+    run_on_rank0(lambda: index.append(index_content(layouts)))
+    return WritePlan(file, own, *(index or [b""]))
 
 
 def assign_writes(

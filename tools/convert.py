@@ -31,8 +31,8 @@ from checkpoint.hugging_face import (
     write_folder,
 )
 from checkpoint.manifest import read_manifest
-from checkpoint.tensor_files import DTYPES, load_single_process, write_tensor_file
-from checkpoint.tensor_index import TensorRecord
+from checkpoint.tensor_files import DTYPES, lay_out, load_single_process, write_tensor_file
+from checkpoint.tensor_index import TensorRecord, index_content, write_index
 from config.hub_names import WEIGHT_FILES, is_hub_name
 from config.resume_compat import changed_arguments
 from data.rank_files import companion_of
@@ -223,12 +223,12 @@ def import_folder(
         return source.read_box(sources[fqn], [0] * len(shapes[fqn]), shapes[fqn])
 
     with new_folder(checkpoint) as scratch:
-        parts = {}
         # Several files, so that several ranks can share the work of verifying them.
-        for number, group in enumerate(_groups(items, file_bytes)):
-            file = f"part-{number:05d}.bin"
-            parts[file] = write_tensor_file(scratch / file, group, read)
-        write_metadata(scratch, parts, state={}, metadata=metadata)
+        groups = {f"part-{n:05d}.bin": group for n, group in enumerate(_groups(items, file_bytes))}
+        files = {name: write_tensor_file(scratch / name, g, read) for name, g in groups.items()}
+        index = index_content(lay_out(name, group) for name, group in groups.items())
+        files |= write_index(scratch, index)
+        write_metadata(scratch, files, state={}, metadata=metadata)
     say(f"{checkpoint}: {name}, for checkpoint.initial_load_path")
 
 

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from checkpoint.checkpoint_dir import STATE_FILE, delete, purge, verify_checkpoint, write_metadata
+from checkpoint.tensor_index import index_content, write_index
 from runtime.run_folder import list_checkpoints, step_of
 
 
@@ -22,7 +23,8 @@ def write_checkpoint(folder: Path, step: int) -> Path:
     """Write a checkpoint without tensors."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    write_metadata(path, {}, state={}, metadata={"step": step})
+    files = write_index(path, index_content([]))
+    write_metadata(path, files, state={}, metadata={"step": step})
     return path
 
 

@@ -19,6 +19,7 @@ from checkpoint.checkpointer import Checkpointer, merge
 from checkpoint.manifest import MANIFEST_FILE, read_manifest
 from checkpoint.states import ModelState
 from checkpoint.tensor_files import write_tensor_file
+from checkpoint.tensor_index import index_content
 from config import ConfigError
 from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
@@ -581,6 +582,34 @@ def change_state_during_write(folder: Path, mode: str) -> None:
         assert small.one.tensors["weight"].tolist() == [step - 1.0, step, step + 1.0]
         assert small.values.state == {"seen": [step - 1]}
         shutil.rmtree(folder / f"step-0000000{step}")
+
+
+def count_plans(folder: Path) -> None:
+    small = Small(folder)
+    with patch("checkpoint.write_plan.index_content", wraps=index_content) as indexed:
+        for step in (1, 2):
+            small.checkpointer.save(step, wait=True)
+    assert small.saved == [1, 2]
+    assert indexed.call_count == (dist.get_rank() == 0)
+
+
+def test_index_of_tensors_is_made_once(ranks: RankPool, tmp_path: Path) -> None:
+    """Its time grows with the shards of all ranks, and all ranks would wait for it."""
+    ranks.run(count_plans, 2, tmp_path)
+
+
+def change_a_size(folder: Path) -> None:
+    small = Small(folder)
+    small.checkpointer.save(1, wait=True)
+    small.one.tensors["weight"] = torch.ones(4)
+    with patch.object(logger, "error") as alarm:
+        small.checkpointer.save(2, wait=True)
+    assert small.saved == [1]
+    assert "weight: its size changed since writes were planned" in str(alarm.call_args)
+
+
+def test_changed_size_fails_the_save(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(change_a_size, 1, tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

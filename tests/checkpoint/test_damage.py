@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from checkpoint.checkpoint_dir import STATE_FILE, verify_checkpoint
 from checkpoint.hashed_file import describe_file
 from checkpoint.manifest import MANIFEST_FILE, read_manifest, sizes_of, write_manifest
-from checkpoint.tensor_files import load_single_process, write_tensor_file
+from checkpoint.tensor_files import lay_out, load_single_process, write_tensor_file
 from checkpoint.tensor_index import TENSOR_INDEX_FILE, read_index
 from config import ConfigError
 from runtime.object_collectives import RankFailure
@@ -426,13 +426,13 @@ def test_unlisted_files_and_foreign_folders_are_ignored(
 
 def test_file_truncated_after_verification_raises(tmp_path: Path) -> None:
     tensor = torch.ones(5)
-    _, entries = write_tensor_file(
-        tmp_path / "file", _create_write_items("x", tensor), lambda _: tensor
-    )
+    items = _create_write_items("x", tensor)
+    write_tensor_file(tmp_path / "file", items, lambda _: tensor)
+    records = lay_out("file", items).records
     read = {"x": torch.zeros(5)}
-    load_single_process(read, tmp_path, entries)
+    load_single_process(read, tmp_path, records)
     assert torch.equal(read["x"], tensor)
     os.truncate(tmp_path / "file", tensor.nbytes - 1)
     # DCP's CheckpointException is no Exception.
     with pytest.raises(BaseException, match="truncated since it was verified"):
-        load_single_process(read, tmp_path, entries)
+        load_single_process(read, tmp_path, records)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.hashed_file import HashedFile
-from checkpoint.tensor_files import ALIGNMENT, write_tensor_file
+from checkpoint.tensor_files import ALIGNMENT, lay_out, write_tensor_file
 from runtime.log import logger
 from tests.lib.durability import file_size_limit
 from tests.lib.layouts import Layout
@@ -126,10 +126,10 @@ def test_hashed_file_never_overwrites(tmp_path: Path) -> None:
         HashedFile(tmp_path / "file")
 
 
-def test_shards_are_aligned_for_any_dtype(tmp_path: Path) -> None:
+def test_shards_are_aligned_for_any_dtype() -> None:
     tensors = {"odd": torch.ones(3, dtype=torch.bfloat16), "wide": torch.ones(2)}
     items = [item for name, t in tensors.items() for item in _create_write_items(name, t)]
-    _, records = write_tensor_file(tmp_path / "file", items, lambda item: tensors[item.index.fqn])
+    records = lay_out("file", items).records
     assert [s.file_offset % ALIGNMENT for r in records.values() for s in r.shards] == [0, 0]
 
 

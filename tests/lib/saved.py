@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from checkpoint.checkpoint_dir import write_metadata
-from checkpoint.tensor_files import write_tensor_file
+from checkpoint.tensor_files import lay_out, write_tensor_file
+from checkpoint.tensor_index import index_content, write_index
 from models import find_spec
 from models.meta import build_on_meta
 from saved_model import PREFIX
@@ -25,13 +26,12 @@ def write_checkpoint(folder: Path, **metadata: Any) -> Path:
     state = build_on_meta(find_spec("llama3"), args, torch.float32).state_dict()
     folder.mkdir(parents=True)
     items = [_item(fqn, tensor.shape, tensor.dtype) for fqn, tensor in state.items()]
-    parts = {
-        "part-00000.bin": write_tensor_file(
-            folder / "part-00000.bin",
-            items,
-            lambda item: torch.full(state[item.index.fqn.removeprefix(PREFIX)].shape, 0.01),
-        )
-    }
+    name = "part-00000.bin"
+    values = {fqn: torch.full(tensor.shape, 0.01) for fqn, tensor in state.items()}
+    described = write_tensor_file(
+        folder / name, items, lambda item: values[item.index.fqn.removeprefix(PREFIX)]
+    )
+    files = {name: described} | write_index(folder, index_content([lay_out(name, items)]))
     usual = {
         "config": {"model": {"name": "llama3"}, "data": {"tokenizer": "bytes"}},
         "model_args": asdict(args),
@@ -41,5 +41,5 @@ def write_checkpoint(folder: Path, **metadata: Any) -> Path:
         "attempt": "a",
         "parent": None,
     }
-    write_metadata(folder, parts, state={}, metadata=usual | metadata)
+    write_metadata(folder, files, state={}, metadata=usual | metadata)
     return folder

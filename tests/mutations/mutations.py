@@ -682,7 +682,7 @@ CHECKPOINT = [
         "writes-not-planned-again-for-new-state",
         "checkpoint/checkpointer.py",
         before="if run_on_rank0(lambda: any(is_new)):",
-        after="if not self._items:",
+        after="if self._plan is None:",
         tests=("tests/checkpoint/test_checkpointer.py",),
     ),
     Mutation(
