@@ -33,7 +33,7 @@ from checkpoint.checkpoint_dir import (
     write_metadata,
 )
 from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest, sizes_of
-from checkpoint.tensor_files import Reader, write_tensor_file
+from checkpoint.tensor_files import load_on_mesh, write_tensor_file
 from checkpoint.tensor_index import TensorRecord, read_index, write_index
 from checkpoint.write_plan import WritePlan, plan_writes
 from config import ConfigError
@@ -396,7 +396,7 @@ class Checkpointer:
             if not any(map(_is_of_model, problems)):
                 keys = "optimizer.name"
             raise ConfigError([f"{keys}: {text}"])
-        dcp.load(state, storage_reader=Reader(folder, index))
+        load_on_mesh(state, folder, index)
         for name, stateful in tensor_states.items():
             stateful.load_state_dict(state[name])
 

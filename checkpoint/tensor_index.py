@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkpoint.hashed_file import read_checked, write_hashed
 from runtime.filesystem import read_file
@@ -23,8 +23,7 @@ ITEM_SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class TensorShard:
+class TensorShard(NamedTuple):
     """A contiguous, row-major box of a tensor, and its place in a file."""
 
     file: str
@@ -87,7 +86,8 @@ def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, TensorRecord
 def _parse_index(content: bytes, sizes: Mapping[str, int]) -> dict[str, TensorRecord]:
     try:
         index = json.loads(content)
-        return {fqn: _parse(fqn, fields, sizes) for fqn, fields in index.items()}
+        # Popped, because the objects of millions of shards take gigabytes.
+        return {fqn: _parse(fqn, index.pop(fqn), sizes) for fqn in list(index.keys())}
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from None
 

@@ -20,7 +20,7 @@ DIGEST = np.dtype("S16")
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What this rank writes at each save."""
+    """File that this rank writes at each save, its shards, and the index of all files."""
 
     file: str
     items: list[WriteItem]

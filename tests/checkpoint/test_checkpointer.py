@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from checkpoint.checkpoint_dir import STATE_FILE, purge
 from checkpoint.checkpointer import Checkpointer, merge
-from checkpoint.manifest import MANIFEST_FILE, read_manifest
+from checkpoint.manifest import MANIFEST_FILE, read_manifest, sizes_of
 from checkpoint.states import ModelState
-from checkpoint.tensor_files import write_tensor_file
-from checkpoint.tensor_index import index_content
+from checkpoint.tensor_files import Reader, write_tensor_file
+from checkpoint.tensor_index import TensorRecord, index_content, read_index
 from config import ConfigError
 from config.job_config import Checkpoint, Optimizer
 from models import TransformerArgs
@@ -582,6 +582,26 @@ def change_state_during_write(folder: Path, mode: str) -> None:
         assert small.one.tensors["weight"].tolist() == [step - 1.0, step, step + 1.0]
         assert small.values.state == {"seen": [step - 1]}
         shutil.rmtree(folder / f"step-0000000{step}")
+
+
+def shards_looked_at(folder: Path) -> tuple[int, int]:
+    """Largest number of shards of a tensor, in the checkpoint and as DCP sees it on this rank."""
+    Run(folder, TWO).save(1)
+    with patch("checkpoint.tensor_files.Reader", wraps=Reader) as reader:
+        Run(folder, TWO).checkpointer.load_latest()
+    needed: dict[str, TensorRecord] = reader.call_args.args[1]
+    checkpoint = folder / "step-00000001"
+    index = read_index(checkpoint, sizes_of(read_manifest(checkpoint)))
+    assert index.keys() == needed.keys()
+    longest, shortest = (
+        max(len(record.shards) for record in records.values()) for records in (index, needed)
+    )
+    return longest, shortest
+
+
+def test_a_rank_looks_only_at_shards_that_it_reads(ranks: RankPool, tmp_path: Path) -> None:
+    """DCP's plan takes longer for each shard, and large runs have millions."""
+    assert ranks.run(shards_looked_at, 2, tmp_path) == [(2, 1), (2, 1)]
 
 
 def count_plans(folder: Path) -> None:
