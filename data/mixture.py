@@ -2,12 +2,13 @@
 
 A row takes its next document from the source that is farthest behind its weight, so every row stays
 within a few documents of the weights. Rows start at different points of that cycle, so a global
-batch has these proportions too. The choice depends only on the row's own past.
+batch of many rows has about these proportions too. The choice depends only on the row itself.
 """
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,9 +43,17 @@ class Mixture:
         self._head_starts: dict[tuple[int, int], float] = {}
 
     def choose(
-        self, row: int, taken: Sequence[int], tokens: Sequence[int], live: Sequence[int]
+        self,
+        row: int,
+        taken: Sequence[int],
+        tokens: Sequence[int],
+        live: Sequence[int],
+        first_tokens: Mapping[int, int],
     ) -> int:
-        """Choose the next of the ``live`` sources, given the documents and tokens taken of each."""
+        """Choose the next of the ``live`` sources, given the documents and tokens taken of each.
+
+        ``first_tokens``: of the first document of sources that the row has not read yet, if known.
+        """
         if len(live) == 1:
             return live[0]
         # A source that was not read yet is assumed to have the longest documents of all.
@@ -52,8 +61,8 @@ class Mixture:
         longest = max(means) or 1.0
 
         def progress(i: int) -> float:
-            head_start = self._head_start(row, i) * (means[i] or longest)
-            return (tokens[i] + head_start) / self.weights[i]
+            length = means[i] or max(longest, first_tokens.get(i, 0))
+            return (tokens[i] + self._head_start(row, i) * length) / self.weights[i]
 
         return min(live, key=progress)
 
@@ -122,12 +131,13 @@ class RowStream:
             for source, taken in zip(mixture.sources, state.taken, strict=True)
         ]
         self._live = list(range(len(self._streams)))
+        self._first_tokens: dict[int, int] = {}
 
     def read(self) -> tuple[RowState, np.ndarray] | None:
         """Return the state before the next nonempty document and its ids (s,); None at the end."""
         n_empty = 0
         while self._live:
-            chosen = self._mixture.choose(self.row, self._taken, self._tokens, self._live)
+            chosen = self._choose()
             before = self.state._replace(source=chosen)
             document = next(self._streams[chosen], END_OF_SOURCE)
             if document is END_OF_SOURCE:
@@ -150,6 +160,35 @@ class RowStream:
     def state(self) -> RowState:
         """State after all documents read so far."""
         return RowState(tuple(self._taken), tuple(self._tokens), self._bad, source=0, token=0)
+
+    def _choose(self) -> int:
+        """Choose the source of the next document.
+
+        Before another source is read for the first time, the length of its document is looked at.
+        Otherwise all rows would soon read a source of long documents, and then none for long.
+        """
+        while True:
+            chosen = self._mixture.choose(
+                self.row, self._taken, self._tokens, self._live, self._first_tokens
+            )
+            is_first = not any(self._taken)
+            if is_first or self._taken[chosen] or chosen in self._first_tokens:
+                return chosen
+            self._first_tokens[chosen] = self._next_tokens(chosen)
+
+    def _next_tokens(self, source: int) -> int:
+        """Length of the next document of ``source`` in tokens; 0 if none is left or it is bad."""
+        document = next(self._streams[source], END_OF_SOURCE)
+        if document is END_OF_SOURCE:
+            return 0
+        self._streams[source] = chain([document], self._streams[source])
+        if not isinstance(document, str):
+            # None is a bad record.
+            return 0 if document is None else len(document)
+        try:
+            return len(self._tokenizer.encode_document(document)) if document else 0
+        except ValueError:
+            return 0
 
     def _encode(self, text: str, before: RowState) -> np.ndarray | None:
         try:

@@ -63,9 +63,15 @@ def row_tokens(mixture: Mixture, row: int, n_rows: int, length: int) -> tuple[li
     streams = [s.documents(row, n_rows, 0) for s in mixture.sources]
     seen, count, tokens = [0] * len(streams), [0] * len(streams), []
     live = set(range(len(streams)))
+    # Of the first document that is read of each source.
+    first = [
+        len(UNIQUE.encode(text)) + 2 if (text := next(s.documents(row, n_rows, 0), None)) else 0
+        for s in mixture.sources
+    ]
     while len(tokens) < length and live:
         # Other tests below check the choice itself.
-        chosen = mixture.choose(row, count, seen, sorted(live))
+        known = dict(enumerate(first if any(count) else []))
+        chosen = mixture.choose(row, count, seen, sorted(live), known)
         text = next(streams[chosen], None)
         if text is None:
             live.remove(chosen)
@@ -143,10 +149,23 @@ def test_every_global_batch_follows_the_weights(weights: list[float], n_tokens: 
         assert abs(share - want) < 4 * (want * (1 - want) / n_rows) ** 0.5
 
 
+def test_global_batches_follow_the_weights_with_documents_of_any_length() -> None:
+    """Rows must not all begin a long document after their first short one."""
+    generator = random.Random(0)
+    short = [" ".join(["7"] * generator.randint(10, 40)) for _ in range(500)]
+    long = [" ".join(["8"] * round(generator.expovariate(1 / 800))) for _ in range(2000)]
+    mixture, n_rows, seq_len = Mixture([source(short), source(long)], [3.0, 1.0]), 256, 20
+    (loader,) = build(mixture, 1, n_rows, n_rows=n_rows, seq_len=seq_len)
+    for _ in range(100):
+        tokens, _ = take([loader])
+        share = (tokens == 7).sum() / ((tokens == 7) | (tokens == 8)).sum()
+        assert 0.6 < share < 0.9
+
+
 def test_rows_start_with_sources_by_weight() -> None:
     mixture = Mixture([source(["1"]), source(["2"]), source(["3"])], [5.0, 3.0, 2.0])
     zeros = (0, 0, 0)
-    starts = Counter(mixture.choose(row, zeros, zeros, (0, 1, 2)) for row in range(1000))
+    starts = Counter(mixture.choose(row, zeros, zeros, (0, 1, 2), {}) for row in range(1000))
     assert [starts[i] for i in range(3)] == pytest.approx([500, 300, 200], abs=60)
 
 
@@ -154,7 +173,11 @@ def test_head_start_scales_with_the_sources_mean_length() -> None:
     mixture = Mixture([source(["1"]), source(["2"])], [1.0, 1.0])
     with patch.object(Mixture, "_head_start", return_value=1.0):
         # 31 documents of one token against one of 30: 31 + 1 < 30 + 30.
-        assert mixture.choose(0, [31, 1], [31, 30], [0, 1]) == 0
+        assert mixture.choose(0, [31, 1], [31, 30], [0, 1], {}) == 0
+        # The second was not read yet.
+        assert mixture.choose(0, [31, 0], [31, 0], [0, 1], {}) == 1
+        assert mixture.choose(0, [31, 0], [31, 0], [0, 1], {1: 30}) == 1
+        assert mixture.choose(0, [31, 0], [31, 0], [0, 1], {1: 60}) == 0
 
 
 def test_every_token_of_ending_sources_is_a_label_once() -> None:

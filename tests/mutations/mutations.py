@@ -577,8 +577,16 @@ DATA = [
         # All rows would begin with the same source.
         "unread-source-has-no-length",
         "data/mixture.py",
-        before="head_start = self._head_start(row, i) * (means[i] or longest)",
-        after="head_start = self._head_start(row, i) * means[i]",
+        before="length = means[i] or max(longest, first_tokens.get(i, 0))",
+        after="length = means[i]",
+        tests=("tests/data/test_mixture.py",),
+    ),
+    Mutation(
+        # All rows would soon begin a long document, and then read short ones only.
+        "unread-source-has-short-documents",
+        "data/mixture.py",
+        before="length = means[i] or max(longest, first_tokens.get(i, 0))",
+        after="length = means[i] or longest",
         tests=("tests/data/test_mixture.py",),
     ),
     Mutation(
