@@ -184,7 +184,7 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
         from data.hub import pin_datasets
 
         config = pin_datasets(config)
-    training_data, held_out = _build_data(config, tokenizer)
+    training_data, held_out = build_data(config, tokenizer)
     total_steps = config.lr_scheduler.total_steps or config.training.steps
     if ":" in config.optimizer.name:
         outside_optimizer(config.optimizer)
@@ -221,7 +221,7 @@ def model_of(config: JobConfig) -> tuple[ModelSpec, TransformerArgs]:
     return find_model(config.model.name, flavor, config.model.args)
 
 
-def _build_data(config: JobConfig, tokenizer: Tokenizer) -> tuple[Mixture, dict[str, Mixture]]:
+def build_data(config: JobConfig, tokenizer: Tokenizer) -> tuple[Mixture, dict[str, Mixture]]:
     """Open the documents of training, and those of validation by the label of their source."""
     own = build_validation_sources(
         config.validation.sources, config.data, config.debug.seed, tokenizer

@@ -33,6 +33,7 @@ COMMANDS = {
     "import-config": ("tools.import_config", "translate a TOML file of torchtitan"),
     "rollback": ("tools.rollback", "go back to an older checkpoint of a run"),
     "preflight": ("tools.preflight", "check the nodes before a run"),
+    "show-batch": ("tools.show_batch", "show the documents of a step of a run"),
     "check-ledger": ("tools.check_ledger", "check which data each step of a run consumed"),
     "profile": ("tools.profile_summary", "summarize profiler traces: why a step is slow"),
     "report": ("tools.report", "show runs as one HTML page, or serve it while they go on"),

@@ -272,6 +272,6 @@ def log_outcome(run: RunSpec, step: int, stop: StopReason) -> None:
     hint = stop.hint if has_checkpoints or not stop.is_worth_saving else "nothing was saved"
     what = f"stopped by {stop.reason} after step {step}" if stop.reason else f"done: {step} steps"
     logger.info("%s; %s", what, hint if enabled else "nothing was saved")
-    logger.info("metrics of all steps: %s", run.folder / "metrics.jsonl")
+    logger.info("metrics: %s", run.folder / "metrics.jsonl")
     if has_checkpoints:
         logger.info("checkpoints: %s", folder)

@@ -1,0 +1,179 @@
+"""Show the documents of a step: ``shardloom show-batch RUN_FOLDER STEP [--row ROW] [--chars N]``
+
+Reads the run's data again, from its newest checkpoint before STEP, in one process. For each row of
+the global batch: its documents, where they come from, and how their part in this step begins. The
+data are where the run found them, so relative paths count from the same folder.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from checkpoint.checkpoint_dir import STATE_FILE, read_state
+from checkpoint.manifest import read_manifest, verify_files
+from config import JobConfig, load_config
+from data.batch_size import batch_size_of
+from data.loader import LoaderConfig, Microbatch, MicrobatchLoader
+from data.mixture import Mixture, RowStream
+from data.packing import RowSpan
+from data.tokenizer import Tokenizer, load_tokenizer
+from metrics.history import ROLLED_BACK
+from metrics.metrics_file import read_metrics
+from run_spec import build_data
+from runtime import exit_codes
+from runtime.log import say
+from runtime.run_folder import list_checkpoints, step_of
+from tools.cli import Parser, path_argument, reporting_errors, whole_number
+
+DEFAULT_CHARACTERS = 100
+
+
+class Part(NamedTuple):
+    """Part of a document in a sequence."""
+
+    origin: str
+    """Source and file; "" if unknown."""
+    ids: np.ndarray
+
+
+@reporting_errors
+def main(arguments: list[str]) -> int:
+    parser = Parser("shardloom show-batch", description=__doc__)
+    add = parser.add_argument
+    add("run_folder", type=path_argument)
+    add("step", type=whole_number(1), metavar="STEP")
+    add("--row", type=whole_number(0), help="only this row of the global batch")
+    add(
+        "--chars",
+        type=whole_number(1),
+        metavar="N",
+        default=DEFAULT_CHARACTERS,
+        help="characters to show of each document; default %(default)s",
+    )
+    options = parser.parse_args(arguments)
+    run = DataOfRun(options.run_folder)
+    rows = run.read(options.step)
+    if options.row is not None and options.row not in rows:
+        rows_text = ", ".join(map(str, rows))
+        raise ValueError(f"--row {options.row}: not one of step {options.step}: {rows_text}")
+    for row, batch in rows.items():
+        if options.row in (None, row):
+            show(run, row, batch, options.chars)
+    return exit_codes.DONE
+
+
+class DataOfRun:
+    """Data of a run, as its ``config.toml`` says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / "config.toml"
+        if not path.is_file():
+            raise ValueError(f"{folder}: not the folder of a run: no config.toml")
+        self.config: JobConfig = load_config(path, [])
+        data = self.config.data
+        self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer, bos=data.bos, eos=data.eos)
+        self.mixture: Mixture = build_data(self.config, self.tokenizer)[0]
+        vocab_size, n_rows = self.config.model.vocab_size, self.config.training.global_batch_size
+        if not vocab_size or not n_rows:
+            text = "model.vocab_size or training.global_batch_size is missing"
+            raise ValueError(f"{path}: not as a run writes it: {text}")
+        self.vocab_size: int = vocab_size
+        self.n_rows: int = n_rows
+
+    def read(self, step: int) -> dict[int, Microbatch]:
+        """Return the rows of ``step``, each as a microbatch of one sequence."""
+        loader = MicrobatchLoader(
+            self.mixture,
+            self.tokenizer,
+            LoaderConfig(
+                vocab_size=self.vocab_size,
+                seq_len=self.config.training.seq_len,
+                microbatch_size=1,
+                global_batch_size=self.n_rows,
+                dp_rank=0,
+                dp_degree=1,
+                document_mask=True,
+                prefetch=0,
+                packing=self.config.data.packing,
+            ),
+        )
+        first = self._resume(loader, step)
+        ramp = [(p.steps, p.global_batch_size) for p in self.config.training.batch_size_ramp]
+        batches: list[Microbatch] = []
+        for each in range(first + 1, step + 1):
+            batches = list(islice(loader, batch_size_of(each, ramp, self.n_rows)))
+        loader.close()
+        return {batch.spans[0].row: batch for batch in batches}
+
+    def _resume(self, loader: MicrobatchLoader, step: int) -> int:
+        """Load the newest position before ``step``; return its step, 0 without a checkpoint."""
+        saved = [c for c in list_checkpoints(self.folder / "checkpoints") if step_of(c) < step]
+        first = 0
+        if saved:
+            first = step_of(saved[0])
+            files = read_manifest(saved[0])["files"]
+            if problems := verify_files(saved[0], files, [STATE_FILE]):
+                raise ValueError(problems[0])
+            loader.load_state_dict(read_state(saved[0])["data"])
+        say(f"step {step}, read on from {f'step {first}' if first else 'the beginning'}")
+        for line in read_metrics(self.folder / "metrics.jsonl")[0]:
+            if ROLLED_BACK in line and first < line[ROLLED_BACK] and line["step"] < step:
+                spike, back = int(line[ROLLED_BACK]), int(line["step"])
+                text = f"after a rollback from step {spike} to {back}, steps read later data"
+                say(f"{text}: step {back + 1} what is shown here for step {spike + 1}")
+        return first
+
+    def parts(self, batch: Microbatch) -> Iterator[Part]:
+        """Parts of documents in a microbatch of one sequence."""
+        if self.config.data.packing == "concat":
+            return self._concatenated(batch.spans[0])
+        return _packed(batch)
+
+    def _concatenated(self, span: RowSpan) -> Iterator[Part]:
+        stream = RowStream(
+            self.mixture,
+            self.tokenizer,
+            span.row,
+            span.start,
+            n_rows=self.n_rows,
+            vocab_size=self.vocab_size,
+        )
+        token, left = span.start.token, self.config.training.seq_len
+        while left and (found := stream.read()):
+            state, ids = found
+            source, number = self.mixture.sources[state.source], state.taken[state.source]
+            label = self.config.data.mixture[state.source].label
+            place = source.place(span.row, self.n_rows, number) or f"document {number} of the row"
+            begin = f", from token {token}" if token else ""
+            part = ids[token : token + left]
+            token, left = 0, left - len(part)
+            if len(part):
+                yield Part(f"{label}, {place}{begin}", part)
+
+
+def _packed(batch: Microbatch) -> Iterator[Part]:
+    """With best_fit, which packs a window of documents, their files are not known."""
+    assert batch.document_ids is not None
+    ids = batch.document_ids[0].numpy()
+    for part in np.split(batch.tokens[0].numpy(), np.flatnonzero(np.diff(ids)) + 1):
+        yield Part("", part)
+
+
+def show(run: DataOfRun, row: int, batch: Microbatch, n_characters: int) -> None:
+    """Print a row of the batch and its documents."""
+    tokens = batch.tokens[0]
+    say(f"row {row}: {len(tokens):,} tokens, {len(tokens.unique()):,} different ones")
+    for part in run.parts(batch):
+        # A character has up to four tokens.
+        text = run.tokenizer.decode(part.ids[: 4 * n_characters + 1].tolist())[:n_characters]
+        origin = f"{part.origin}, " if part.origin else ""
+        say(f"  {origin}{len(part.ids):,} tokens: {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
