@@ -37,6 +37,7 @@ NAMED_COMMAND = re.compile(r"\./shardloom [a-z-]+")
 # Words of a page that stand for a user's own, and optional arguments.
 STANDS_FOR = {
     "outputs/run 400": "outputs/debug_model 2",
+    "outputs/run/config.toml 400": "outputs/debug_model/config.toml 2",
     "outputs/run/checkpoints/step-00000100 FOLDER": "outputs/debug_model exported",
     "convert import FOLDER CHECKPOINT": "convert import exported imported",
     "preflight CONFIG": "preflight debug_model",

@@ -1,8 +1,8 @@
-"""Show the documents of a step: ``shardloom show-batch RUN_FOLDER STEP [--row ROW] [--chars N]``
+"""Show the documents of a step: ``shardloom show-batch CONFIG STEP [--row ROW] [--chars N]``
 
-Reads the run's data again, from its newest checkpoint before STEP, in one process. For each row of
-the global batch: its documents, where they come from, and how their part in this step begins. The
-data are where the run found them, so relative paths count from the same folder.
+CONFIG is config.toml in the run's folder. Reads the run's data again, from its newest checkpoint
+before STEP, in one process. For each row of the global batch: its documents, where they come from,
+and how their part in this step begins. Relative paths count from the folder that the run began in.
 """
 
 import sys
@@ -15,7 +15,7 @@ import numpy as np
 
 from checkpoint.checkpoint_dir import STATE_FILE, read_state
 from checkpoint.manifest import read_manifest, verify_files
-from config import JobConfig, load_config
+from config import ConfigError, JobConfig, load_config
 from data.batch_size import batch_size_of
 from data.loader import LoaderConfig, Microbatch, MicrobatchLoader
 from data.mixture import Mixture, RowStream
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 def main(arguments: list[str]) -> int:
     parser = Parser("shardloom show-batch", description=__doc__)
     add = parser.add_argument
-    add("run_folder", type=path_argument)
+    add("config", type=path_argument, metavar="CONFIG", help="config.toml in the run's folder")
     add("step", type=whole_number(1), metavar="STEP")
     add("--row", type=whole_number(0), help="only this row of the global batch")
     add(
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         help="characters to show of each document; default %(default)s",
     )
     options = parser.parse_args(arguments)
-    run = DataOfRun(options.run_folder)
+    run = DataOfRun(options.config)
     rows = run.read(options.step)
     if options.row is not None and options.row not in rows:
         rows_text = ", ".join(map(str, rows))
@@ -67,21 +67,18 @@ def main(arguments: list[str]) -> int:
 
 
 class DataOfRun:
-    """Data of a run, as its ``config.toml`` says."""
+    """Data of a run, as the ``config.toml`` in its folder says. May import code of the user's."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        path = folder / "config.toml"
-        if not path.is_file():
-            raise ValueError(f"{folder}: not the folder of a run: no config.toml")
+    def __init__(self, path: Path) -> None:
+        self.folder: Path = path.parent
         self.config: JobConfig = load_config(path, [])
         data = self.config.data
         self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer, bos=data.bos, eos=data.eos)
         self.mixture: Mixture = build_data(self.config, self.tokenizer)[0]
         vocab_size, n_rows = self.config.model.vocab_size, self.config.training.global_batch_size
         if not vocab_size or not n_rows:
-            text = "model.vocab_size or training.global_batch_size is missing"
-            raise ValueError(f"{path}: not as a run writes it: {text}")
+            text = "model.vocab_size or training.global_batch_size is missing; give config.toml"
+            raise ValueError(f"{path}: {text} of the run's folder")
         self.vocab_size: int = vocab_size
         self.n_rows: int = n_rows
 
@@ -119,7 +116,13 @@ class DataOfRun:
             files = read_manifest(saved[0])["files"]
             if problems := verify_files(saved[0], files, [STATE_FILE]):
                 raise ValueError(problems[0])
-            loader.load_state_dict(read_state(saved[0])["data"])
+            state = read_state(saved[0])
+            try:
+                loader.load_state_dict(state["data"])
+            except ConfigError:
+                raise
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"{saved[0] / STATE_FILE}: {error!r}") from None
         say(f"step {step}, read on from {f'step {first}' if first else 'the beginning'}")
         for line in read_metrics(self.folder / "metrics.jsonl")[0]:
             if ROLLED_BACK in line and first < line[ROLLED_BACK] and line["step"] < step:

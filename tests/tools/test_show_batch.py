@@ -93,7 +93,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Steps]:
 
 def test_rows_are_those_of_the_run(run: tuple[Path, Steps]) -> None:
     folder, steps = run
-    data = DataOfRun(folder)
+    data = DataOfRun(folder / "config.toml")
     # Before the checkpoint, from the beginning; and after it.
     for step, rows in steps.items():
         found = data.read(step)
@@ -108,7 +108,7 @@ def test_rows_are_those_of_the_run(run: tuple[Path, Steps]) -> None:
 @pytest.mark.parametrize("run", ["concat"], indirect=True)
 def test_documents_are_named(run: tuple[Path, Steps], capsys: pytest.CaptureFixture[str]) -> None:
     folder, steps = run
-    assert main([str(folder), "7", "--chars", "30"]) == 0
+    assert main([str(folder / "config.toml"), "7", "--chars", "30"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "step 7, read on from step 5"
     rows = [line for line in lines if line.startswith("row ")]
@@ -121,7 +121,7 @@ def test_documents_are_named(run: tuple[Path, Steps], capsys: pytest.CaptureFixt
         page = f"web page {number} " + "né " * (number % 40)
         shown = text.removeprefix("<|begin_of_text|>").partition("<|")[0]
         assert shown.strip("\ufffd") in page
-    assert main([str(folder), "7", "--row", str(min(steps[7]))]) == 0
+    assert main([str(folder / "config.toml"), "7", "--row", str(min(steps[7]))]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("row ")]
     assert shown == [line for line in rows if line.startswith(f"row {min(steps[7])}: ")]
 
@@ -131,13 +131,17 @@ def test_problems_are_named(run: tuple[Path, Steps], capsys: pytest.CaptureFixtu
     folder, _ = run
     line = {"step": 5, ROLLED_BACK: 7}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert main([str(folder), "6"]) == 0
+    assert main([str(folder / "config.toml"), "6"]) == 0
     text = "after a rollback from step 7 to 5, steps read later data: step 6 what is shown here for"
     assert f"{text} step 8\n" in capsys.readouterr().out
-    assert main([str(folder), "7", "--row", "99"]) == 2
+    assert main([str(folder / "config.toml"), "7", "--row", "99"]) == 2
     assert "--row 99: not one of step 7: " in capsys.readouterr().err
     (folder / "checkpoints" / f"step-{SAVED:08d}" / STATE_FILE).write_text("{}")
-    assert main([str(folder), "7"]) == 2
+    assert main([str(folder / "config.toml"), "7"]) == 2
     assert "state.json: size or hash mismatch" in capsys.readouterr().err
-    assert main([str(folder / "checkpoints"), "7"]) == 2
-    assert "not the folder of a run: no config.toml" in capsys.readouterr().err
+    assert main([str(folder), "7"]) == 2
+    assert f"{folder}: Is a directory" in capsys.readouterr().err
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("global_batch_size = 12", "", 1))
+    assert main([str(config), "7"]) == 2
+    assert "global_batch_size is missing; give config.toml of the" in capsys.readouterr().err
