@@ -115,7 +115,9 @@ def check(config: JobConfig, run: RunSpec | None, config_error: str, device: tor
     compare_speeds(report, device)
     dims = compare_dims(report, config, device)
     if rank == 0:
-        say(f"{len(report.leaders)} nodes, {len(places)} ranks on {device.type}; {title}")
+        n_nodes, n_ranks = len(report.leaders), len(places)
+        size = f"{n_nodes} node{'s' * (n_nodes > 1)}, {n_ranks} rank{'s' * (n_ranks > 1)}"
+        say(f"{size} on {device.type}; {title}")
         rows = zip(*([name, *texts] for name, texts in report.columns.items()), strict=True)
         say(*aligned([list(row) for row in rows]), *aligned(dims))
         say(*(findings or ["preflight: passed"]))

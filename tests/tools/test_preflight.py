@@ -150,6 +150,7 @@ def test_missing_node_and_unusable_paths_are_reported(tmp_path: Path) -> None:
     assert follower[0] == FAILED
     assert "node 1: no answer from node 0 at 127.0.0.1:" in follower[2]
     assert unwritable[0] == FAILED
+    assert unwritable[1].startswith("1 node, 1 rank on cpu; ")
     assert f"node 0 ({HOST}): cannot write to {a_file}: " in unwritable[1]
     assert unread[0] == BAD_CONFIG
     assert "data.path" in unread[2]
