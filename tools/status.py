@@ -282,6 +282,8 @@ def state_of(
         # Another configuration in its folder is no failure of a run that has ended.
         why = [reason, LATER_REJECTED] if is_rejected else [reason]
         return outcome, "; ".join(filter(None, why)), ended
+    if code == exit_codes.PREEMPTED and exited > max(failed, last_line):
+        return "stopped", "a signal before the first step of the last start", exited
     # The launcher writes times in whole seconds.
     if failed and failed >= int(last_line):
         number = f"failure {failure['attempt']} of {MOST_ATTEMPTS}"

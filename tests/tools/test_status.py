@@ -224,6 +224,21 @@ def test_run_whose_nodes_never_met_has_failed(
     assert capsys.readouterr().out.splitlines()[0] == line
 
 
+def test_start_that_a_signal_ended_has_stopped(tmp_path: Path) -> None:
+    control = tmp_path / "debug_model" / "control"
+    control.mkdir(parents=True)
+    exit_codes.write_exit_code(control, exit_codes.PREEMPTED)
+    found = read(tmp_path)
+    why = "a signal before the first step of the last start"
+    assert (found.state, found.why) == ("stopped", why)
+    (control / "exit_code").unlink()
+    record_failure(control, lines=["a rank died"], codes={0: 1})
+    assert read(tmp_path).state == "failed"
+    exit_codes.write_exit_code(control, exit_codes.PREEMPTED)
+    os.utime(control / "exit_code", (time.time() + 2,) * 2)
+    assert (read(tmp_path).state, read(tmp_path).why) == ("stopped", why)
+
+
 def write_run(folder: Path, *lines: dict[str, float], holder: str = "4711 on elsewhere") -> Path:
     """Write a run folder whose metrics lines have ages in seconds; return its ``control/``."""
     control = folder / "debug_model" / "control"
