@@ -20,7 +20,7 @@ from runtime.run_folder import read_text
 MOST_REQUEUES = 10
 ENDS = {
     exit_codes.BAD_CONFIG: "the configuration is wrong, see above",
-    exit_codes.DO_NOT_REQUEUE: "a requeue would fail again, see above and control/failures",
+    exit_codes.DO_NOT_REQUEUE: "a requeue would fail again; shardloom status says why",
 }
 
 
@@ -46,13 +46,14 @@ def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
         # The user asked the run to stop; never requeue it, even if it ended for another reason.
         is_saved = code == exit_codes.PREEMPTED
         return exit_codes.DONE if is_saved else exit_codes.FAILED, f"{control / 'stop'} exists"
-    reason = "stopped by a signal, checkpoint saved"
+    saved = newest_saved_step(control)
+    reason = f"stopped by a signal; newest checkpoint: {f'step {saved}' if saved else 'none'}"
     if code != exit_codes.PREEMPTED:
         reason = f"the launcher exited with {code}"
         if code is None:
             reason = "the launcher of node 0 was killed or never started"
         if is_warned:
-            reason += ", after Slurm's warning"
+            reason += ", after Slurm's warning; the job's log says why"
         # A live launcher records failures itself and exits with 93 after too many of them.
         if code is None or is_warned:
             attempt = record_failure(control, lines=[reason], codes={})

@@ -109,7 +109,7 @@ def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -
     job.wait("COMPLETED")
     log = job.log()
     assert slurm.show(job.id, "Restarts") == "2"
-    assert "requeue: stopped by a signal, checkpoint saved" in log
+    assert "requeue: stopped by a signal; newest checkpoint: step " in log
     assert log.count("resumed from step") == 2
     assert "hardware: 2 ranks on cpu" in log
     assert "mesh: dp_shard 2\n" in log

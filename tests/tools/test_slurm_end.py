@@ -71,6 +71,13 @@ def test_counted_failure_is_not_counted_again(tmp_path: Path):
     assert record_failure(control, lines=["it broke"], codes={0: 1}) == 2
 
 
+def test_decision_names_the_newest_checkpoint(tmp_path: Path):
+    control = write_outcome(tmp_path, PREEMPTED)
+    (tmp_path / "checkpoints" / "step-00000040").mkdir(parents=True)
+    _, reason = decide(control, is_warned=True)
+    assert reason == "stopped by a signal; newest checkpoint: step 40"
+
+
 def test_requeues_are_bounded_until_progress(tmp_path: Path):
     control = write_outcome(tmp_path, PREEMPTED, "stopped SIGTERM")
     for step in (0, 4):
@@ -90,7 +97,8 @@ def test_run_that_never_started_is_requeued(tmp_path: Path, capsys: pytest.Captu
     [
         (DONE, [], "stop: stopped stop file"),
         (BAD_CONFIG, [], "stop: the configuration is wrong"),
-        (PREEMPTED, ["warned"], "requeue: stopped by a signal, checkpoint saved"),
+        (DO_NOT_REQUEUE, [], "stop: a requeue would fail again; shardloom status says why"),
+        (PREEMPTED, ["warned"], "requeue: stopped by a signal; newest checkpoint: none\n"),
         (FAILED, [], "requeue: the launcher exited with 1\n"),
         (FAILED, ["warned"], "requeue: the launcher exited with 1, after Slurm's warning"),
         (None, [], "requeue: the launcher of node 0 was killed"),
