@@ -392,6 +392,10 @@ class Agent:
                     self._send(signal.SIGTERM, self._processes)
                     deadline = time.monotonic() + SHUTDOWN_GRACE_SECONDS
             time.sleep(POLL_SECONDS)
+        late = [rank for rank, code in self.exit_codes().items() if code is None]
+        if late and n_forwarded > 0 and len(requests) < 3:
+            text = "launcher: ranks %s did not end within %d s of %s: killed without a save"
+            logger.error(text, late, SHUTDOWN_SECONDS, requests[n_forwarded - 1].name)
         self._send(signal.SIGKILL, self._processes)
         with suppress(subprocess.TimeoutExpired):
             for process in self._processes.values():

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -599,11 +600,15 @@ def test_hung_rank_is_named_whenever_another_fails(n_polls: int, monkeypatch: py
     assert watcher.failure.lines[-1] == "rank 1 did not answer; no heartbeat received"
 
 
-def test_ranks_too_slow_to_save_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_too_slow_to_save_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(agent, "SHUTDOWN_SECONDS", 0)
     source = SAVES.replace("NUMBER", "signal.SIGTERM")
     assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
     assert not (tmp_path / "default" / "control" / "outcome").exists()
+    text = r"ranks \[.+\] did not end within 0 s of SIGTERM: killed without a save"
+    assert re.search(text, capfd.readouterr().out)
 
 
 IGNORES_SIGNALS = """
