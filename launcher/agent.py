@@ -117,7 +117,7 @@ def run_ranks(
     try:
         store = open_store(nodes, RENDEZVOUS_SECONDS)
         counts, started = _rendezvous(store, nodes, n_ranks=n_ranks, mistake=mistake)
-    except dist.DistError as error:
+    except (dist.DistError, PortTaken) as error:
         return _failed_rendezvous(nodes, error)
     if logs is not None:
         logs = _make_logs(logs / started)
@@ -208,7 +208,7 @@ def _config_error(error_files: Mapping[int, Path], codes: Mapping[int, int]) -> 
     return ""
 
 
-def _failed_rendezvous(nodes: Nodes, error: dist.DistError) -> End:
+def _failed_rendezvous(nodes: Nodes, error: dist.DistError | PortTaken) -> End:
     reason = str(error).partition("\n")[0]
     text = f"rendezvous of {nodes.count} nodes failed: {reason}"
     if nodes.rank > 0:  # The head reports it as a failure of the run.

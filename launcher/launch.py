@@ -25,7 +25,7 @@ import torch
 from config import ConfigError, JobConfig, load_config
 from config.auto import auto_keys, candidates
 from config.hub_names import CONFIG_FILES
-from launcher.agent import End, Nodes, PortTaken, end_other_nodes, run_ranks
+from launcher.agent import End, Nodes, end_other_nodes, run_ranks
 from launcher.auto import decide_auto
 from launcher.console import Console, PlainScreen, is_terminal
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, record_failure
@@ -86,7 +86,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             )  # fmt: skip
     except ConfigError as error:
         report(error)
-        return exit_codes.BAD_CONFIG if isinstance(error, PortTaken) else reject(nodes, control)
+        return reject(nodes, control)
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
     if code == exit_codes.BAD_CONFIG:
         with unless_closed(sys.stderr):
@@ -96,11 +96,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return code
     if code == exit_codes.BAD_CONFIG:
         return reject(nodes, control)
-    if code == exit_codes.FAILED:
-        code = report_failure(end, control)
-    elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
-        record_end(control, _outcome(control))
-    exit_codes.write_exit_code(control, code)
+    code = report_end(end, code, control)
     if code in (exit_codes.DONE, exit_codes.PREEMPTED):
         with unless_closed(sys.stdout):
             say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
@@ -235,6 +231,20 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
     return exit_codes.DONE if codes == {exit_codes.DONE} else exit_codes.FAILED
 
 
+def report_end(end: End, code: int, control: Path) -> int:
+    """Report on the head node, and to a scheduler, how the run ended; return the exit code."""
+    if not end.codes and control.exists() and is_locked(control):
+        # No rank started, and the launcher of the run that has locked the folder writes there.
+        say(*(end.verdict.lines if end.verdict is not None else []), is_error=True)
+        return code
+    if code == exit_codes.FAILED:
+        code = report_failure(end, control)
+    elif code in (exit_codes.DONE, exit_codes.PREEMPTED):
+        record_end(control, _outcome(control))
+    exit_codes.write_exit_code(control, code)
+    return code
+
+
 def report_failure(end: End, control: Path) -> int:
     """Report a failure on stderr and in ``control/failures``; return the exit code."""
     lines = [f"exit codes by rank: {end.codes}"]
@@ -296,13 +306,7 @@ def find_nodes(environment: Mapping[str, str]) -> Nodes:
     rank = _number("NODE_RANK", node, at_least=0)
     if rank >= count:
         raise ValueError(f"NODE_RANK={rank}: must be less than NNODES={count}")
-    # Jobs that share a head node need different ports.
-    job = _number("SLURM_JOB_ID", environment.get("SLURM_JOB_ID", "0"), at_least=0)
-    port_text = environment.get("MASTER_PORT")
-    # By default below the kernel's free ports, which begin at 32768.
-    port = _number("MASTER_PORT", port_text, at_least=1) if port_text else 20000 + job % 12000
-    if port > 65535:
-        raise ValueError(f"MASTER_PORT={port}: must be at most 65535")
+    port, *_ = head_ports(environment)
     address = environment.get("MASTER_ADDR", "")
     if count > 1 and not address:
         # No fallback to localhost, which would train a separate world on each node.
@@ -315,6 +319,19 @@ def find_nodes(environment: Mapping[str, str]) -> Nodes:
             raise ValueError("MASTER_ADDR: must name the head node: scontrol not found") from None
         address = hosts.split()[0]
     return Nodes(count, rank, address, port)
+
+
+def head_ports(environment: Mapping[str, str]) -> list[int]:
+    """Ports for the head's store, best first: MASTER_PORT, else three of the Slurm job."""
+    if text := environment.get("MASTER_PORT"):
+        port = _number("MASTER_PORT", text, at_least=1)
+        if port > 65535:
+            raise ValueError(f"MASTER_PORT={port}: must be at most 65535")
+        return [port]
+    # Jobs that share a head node need different ports, below the kernel's free ones, which begin
+    # at 32768.
+    job = _number("SLURM_JOB_ID", environment.get("SLURM_JOB_ID", "0"), at_least=0)
+    return [20000 + (job + shift) % 12000 for shift in (0, 4000, 8000)]
 
 
 def _number(name: str, text: str, *, at_least: int) -> int:

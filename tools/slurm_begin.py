@@ -1,17 +1,20 @@
 """Check the run of a Slurm job: ``tools.slurm_begin CONFIG [--section.key value ...]``
 
-For ``slurm/train.sbatch``: prints the run folder, the configuration and its overrides, each
-terminated by a zero byte. Prints nothing if control/stop was written while the job was queued.
-Exits with 2 and the reason if the run cannot be trained.
+For ``slurm/train.sbatch``, on the head node: prints the run folder, MASTER_PORT, the configuration
+and its overrides, each terminated by a zero byte. Prints nothing if control/stop was written while
+the job was queued. Exits with 2 and the reason if the run cannot be trained.
 
 ``SWEEP`` is a TOML file of ``[[runs]]`` shaped like a configuration: task i of a job array trains
 the configuration with the overrides and runs[i], as ``<job.name>-i`` unless runs[i] names it.
 """
 
+import math
 import os
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,14 @@ from config import ConfigError, JobConfig, load_config
 from config.job_config import Job
 from config.loader import is_table
 from config.paths import expand_path, literal_path
-from launcher.launch import check_run, ranks_per_node, shown_ranks
+from launcher.failures import record_end
+from launcher.launch import check_run, head_ports, ranks_per_node, shown_ranks
 from runtime import exit_codes
-from runtime.filesystem import make_folder
+from runtime.filesystem import atomic_write_text, make_folder
 from runtime.hub_paths import pin_names
 from runtime.log import report, say
 from runtime.outside import prints_to_stderr
-from runtime.run_folder import remove_file
+from runtime.run_folder import WriteAlarm, remove_file
 from runtime.run_lock import lock_run
 from tools.cli import toml_text
 
@@ -55,6 +59,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             check_run(pin_names(config), n_ranks, n_nodes)
         if log_rank := environment.get("LOG_RANK"):
             shown_ranks(log_rank, n_ranks)
+        port = free_port(head_ports(environment))
         folder = config.job.folder
         wait_until_free(folder / "control", LOCK_SECONDS if is_restart else 0)
     except ValueError as error:
@@ -63,6 +68,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     control = folder / "control"
     if is_restart and os.path.lexists(control / "stop"):
         say(f"stopped: {control / 'stop'} was written while the job was queued", file=sys.stderr)
+        end_run(control)
         return exit_codes.DONE
     # Launchers write their exit code to this folder.
     make_folder(control)
@@ -70,8 +76,30 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if not is_restart:
         remove_file(control / "requeues")
     # Bytes, as bash passed them.
-    sys.stdout.buffer.write(b"".join(os.fsencode(f"{text}\0") for text in (folder, *arguments)))
+    texts = (folder, port, *arguments)
+    sys.stdout.buffer.write(b"".join(os.fsencode(f"{text}\0") for text in texts))
     return exit_codes.DONE
+
+
+def free_port(ports: Sequence[int]) -> int:
+    """Return the first of ``ports`` on which this machine can listen; else the first of all.
+
+    The launcher then says why it cannot.
+    """
+    for port in ports:
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
+    return ports[0]
+
+
+def end_run(control: Path) -> None:
+    """Report that the stop file ended the run, as its ranks would."""
+    outcome = exit_codes.STOP_FILE.outcome
+    # The step that a rollback went back to is known only from its outcome.
+    if exit_codes.last_step(control) == math.inf:
+        with WriteAlarm().of(control / "outcome"):
+            atomic_write_text(control / "outcome", f"{outcome}\n")
+    record_end(control, outcome)
 
 
 def overrides_of(path: Path, task: str | None, job: Job) -> list[str]:

@@ -29,6 +29,7 @@ from launcher.launch import (
     DEFAULT_CPU_RANKS,
     exit_code,
     find_nodes,
+    head_ports,
     ranks_per_node,
     shown_ranks,
 )
@@ -112,8 +113,9 @@ def test_jobs_on_one_head_node_have_different_ports():
 
 
 def test_default_ports_are_not_free_ports_of_the_kernel():
-    ports = [find_nodes({"SLURM_JOB_ID": str(job)}).port for job in range(100_000)]
+    ports = [port for job in range(100_000) for port in head_ports({"SLURM_JOB_ID": str(job)})]
     assert (min(ports), max(ports)) == (20000, 31999)
+    assert find_nodes({"SLURM_JOB_ID": "17"}).port == head_ports({"SLURM_JOB_ID": "17"})[0]
 
 
 def test_port_in_use_names_master_port():
@@ -121,6 +123,32 @@ def test_port_in_use_names_master_port():
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"^MASTER_PORT={port}: .*address already in use"):
             open_store(Nodes(count=2, rank=0, address="localhost", port=port), seconds=10)
+
+
+@pytest.mark.parametrize("is_another", [False, True])
+def test_run_folder_says_that_the_port_was_taken(
+    is_another: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (config := tmp_path / "run.toml").touch()
+    (control := tmp_path / "default" / "control").mkdir(parents=True)
+    with (
+        lock_run(control) if is_another else nullcontext(),
+        socket.create_server(("", 0)) as other,
+    ):
+        port = str(other.getsockname()[1])
+        nodes = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        arguments = [str(config), "--job.output_dir", str(tmp_path)]
+        # A later start may find the port free.
+        assert launch.main(arguments, {"NGPU": "1"} | nodes) == exit_codes.FAILED
+    text = f"rendezvous of 2 nodes failed: MASTER_PORT={port}: cannot listen on this port"
+    assert text in capsys.readouterr().err
+    found = [each["reason"][: len(text)] for each in failures(tmp_path)]
+    assert found == ([] if is_another else [text])
+    assert exit_codes.read_exit_code(control) == (None if is_another else exit_codes.FAILED)
 
 
 MANY_CONNECTIONS = """

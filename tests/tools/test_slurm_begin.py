@@ -2,8 +2,10 @@
 
 import io
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,15 +13,19 @@ import tomli
 
 from config import ConfigError, load_config
 from config.job_config import Job
+from launcher.failures import record_end, record_failure
+from launcher.launch import head_ports
 from runtime import exit_codes, run_lock
 from runtime.run_lock import lock_run
 from tests.lib.repository import ROOT
 from tools import slurm_begin
 from tools.cli import toml_text
 from tools.slurm_begin import main, overrides_of
+from tools.status import read_status
 
 CONFIG = ROOT / "train_configs" / "debug_model.toml"
 JOB = {"SLURM_JOB_NUM_NODES": "2", "NGPU": "1"}
+ROLLED_BACK = f"stopped {exit_codes.ROLLED_BACK}4"
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +49,7 @@ def test_arguments_are_printed_verbatim(capsys: pytest.CaptureFixture[str], tmp_
     code, texts, _ = begin(capsys, "--job.name", "one", hostile)
     assert code == exit_codes.DONE
     folder = f"{hostile.partition('=')[2]}/one"
-    assert texts == [folder, str(CONFIG), "--job.name", "one", hostile]
+    assert texts[:1] + texts[2:] == [folder, str(CONFIG), "--job.name", "one", hostile]
 
 
 def test_arguments_are_printed_as_the_bytes_that_bash_passed(monkeypatch: pytest.MonkeyPatch):
@@ -64,7 +70,8 @@ def test_a_model_of_one_s_own_may_print(tmp_path: Path):
         text=True,
         check=True,
     )
-    assert done.stdout.split("\0") == ["outputs/debug_model", *arguments, ""]
+    folder, _, *texts = done.stdout.split("\0")
+    assert [folder, *texts] == ["outputs/debug_model", *arguments, ""]
     assert done.stderr == "Hello\n"
 
 
@@ -116,16 +123,42 @@ def test_only_first_start_clears_exit_code_and_requeues(
         assert sorted({p.name for p in control.iterdir()} - {"lock"}) == left
 
 
-def test_stop_file_ends_a_requeued_job(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [("", "stop file"), ("stopped SIGTERM", "stop file"), (ROLLED_BACK, "rolled back to step 4")],
+)
+def test_stop_file_ends_a_requeued_job(
+    outcome: str, why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     control = tmp_path / "debug_model" / "control"
     control.mkdir(parents=True)
     (control / "stop").touch()
+    record_failure(control, lines=["a rank died"], codes={0: 1})
+    exit_codes.write_exit_code(control, exit_codes.FAILED)
+    (control / "outcome").write_text(outcome)
+    os.utime(control / "outcome", (0, 0))
+    if outcome == ROLLED_BACK:
+        record_end(control, outcome)
+        (control / "outcome").write_text(outcome)
     folder = f"--job.output_dir={tmp_path}"
     code, texts, error = begin(capsys, folder, SLURM_RESTART_COUNT="1")
     assert (code, texts) == (exit_codes.DONE, [])
     assert "stop" in error
+    found = read_status(tmp_path / "debug_model", time.time() + 1)
+    assert (found.state, found.why) == ("stopped", why)
     # A new submission resumes the run.
     assert begin(capsys, folder)[1]
+
+
+def test_port_that_is_taken_is_not_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    folder = f"--job.output_dir={tmp_path}"
+    job = {"SLURM_JOB_ID": str(os.getpid())}
+    _, (_, free, *_), _ = begin(capsys, folder, **job)
+    with socket.create_server(("", int(free))):
+        _, (_, other, *_), _ = begin(capsys, folder, **job)
+        assert int(other) in set(head_ports(job)) - {int(free)}
+        # The user's own port is not exchanged for another.
+        assert begin(capsys, folder, MASTER_PORT=free)[1][1] == free
 
 
 def test_run_locked_by_another_job_is_not_touched(
@@ -168,12 +201,12 @@ def test_sweep_overrides_win_and_name_the_run(capsys: pytest.CaptureFixture[str]
     asked = ["--optimizer.lr", "0.5", "--job.name", "mine"]
     code, texts, _ = begin(capsys, *asked, SWEEP=str(path), SLURM_ARRAY_TASK_ID="1")
     assert code == exit_codes.DONE
-    config = load_config(Path(texts[1]), texts[2:])
+    config = load_config(Path(texts[2]), texts[3:])
     assert (config.optimizer.lr, config.job.name) == (0.25, "mine-1")
     assert texts[0] == "outputs/mine-1"
     sweep(tmp_path, "[[runs]]\njob.name = 'its_own'\n")
     texts = begin(capsys, *asked, SWEEP=str(path), SLURM_ARRAY_TASK_ID="0")[1]
-    assert load_config(Path(texts[1]), texts[2:]).job.name == "its_own"
+    assert load_config(Path(texts[2]), texts[3:]).job.name == "its_own"
 
 
 def test_sweep_overrides_entries_of_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -185,7 +218,7 @@ def test_sweep_overrides_entries_of_a_table(capsys: pytest.CaptureFixture[str], 
     environment = {"SWEEP": str(path), "SLURM_ARRAY_TASK_ID": "0"}
     assert main(asked, JOB | environment) == exit_codes.DONE
     texts = capsys.readouterr().out.split("\0")[:-1]
-    assert load_config(file, texts[2:]).model.args == {
+    assert load_config(file, texts[3:]).model.args == {
         "n_layers": 4, "n_heads": 8, "hidden_dim": 512, "rope_theta": 1e4
     }  # fmt: skip
 
