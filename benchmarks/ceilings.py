@@ -14,6 +14,7 @@ from benchmarks.rows import Row
 from config.job_config import Count, Section
 from metrics.flops import peak_flops
 from runtime.compat import scaled_mm
+from runtime.printable import first_line
 
 # Seconds between two waits for the device.
 AT_LEAST = 0.02
@@ -38,7 +39,7 @@ def run(case: Case) -> Iterator[Row]:
             try:
                 seconds = sustained(build_matmul(a, b), case.seconds, device)
             except (RuntimeError, NotImplementedError) as error:
-                problem = f"skipped: {str(error).splitlines()[0][:120]}"
+                problem = f"skipped: {first_line(str(error))[:120]}"
                 yield {"what": f"{name} product, {n:,}", "problem": problem}
                 continue
             rate = 2 * n**3 / seconds

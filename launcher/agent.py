@@ -40,6 +40,7 @@ from runtime.filesystem import make_folder, parse_object, reject_link
 from runtime.imports import import_variables
 from runtime.log import logger, show_phase
 from runtime.machine import raise_open_file_limit
+from runtime.printable import first_line
 from runtime.signals import handle_signals
 
 POLL_SECONDS = 0.1
@@ -209,7 +210,7 @@ def _config_error(error_files: Mapping[int, Path], codes: Mapping[int, int]) -> 
 
 
 def _failed_rendezvous(nodes: Nodes, error: dist.DistError | PortTaken) -> End:
-    reason = str(error).partition("\n")[0]
+    reason = first_line(str(error))
     text = f"rendezvous of {nodes.count} nodes failed: {reason}"
     if nodes.rank > 0:  # The head reports it as a failure of the run.
         logger.error("launcher: %s", text)
@@ -336,7 +337,7 @@ def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
     except dist.DistNetworkError as error:
         if "failed to listen" not in str(error):
             raise
-        reason = str(error).partition("\n")[0].rpartition("message: ")[2]
+        reason = first_line(str(error)).rpartition("message: ")[2]
         text = f"MASTER_PORT={port}: cannot listen on this port: {reason}; set another"
         raise PortTaken([text]) from None
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from launcher.flight_records import hanging_ranks, write_cpu_record
 from runtime import exit_codes
-from runtime.printable import format_traceback
+from runtime.printable import error_line, format_traceback, with_causes
 from runtime.release import add_release_note
 from runtime.signals import die_with_parent
 
@@ -162,12 +162,15 @@ class RankHeartbeat:
             os._exit(exit_codes.FAILED)
 
     def _report_error(self, error: Exception) -> None:
-        innermost_first = list(traceback.walk_tb(error.__traceback__))[::-1]
+        outermost_first = [
+            frame for each in with_causes(error) for frame in traceback.walk_tb(each.__traceback__)
+        ]
+        innermost_first = outermost_first[::-1]
         report = replace(
             self._snapshot(),
             place=_place(innermost_first),
             collective=_collective(innermost_first),
-            error=f"{type(error).__name__}: {error}".partition("\n")[0],
+            error=error_line(error),
             traceback=format_traceback(error),
             order=self._store.add("failures", 1),
         )

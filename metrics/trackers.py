@@ -19,6 +19,7 @@ from metrics.tracker import FINISH_SECONDS, TrackedRun, Tracker
 from runtime.compat import is_installed
 from runtime.filesystem import atomic_write_text
 from runtime.log import logger
+from runtime.printable import error_line
 from runtime.run_folder import WriteAlarm, read_text
 
 MAX_QUEUED = 10_000
@@ -109,7 +110,7 @@ class TrackerThread:
             tracker.start(self._run)
         except Exception as error:  # A library of others, which may raise anything.
             text = "ALARM: %s did not start, and takes nothing until the next start: %s"
-            logger.error(text, self._name, _one_line(error))
+            logger.error(text, self._name, error_line(error))
             self._n_missing += self._queue.qsize()
             return
         method = ""
@@ -123,7 +124,7 @@ class TrackerThread:
                 self._n_missing += 1
                 if not self._failed:
                     text = "ALARM: %s did not take a record; the run goes on: %s"
-                    logger.error(text, self._name, _one_line(error))
+                    logger.error(text, self._name, error_line(error))
                 self._failed = True
             else:
                 self._failed = False
@@ -177,7 +178,3 @@ def run_id(folder: Path) -> str:
     with WriteAlarm().of(path):
         atomic_write_text(path, new + "\n")
     return new
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

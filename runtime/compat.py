@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from config import ConfigError
 from runtime.log import logger
+from runtime.printable import first_line
 from runtime.private_names import PRIVATE
 
 DISABLED_TORCH_FUNCTION: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
@@ -229,7 +230,7 @@ def limit_gloo_to_one_thread() -> None:
             original(self, *args, options, **unknown)
         # An unknown signature: call the original unchanged.
         except (AttributeError, TypeError) as error:
-            problem, effect = str(error).partition("\n")[0], PRIVATE[path].consequence
+            problem, effect = first_line(str(error)), PRIVATE[path].consequence
             logger.warning("PyTorch %s: %s: %s", torch.__version__, problem, effect)
             given = {} if timeout is None else {"timeout": timeout}
             original(self, *args, **given, **kwargs)

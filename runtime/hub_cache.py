@@ -21,6 +21,7 @@ from huggingface_hub.utils import disable_progress_bars
 
 from config.hub_names import WEIGHT_FILES, HubName
 from runtime.commands import command_text
+from runtime.printable import first_line
 
 # The cache names a file of Git LFS by its SHA-256, others by a hash of Git.
 SHA256_DIGITS = 64
@@ -151,4 +152,4 @@ def _cache_error(error: OSError) -> str:
 
 def _line(error: Exception) -> str:
     """First line of an error's text, or its type if it has none."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return first_line(str(error)) or type(error).__name__

@@ -25,6 +25,30 @@ def printable_lines(text: str) -> str:
     return _UNSAFE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
+def first_line(text: str) -> str:
+    """First line of ``text`` that is not blank; "" if there is none."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def error_line(error: BaseException) -> str:
+    """Type and first line of ``error``, and of the causes that its text does not quote."""
+    lines = [f"{type(each).__name__}: {first_line(str(each))}" for each in with_causes(error)]
+    return ": ".join(line.rstrip(": ") for line in lines)
+
+
+def with_causes(error: BaseException) -> list[BaseException]:
+    """Return ``error`` and what it was raised from, up to a cause that its text quotes.
+
+    PyTorch's pipelines raise an error that says only which stage failed.
+    """
+    errors = [error]
+    while (cause := errors[-1].__cause__) is not None:
+        if first_line(str(cause)) in str(errors[-1]):
+            break
+        errors.append(cause)
+    return errors
+
+
 def format_traceback(error: BaseException) -> str:
     """Format a traceback; lines after the first are indented, so that none looks like a log's."""
     text = printable_lines("".join(traceback.format_exception(error)).rstrip("\n"))

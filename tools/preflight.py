@@ -27,6 +27,7 @@ from launcher.launch import check_run, find_nodes, ranks_per_node, set_thread_de
 from runtime import exit_codes
 from runtime.hub_paths import pin_names
 from runtime.log import report, say
+from runtime.printable import first_line
 from tools.preflight_rank import HAS_FINDINGS
 
 PROGRAM = ["-m", "tools.preflight_rank"]
@@ -56,7 +57,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             report(error)
             return exit_codes.BAD_CONFIG
         except dist.DistError as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(str(error))
             where = f"{nodes.address}:{nodes.port}"
             findings = [f"node {nodes.rank}: no answer from node 0 at {where}: {reason}"]
         if findings:

@@ -241,6 +241,25 @@ def test_standalone_rank_raises_its_error() -> None:
         raise RuntimeError("mine")
 
 
+def block_that_fails() -> None:
+    raise KeyError("w1")
+
+
+def test_error_in_a_pipeline_stage_is_that_of_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat, reports = RankHeartbeat({}), list[RankReport]()
+    monkeypatch.setattr(heartbeat, "_put", lambda key, report: reports.append(report))
+    try:
+        try:
+            block_that_fails()
+        except KeyError as error:
+            raise RuntimeError("\n  [Stage 1] failed to run forward:\n") from error
+    except RuntimeError as error:
+        heartbeat._report_error(error)
+    assert reports[0].error == "RuntimeError: [Stage 1] failed to run forward: KeyError: 'w1'"
+    line = block_that_fails.__code__.co_firstlineno + 1
+    assert reports[0].place == f"tests/launcher/test_post_mortem.py:{line}"
+
+
 def test_place_is_the_innermost_shardloom_line() -> None:
     paths = [
         ROOT / ".venv/lib/site-packages/torch/x.py",

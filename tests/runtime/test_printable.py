@@ -11,7 +11,7 @@ import pytest
 from config import ConfigError
 from launcher import launch
 from runtime.log import OF_LINES, error_text, init_logging, logger, report, say
-from runtime.printable import format_traceback, printable, printable_lines
+from runtime.printable import error_line, format_traceback, printable, printable_lines
 from tests.lib.repository import ROOT, python_files
 from tools import slurm_end, status
 
@@ -168,3 +168,15 @@ def test_formatter_is_on_the_logger() -> None:
     logger.info("a\nb")
     assert stream.getvalue().endswith(" a\\nb\n")
     init_logging()
+
+
+def test_line_of_an_error_has_causes_that_its_text_does_not_quote() -> None:
+    # As PyTorch's pipelines raise it.
+    stage = RuntimeError("\n            [Stage 1] failed to run forward:\n            args: ()\n")
+    stage.__cause__ = cause = KeyError("w1")
+    assert error_line(stage) == "RuntimeError: [Stage 1] failed to run forward: KeyError: 'w1'"
+    assert error_line(cause) == "KeyError: 'w1'"
+    quoting = ValueError("config.json: 'w1'")
+    quoting.__cause__ = stage.__cause__
+    assert error_line(quoting) == "ValueError: config.json: 'w1'"
+    assert error_line(ValueError()) == "ValueError"
