@@ -103,12 +103,13 @@ def is_measured(rows: list[Row], name: str, settings: Row, here: Row) -> bool:
     same = {"config": name, "settings": settings}
     same |= {key: here[key] for key in (*MACHINE, "commit")}
     return any(
-        all(row.get(key) == value for key, value in same.items()) and not _has_failed(row)
+        all(row.get(key) == value for key, value in same.items()) and not is_failed(row)
         for row in rows
     )
 
 
-def _has_failed(row: Row) -> bool:
+def is_failed(row: Row) -> bool:
+    """True if the row has a problem, other than that a package is missing."""
     return bool(row["problem"]) and not row["problem"].startswith("skipped")
 
 

@@ -21,15 +21,25 @@ from zipfile import ZipFile
 
 import torch
 
-from benchmarks.rows import MEASURED, ROOT, Row, append_rows, environment, is_measured, read_rows
+from benchmarks.rows import (
+    MEASURED,
+    ROOT,
+    Row,
+    append_rows,
+    environment,
+    is_failed,
+    is_measured,
+    read_rows,
+)
 from benchmarks.table import CONFIGS, table_of
 from runtime.machine import enable_expandable_segments
+from runtime.printable import error_line
 
 BENCHMARKS = ("ceilings", "checkpoint", "data", "loss", "sharding", "spinning", "startup", "step")
 
 
 def main(arguments: list[str]) -> int:
-    """Run all cases; return 0, 2 for a bad command or config, 3 if the budget ran out."""
+    """Run all cases; return 0, 1 if some failed, 2 for a bad command, 3 if the budget ran out."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -55,7 +65,7 @@ def main(arguments: list[str]) -> int:
             print(error, file=sys.stderr)
             return 2
         out = options.out or ROOT / "outputs" / "benchmarks" / f"{options.name}.jsonl"
-        here, is_interrupted = environment(options.commit), False
+        here, is_interrupted, has_failed = environment(options.commit), False, False
         named = [case for case in cases if case["name"] == options.only]
         for case in named or [case for case in cases if options.only in case["name"]]:
             if is_measured(read_rows(out), options.name, case, here):
@@ -68,10 +78,13 @@ def main(arguments: list[str]) -> int:
                 break
             fields = {"config": options.name, "case": case["name"], "what": ""} | here
             whole = fields | dict.fromkeys(MEASURED) | {"settings": case}
-            append_rows(out, [whole | row for row in rows])
-            print(f"{case['name']}: done", flush=True)
+            append_rows(out, rows := [whole | row for row in rows])
+            problems = [row["problem"] for row in rows if is_failed(row)]
+            has_failed |= bool(problems)
+            result = f"failed: {'; '.join(problems)}" if problems else "done"
+            print(f"{case['name']}: {result}", flush=True)
     print(f"\n{table_of(out)}\n\nrows: {out}")
-    return 3 if is_interrupted else 0
+    return 3 if is_interrupted else int(has_failed)
 
 
 def run_case(settings: Row, deadline: float) -> list[Row] | None:
@@ -88,8 +101,7 @@ def run_case(settings: Row, deadline: float) -> list[Row] | None:
         if isinstance(error, TimeoutError) and time.monotonic() >= deadline - 1:
             return None
         traceback.print_exc()
-        known = getattr(error, "problem", None) or f"{type(error).__name__}: {error}"
-        return [{"problem": known.splitlines()[0][:200]}]
+        return [{"problem": (getattr(error, "problem", None) or error_line(error))[:200]}]
     finally:
         # Loops run in their own processes and need the whole GPU.
         torch.cuda.empty_cache()

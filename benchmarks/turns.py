@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
@@ -163,6 +163,8 @@ def _run(
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ |= {name: str(value) for name, value in names.items()}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    # Locks of spawned processes, such as tqdm's, are files that outlive ``os._exit``.
+    set_start_method("fork", force=True)
     torch.set_num_threads(max(1, available_cpus() // ranks))
     # Drop the output of loops; errors go through the connection.
     null = os.open(os.devnull, os.O_WRONLY)

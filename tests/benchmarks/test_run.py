@@ -1,6 +1,7 @@
 """End-to-end tests of the benchmark harness on tiny shapes: rows, resume, errors, tables."""
 
 import json
+import multiprocessing
 import re
 import signal
 from importlib.util import find_spec
@@ -48,8 +49,11 @@ def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     assert row["peak_memory_gib"] > 0
     # A kill during a write leaves a torn line.
     out.write_text(out.read_text() + '{"config": "h2')
-    assert main([*command]) == 0
+    assert main([*command]) == 1
     output = capsys.readouterr().out
+    assert "\na key that there is not: failed: " in output
+    assert "\n8B, 2 ranks: done\n" in output
+    assert "\na package that there is not: done\n" in output
     assert "8B, bfloat16 weights: already in" in output
     rows = read_rows(out)
     assert [r["case"] for r in rows if r["what"] == "train"].count(row["case"]) == 1
@@ -165,6 +169,17 @@ def test_failed_loop_raises_and_hung_loop_times_out() -> None:
     assert caught.value.problem == "RuntimeError: out of / memory"
     with pytest.raises(TimeoutError):
         Loop(hanging, deadline=run.time.monotonic() + 0.1)
+
+
+def locking(turns: Turns) -> None:
+    turns.note = multiprocessing.Lock()._semlock.name  # type: ignore[attr-defined]
+    turns.next_step()
+
+
+def test_locks_of_a_loop_leave_no_files() -> None:
+    # With a name, the lock is a file, about which Python warns once the loop has ended.
+    with Loop(locking, deadline=run.time.monotonic() + 60) as loop:
+        assert loop.ready is None
 
 
 def test_committed_configs_are_valid() -> None:
