@@ -77,7 +77,8 @@ class Table:
     layer: Mapping[str, str]
     """Modules of a layer with one ``weight``: Shardloom name to Hugging Face name."""
     others: Callable[[Any], list[TensorPair]] = lambda args: []
-    """Args to the pairs of the layers' other tensors."""
+    """Args to the pairs of all other tensors: biases, those outside of the layers, and those that
+    need a function."""
     args_cls: type[TransformerArgs] = TransformerArgs
     family_args: Mapping[str, Any] = field(default_factory=dict)
     """Args with the same value in the whole family."""

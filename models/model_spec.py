@@ -37,9 +37,11 @@ class ModelSpec:
     """MoE layers, with ``experts``, ``dispatcher``, ``all_reduce_counts``, ``balance_weight`` and
     the buffers ``bias`` and ``tokens_per_expert``."""
     split_stage: Callable[[Any, range], None]
-    """Prune a model in place to one pipeline stage: the given layers."""
+    """Prune a model in place to one pipeline stage: the given layers, and what is outside of them
+    on the first or last stage."""
     merge_stages: Callable[[Any, list[Any]], None]
-    """Move the modules of this rank's pipeline stages into one model, under its own FQNs."""
+    """Move the modules of this rank's pipeline stages into one model, under its own FQNs; what they
+    lack is deleted from it."""
     compile_regions: Mapping[str, bool] = field(default_factory=dict)
     """Methods of a block with a graph break, by dotted path: each is checkpointed on its own.
     True: compiled as one graph; False: not compiled."""

@@ -267,6 +267,14 @@ class Transformer(nn.Module):
         """Build layer ``index``. Families override this."""
         return TransformerBlock(self.args)
 
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Map tokens (b, s) at positions (b or 1, s) to (b, s, d). Families override this.
+
+        Only the first pipeline stage calls it.
+        """
+        assert self.tok_embeddings is not None, "a later stage"
+        return self.tok_embeddings(tokens)
+
     def forward(
         self,
         x: torch.Tensor,
@@ -281,7 +289,7 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
         rope = self.rope(positions)
-        h = x if self.tok_embeddings is None else self.tok_embeddings(x)
+        h = x if self.tok_embeddings is None else self.embed(x, positions)
         for layer in self.layers.values():
             h = layer(h, rope, document_ids)
         return h if self.norm is None or self.output is None else self.output(self.norm(h))
