@@ -1,6 +1,7 @@
 """Build a model: meta device, kernels, parallelisms, weights, and the runner that calls it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from config import JobConfig
+from config.job_config import Model
 from cuda_graphs import CudaRecorder, Recorder
 from forward_backward import ModelRunner, PipelineRunner, SPMDRunner
 from kernels.choose import choose_kernels
@@ -26,6 +28,7 @@ from parallelisms.pipeline_parallel import tied_across_stages
 from run_spec import RunSpec
 from runtime.log import logger, show_phase
 from runtime.object_collectives import run_on_rank0
+from runtime.outside import mistakes_of
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,13 @@ class ShardedModel:
 
     def materialize(self) -> None:
         """Allocate this rank's shards, and fill them by ``debug.seed``. Mutates ``module``."""
-        materialize(
-            self.module,
-            self.device,
-            seed=self.config.debug.seed,
-            is_offloaded=self.config.parallelism.fsdp_cpu_offload,
-        )
+        with _mistakes_of_own(self.config.model):
+            materialize(
+                self.module,
+                self.device,
+                seed=self.config.debug.seed,
+                is_offloaded=self.config.parallelism.fsdp_cpu_offload,
+            )
 
     def runner(self) -> ModelRunner:
         """Build the object that runs forward and backward. Collective with pipeline parallel."""
@@ -212,41 +216,52 @@ def build_sharded_model(
     """Build a model on the meta device and apply the parallelisms of ``config``. Collective.
 
     ``apply_kernels``: called with the module and the compute dtype, before parallelisms wrap it.
+    Raises ``ConfigError`` for a mistake in the user's own model.
     """
-    module = build_on_meta(spec, args, getattr(torch, config.training.dtype))
-    # What follows shards, splits and wraps the module: count and name its parameters first.
-    fqns, tied = [fqn for fqn, _ in module.named_parameters()], list[str]()
-    if dims.degrees.pp > 1:
-        tied = tied_across_stages(
-            module,
-            dims.degrees.pp,
-            split=spec,
-            parallelism=config.parallelism,
-            is_own=config.model.is_own,
-        )
-    has_moes = bool(spec.moes(module))
+    with _mistakes_of_own(config.model):
+        module = build_on_meta(spec, args, getattr(torch, config.training.dtype))
+        # What follows shards, splits and wraps the module: count and name its parameters first.
+        fqns, tied = [fqn for fqn, _ in module.named_parameters()], list[str]()
+        if dims.degrees.pp > 1:
+            tied = tied_across_stages(
+                module,
+                dims.degrees.pp,
+                split=spec,
+                parallelism=config.parallelism,
+                is_own=config.model.is_own,
+            )
+        has_moes = bool(spec.moes(module))
+        _log_size(config.model, module)
+        flops = training_flops(spec, args, module, config.training.seq_len)
+        mp_policy = mixed_precision_policy(config.training, device)
+        if apply_kernels is not None:
+            apply_kernels(module, mp_policy.param_dtype)
+        stages = parallelize(module, dims, spec=spec, config=config, mp_policy=mp_policy)
+        if config.debug.is_elastic:
+            apply_elastic(module)
+        return ShardedModel(
+            spec, args, config, dims, device, mp_policy, module, stages,
+            fqns, tied, has_moes, flops,
+        )  # fmt: skip
+
+
+def _mistakes_of_own(model: Model) -> AbstractContextManager[None]:
+    """Context that names the user's own model in the errors of its spec; none for others."""
+    return mistakes_of("model.name", model.name) if model.is_own else nullcontext()
+
+
+def _log_size(model: Model, module: nn.Module) -> None:
     n_parameters = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    changes = "".join(f", {name} = {value}" for name, value in config.model.args.items())
+    changes = "".join(f", {name} = {value}" for name, value in model.args.items())
     logger.info(
         "model: %s %s%s, %s parameters%s",
-        config.model.name,
-        config.model.flavor,
+        model.name,
+        model.flavor,
         changes,
         f"{n_parameters:,}",
         f", of which {trained:,} are trained" if trained < n_parameters else "",
     )
-    flops = training_flops(spec, args, module, config.training.seq_len)
-    mp_policy = mixed_precision_policy(config.training, device)
-    if apply_kernels is not None:
-        apply_kernels(module, mp_policy.param_dtype)
-    stages = parallelize(module, dims, spec=spec, config=config, mp_policy=mp_policy)
-    if config.debug.is_elastic:
-        apply_elastic(module)
-    return ShardedModel(
-        spec, args, config, dims, device, mp_policy, module, stages,
-        fqns, tied, has_moes, flops,
-    )  # fmt: skip
 
 
 def training_flops(

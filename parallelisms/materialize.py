@@ -7,12 +7,13 @@ CPU they silently give every shard the same values.
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelisms.tied_weights import preserve_tied_weights
 from runtime.dtensor import shard_slices, to_local
@@ -28,7 +29,8 @@ def materialize(
     """Allocate this rank's shards on ``device`` and call ``model.init_weights``. Mutates ``model``.
 
     ``is_offloaded``: parameters are allocated in host memory, and only buffers on ``device``.
-    Raises ``AssertionError`` naming the tensors that ``init_weights`` does not fill.
+    Raises ``ValueError`` if ``init_weights`` leaves tensors unfilled, whose names it gives, or
+    draws from PyTorch's generator, whose numbers depend on the mesh.
     """
     allocate(model, device, is_offloaded=is_offloaded)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -43,13 +45,33 @@ def materialize(
     def trunc_normal_(parameter: torch.Tensor, *, std: float) -> None:
         fill_trunc_normal(parameter, std=std, key=_key(seed, fqns[id(parameter)]))
 
-    cast(Callable, model.init_weights)(trunc_normal_)
+    with _NoRandomOps(fqns):
+        cast(Callable, model.init_weights)(trunc_normal_)
     unfilled = [
         fqn
         for fqn, local in ((fqn, to_local(tensor)) for fqn, tensor in tensors.items())
         if (local.isnan().any() if local.is_floating_point() else local._version == versions[fqn])
     ]
-    assert not unfilled, f"init_weights does not fill {unfilled}"
+    if unfilled:
+        raise ValueError(f"init_weights does not fill {', '.join(unfilled)}")
+
+
+class _NoRandomOps(TorchDispatchMode):
+    """Raise ``ValueError`` for an op that draws from PyTorch's default generator."""
+
+    def __init__(self, fqns: Mapping[int, str]) -> None:
+        """``fqns``: by id of the tensor."""
+        super().__init__()
+        self._fqns = fqns
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            fqn = self._fqns.get(id(args[0])) if args else None
+            what = func.overloadpacket.__name__ + (f" on {fqn}" if fqn else "")
+            reason = "whose values would differ between meshes: use trunc_normal_"
+            raise ValueError(f"init_weights calls {what}, {reason}")
+        return func(*args, **kwargs)
 
 
 def allocate(model: nn.Module, device: torch.device, *, is_offloaded: bool = False) -> None:

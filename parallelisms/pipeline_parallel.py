@@ -53,11 +53,25 @@ def apply_pipeline_parallel(
         parallelize_stage(stage)
         stages.append(stage)
     split.merge_stages(model, stages)
+    _check_merged(model, stages)
     logger.info(
         "pipeline parallel: pp = %d, layers per stage = %s, schedule = %s",
         pp_mesh.size(), [len(stage) for stage in layers], parallelism.pipeline_parallel_schedule,
     )  # fmt: skip
     return stages
+
+
+def _check_merged(model: nn.Module, stages: list[nn.Module]) -> None:
+    """Raise ``ValueError`` unless ``model`` has the tensors of ``stages``, and no others."""
+    merged, staged = (
+        {id(t): fqn for m in ms for fqn, t in [*m.named_parameters(), *m.named_buffers()]}
+        for ms in ([model], stages)
+    )
+    unequal = {**merged, **staged}.items()
+    fqns = dict.fromkeys(fqn for key, fqn in unequal if key not in merged or key not in staged)
+    if fqns:
+        text = "the model must have the tensors of the rank's stages, and no others"
+        raise ValueError(f"merge_stages does not handle {', '.join(fqns)}: {text}")
 
 
 def tied_across_stages(
@@ -66,7 +80,7 @@ def tied_across_stages(
     """Return the first FQN of each parameter that the first and the last stage share.
 
     ``model``: still whole, on the meta device. ``is_own``: the user's own; raises ``ConfigError``
-    if its stages share any other parameter.
+    if its stages share any other parameter, or ``ValueError`` if none has one.
     """
     groups = fqns_by_parameter(model)
     if not is_own:
@@ -81,7 +95,9 @@ def tied_across_stages(
     tied, ends = [], [stages[0], stages[-1]]
     for fqns in groups:
         indices = sorted({index for fqn in fqns for index in owners[fqn]})
-        if len(indices) < 2:
+        if not indices:
+            raise ValueError(f"split_stage leaves {' = '.join(fqns)} on no stage")
+        if len(indices) == 1:
             continue
         is_of_ends = len(fqns) > 1 and indices == [0, len(stages) - 1]
         if not is_of_ends or not _have(fqns[0], model, split, ends):

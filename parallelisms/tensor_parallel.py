@@ -25,7 +25,8 @@ def apply_tensor_parallel(
 
     ``plan`` maps module paths, in which ``*`` matches within a name, to styles. It may name modules
     that a pipeline stage lacks. ``is_async``: compiled blocks may split matmuls to overlap these
-    with their collectives. Raises ``ValueError`` if ``plan`` does not cover a parameter.
+    with their collectives. Raises ``ValueError`` if ``plan`` does not cover a parameter, or
+    PyTorch has no such style of a module.
     """
     if is_async:
         _enable_async(tp_mesh)
@@ -35,19 +36,27 @@ def apply_tensor_parallel(
             found = [module for name, module in modules.items() if _matches(name, path)]
             n_entries += bool(found)
             for module in found:
-                if isinstance(style, ParallelStyle):
-                    parallelize_module(module, tp_mesh, style)
-                else:
-                    style(module, tp_mesh)
+                try:
+                    _apply(style, module, tp_mesh)
+                except NotImplementedError as error:
+                    text = f"{path!r} of the tensor parallel plan is a {type(module).__name__}"
+                    raise ValueError(f"{text}: {error}") from error
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(_wait_for_reduction)
     missed = [fqn for fqn, p in model.named_parameters() if not isinstance(p, DTensor)]
     if missed:
-        raise ValueError(f"the tensor parallel plan does not cover {missed}")
+        raise ValueError(f"the tensor parallel plan does not cover {', '.join(missed)}")
     count = len(list(model.parameters()))
     logger.info("tensor parallel: %d plan entries cover %d parameters on %d ranks",
                 n_entries, count, tp_mesh.size())  # fmt: skip
+
+
+def _apply(style: Style, module: nn.Module, tp_mesh: DeviceMesh) -> None:
+    if isinstance(style, ParallelStyle):
+        parallelize_module(module, tp_mesh, style)
+    else:
+        style(module, tp_mesh)
 
 
 def _matches(name: str, path: str) -> bool:

@@ -18,13 +18,21 @@ from typing import Any, ParamSpec, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from config import ConfigError
+
 ROOT = Path(__file__).parents[1]
+OWN = ("build_model.py", "data", "models/meta.py", "optim", "parallelisms", "runtime")
 QUIET = (
     "<frozen ",
     pkgutil.__file__,
     str(Path(importlib.__file__).parent),
-    *(str(ROOT / folder) for folder in ("data", "optim", "runtime")),
+    *(str(ROOT / each) for each in OWN),
 )
+# What errors of hardware, memory and network are not.
+MISTAKES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError,
+    TypeError, ValueError,
+)  # fmt: skip
 P = ParamSpec("P")
 R = TypeVar("R")
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -57,6 +65,20 @@ def exits_are_errors(function: Callable[P, R]) -> Callable[P, R]:
             raise RuntimeError(text).with_traceback(error.__traceback__) from None
 
     return run
+
+
+@contextmanager
+def mistakes_of(key: str, name: str) -> Iterator[None]:
+    """Context that calls code outside, which a configuration's ``key`` names.
+
+    An exception that no restart helps becomes a ``ConfigError`` with the file and line.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except MISTAKES as error:
+        raise ConfigError([f"{key}: {name!r}: {describe_error(error)}"]) from error
 
 
 @contextmanager

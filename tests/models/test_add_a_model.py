@@ -4,9 +4,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from build_model import build_model
 from config import ConfigError, load_config
@@ -22,11 +25,13 @@ from data.loader import num_target_tokens
 from kernels.block_attention import BlockAttention
 from models import TransformerArgs, find_model, find_spec
 from models.meta import build_on_meta
+from models.model_spec import Style
 from models.transformer import Attention, InitFn, InnerAttention, Transformer, TransformerBlock
 from parallelisms.materialize import materialize
 from parallelisms.parallel_dims import ParallelDims
 from planner.simulate import fake_ranks
 from run_spec import resolve
+from runtime.outside import mistakes_of
 from tests.lib.forked import codes, log, started
 from tests.lib.launch import curve, run
 from tests.lib.layouts import (
@@ -46,7 +51,13 @@ from tests.lib.parity import global_batch, rows_of, whole
 from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
 
-PAGES = ("resize_a_model.md", "add_a_model.md", "shard_a_model.md", "add_an_attention.md")
+PAGES = (
+    "resize_a_model.md",
+    "add_a_model.md",
+    "shard_a_model.md",
+    "add_an_attention.md",
+    "outside_the_blocks.md",
+)
 NAME = "my_models.relu2_sharding:SPEC"
 FILE = re.compile(r"^```\w+\n# (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -57,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pages = [(ROOT / "docs" / "howto" / name).read_text() for name in PAGES]
     files = dict(FILE.findall("\n".join(pages)))
     models = ["my_models/relu2.py", "relu2_debug.toml", "my_models/relu2_sharding.py"]
-    assert list(files) == ["tiny.toml", *models, "my_models/gated.py"]
+    assert list(files) == ["tiny.toml", *models, "my_models/gated.py", "my_models/positions.py"]
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -109,19 +120,29 @@ def test_losses_match_on_any_mesh_and_generate_works(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_starts")
-def test_another_attention_is_sharded_and_exported(folder: Path) -> None:
-    gated = "my_models.gated:SPEC"
-    keys = {"model.name": gated, "training.steps": "2", "checkpoint.interval": "2"}
-    for path, more in ((folder / "one", {}), (folder / "tp", {f"parallelism.{TP}": "2"})):
+@pytest.mark.parametrize(
+    ("name", "degrees", "tensor"),
+    [
+        ("my_models.gated:SPEC", [TP], "model.layers.0.self_attn.gate_proj.weight"),
+        ("my_models.positions:SPEC", [CP, PP, TP], "model.embed_positions.weight"),
+    ],
+)
+def test_model_is_sharded_and_exported(
+    folder: Path, name: str, degrees: list[str], tensor: str
+) -> None:
+    keys = {"model.name": name, "training.steps": "2", "checkpoint.interval": "2"}
+    for degree in ["one", *degrees]:
+        path, more = folder / degree, {} if degree == "one" else {f"parallelism.{degree}": "2"}
         options = {"plant": partial(add_to_path, folder), **keys, **more}
         with started(path, 1 + bool(more), **options) as ranks:
             assert codes(ranks) == {0}, log(path)
-    want, got = curve(folder / "one"), curve(folder / "tp")
-    assert got[2] == pytest.approx(want[2], rel=1e-9)
+        if degree == "one":
+            want = curve(path)
+        assert curve(path)[2] == pytest.approx(want[2], rel=1e-9)
     exported = folder / "exported"
-    run_folder = folder / "tp" / "debug_model"
+    run_folder = folder / TP / "debug_model"
     done = subprocess.run(
-        [sys.executable, "-m", "tools.convert", "export", run_folder, exported, "--model", gated],
+        [sys.executable, "-m", "tools.convert", "export", run_folder, exported, "--model", name],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"},
         capture_output=True,
         text=True,
@@ -129,7 +150,7 @@ def test_another_attention_is_sharded_and_exported(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     tensors = load_file(exported / "model.safetensors")
-    assert tensors["model.layers.0.self_attn.gate_proj.weight"].abs().max() > 0
+    assert tensors[tensor].abs().max() > 0
     options = {"plant": partial(add_to_path, folder), **keys}
     options["checkpoint.initial_load_path"] = str(exported)
     with started(folder / "loaded", 1, **options) as ranks:
@@ -259,6 +280,78 @@ def test_parameter_of_several_stages_is_an_error() -> None:
     message = r"pipeline_parallel_degree: scales is on stages 0, 1, which would train it apart"
     with fake_ranks(0, 2), pytest.raises(ConfigError, match=message):
         shard_debugmodel(name, args_of(name), Layout(2, {PP: 2}))
+
+
+class WithTable(Transformer):
+    """Has a parameter that belongs to no block, on the first stage."""
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__(args)
+        self.table: nn.Embedding | None = nn.Embedding(args.max_seq_len, args.dim)
+
+
+class DrawsTable(WithTable):
+    def init_weights(self, trunc_normal_: InitFn = nn.init.trunc_normal_) -> None:
+        super().init_weights(trunc_normal_)
+        assert self.table is not None
+        nn.init.normal_(self.table.weight)
+
+
+class Misspells(Transformer):
+    def init_weights(self, trunc_normal_: InitFn = nn.init.trunc_normal_) -> None:
+        self.tabel.weight.fill_(0.0)
+
+
+def split_table(model: WithTable, layers: range) -> None:
+    find_spec("llama3").split_stage(model, layers)
+    if layers.start > 0:
+        model.table = None
+
+
+def plan_of(path: str, style: Any) -> Callable[[TransformerArgs], dict[str, Style]]:
+    return lambda args: {**find_spec("llama3").tensor_parallel_plan(args), path: style}
+
+
+WITH_TABLE = replace(find_spec("llama3"), model_cls=WithTable, split_stage=split_table)
+DRAWS_TABLE = replace(WITH_TABLE, model_cls=DrawsTable)
+ON_NO_STAGE = replace(
+    WITH_TABLE, split_stage=lambda model, layers: split_table(model, range(1, layers.stop))
+)
+MISSPELLS = replace(WITH_TABLE, model_cls=Misspells)
+WRONG_STYLE = replace(find_spec("llama3"), tensor_parallel_plan=plan_of("*norm", ColwiseParallel()))
+NO_STYLE = replace(find_spec("llama3"), tensor_parallel_plan=plan_of("norm", 3))
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "message"),
+    [
+        ("WITH_TABLE", Layout(1), r"init_weights does not fill table\.weight"),
+        ("WITH_TABLE", Layout(2, {TP: 2}), r"plan does not cover table\.weight"),
+        ("WITH_TABLE", Layout(2, {PP: 2}), r"merge_stages does not handle table\.weight"),
+        (
+            "ON_NO_STAGE",
+            Layout(2, {PP: 2}),
+            r"split_stage leaves tok_embeddings\.weight on no stage",
+        ),
+        ("DRAWS_TABLE", Layout(1), r"init_weights calls normal_ on table\.weight, .*\.py, line"),
+        ("MISSPELLS", Layout(1), r"has no attribute 'tabel' \(.*test_add_a_model\.py, line \d+\)"),
+        ("WRONG_STYLE", Layout(2, {TP: 2}), r"'\*norm' .* is a RMSNorm: ColwiseParallel currently"),
+        ("NO_STYLE", Layout(2, {TP: 2}), r"TypeError: 'int' object is not callable"),
+    ],
+)
+def test_mistake_of_a_spec_is_an_error_of_the_config(
+    spec: str, layout: Layout, message: str
+) -> None:
+    name = f"{__name__}:{spec}"
+    whole_message = f"model\\.name: '{re.escape(name)}': .*{message}"
+    for rank in range(layout.world_size):
+        with fake_ranks(rank, layout.world_size), pytest.raises(ConfigError, match=whole_message):
+            shard_debugmodel(name, args_of(name), layout).materialize()
+
+
+def test_errors_of_the_machine_are_not_the_models() -> None:
+    with pytest.raises(RuntimeError, match="out of memory"), mistakes_of("model.name", "x:SPEC"):
+        raise torch.OutOfMemoryError("out of memory")
 
 
 class SkippingBlock(TransformerBlock):

@@ -181,8 +181,8 @@ def test_weights_of_stages_equal_one_process(ranks: RankPool, layout: Layout) ->
 
 def random_ops() -> AbstractContextManager:
     def fill(parameter: torch.Tensor, *, std: float, key: int) -> None:
-        torch.manual_seed(key)
-        parameter.normal_(std=std)
+        generator = torch.Generator().manual_seed(key)
+        to_local(parameter).normal_(std=std, generator=generator)
 
     return patch.object(subject, "fill_trunc_normal", fill)
 
@@ -263,7 +263,7 @@ def test_weights_depend_on_seed_and_fqn(name: str, flavor: str) -> None:
 def test_unfilled_parameter_is_named() -> None:
     model = build_on_meta(find_model(*MODELS[0])[0], small_args(*MODELS[0]), torch.float32)
     forgets_w1 = patch.object(FeedForward, "init_weights", lambda self, fill, std: None)
-    with forgets_w1, pytest.raises(AssertionError, match=r"layers\.1\.feed_forward\.w3\.weight"):
+    with forgets_w1, pytest.raises(ValueError, match=r"layers\.1\.feed_forward\.w3\.weight"):
         materialize(model, CPU, seed=SEED)
 
 
@@ -280,8 +280,21 @@ def test_unfilled_buffer_is_named(dtype: torch.dtype) -> None:
         self.get_buffer("layers.1.filled").zero_()
 
     fills_one = patch.object(Transformer, "init_weights", init_weights)
-    with fills_one, pytest.raises(AssertionError, match=r"not fill \['layers\.1\.mask'\]"):
+    with fills_one, pytest.raises(ValueError, match=r"not fill layers\.1\.mask$"):
         materialize(model, CPU, seed=SEED)
+
+
+def test_only_numbers_of_the_default_generator_are_an_error() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    for generator in (torch.Generator(), None):
+
+        def init_weights(fill: Callable, generator: torch.Generator | None = generator) -> None:
+            model.weight.copy_(torch.randn(4, 4, generator=generator))
+
+        model.init_weights = init_weights  # type: ignore[assignment]
+        is_error = pytest.raises(ValueError, match="init_weights calls randn, whose values")
+        with is_error if generator is None else nullcontext(), torch.no_grad():
+            materialize(model, CPU, seed=SEED)
 
 
 def test_generator_is_splitmix64() -> None:
