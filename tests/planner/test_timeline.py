@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from html import unescape
 from itertools import pairwise
 
 import pytest
@@ -25,6 +26,34 @@ def test_committed_picture_is_what_is_simulated(name: str, request: pytest.Fixtu
         pytest.skip(f"committed by PyTorch {version[1]}, of which other releases differ")
     again = "run: ./shardloom python -m planner.timeline_svg"
     assert committed == picture(PICTURES[name]), again
+
+
+def test_page_has_the_numbers_of_the_committed_pictures() -> None:
+    facts = re.compile(
+        r'weight="600">(.*?)</text>\n.*"end">(\d+) ms, (\S+) GiB at the peak, (\S+) GiB sent<'
+    )
+    data, model, hybrid = (
+        {unescape(title): values for title, *values in facts.findall(text)}
+        for text in ((FOLDER / f"{name}.svg").read_text() for name in PICTURES)
+    )
+    assert [[*rows] for rows in (data, model, hybrid)] == [[*rows] for rows in PICTURES.values()]
+    (_, ddp, _), *zero, (_, hsdp, _), (_, simple, _) = data.values()
+    fsdp, tensor, *_ = (int(ms) for ms, _, _ in model.values())
+    alone, by_tensor, ulysses, allgather = (ms for ms, _, _ in hybrid.values())
+    memory = sorted(float(gib) for _, gib, _ in hybrid.values())
+    page = " ".join((FOLDER.parent / "data_parallel.md").read_text().split())
+    for text in (
+        f"holds everything on each rank, {ddp} GiB",
+        "hold {}, {} and {} GiB".format(*(gib for _, gib, _ in zero)),
+        "send {}, {} and {} GiB".format(*(sent for _, _, sent in zero)),
+        f"It holds {hsdp} GiB, because each node has a replica",
+        f"It holds least, {simple} GiB",
+        f"The step takes {tensor / fsdp:.1f} times as long",
+        f"FSDP2 alone takes {alone} ms, context parallel {ulysses} and {allgather} ms",
+        f"tensor parallel {by_tensor} ms",
+        f"nearly the same, {memory[0]} to {memory[-1]} GiB",
+    ):
+        assert text in page
 
 
 @pytest.fixture(scope="module")
