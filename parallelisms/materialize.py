@@ -8,14 +8,15 @@ CPU they silently give every shard the same values.
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelisms.tied_weights import preserve_tied_weights
+from runtime.compat import find
 from runtime.dtensor import shard_slices, to_local
 
 # Elements generated at once. There are about five float64 or int64 temporaries for each element.
@@ -45,7 +46,7 @@ def materialize(
     def trunc_normal_(parameter: torch.Tensor, *, std: float) -> None:
         fill_trunc_normal(parameter, std=std, key=_key(seed, fqns[id(parameter)]))
 
-    with _NoRandomOps(fqns):
+    with _no_random_ops(fqns):
         cast(Callable, model.init_weights)(trunc_normal_)
     unfilled = [
         fqn
@@ -56,22 +57,28 @@ def materialize(
         raise ValueError(f"init_weights does not fill {', '.join(unfilled)}")
 
 
-class _NoRandomOps(TorchDispatchMode):
-    """Raise ``ValueError`` for an op that draws from PyTorch's default generator."""
+def _no_random_ops(fqns: Mapping[int, str]) -> AbstractContextManager[object]:
+    """Context in which an op that draws from PyTorch's default generator raises ``ValueError``.
 
-    def __init__(self, fqns: Mapping[int, str]) -> None:
-        """``fqns``: by id of the tensor."""
-        super().__init__()
-        self._fqns = fqns
+    ``fqns``: by id of the tensor.
+    """
+    dispatch_mode: Any = find("torch.utils._python_dispatch:TorchDispatchMode")
+    if dispatch_mode is None:
+        return nullcontext()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            fqn = self._fqns.get(id(args[0])) if args else None
-            what = func.overloadpacket.__name__ + (f" on {fqn}" if fqn else "")
-            reason = "whose values would differ between meshes: use trunc_normal_"
-            raise ValueError(f"init_weights calls {what}, {reason}")
-        return func(*args, **kwargs)
+    class NoRandomOps(dispatch_mode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+                fqn = fqns.get(id(args[0])) if args else None
+                what = func.overloadpacket.__name__ + (f" on {fqn}" if fqn else "")
+                reason = "whose values would differ between meshes: use trunc_normal_"
+                raise ValueError(f"init_weights calls {what}, {reason}")
+            return func(*args, **kwargs)
+
+    return NoRandomOps()
 
 
 def allocate(model: nn.Module, device: torch.device, *, is_offloaded: bool = False) -> None:

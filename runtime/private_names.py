@@ -166,8 +166,10 @@ PRIVATE: Mapping[str, PrivateName] = {
     "torch.cpu:_is_amx_tile_supported": PrivateName(
         "AMX support of this CPU is unknown", lambda found: found()
     ),
-    # Plans of a step: fake tensors, and a mode that sees each operator
-    "torch.utils._python_dispatch:TorchDispatchMode": PrivateName(UNSUPPORTED),
+    # A mode that sees each operator, for initial weights and plans of a step; there, fake tensors
+    "torch.utils._python_dispatch:TorchDispatchMode": PrivateName(
+        "random values of init_weights are not noticed", lambda cls: cls()
+    ),
     "torch._subclasses.fake_tensor:FakeTensorMode": PrivateName(UNSUPPORTED, lambda cls: cls()),
     "torch._subclasses.fake_tensor:FakeTensor": PrivateName(UNSUPPORTED),
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": PrivateName(

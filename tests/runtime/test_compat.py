@@ -32,10 +32,11 @@ BUDGET = "torch._functorch.config:activation_memory_budget"
 DYNAMO = "torch._dynamo.config:skip_fwd_side_effects_in_bwd_under_checkpoint"
 RECOMPILES = "torch._dynamo.config:recompile_limit"
 IGNORED = "torch.utils.checkpoint:SAC_IGNORED_OPS"
+MODE = "torch.utils._python_dispatch:TorchDispatchMode"
 # PyTorch itself needs these, so they are hidden only from Shardloom.
 NEEDED = {*FOREACH, GLOO, WORLD, TIMEOUT, STRIDED, "torch:Tensor._make_wrapper_subclass",
           "torch:_C._disabled_torch_function_impl", BUDGET, DYNAMO, RECOMPILES, IGNORED,
-          LOCAL}  # fmt: skip
+          LOCAL, MODE}  # fmt: skip
 
 SHORT = {
     "training.steps": "2",
@@ -67,6 +68,7 @@ USES: dict[str, dict[str, str]] = {
         "parallelism.data_parallel": "ddp"
     },
     STRIDED: {},
+    MODE: {},
     IGNORED: SELECTIVE,
     "torch.cpu:_is_avx512_bf16_supported": AUTO,
     "torch.cpu:_is_amx_tile_supported": AUTO,
@@ -92,7 +94,6 @@ NOT_IN_A_RUN = {
     "torch.distributed._symmetric_memory:enable_symm_mem_for_group",
     "torch.cuda.memory:_record_memory_history",
     "torch.cuda.memory:_dump_snapshot",
-    "torch.utils._python_dispatch:TorchDispatchMode",
     "torch._subclasses.fake_tensor:FakeTensorMode",
     "torch._subclasses.fake_tensor:FakeTensor",
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
