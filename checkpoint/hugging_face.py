@@ -39,6 +39,7 @@ from config.resume_compat import changed_arguments
 from runtime.filesystem import fsync_folder, open_input, read_input
 from runtime.log import logger
 from runtime.object_collectives import gather_to_rank0, raise_if_unequal, run_on_rank0
+from runtime.printable import reason_of
 
 CONFIG_FILE = "config.json"
 SAFETENSORS_FILE = "model.safetensors"
@@ -380,7 +381,7 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_input(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {reason_of(error)}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a JSON object")
     return content
@@ -423,7 +424,7 @@ def _open(path: Path) -> Any:
         open_input(path).close()
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {reason_of(error)}") from None
 
 
 def check_pairs(pairs: Sequence[Pair], names: Collection[str]) -> None:

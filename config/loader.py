@@ -165,10 +165,8 @@ def read_toml(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
         line = re.search(r"at line (\d+)", str(error))
         wrong = text.split("\n")[int(line[1]) - 1].strip() if line else ""
         raise ConfigError([f"{path}: {error}" + (f": {wrong[:80]}" if wrong else "")]) from None
-    except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror or error}"]) from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML
-        raise ConfigError([f"{path}: {error}"]) from None
+    except (OSError, ValueError, RecursionError) as error:  # not a file, not UTF-8, not TOML
+        raise ConfigError([f"{path}: {getattr(error, 'strerror', None) or error}"]) from None
     scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
     errors = [f"{path}: {key} must be in a [table]{advice(key)}" for key in scalars]
     return {key: value for key, value in tables.items() if key not in scalars}, errors

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.filesystem import read_input
+from runtime.printable import reason_of
 
 TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
 # GPT's separator of documents.
@@ -91,7 +92,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
         try:
             content = json.loads(read_input(path).decode())
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"data.tokenizer: {path}: {error}") from None
+            raise ValueError(f"data.tokenizer: {path}: {reason_of(error)}") from None
         if not isinstance(content, dict):
             raise ValueError(f"data.tokenizer: {path}: not a JSON object")
         contents |= content

@@ -17,6 +17,7 @@ from data.markers import check_n_vocab
 from data.tokenizer_json import SAMPLES
 from runtime.filesystem import read_input
 from runtime.log import logger
+from runtime.printable import reason_of
 
 COMPANION_FORM = '{"pattern": TEXT, "special_tokens": {NAME: ID}}'
 # The published pre-tokenization pattern of Llama 3.
@@ -158,7 +159,7 @@ def _read_companion(path: Path, n_ranks: int) -> tuple[str, dict[str, int]]:
     except (AttributeError, KeyError, TypeError):
         raise ValueError(f"data.tokenizer: {path}: not of the form {COMPANION_FORM}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"data.tokenizer: {path}: {error}") from None
+        raise ValueError(f"data.tokenizer: {path}: {reason_of(error)}") from None
     if len({*ids}) < len(ids) or any(not n_ranks <= i < 2**31 for i in ids):
         text = f"special tokens need unique ids, from {n_ranks} on"
         raise ValueError(f"data.tokenizer: {path}: {text}")

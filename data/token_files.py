@@ -40,6 +40,7 @@ from data.storage import (
 )
 from runtime.filesystem import open_input
 from runtime.machine import open_file_limit
+from runtime.printable import reason_of
 
 TOKEN_INDEX_FILE = "index.json"
 BEGUN_FILE = "begun.json"
@@ -437,4 +438,4 @@ def _map_file(path: DataPath, dtype: np.dtype) -> np.ndarray:
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:
-        raise ValueError(f"data.path: {path}: {error}") from error
+        raise ValueError(f"data.path: {path}: {reason_of(error)}") from error

@@ -12,6 +12,7 @@ from models.arguments import replace_args
 from models.model_spec import ModelSpec
 from models.transformer import TransformerArgs
 from runtime.outside import import_attribute
+from runtime.printable import reason_of
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -76,8 +77,7 @@ def _read_args(spec: ModelSpec, path: Path) -> TransformerArgs:
             raise ValueError("not a JSON object")
         return spec.hugging_face.args(config)
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"model.flavor: {path}: {reason}") from None
+        raise ValueError(f"model.flavor: {path}: {reason_of(error)}") from None
 
 
 def _import_spec(name: str) -> ModelSpec:

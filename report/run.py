@@ -20,7 +20,7 @@ from report.schedule_plan import SchedulePlan, plan_schedule
 from runtime.exit_codes import last_step
 from runtime.filesystem import parse_object, read_file
 from runtime.log import duration, short_number
-from runtime.printable import printable, printable_lines
+from runtime.printable import printable, printable_lines, reason_of
 from runtime.provenance import attempt_numbers, path_of
 from runtime.run_folder import read_records
 
@@ -144,7 +144,7 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         return tomli.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+        problems.append(f"{path}: {reason_of(error)}")
     return {}
 
 

@@ -30,6 +30,11 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
+def reason_of(error: Exception) -> str:
+    """Text of ``error``; of an ``OSError`` without its number and file, which the caller names."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def error_line(error: BaseException) -> str:
     """Type and first line of ``error``, and of the causes that its text does not quote."""
     lines = [f"{type(each).__name__}: {first_line(str(each))}" for each in with_causes(error)]

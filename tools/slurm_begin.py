@@ -31,6 +31,7 @@ from runtime.filesystem import atomic_write_text, make_folder
 from runtime.hub_paths import pin_names
 from runtime.log import report, say
 from runtime.outside import prints_to_stderr
+from runtime.printable import reason_of
 from runtime.run_folder import WriteAlarm, remove_file
 from runtime.run_lock import lock_run
 from tools.cli import toml_text
@@ -110,7 +111,7 @@ def overrides_of(path: Path, task: str | None, job: Job) -> list[str]:
     try:
         sweep = tomli.loads(Path(expand_path(str(path))).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError([f"{path}: {error}"]) from None
+        raise ConfigError([f"{path}: {reason_of(error)}"]) from None
     runs = sweep.pop("runs", None)
     if sweep or not isinstance(runs, list) or not runs:
         raise ConfigError([f"{path}: must have [[runs]] and nothing else"])

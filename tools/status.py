@@ -31,6 +31,7 @@ from metrics.metrics_file import read_metrics
 from runtime import exit_codes
 from runtime.filesystem import read_file
 from runtime.log import duration, say
+from runtime.printable import reason_of
 from runtime.provenance import FOLDER as PROVENANCE
 from runtime.provenance import attempt_numbers, changes, describe, read_attempt
 from runtime.run_folder import list_checkpoints, read_records, read_text, step_of
@@ -356,7 +357,7 @@ def _steps(path: Path, problems: list[str]) -> int | None:
     except KeyError as error:
         problems.append(f"{path}: no key {error}")
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+        problems.append(f"{path}: {reason_of(error)}")
     return None
 
 
