@@ -6,9 +6,9 @@ from config.errors import ConfigError
 
 if TYPE_CHECKING:
     from config.job_config import JobConfig
-    from config.loader import dump_toml, load_config
+    from config.loader import dump_toml, find_run_folder, load_config
 
-__all__ = ["ConfigError", "JobConfig", "dump_toml", "load_config"]
+__all__ = ["ConfigError", "JobConfig", "dump_toml", "find_run_folder", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from config.errors import ConfigError
-from config.job_config import OUTSIDE_PATTERN, PATH, JobConfig
+from config.job_config import OUTSIDE_PATTERN, PATH, Job, JobConfig
 from config.paths import expand_path, literal_path
 from config.synonyms import advice, argument_advice, table_advice
 
@@ -26,6 +26,8 @@ POINT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 # Arguments of other programs that name the configuration.
 CONFIG_FILE_KEYS = ("config", "config-file", "config_file", "config_path", "job.config_file")
 CONFIG_FILE_HINT = "name the configuration first: ./run_train.sh FILE.toml --section.key value"
+# Keys of [job] that decide the run's folder.
+JOB_KEYS = ("name", "output_dir")
 # Configurations that come with Shardloom, each known by its name without the ending.
 CONFIGS = Path(__file__).absolute().parents[1] / "train_configs"
 
@@ -170,6 +172,24 @@ def read_toml(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     scalars = [key for key, value in tables.items() if not isinstance(value, dict)]
     errors = [f"{path}: {key} must be in a [table]{advice(key)}" for key in scalars]
     return {key: value for key, value in tables.items() if key not in scalars}, errors
+
+
+def find_run_folder(path: Path, overrides: list[str]) -> Path | None:
+    """Folder of the run that a configuration describes, even if other keys are wrong; else None.
+
+    None also for a pipe, which can be read once.
+    """
+    try:
+        file = find_config(path)
+        job = read_toml(file)[0].get("job", {}) if file.is_file() else None
+        if job is None:
+            return None
+        given = parse_overrides(overrides)[0]
+        job |= {name: given[key] for name in JOB_KEYS if (key := f"job.{name}") in given}
+        job = _map_paths({"job": job}, lambda key, text: expand_path(text))["job"]
+        return Job.model_validate({name: job[name] for name in JOB_KEYS if name in job}).folder
+    except ValueError:
+        return None
 
 
 def _map_paths(tables: dict[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:

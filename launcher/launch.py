@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from config import ConfigError, JobConfig, load_config
+from config import ConfigError, JobConfig, find_run_folder, load_config
 from config.auto import auto_keys, candidates
 from config.hub_names import CONFIG_FILES
 from launcher.agent import End, Nodes, end_other_nodes, run_ranks
@@ -38,13 +38,15 @@ from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
 from runtime.log import escape_on_stdout, red, report, say, unless_closed
 from runtime.machine import available_cpus, enable_expandable_segments
-from runtime.run_folder import list_checkpoints, read_text
+from runtime.run_folder import list_checkpoints, read_text, remove_stop_file
 from runtime.run_lock import is_locked
 
 end_imports(was_announced=IS_PROGRAM)
 
 TRAINER = Path(__file__).parents[1] / "train.py"
 DEFAULT_CPU_RANKS = 2
+# Set by slurm/train.sbatch, where tools.slurm_begin has deleted an old stop file.
+KEEP_STOP = "KEEP_STOP"
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
@@ -58,7 +60,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     except ValueError as error:
         report(error)
         return exit_codes.BAD_CONFIG
-    control = None
+    folder = find_run_folder(Path(arguments[0]), arguments[1:])
+    control = None if folder is None else folder / "control"
     try:
         config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
         control = config.job.folder / "control"
@@ -71,6 +74,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         logs = config.job.folder / "logs"
         if nodes.rank == 0:
             clear_previous_end(control)
+            if not environment.get(KEEP_STOP) and not is_running(control):
+                remove_stop_file(control)
     except ValueError as error:
         report(error)
         end_other_nodes(nodes, str(error))
@@ -106,12 +111,17 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
 def reject(nodes: Nodes, control: Path | None) -> int:
     """Return the exit code of a start that was rejected; the head node tells a scheduler, too."""
     if nodes.rank == 0 and control is not None:
-        with suppress(OSError):  # Links are not followed.
-            check_run_folder(control.parent)
-            # If another run has locked the folder, its launcher writes there.
-            if control.exists() and not is_locked(control):
-                exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+        record_rejection(control)
     return exit_codes.BAD_CONFIG
+
+
+def record_rejection(control: Path) -> None:
+    """Write the exit code of a start that was rejected, if the run exists and does not train."""
+    with suppress(OSError):  # Links are not followed.
+        check_run_folder(control.parent)
+        # If another run has locked the folder, its launcher writes there.
+        if control.exists() and not is_locked(control):
+            exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
 
 
 def _say_end_of_node(nodes: Nodes, code: int, logs: Path) -> None:
@@ -154,8 +164,10 @@ def next_commands(
         # A model from outside is imported only if it is named.
         outside = ["--model", config.model.name] if config.model.is_own else []
         commands["generate text"] = command_text("generate", folder, *outside)
-    commands["report"] = command_text("report", folder)
-    if "tensorboard" in config.metrics.trackers:
+    has_steps = (folder / "metrics.jsonl").exists()
+    if has_steps:
+        commands["report"] = command_text("report", folder)
+    if has_steps and "tensorboard" in config.metrics.trackers:
         commands["curves"] = command_text("tensorboard", "--logdir", folder / "tensorboard")
     on_builtin = config.data.source == "builtin" and not config.data.sources
     if on_builtin and is_alone and (has_checkpoints or resolved.exists()):
@@ -231,9 +243,14 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
     return exit_codes.DONE if codes == {exit_codes.DONE} else exit_codes.FAILED
 
 
+def is_running(control: Path) -> bool:
+    """True if a run has locked its folder."""
+    return control.exists() and is_locked(control)
+
+
 def report_end(end: End, code: int, control: Path) -> int:
     """Report on the head node, and to a scheduler, how the run ended; return the exit code."""
-    if not end.codes and control.exists() and is_locked(control):
+    if not end.codes and is_running(control):
         # No rank started, and the launcher of the run that has locked the folder writes there.
         say(*(end.verdict.lines if end.verdict is not None else []), is_error=True)
         return code

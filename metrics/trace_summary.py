@@ -112,7 +112,7 @@ def summarize(trace: Trace, *, n_top: int) -> RankSummary:
     waits = subtract(waits, running) if is_gpu else waits
     syncs = merge(trace.ranges.get(STEP_SYNC, []))
     exposed = subtract(intersect(free, merge([*running, *syncs])), waits)
-    calls = trace.kernels if is_gpu else trace.ops.get(trace.main_thread, [])
+    calls = trace.kernels if is_gpu else outermost(trace.ops.get(trace.main_thread, []))
     parts = {"compute": total(compute), "exposed": total(exposed), "data_wait": total(waits)}
     groups = {tuple(ranks) for ranks in trace.groups if len(ranks) > 1}
     return RankSummary(
@@ -167,6 +167,20 @@ def compute_segments(ops: Events) -> list[tuple[float, float, str]]:
         stack.append((end, name))
     advance(float("inf"))
     return segments
+
+
+def outermost(ops: Events) -> list[tuple[float, float, str]]:
+    """Operators that are not inside one of the same name.
+
+    Selective recomputation and DTensor see each operator, and then call it again.
+    """
+    found: list[tuple[float, float, str]] = []
+    ends: dict[str, float] = {}
+    for begin, end, name in sorted(ops, key=lambda op: (op[0], -op[1])):
+        if begin >= ends.get(name, begin):
+            ends[name] = end
+            found.append((begin, end, name))
+    return found
 
 
 def computes(name: str) -> bool:

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from config import ConfigError
+from runtime.commands import COMMAND_VARIABLE
 from runtime.exit_codes import STOP_FILE
 from runtime.filesystem import atomic_write_text, make_folder
 from runtime.log import logger
 from runtime.object_collectives import run_on_rank0
-from runtime.run_folder import WriteAlarm, is_file_at, read_text, remove_file
+from runtime.run_folder import WriteAlarm, is_file_at, read_text, remove_file, remove_stop_file
 from runtime.run_lock import lock_holder, lock_run
 from runtime.signals import SIGNALS, handle_signals
 
@@ -98,12 +99,14 @@ class RunControl:
         return mistake
 
     def clear_previous_outcome(self) -> None:
-        """Delete the ``outcome`` and ``stop`` files that the previous attempt left."""
+        """Delete the ``outcome`` that the previous attempt left, and an old stop file.
+
+        Of a run with a launcher, that has deleted the file: one that exists now is a request.
+        """
         if self._is_writer:
-            if os.path.lexists(self._folder / "stop"):
-                logger.info("control/stop is from before this start: removed")
-            for name in ("outcome", "stop"):
-                remove_file(self._folder / name)
+            remove_file(self._folder / "outcome")
+            if COMMAND_VARIABLE not in os.environ:
+                remove_stop_file(self._folder)
 
     def end(self, outcome: str) -> None:
         """Report the outcome. Signals are ignored from here on."""

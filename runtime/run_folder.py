@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from runtime.filesystem import (
     read_file,
     replaced_file,
 )
-from runtime.log import logger
+from runtime.log import logger, say
 
 # Bounds besides those of read_file: a ledger is read line by line.
 MAX_LEDGER_BYTES, MAX_LINE_BYTES, MAX_TEXT_BYTES = 1 << 34, 1 << 24, 1 << 10
@@ -111,6 +112,13 @@ def remove_file(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         logger.error("ALARM: %s was not deleted: %s", path, error)
+
+
+def remove_stop_file(control: Path) -> None:
+    """Delete ``stop``, which asked an earlier start to end."""
+    if os.path.lexists(control / "stop"):
+        say("control/stop is from before this start: removed", file=sys.stderr)
+        remove_file(control / "stop")
 
 
 class WriteAlarm:

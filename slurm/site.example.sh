@@ -9,7 +9,7 @@
 # export SBATCH_QOS=normal
 # export SBATCH_TIMELIMIT=24:00:00
 # export SBATCH_GPUS_PER_NODE=8
-# export SBATCH_EXCLUSIVE=1
+# export SBATCH_EXCLUSIVE=exclusive
 
 # Modules to load. If PYTHON is set, no interpreter is searched for.
 # if [[ -n ${SLURM_JOB_ID:-} ]]; then module load cuda; fi

@@ -127,6 +127,25 @@ def test_stopped_run_saves_and_resumes(
     assert sorted(curve(tmp_path)) == list(range(1, step + 3))
 
 
+def test_stop_file_of_before_is_deleted_and_one_written_while_ranks_start_is_obeyed(
+    tmp_path: Path,
+) -> None:
+    control, logs = (tmp_path / "debug_model" / name for name in ("control", "logs"))
+    control.mkdir(parents=True)
+    (control / "stop").touch()
+    process = start(tmp_path, 2, **LONG)
+    # The launcher makes it just before it starts the ranks, which import PyTorch for seconds.
+    while not logs.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    assert not (control / "stop").exists()
+    (control / "stop").touch()
+    output, _ = process.communicate(timeout=120)
+    assert "control/stop is from before this start: removed" in output
+    assert process.returncode == 0, output
+    assert (control / "outcome").read_text() == "stopped stop file\n"
+
+
 @pytest.mark.parametrize("total", [4, 6])
 def test_stop_ends_a_validation_that_the_next_start_repeats(tmp_path: Path, total: int) -> None:
     keys = LONG | {"validation.enable": "true", "validation.freq": "2"}

@@ -201,7 +201,8 @@ def import_folder(
     try:
         name = find_family(source.config)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        own = "a model of your own reads the folder as checkpoint.initial_load_path"
+        raise ValueError(f"{folder}: {error}; {own}") from None
     spec, family = MODEL_SPECS[name], MODEL_SPECS[name].hugging_face
     assert family is not None
     try:

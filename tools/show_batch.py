@@ -70,6 +70,8 @@ class DataOfRun:
     """Data of a run, as the ``config.toml`` in its folder says. May import code of the user's."""
 
     def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            raise ValueError(f"{path}: is a folder; give {path / 'config.toml'}")
         self.folder: Path = path.parent
         self.config: JobConfig = load_config(path, [])
         data = self.config.data

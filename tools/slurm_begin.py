@@ -20,19 +20,19 @@ from typing import Any
 
 import tomli
 
-from config import ConfigError, JobConfig, load_config
+from config import ConfigError, JobConfig, find_run_folder, load_config
 from config.job_config import Job
 from config.loader import is_table
 from config.paths import expand_path, literal_path
 from launcher.failures import record_end
-from launcher.launch import check_run, head_ports, ranks_per_node, shown_ranks
+from launcher.launch import check_run, head_ports, ranks_per_node, record_rejection, shown_ranks
 from runtime import exit_codes
 from runtime.filesystem import atomic_write_text, make_folder
 from runtime.hub_paths import pin_names
 from runtime.log import report, say
 from runtime.outside import prints_to_stderr
 from runtime.printable import reason_of
-from runtime.run_folder import WriteAlarm, remove_file
+from runtime.run_folder import WriteAlarm, remove_file, remove_stop_file
 from runtime.run_lock import lock_run
 from tools.cli import toml_text
 
@@ -48,12 +48,15 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         )
         return exit_codes.BAD_CONFIG
     is_restart = "SLURM_RESTART_COUNT" in environment
+    sweep = environment.get("SWEEP")
+    folder = None if sweep else find_run_folder(Path(arguments[0]), arguments[1:])
     try:
         config = load_config(Path(arguments[0]), arguments[1:])
-        if sweep := environment.get("SWEEP"):
+        if sweep:
             task = environment.get("SLURM_ARRAY_TASK_ID")
             arguments = [*arguments, *overrides_of(Path(sweep), task, config.job)]
             config = load_swept(sweep, task, arguments)
+        folder = config.job.folder
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
         n_ranks = ranks_per_node(environment)
         with prints_to_stderr():
@@ -61,10 +64,11 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         if log_rank := environment.get("LOG_RANK"):
             shown_ranks(log_rank, n_ranks)
         port = free_port(head_ports(environment))
-        folder = config.job.folder
         wait_until_free(folder / "control", LOCK_SECONDS if is_restart else 0)
     except ValueError as error:
         report(error)
+        if folder is not None:
+            record_rejection(folder / "control")
         return exit_codes.BAD_CONFIG
     control = folder / "control"
     if is_restart and os.path.lexists(control / "stop"):
@@ -76,6 +80,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     exit_codes.clear_exit_code(control)
     if not is_restart:
         remove_file(control / "requeues")
+        remove_stop_file(control)
     # Bytes, as bash passed them.
     texts = (folder, port, *arguments)
     sys.stdout.buffer.write(b"".join(os.fsencode(f"{text}\0") for text in texts))

@@ -252,6 +252,18 @@ def test_memory_is_bounded_by_the_events_that_count(
         read(path)
 
 
+def test_an_operator_that_a_dispatch_mode_calls_again_counts_once(tmp_path: Path) -> None:
+    """Recomputation and DTensor see aten::mm, and call it again within."""
+    path = write(
+        tmp_path / "trace.json", step(8, 0, 100),
+        event("cpu_op", "aten::mm", 0, 40), event("cpu_op", "aten::copy_", 1, 2),
+        event("cpu_op", "aten::mm", 5, 30), event("cpu_op", "aten::mm", 40, 60),
+        gpus=0,
+    )  # fmt: skip
+    times = {each.name: (each.count, round(each.microseconds)) for each in read(path).top}
+    assert times == {"aten::mm": (2, 59_000), "aten::copy_": (1, 1_000)}
+
+
 def test_sets_of_intervals() -> None:
     a, b = merge([(5, 7), (0, 2), (1, 3), (9, 9)]), [(2.0, 6.0)]
     assert a == [(0, 3), (5, 7)]

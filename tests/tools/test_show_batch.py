@@ -140,7 +140,7 @@ def test_problems_are_named(run: tuple[Path, Steps], capsys: pytest.CaptureFixtu
     assert main([str(folder / "config.toml"), "7"]) == 2
     assert "state.json: size or hash mismatch" in capsys.readouterr().err
     assert main([str(folder), "7"]) == 2
-    assert f"{folder}: Is a directory" in capsys.readouterr().err
+    assert f"{folder}: is a folder; give {folder}/config.toml" in capsys.readouterr().err
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("global_batch_size = 12", "", 1))
     assert main([str(config), "7"]) == 2

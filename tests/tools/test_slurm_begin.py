@@ -150,6 +150,31 @@ def test_stop_file_ends_a_requeued_job(
     assert begin(capsys, folder)[1]
 
 
+def test_rejected_restart_is_a_failure_of_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """Even if the configuration cannot be read: it was changed while the job was queued."""
+    control = tmp_path / "debug_model" / "control"
+    control.mkdir(parents=True)
+    (control / "lock").touch()
+    (control / "outcome").write_text("stopped SIGTERM")
+    os.utime(control / "outcome", (0, 0))
+    exit_codes.write_exit_code(control, exit_codes.PREEMPTED)
+    keys = [f"--job.output_dir={tmp_path}", "--optimizer.lrr=1"]
+    code, texts, error = begin(capsys, *keys, SLURM_RESTART_COUNT="1")
+    assert (code, texts) == (exit_codes.BAD_CONFIG, [])
+    assert "optimizer.lrr: unknown key" in error
+    assert read_status(tmp_path / "debug_model", time.time() + 1).state == "failed"
+
+
+def test_first_start_deletes_an_old_stop_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    control = tmp_path / "debug_model" / "control"
+    control.mkdir(parents=True)
+    (control / "stop").touch()
+    assert begin(capsys, f"--job.output_dir={tmp_path}")[1]
+    assert not (control / "stop").exists()
+
+
 def test_port_that_is_taken_is_not_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     folder = f"--job.output_dir={tmp_path}"
     job = {"SLURM_JOB_ID": str(os.getpid())}
