@@ -401,15 +401,19 @@ def _path(frame: FrameType) -> Path:
     return Path(name if name.startswith("<") else os.path.abspath(name))
 
 
-def _is_shardloom(path: Path) -> bool:
-    is_inside = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-    return is_inside and path != Path(__file__)
+def _is_program(path: Path) -> bool:
+    """True if the file is Shardloom's, but not this one, or the user's; no library's."""
+    if path.is_relative_to(ROOT):
+        # The repository may have an environment in it, or be in one itself.
+        return "site-packages" not in path.relative_to(ROOT).parts and path != Path(__file__)
+    is_library = path.is_relative_to(LIBRARY) or "site-packages" in path.parts
+    return path.is_absolute() and not is_library and not path.is_relative_to(TORCH)
 
 
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """First Shardloom source line of ``frames``, which are ordered innermost first."""
+    """First line of ``frames``, ordered innermost first, that is Shardloom's or the user's."""
     for frame, line in frames:
         path = _path(frame)
-        if _is_shardloom(path):
-            return f"{path.relative_to(ROOT)}:{line}"
+        if _is_program(path):
+            return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{line}"
     return "an unknown place"

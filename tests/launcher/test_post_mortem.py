@@ -260,6 +260,20 @@ def test_error_in_a_pipeline_stage_is_that_of_its_cause(monkeypatch: pytest.Monk
     assert reports[0].place == f"tests/launcher/test_post_mortem.py:{line}"
 
 
+def test_place_may_be_in_a_model_of_the_user() -> None:
+    within = frames_of(TORCH / "nn/modules/linear.py", "/home/me/my_models/gptj.py")
+    assert _place([*within, *frames_of(ROOT / "models/transformer.py")]) == (
+        "/home/me/my_models/gptj.py:1"
+    )
+
+
+def test_place_of_an_installed_shardloom(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = Path("/venv/lib/python3.11/site-packages/shardloom")
+    monkeypatch.setattr(post_mortem, "ROOT", installed)
+    frames = frames_of("/venv/lib/python3.11/site-packages/numpy/x.py", installed / "train.py")
+    assert _place(frames) == "train.py:1"
+
+
 def test_place_is_the_innermost_shardloom_line() -> None:
     paths = [
         ROOT / ".venv/lib/site-packages/torch/x.py",
