@@ -1,8 +1,9 @@
-"""Decide whether to requeue a Slurm job: ``tools.slurm_end RUN_FOLDER [warned]``
+"""Decide whether to requeue a Slurm job: ``tools.slurm_end RUN_FOLDER [warned] [cut-off]``
 
 For ``slurm/train.sbatch``, after all launchers have ended: prints ``requeue`` or ``stop`` with the
 reason. Exits with 75 for a requeue, otherwise with the job's exit code. ``warned``: Slurm warned
-the batch script. Imports no torch, because a preemption's grace time is short.
+the batch script. ``cut-off``: a signal came before the launcher was started, or could handle it.
+Imports no torch, because a preemption's grace time is short.
 """
 
 import json
@@ -27,17 +28,24 @@ ENDS = {
 def main(arguments: list[str]) -> int:
     """Print the decision; return the exit code of the job."""
     escape_on_stdout()
-    if not arguments or arguments[1:] not in ([], ["warned"]):
+    if not arguments or not {*arguments[1:]} <= {"warned", "cut-off"}:
         print(__doc__, file=sys.stderr)
         return exit_codes.BAD_CONFIG
-    code, reason = decide(Path(arguments[0]) / "control", is_warned=len(arguments) > 1)
+    code, reason = decide(
+        Path(arguments[0]) / "control",
+        is_warned="warned" in arguments[1:],
+        is_cut_off="cut-off" in arguments[1:],
+    )
     say(f"{'requeue' if code == exit_codes.PREEMPTED else 'stop'}: {reason}")
     return code
 
 
-def decide(control: Path, *, is_warned: bool) -> tuple[int, str]:
+def decide(control: Path, *, is_warned: bool, is_cut_off: bool = False) -> tuple[int, str]:
     """Exit code of the job, 75 to requeue it, and the reason. Counts failures and requeues."""
     code = exit_codes.read_exit_code(control)
+    if code is None and is_cut_off:
+        code = exit_codes.PREEMPTED
+        exit_codes.write_exit_code(control, code)
     if code == exit_codes.DONE:
         return code, read_text(control / "outcome") or "done"
     if code in ENDS:

@@ -64,6 +64,17 @@ def test_uncounted_failures_are_bounded(code: int | None, is_warned: bool, tmp_p
     assert found == [PREEMPTED] * (MOST_ATTEMPTS - 1) + [DO_NOT_REQUEUE]
 
 
+def test_signal_before_the_launcher_handles_it_is_no_failure(tmp_path: Path):
+    control = write_outcome(tmp_path, None)
+    for _ in range(MOST_REQUEUES):
+        code, reason = decide(control, is_warned=True, is_cut_off=True)
+        assert (code, reason) == (PREEMPTED, "stopped by a signal; newest checkpoint: none")
+        # As the next start does.
+        (control / "exit_code").unlink()
+    assert not (control / "failures").exists()
+    assert decide(control, is_warned=True, is_cut_off=True)[0] == DO_NOT_REQUEUE
+
+
 def test_counted_failure_is_not_counted_again(tmp_path: Path):
     control = write_outcome(tmp_path, FAILED)
     assert record_failure(control, lines=["it broke"], codes={0: 1}) == 1
