@@ -219,8 +219,6 @@ def read_status(folder: Path, now: float) -> Status:
     newest = history.training[-1] if history.training else {}
     validations = [line for line in history.other if "validation_loss" in line]
     checkpoint, saved = _newest_checkpoint(folder / "checkpoints", problems)
-    # A run that is started again when it is done ends again, without a step.
-    worked = min(end, saved) if state == "done" and checkpoint is not None else end
     provenance, provenance_lines = _provenance(folder / PROVENANCE, problems)
     return Status(
         run=str(folder),
@@ -249,7 +247,7 @@ def read_status(folder: Path, now: float) -> Status:
         warnings=len(warnings),
         last_warning=warnings[-1]["text"] if warnings else "",
         last_warning_age=now - warnings[-1]["time"] if warnings else None,
-        goodput=goodput(kept, worked),
+        goodput=goodput(kept, end),
         provenance=provenance,
         provenance_lines=provenance_lines,
         problems=problems,
