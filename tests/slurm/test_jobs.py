@@ -153,12 +153,12 @@ def test_preempted_job_resumes_and_cancelled_job_saves(
 
 
 def test_signals_before_training_requeue_the_job(slurm: Cluster, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, "--nodelist=n1", environment={"PREFLIGHT": "1"}, **LONG)
+    job = submit(slurm, tmp_path, "--nodelist=n0", environment={"PREFLIGHT": "1"}, **LONG)
     wait_until(lambda: "restart 0" in job.log())
     slurm.call("scancel", "--batch", "--signal=USR1", job.id)
     # In its preflight: Slurm ends that, and the batch script after the grace time.
     wait_until(lambda: "restart 1" in job.log() and "preflight" in job.log().split("restart 1")[1])
-    urgent = ["--partition=high", "--nodelist=n1", "--exclusive", "--output=/dev/null"]
+    urgent = ["--partition=high", "--nodelist=n0", "--exclusive", "--output=/dev/null"]
     slurm.sbatch(*urgent, "--wrap", "sleep 1", cwd=ROOT)
     job.wait_for_steps(2)
     assert not (job.control / "failures").exists()
