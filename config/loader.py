@@ -181,9 +181,9 @@ def find_run_folder(path: Path, overrides: list[str]) -> Path | None:
     """
     try:
         file = find_config(path)
-        job = read_toml(file)[0].get("job", {}) if file.is_file() else None
-        if job is None:
+        if not file.is_file():
             return None
+        job = read_toml(file)[0].get("job", {})
         given = parse_overrides(overrides)[0]
         job |= {name: given[key] for name in JOB_KEYS if (key := f"job.{name}") in given}
         job = _map_paths({"job": job}, lambda key, text: expand_path(text))["job"]

@@ -60,8 +60,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     except ValueError as error:
         report(error)
         return exit_codes.BAD_CONFIG
-    folder = find_run_folder(Path(arguments[0]), arguments[1:])
-    control = None if folder is None else folder / "control"
+    control = None
     try:
         config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
         control = config.job.folder / "control"
@@ -79,6 +78,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     except ValueError as error:
         report(error)
         end_other_nodes(nodes, str(error))
+        if control is None and (folder := find_run_folder(Path(arguments[0]), arguments[1:])):
+            control = folder / "control"
         return reject(nodes, control)
     set_thread_defaults(n_ranks)
     enable_expandable_segments()

@@ -36,11 +36,7 @@ def apply_tensor_parallel(
             found = [module for name, module in modules.items() if _matches(name, path)]
             n_entries += bool(found)
             for module in found:
-                try:
-                    _apply(style, module, tp_mesh)
-                except NotImplementedError as error:
-                    text = f"{path!r} of the tensor parallel plan is a {type(module).__name__}"
-                    raise ValueError(f"{text}: {error}") from error
+                _apply(path, style, module, tp_mesh)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_hook(_wait_for_reduction)
@@ -52,11 +48,15 @@ def apply_tensor_parallel(
                 n_entries, count, tp_mesh.size())  # fmt: skip
 
 
-def _apply(style: Style, module: nn.Module, tp_mesh: DeviceMesh) -> None:
-    if isinstance(style, ParallelStyle):
-        parallelize_module(module, tp_mesh, style)
-    else:
-        style(module, tp_mesh)
+def _apply(path: str, style: Style, module: nn.Module, tp_mesh: DeviceMesh) -> None:
+    try:
+        if isinstance(style, ParallelStyle):
+            parallelize_module(module, tp_mesh, style)
+        else:
+            style(module, tp_mesh)
+    except NotImplementedError as error:
+        text = f"{path!r} of the tensor parallel plan is a {type(module).__name__}"
+        raise ValueError(f"{text}: {error}") from error
 
 
 def _matches(name: str, path: str) -> bool:

@@ -48,11 +48,10 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         )
         return exit_codes.BAD_CONFIG
     is_restart = "SLURM_RESTART_COUNT" in environment
-    sweep = environment.get("SWEEP")
-    folder = None if sweep else find_run_folder(Path(arguments[0]), arguments[1:])
+    folder = None
     try:
         config = load_config(Path(arguments[0]), arguments[1:])
-        if sweep:
+        if sweep := environment.get("SWEEP"):
             task = environment.get("SLURM_ARRAY_TASK_ID")
             arguments = [*arguments, *overrides_of(Path(sweep), task, config.job)]
             config = load_swept(sweep, task, arguments)
@@ -67,6 +66,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         wait_until_free(folder / "control", LOCK_SECONDS if is_restart else 0)
     except ValueError as error:
         report(error)
+        # Of a sweep, the configuration alone may name another run.
+        if folder is None and not environment.get("SWEEP"):
+            folder = find_run_folder(Path(arguments[0]), arguments[1:])
         if folder is not None:
             record_rejection(folder / "control")
         return exit_codes.BAD_CONFIG
