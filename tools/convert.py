@@ -39,6 +39,7 @@ from data.rank_files import companion_of
 from data.tokenizer import TokenizerFile, find_tokenizer_file, load_tokenizer
 from data.tokenizer_export import NotRepresentable, TokenizerFiles, build_tokenizer_files
 from models import MODEL_SPECS, ModelSpec, TransformerArgs, find_family
+from models.arguments import SET_BY
 from runtime import exit_codes
 from runtime.hub_paths import local_path, pinned_name
 from runtime.log import say
@@ -114,7 +115,10 @@ def export_checkpoint(
     saved = [DTYPES[weights[pair.fqn].dtype] for pair in pairs if pair.hf_names]
     dtype_name = str(dtype or reduce(torch.promote_types, saved)).removeprefix("torch.")
     config = family.config(model.args)
-    if lost := sorted(vars(model.args).keys() - vars(family.args(config)).keys()):
+    read = vars(family.args(config))
+    # Arguments that keys of training set are no part of the model.
+    own = {name: value for name, value in vars(model.args).items() if name not in SET_BY}
+    if lost := sorted(n for n, value in own.items() if n not in read or read[n] != value):
         text = f"no key of {config['architectures'][0]} has this argument of the model"
         raise ValueError(f"{model.name}: {', '.join(lost)}: {text}")
     if model.name not in MODEL_SPECS and family in (s.hugging_face for s in MODEL_SPECS.values()):

@@ -173,6 +173,20 @@ def test_argument_that_config_json_lacks_is_not_exported(
     assert convert.main(arguments) == exit_codes.BAD_CONFIG
     assert "own:SPEC: window: no key of Qwen3ForCausalLM" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+    # A class of the table's own has the argument, but no key has the value.
+    table = Table(
+        "own",
+        "OwnForCausalLM",
+        NORMS | ATTENTION | QK_NORM | FEED_FORWARD,
+        args_cls=Windowed,
+        family_args={"qk_norm": True},
+    )
+    spec = replace(model.spec, hugging_face=build_hugging_face(table))
+    args = Windowed(**vars(model.args), window=3)
+    changed = replace(own, spec=spec, args=args)
+    monkeypatch.setattr(convert, "saved_model", lambda *_: changed)
+    assert convert.main(arguments) == exit_codes.BAD_CONFIG
+    assert "own:SPEC: window: no key of OwnForCausalLM" in capsys.readouterr().err
     monkeypatch.setattr(convert, "saved_model", lambda *_: replace(model, name="own:SPEC"))
     assert convert.main(arguments) == exit_codes.DONE
     assert "own:SPEC: readers run the code of Qwen3ForCausalLM" in capsys.readouterr().out
