@@ -59,7 +59,9 @@ def _advice(ranks: Sequence[RankSummary], skew: Skew, config: Mapping[str, Any])
         name: sum(getattr(each, name) for each in ranks) / time
         for name in ("compute", "exposed", "data_wait", "host")
     }
-    if (late := late_rank(ranks, skew)) is not None:
+    # Stages of a pipeline wait for each other by its schedule, whatever their machines.
+    is_pipeline = (_value(config, "parallelism", "pipeline_parallel_degree") or 1) > 1
+    if not is_pipeline and (late := late_rank(ranks, skew)) is not None:
         text = f"the others wait {100 * skew.caused[late] / ranks[0].time:.1f} % of a step for it"
         # The detector compares ranks that hold other data or layers.
         degree = _value(config, "parallelism", "tensor_parallel_degree") or 1
