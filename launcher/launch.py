@@ -36,7 +36,7 @@ from runtime import exit_codes
 from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
-from runtime.log import escape_on_stdout, red, report, say, unless_closed
+from runtime.log import error_text, escape_on_stdout, red, report, say, unless_closed
 from runtime.machine import available_cpus, enable_expandable_segments
 from runtime.run_folder import list_checkpoints, read_text, remove_stop_file
 from runtime.run_lock import is_locked
@@ -80,7 +80,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         end_other_nodes(nodes, str(error))
         if control is None and (folder := find_run_folder(Path(arguments[0]), arguments[1:])):
             control = folder / "control"
-        return reject(nodes, control)
+        return reject(nodes, control, error_text(error))
     set_thread_defaults(n_ranks)
     enable_expandable_segments()
     os.environ[COMMAND_VARIABLE] = json.dumps([program(), "train", *arguments])
@@ -92,16 +92,17 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             )  # fmt: skip
     except ConfigError as error:
         report(error)
-        return reject(nodes, control)
+        return reject(nodes, control, error_text(error))
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
+    mistake = end.message or f"exit codes by rank: {end.codes}"
     if code == exit_codes.BAD_CONFIG:
         with unless_closed(sys.stderr):
-            print(red(end.message or f"exit codes by rank: {end.codes}"), file=sys.stderr)
+            print(red(mistake), file=sys.stderr)
     if nodes.rank > 0:
         _say_end_of_node(nodes, code, logs)
         return code
     if code == exit_codes.BAD_CONFIG:
-        return reject(nodes, control)
+        return reject(nodes, control, mistake)
     code = report_end(end, code, control)
     if code in (exit_codes.DONE, exit_codes.PREEMPTED):
         with unless_closed(sys.stdout):
@@ -109,20 +110,20 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     return code
 
 
-def reject(nodes: Nodes, control: Path | None) -> int:
+def reject(nodes: Nodes, control: Path | None, reason: str) -> int:
     """Return the exit code of a start that was rejected; the head node tells a scheduler, too."""
     if nodes.rank == 0 and control is not None:
-        record_rejection(control)
+        record_rejection(control, reason)
     return exit_codes.BAD_CONFIG
 
 
-def record_rejection(control: Path) -> None:
-    """Write the exit code of a start that was rejected, if the run exists and does not train."""
+def record_rejection(control: Path, reason: str) -> None:
+    """Write why a start was rejected to its run, if that exists and does not train."""
     with suppress(OSError):  # Links are not followed.
         check_run_folder(control.parent)
         # If another run has locked the folder, its launcher writes there.
         if control.exists() and not is_locked(control):
-            exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+            exit_codes.write_rejection(control, reason)
 
 
 def _say_end_of_node(nodes: Nodes, code: int, logs: Path) -> None:

@@ -74,6 +74,23 @@ def write_exit_code(control: Path, code: int) -> None:
             atomic_write_text(path, f"{code}\n")
 
 
+def write_rejection(control: Path, reason: str) -> None:
+    """Write why a start was rejected, for ``./shardloom status``, and its exit code.
+
+    Does nothing without the folder.
+    """
+    path = control / "rejection"
+    if control.exists():
+        with WriteAlarm().of(path):
+            atomic_write_text(path, f"{reason}\n")
+    write_exit_code(control, BAD_CONFIG)
+
+
+def read_rejection(control: Path) -> str:
+    """Return the first line of why the last start was rejected; "" if it was not."""
+    return read_text(control / "rejection")
+
+
 def read_exit_code(control: Path) -> int | None:
     """Return the last launcher's exit code, None if it still runs or was killed."""
     return read_number(control / "exit_code")
@@ -82,3 +99,4 @@ def read_exit_code(control: Path) -> int | None:
 def clear_exit_code(control: Path) -> None:
     """Delete the last launcher's exit code, so that there is none until the new one ends."""
     remove_file(control / "exit_code")
+    remove_file(control / "rejection")

@@ -29,7 +29,7 @@ from launcher.launch import check_run, head_ports, ranks_per_node, record_reject
 from runtime import exit_codes
 from runtime.filesystem import atomic_write_text, make_folder
 from runtime.hub_paths import pin_names
-from runtime.log import report, say
+from runtime.log import error_text, report, say
 from runtime.outside import prints_to_stderr
 from runtime.printable import reason_of
 from runtime.run_folder import WriteAlarm, remove_file, remove_stop_file
@@ -70,7 +70,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         if folder is None and not environment.get("SWEEP"):
             folder = find_run_folder(Path(arguments[0]), arguments[1:])
         if folder is not None:
-            record_rejection(folder / "control")
+            record_rejection(folder / "control", error_text(error))
         return exit_codes.BAD_CONFIG
     control = folder / "control"
     if is_restart and os.path.lexists(control / "stop"):

@@ -38,8 +38,7 @@ from runtime.run_folder import list_checkpoints, read_records, read_text, step_o
 from runtime.run_lock import LOCKS, is_held_here
 from tools.cli import Parser, path_argument, reporting_errors
 
-REJECTED = "bad configuration"
-LATER_REJECTED = f"a later start was rejected: {REJECTED}"
+REJECTED = "rejected"
 # Outcomes after which nobody has to start the run again.
 ENDS = [end.outcome for end in exit_codes.COMPLETE]
 FAILED_ENDS = [end.outcome for end in exit_codes.FAILURES]
@@ -228,7 +227,7 @@ def read_status(folder: Path, now: float) -> Status:
         # The last steps before an early exit may have no line of metrics.
         step=max((n for n in (newest.get("step"), checkpoint) if n is not None), default=None),
         # A run whose first configuration was rejected has no config.toml.
-        steps=_steps(folder / "config.toml", [] if why == REJECTED else problems),
+        steps=_steps(folder / "config.toml", [] if why.startswith(REJECTED) else problems),
         loss=newest.get("loss"),
         validation_loss=validations[-1]["validation_loss"] if validations else None,
         tokens_per_second=newest.get("tokens_per_second"),
@@ -276,12 +275,13 @@ def state_of(
     code, exited = exit_codes.read_exit_code(control), _mtime(control / "exit_code")
     # Ranks that are rejected, for example because no checkpoint verifies, leave the outcome.
     is_rejected = code == exit_codes.BAD_CONFIG and exited > max(ended, failed, last_line)
+    rejected = f"{REJECTED}: {exit_codes.read_rejection(control)}".removesuffix(": ")
     has_ended = ended >= failed and f"{outcome} {reason}".strip() in ENDS
     if is_rejected and not has_ended:
-        return "failed", REJECTED, exited
+        return "failed", rejected, exited
     if outcome and ended >= failed:
         # Another configuration in its folder is no failure of a run that has ended.
-        why = [reason, LATER_REJECTED] if is_rejected else [reason]
+        why = [reason, f"a later start was {rejected}"] if is_rejected else [reason]
         return outcome, "; ".join(filter(None, why)), ended
     if code == exit_codes.PREEMPTED and exited > max(failed, last_line):
         return "stopped", "a signal before the first step of the last start", exited
@@ -291,7 +291,7 @@ def state_of(
         return "failed", f"{failure.get('reason')}; {number}", failed
     if code is not None:
         text = f"launcher exited with {code}"
-        return "failed", REJECTED if code == exit_codes.BAD_CONFIG else text, exited
+        return "failed", rejected if code == exit_codes.BAD_CONFIG else text, exited
     host = read_text(control / "lock").rpartition(" on ")[2]
     if host == socket.gethostname() and LOCKS.exists():
         return "failed", "process died without an outcome", max(locked_at, last_line)

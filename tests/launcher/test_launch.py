@@ -481,6 +481,7 @@ def test_rejected_start_writes_no_exit_code_of_another_run(
     with lock_run(control) if is_another else nullcontext():
         assert run_trainer("sys.exit(2)", tmp_path, monkeypatch) == exit_codes.BAD_CONFIG
     assert exit_codes.read_exit_code(control) == (None if is_another else exit_codes.BAD_CONFIG)
+    assert exit_codes.read_rejection(control).startswith("exit codes by rank") != is_another
 
 
 CRASH = "sys.exit(1)"

@@ -40,7 +40,15 @@ PLACES = (*RUN_FILES, *RUN_FOLDERS, *INNER)
 def victim(tmp_path: Path) -> Path:
     """A folder elsewhere, with files of the names that a run writes."""
     folder = tmp_path / "victim"
-    for name in ("file", "lock", "exit_code", "outcome", "stop", "step-00000001/manifest.json"):
+    for name in (
+        "file",
+        "lock",
+        "exit_code",
+        "rejection",
+        "outcome",
+        "stop",
+        "step-00000001/manifest.json",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("precious\n")
     return folder

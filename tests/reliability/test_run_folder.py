@@ -33,7 +33,10 @@ KEYS = {
 FILES = (
     *("metrics.jsonl", "alarms.jsonl", "config.toml", "run_id", "tensorboard", "logs", "traces"),
     "ledger/rank-00000.jsonl",
-    *(f"control/{name}" for name in ("failures", "progress", "outcome", "exit_code", "stop")),
+    *(
+        f"control/{name}"
+        for name in ("failures", "progress", "outcome", "exit_code", "rejection", "stop")
+    ),
 )
 
 

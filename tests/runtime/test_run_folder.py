@@ -52,7 +52,9 @@ def test_lines_are_appended_and_nothing_is_destroyed(tmp_path: Path, name: str) 
 
 
 @EVERY_DAMAGE
-@pytest.mark.parametrize("damaged", ["failures", "progress", "outcome", "exit_code", "requeues"])
+@pytest.mark.parametrize(
+    "damaged", ["failures", "progress", "outcome", "exit_code", "requeues", "rejection"]
+)
 def test_launchers_decide_despite_damage(tmp_path: Path, damaged: str, name: str) -> None:
     control = tmp_path / "control"
     damage(control / damaged, name)

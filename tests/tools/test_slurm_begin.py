@@ -164,7 +164,9 @@ def test_rejected_restart_is_a_failure_of_the_run(
     code, texts, error = begin(capsys, *keys, SLURM_RESTART_COUNT="1")
     assert (code, texts) == (exit_codes.BAD_CONFIG, [])
     assert "optimizer.lrr: unknown key" in error
-    assert read_status(tmp_path / "debug_model", time.time() + 1).state == "failed"
+    found = read_status(tmp_path / "debug_model", time.time() + 1)
+    assert found.state == "failed"
+    assert found.why.startswith("rejected: command line: optimizer.lrr: unknown key")
 
 
 def test_first_start_deletes_an_old_stop_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -83,8 +83,8 @@ def test_killed_and_resumed_run(tmp_path: Path) -> None:
 
     reason = "rank 1 (node7) was killed by SIGKILL"
     control = tmp_path / "debug_model" / "control"
-    exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
-    assert read(tmp_path).why == "bad configuration"
+    exit_codes.write_rejection(control, "model.flavor: none")
+    assert read(tmp_path).why == "rejected: model.flavor: none"
     exit_codes.write_exit_code(control, exit_codes.FAILED)
     assert read(tmp_path).why == "launcher exited with 1"
     record_failure(control, lines=[reason], codes={0: 1, 1: -9})
@@ -163,9 +163,9 @@ def test_rejected_start_has_no_problems(tmp_path: Path) -> None:
     control = tmp_path / "debug_model" / "control"
     control.mkdir(parents=True)
     (control / "lock").write_text("pid 1 on nowhere")
-    exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+    exit_codes.write_rejection(control, "model.flavor: none")
     found = read(tmp_path)
-    assert (found.state, found.why) == ("failed", "bad configuration")
+    assert (found.state, found.why) == ("failed", "rejected: model.flavor: none")
     assert found.problems == []
 
 
@@ -218,9 +218,9 @@ def test_run_whose_nodes_never_met_has_failed(
     line = f"{tmp_path}: failed ({reason}; failure 1 of 3), step n/a of n/a"
     assert capsys.readouterr().out.splitlines()[0] == line
     (tmp_path / "control" / "failures").unlink()
-    exit_codes.write_exit_code(tmp_path / "control", exit_codes.BAD_CONFIG)
+    exit_codes.write_rejection(tmp_path / "control", "model.flavor: none")
     assert status.main([str(tmp_path)]) == exit_codes.DONE
-    line = f"{tmp_path}: failed (bad configuration), step n/a of n/a"
+    line = f"{tmp_path}: failed (rejected: model.flavor: none), step n/a of n/a"
     assert capsys.readouterr().out.splitlines()[0] == line
 
 
@@ -310,8 +310,8 @@ def test_steps_after_a_rollback_do_not_count(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert (found.step, found.why) == (2, "rolled back to step 2")
     assert found.goodput == pytest.approx(1 / 10, rel=0.1)
-    exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
-    assert (read(tmp_path).step, read(tmp_path).why) == (2, "bad configuration")
+    exit_codes.write_rejection(control, "model.flavor: none")
+    assert (read(tmp_path).step, read(tmp_path).why) == (2, "rejected: model.flavor: none")
     (run,) = report.read_runs([control.parent])
     assert run.facts[0] == ("step", "2", "")
 
@@ -374,14 +374,14 @@ def test_run_that_ended_by_its_loss_has_failed(end: exit_codes.StopReason, tmp_p
 @pytest.mark.parametrize(
     ("outcome", "state", "why"),
     [
-        ("done", "done", "a later start was rejected: bad configuration"),
+        ("done", "done", "a later start was rejected: model.flavor: none"),
         (
             exit_codes.STOP_FILE.outcome,
             "stopped",
-            "stop file; a later start was rejected: bad configuration",
+            "stop file; a later start was rejected: model.flavor: none",
         ),
         # This run should have gone on.
-        ("stopped SIGTERM", "failed", "bad configuration"),
+        ("stopped SIGTERM", "failed", "rejected: model.flavor: none"),
     ],
 )
 def test_a_start_that_is_rejected_leaves_a_run_that_has_ended(
@@ -392,7 +392,7 @@ def test_a_start_that_is_rejected_leaves_a_run_that_has_ended(
     set_age(control / "outcome", 90)
     before = read(tmp_path)
     assert before.state == outcome.partition(" ")[0]
-    exit_codes.write_exit_code(control, exit_codes.BAD_CONFIG)
+    exit_codes.write_rejection(control, "model.flavor: none")
     found = read(tmp_path)
     assert (found.state, found.why) == (state, why)
     if found.state == before.state:
