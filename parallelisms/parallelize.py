@@ -20,7 +20,7 @@ from parallelisms.fsdp import FSDPPolicy, apply_fsdp
 from parallelisms.parallel_dims import ParallelDims, fsdp_submesh
 from parallelisms.pipeline_parallel import PipelineSplit, apply_pipeline_parallel
 from parallelisms.simple_fsdp import apply_simple_fsdp
-from parallelisms.tensor_parallel import Style, apply_tensor_parallel
+from parallelisms.tensor_parallel import Style, apply_tensor_parallel, warn_if_unmatched
 from parallelisms.tied_weights import check_recomputed_ties, forbid_untying
 from runtime.compat import require
 
@@ -90,6 +90,9 @@ def parallelize(
             require(strided, key=f"parallelism.{key}")
     if spec.moes(model) and parallelism.expert_parallel_degree * dims.degrees.tp > 1:
         expert_mesh = dims.build_expert_mesh(parallelism.expert_parallel_degree)
+
+    if dims.degrees.tp > 1 and config.model.is_own:
+        warn_if_unmatched(model, spec.tensor_parallel_plan(cast(Any, model).args))
 
     def parallelize_stage(stage: nn.Module) -> None:
         with forbid_untying(stage):

@@ -48,6 +48,14 @@ def apply_tensor_parallel(
                 n_entries, count, tp_mesh.size())  # fmt: skip
 
 
+def warn_if_unmatched(model: nn.Module, plan: Mapping[str, Style]) -> None:
+    """Log the entries of ``plan`` that match no module of ``model``, which is still whole."""
+    names = [name for name, _ in model.named_modules()]
+    for path in plan:
+        if not any(_matches(name, path) for name in names):
+            logger.warning("tensor parallel plan: no module matches %r", path)
+
+
 def _apply(path: str, style: Style, module: nn.Module, tp_mesh: DeviceMesh) -> None:
     try:
         if isinstance(style, ParallelStyle):

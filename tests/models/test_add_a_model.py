@@ -349,6 +349,16 @@ def test_mistake_of_a_spec_is_an_error_of_the_config(
             shard_debugmodel(name, args_of(name), layout).materialize()
 
 
+UNMATCHED = replace(find_spec("llama3"), tensor_parallel_plan=plan_of("atention.q", None))
+
+
+def test_plan_of_no_module_is_a_warning(captured_log: pytest.LogCaptureFixture) -> None:
+    name, layout = f"{__name__}:UNMATCHED", Layout(2, {TP: 2})
+    with fake_ranks(0, 2):
+        shard_debugmodel(name, args_of(name), layout)
+    assert "tensor parallel plan: no module matches 'atention.q'" in captured_log.messages
+
+
 def test_errors_of_the_machine_are_not_the_models() -> None:
     with pytest.raises(RuntimeError, match="out of memory"), mistakes_of("model.name", "x:SPEC"):
         raise torch.OutOfMemoryError("out of memory")
