@@ -94,15 +94,15 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         report(error)
         return reject(nodes, control, error_text(error))
     code = exit_code(end, _outcome(control), has_checkpoints=config.checkpoint.enable)
-    mistake = end.message or f"exit codes by rank: {end.codes}"
+    rejection = end.message or f"exit codes by rank: {end.codes}"
     if code == exit_codes.BAD_CONFIG:
         with unless_closed(sys.stderr):
-            print(red(mistake), file=sys.stderr)
+            print(red(rejection), file=sys.stderr)
     if nodes.rank > 0:
         _say_end_of_node(nodes, code, logs)
         return code
     if code == exit_codes.BAD_CONFIG:
-        return reject(nodes, control, mistake)
+        return reject(nodes, control, rejection)
     code = report_end(end, code, control)
     if code in (exit_codes.DONE, exit_codes.PREEMPTED):
         with unless_closed(sys.stdout):

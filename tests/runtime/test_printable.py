@@ -149,7 +149,7 @@ def test_tools_print_escaped_text_only(record_result: Callable[[str], None]) -> 
     found = {str(file): raw_prints((ROOT / file).read_text()) for file in files}
     # Escaped before ranks sent it, or before it was gathered.
     known = {"print(config_error, file=sys.stderr)",
-             "print(red(end.message or f'exit codes by rank: {end.codes}'), file=sys.stderr)",
+             "print(red(rejection), file=sys.stderr)",
              "print(end.verdict.traceback, end='', file=sys.stderr)"}  # fmt: skip
     assert {text for texts in found.values() for text in texts} == known
     assert raw_prints("print(f'{path}: {error}')")
