@@ -37,7 +37,12 @@ def log_machine(dims: ParallelDims, config: JobConfig, device: torch.device) -> 
 
 
 def log_plan(
-    run: RunSpec, model: ShardedModel, optimizer: torch.optim.Optimizer, resumed_step: int | None
+    run: RunSpec,
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    resumed_step: int | None,
+    *,
+    resumed_tokens: int,
 ) -> None:
     """Log batch, tokens, learning rate, memory, folder, and what is off with the key for it."""
     training, policy = run.config.training, model.mp_policy
@@ -49,7 +54,10 @@ def log_plan(
     state_bytes = None if ":" in run.config.optimizer.name else optimizer_bytes(optimizer)
     logger.info("memory: %s", memory_text(model.module, state_bytes, model.device))
     lines = plan_lines(
-        run, batch_degree=model.dims.degrees.batch, flops_per_token=model.flops_per_token[0]
+        run,
+        batch_degree=model.dims.degrees.batch,
+        flops_per_token=model.flops_per_token[0],
+        resumed=(resumed_step or 0, resumed_tokens),
     )
     for line in lines[:-1]:
         logger.info("%s", line)
@@ -59,17 +67,24 @@ def log_plan(
     logger.info("off: %s", ", ".join(f"{what} ({why})" for what, why in off(run, model).items()))
 
 
-def plan_lines(run: RunSpec, *, batch_degree: int, flops_per_token: float) -> list[str]:
+def plan_lines(
+    run: RunSpec,
+    *,
+    batch_degree: int,
+    flops_per_token: float,
+    resumed: tuple[int, int] = (0, 0),
+) -> list[str]:
     """Lines about the batch, the work, and the learning rate, in this order.
 
     ``batch_degree``: ranks that read different sequences. ``flops_per_token``: by PaLM's
-    convention.
+    convention. ``resumed``: steps and tokens trained so far, perhaps with another ramp.
     """
     training, size = run.config.training, run.global_batch_size
     n = run.n_microbatches(batch_degree)
     microbatches = f"{n} microbatch{'es' * (n > 1)}"
     ramp = f", after a ramp from {run.ramp[0][1]} sequences" if run.ramp else ""
-    n_tokens = sequences_in(training.steps, run.ramp, size) * training.seq_len
+    done, all_ = (sequences_in(steps, run.ramp, size) for steps in (resumed[0], training.steps))
+    n_tokens = resumed[1] + (all_ - done) * training.seq_len
     # Whole documents leave the ends of sequences empty.
     tokens = "up to " * (run.config.data.packing == "best_fit") + f"{n_tokens:,} tokens"
     return [

@@ -92,7 +92,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     validator = Validator(run, dims, device, control) if run.held_out else None
     sampler = Sampler(run, dims, control) if config.validation.sample_tokens > 0 else None
     attempt = attempt_of(checkpointer, run, dims)
-    log_plan(run, model, train_step.optimizer, resumed_step)
+    log_plan(run, model, train_step.optimizer, resumed_step, resumed_tokens=state.tokens)
     log = RunLog(run, model, attempt, resumed_step, alarms=alarms, detects_spikes=spikes.enabled)
 
     # --- Loop

@@ -104,6 +104,8 @@ def test_ramp_may_change_on_resume(whole: Path, tmp_path: Path) -> None:
     other = {"training.batch_size_ramp": "[]", "training.local_batch_size": "4"}
     run(tmp_path, 2, **KEYS | other)
     assert "changed since the checkpoint: training.batch_size_ramp" in log(tmp_path)
+    # What is done counts by the former ramp.
+    assert f"8 steps, {sum((*SIZES[:4], 8, 8, 8, 8)) * SEQ_LEN:,} tokens" in log(tmp_path)
     assert check_ledger.main([str(tmp_path / "debug_model")]) == 0
     assert order_of(tmp_path)[: sum(SIZES)] == order_of(whole)
     assert len(order_of(tmp_path)) == sum((*SIZES[:4], 8, 8, 8, 8))
