@@ -38,15 +38,13 @@ from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
 from runtime.log import error_text, escape_on_stdout, red, report, say, unless_closed
 from runtime.machine import available_cpus, enable_expandable_segments
-from runtime.run_folder import list_checkpoints, read_text, remove_stop_file
+from runtime.run_folder import OLD_STOP, list_checkpoints, read_text, stop_file_id
 from runtime.run_lock import is_locked
 
 end_imports(was_announced=IS_PROGRAM)
 
 TRAINER = Path(__file__).parents[1] / "train.py"
 DEFAULT_CPU_RANKS = 2
-# Set by slurm/train.sbatch, where tools.slurm_begin has deleted an old stop file.
-KEEP_STOP = "KEEP_STOP"
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
@@ -73,8 +71,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         logs = config.job.folder / "logs"
         if nodes.rank == 0:
             clear_previous_end(control)
-            if not environment.get(KEEP_STOP) and not is_running(control):
-                remove_stop_file(control)
+            os.environ[OLD_STOP] = environment.get(OLD_STOP, stop_file_id(control))
     except ValueError as error:
         report(error)
         end_other_nodes(nodes, str(error))

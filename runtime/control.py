@@ -17,12 +17,19 @@ import torch
 import torch.distributed as dist
 
 from config import ConfigError
-from runtime.commands import COMMAND_VARIABLE
 from runtime.exit_codes import STOP_FILE
 from runtime.filesystem import atomic_write_text, make_folder
 from runtime.log import logger
 from runtime.object_collectives import run_on_rank0
-from runtime.run_folder import WriteAlarm, is_file_at, read_text, remove_file, remove_stop_file
+from runtime.run_folder import (
+    OLD_STOP,
+    WriteAlarm,
+    is_file_at,
+    read_text,
+    remove_file,
+    remove_stop_file,
+    stop_file_id,
+)
 from runtime.run_lock import lock_holder, lock_run
 from runtime.signals import SIGNALS, handle_signals
 
@@ -42,6 +49,7 @@ class RunControl:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._is_writer, self._alarm = folder, False, WriteAlarm()
+        self._old_stop = os.environ.get(OLD_STOP, stop_file_id(folder))
         self._signal: signal.Signals | None = None
         self._received = 0.0
         self.stop: str | None = None
@@ -52,7 +60,7 @@ class RunControl:
         handle_signals(self._receive)
 
     def acquire_lock(self) -> None:
-        """Lock the folder for rank 0, which alone writes there. Collective.
+        """Lock the folder for rank 0, which alone writes there, and delete an old stop. Collective.
 
         Raises ``ConfigError`` on every rank if another run holds the lock, or the folder cannot be
         made: ranks that only lost their peer would end first, as failed.
@@ -62,6 +70,8 @@ class RunControl:
             # Ranks that still connect to each other would fail if one of them had gone.
             dist.barrier()
             raise ConfigError([mistake])
+        if self._is_writer:
+            remove_stop_file(self._folder, self._old_stop)
 
     def _lock_folder(self) -> str:
         """Return why the folder cannot be locked; "" on success."""
@@ -99,14 +109,9 @@ class RunControl:
         return mistake
 
     def clear_previous_outcome(self) -> None:
-        """Delete the ``outcome`` that the previous attempt left, and an old stop file.
-
-        Of a run with a launcher, that has deleted the file: one that exists now is a request.
-        """
+        """Delete the ``outcome`` that the previous attempt left."""
         if self._is_writer:
             remove_file(self._folder / "outcome")
-            if COMMAND_VARIABLE not in os.environ:
-                remove_stop_file(self._folder)
 
     def end(self, outcome: str) -> None:
         """Report the outcome. Signals are ignored from here on."""

@@ -26,6 +26,8 @@ from runtime.log import logger, say
 
 # Bounds besides those of read_file: a ledger is read line by line.
 MAX_LEDGER_BYTES, MAX_LINE_BYTES, MAX_TEXT_BYTES = 1 << 34, 1 << 24, 1 << 10
+OLD_STOP = "OLD_STOP"
+"""Variable with the ``stop_file_id`` from before this start; only the run's holder deletes it."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -114,9 +116,18 @@ def remove_file(path: Path) -> None:
         logger.error("ALARM: %s was not deleted: %s", path, error)
 
 
-def remove_stop_file(control: Path) -> None:
-    """Delete ``stop``, which asked an earlier start to end."""
-    if os.path.lexists(control / "stop"):
+def stop_file_id(control: Path) -> str:
+    """Identity of the present ``stop``; "" if there is none."""
+    try:
+        status = (control / "stop").lstat()
+    except OSError:
+        return ""
+    return f"{status.st_ino}:{status.st_mtime_ns}"
+
+
+def remove_stop_file(control: Path, old: str) -> None:
+    """Delete ``stop`` if it is still the ``old`` one, which asked an earlier start to end."""
+    if old and stop_file_id(control) == old:
         say("control/stop is from before this start: removed", file=sys.stderr)
         remove_file(control / "stop")
 

@@ -138,12 +138,15 @@ def test_stop_file_of_before_is_deleted_and_one_written_while_ranks_start_is_obe
     while not logs.exists():
         assert process.poll() is None
         time.sleep(0.01)
-    assert not (control / "stop").exists()
+    (control / "stop").unlink()
     (control / "stop").touch()
     output, _ = process.communicate(timeout=120)
-    assert "control/stop is from before this start: removed" in output
     assert process.returncode == 0, output
     assert (control / "outcome").read_text() == "stopped stop file\n"
+    # The next start does not obey it again.
+    output = run(tmp_path, 2, **{"training.steps": "2"})
+    assert "control/stop is from before this start: removed" in output
+    assert (control / "outcome").read_text() == "done\n"
 
 
 @pytest.mark.parametrize("total", [4, 6])

@@ -1,8 +1,8 @@
 """Check the run of a Slurm job: ``tools.slurm_begin CONFIG [--section.key value ...]``
 
-For ``slurm/train.sbatch``, on the head node: prints the run folder, MASTER_PORT, the configuration
-and its overrides, each terminated by a zero byte. Prints nothing if control/stop was written while
-the job was queued. Exits with 2 and the reason if the run cannot be trained.
+For ``slurm/train.sbatch``, on the head node: prints the run folder, MASTER_PORT, OLD_STOP, the
+configuration and its overrides, each terminated by a zero byte. Prints nothing if control/stop was
+written while the job was queued. Exits with 2 and the reason if the run cannot be trained.
 
 ``SWEEP`` is a TOML file of ``[[runs]]`` shaped like a configuration: task i of a job array trains
 the configuration with the overrides and runs[i], as ``<job.name>-i`` unless runs[i] names it.
@@ -32,7 +32,7 @@ from runtime.hub_paths import pin_names
 from runtime.log import error_text, report, say
 from runtime.outside import prints_to_stderr
 from runtime.printable import reason_of
-from runtime.run_folder import WriteAlarm, remove_file, remove_stop_file
+from runtime.run_folder import WriteAlarm, remove_file, stop_file_id
 from runtime.run_lock import lock_run
 from tools.cli import toml_text
 
@@ -80,11 +80,12 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     # Launchers write their exit code to this folder.
     make_folder(control)
     exit_codes.clear_exit_code(control)
+    old_stop = ""
     if not is_restart:
+        old_stop = stop_file_id(control)
         remove_file(control / "requeues")
-        remove_stop_file(control)
     # Bytes, as bash passed them.
-    texts = (folder, port, *arguments)
+    texts = (folder, port, old_stop, *arguments)
     sys.stdout.buffer.write(b"".join(os.fsencode(f"{text}\0") for text in texts))
     return exit_codes.DONE
 

@@ -80,24 +80,22 @@ def test_hangup_is_ignored_under_nohup(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(stop_after_hangup, 1, tmp_path / "control") == ["SIGXCPU"]
 
 
-def stop_before_and_after_clear(folder: Path) -> list[str | None]:
-    reasons = []
+def reason_to_stop(folder: Path, make: Callable[[Path], None] | None = None) -> str | None:
+    """Reason to stop of a start, during which ``make`` makes control/stop."""
     with control_of(folder) as run:
-        for _ in range(2):
-            run.all_reduce_counts()
-            reasons.append(run.stop)
-            run.stop = None
-            run.clear_previous_outcome()
-            dist.barrier()
-    return reasons
+        if make is not None:
+            make(folder / "stop")
+        run.all_reduce_counts()
+        run.clear_previous_outcome()
+        dist.barrier()
+        return run.stop
 
 
 def test_next_start_deletes_outcome_and_stop_of_the_last(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "run" / "control").mkdir(parents=True)
     for name in ("outcome", "stop", "progress"):
         (tmp_path / "run" / "control" / name).write_text("1\n")
-    found = ranks.run(stop_before_and_after_clear, 2, tmp_path / "run" / "control")
-    assert found == [[STOP_FILE.reason, None]] * 2
+    assert ranks.run(reason_to_stop, 2, tmp_path / "run" / "control") == [None, None]
     assert {path.name for path in (tmp_path / "run" / "control").iterdir()} == {"progress", "lock"}
 
 
@@ -168,15 +166,28 @@ def test_file_system_without_locks_is_an_error_of_the_folder(
         lock_run(tmp_path)
 
 
-def stop_requested(folder: Path, make: Callable[[Path], None]) -> tuple[str | None, str | None]:
-    """Reason to stop with what ``make`` puts at control/stop, and after the next start."""
-    with control_of(folder) as run:
-        make(folder / "stop")
+def stop_twice(folder: Path, make: Callable[[Path], None]) -> tuple[str | None, str | None]:
+    """Reason to stop with what ``make`` puts at control/stop, and of the next start."""
+    return reason_to_stop(folder, make), reason_to_stop(folder)
+
+
+def stop_beside_another_start(folder: Path) -> str | None:
+    """Reason to stop that a start finds which another follows before it locks the folder."""
+    with control_of(folder.parent.parent / "other" / "control"):
+        run = RunControl(folder)
+        folder.mkdir(parents=True)
+        (folder / "stop").touch()
+        second = RunControl(folder)
+        run.acquire_lock()
+        with pytest.raises(ConfigError, match="is writing to"):
+            second.acquire_lock()
         run.all_reduce_counts()
-        first, run.stop = run.stop, None
-        run.clear_previous_outcome()
-        run.all_reduce_counts()
-        return first, run.stop
+        return run.stop
+
+
+def test_a_rejected_start_leaves_the_stop_of_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "control"
+    assert ranks.run(stop_beside_another_start, 1, folder) == [STOP_FILE.reason]
 
 
 def make_full_folder(path: Path) -> None:
@@ -188,12 +199,17 @@ def make_broken_link(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, make_full_folder, os.mkfifo, make_broken_link])
+@pytest.mark.parametrize("make", [Path.mkdir, make_full_folder, os.mkfifo])
 def test_anything_named_stop_stops_the_run_once(
     ranks: RankPool, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
-    found = ranks.run(stop_requested, 1, tmp_path / "control", make)
+    found = ranks.run(stop_twice, 1, tmp_path / "control", make)
     assert found == [(STOP_FILE.reason, None)]
+
+
+def test_a_broken_link_stops_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    found = ranks.run(reason_to_stop, 1, tmp_path / "control", make_broken_link)
+    assert found == [STOP_FILE.reason]
 
 
 def lose_lock(folder: Path, then: str) -> str:

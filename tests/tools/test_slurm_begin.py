@@ -16,6 +16,7 @@ from config.job_config import Job
 from launcher.failures import record_end, record_failure
 from launcher.launch import head_ports
 from runtime import exit_codes, run_lock
+from runtime.run_folder import remove_stop_file
 from runtime.run_lock import lock_run
 from tests.lib.repository import ROOT
 from tools import slurm_begin
@@ -49,7 +50,7 @@ def test_arguments_are_printed_verbatim(capsys: pytest.CaptureFixture[str], tmp_
     code, texts, _ = begin(capsys, "--job.name", "one", hostile)
     assert code == exit_codes.DONE
     folder = f"{hostile.partition('=')[2]}/one"
-    assert texts[:1] + texts[2:] == [folder, str(CONFIG), "--job.name", "one", hostile]
+    assert texts[:1] + texts[3:] == [folder, str(CONFIG), "--job.name", "one", hostile]
 
 
 def test_arguments_are_printed_as_the_bytes_that_bash_passed(monkeypatch: pytest.MonkeyPatch):
@@ -70,7 +71,7 @@ def test_a_model_of_one_s_own_may_print(tmp_path: Path):
         text=True,
         check=True,
     )
-    folder, _, *texts = done.stdout.split("\0")
+    folder, _, _, *texts = done.stdout.split("\0")
     assert [folder, *texts] == ["outputs/debug_model", *arguments, ""]
     assert done.stderr == "Hello\n"
 
@@ -169,11 +170,17 @@ def test_rejected_restart_is_a_failure_of_the_run(
     assert found.why.startswith("rejected: command line: optimizer.lrr: unknown key")
 
 
-def test_first_start_deletes_an_old_stop_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    control = tmp_path / "debug_model" / "control"
-    control.mkdir(parents=True)
+def test_first_start_names_an_old_stop_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    control, folder = tmp_path / "debug_model" / "control", f"--job.output_dir={tmp_path}"
+    assert begin(capsys, folder)[1][2] == ""
     (control / "stop").touch()
-    assert begin(capsys, f"--job.output_dir={tmp_path}")[1]
+    old = begin(capsys, folder)[1][2]
+    # Another job may be about to obey it.
+    assert (control / "stop").exists()
+    (control / "stop").touch()
+    remove_stop_file(control, old)
+    assert (control / "stop").exists(), "a request that was repeated"
+    remove_stop_file(control, begin(capsys, folder)[1][2])
     assert not (control / "stop").exists()
 
 
@@ -228,12 +235,12 @@ def test_sweep_overrides_win_and_name_the_run(capsys: pytest.CaptureFixture[str]
     asked = ["--optimizer.lr", "0.5", "--job.name", "mine"]
     code, texts, _ = begin(capsys, *asked, SWEEP=str(path), SLURM_ARRAY_TASK_ID="1")
     assert code == exit_codes.DONE
-    config = load_config(Path(texts[2]), texts[3:])
+    config = load_config(Path(texts[3]), texts[4:])
     assert (config.optimizer.lr, config.job.name) == (0.25, "mine-1")
     assert texts[0] == "outputs/mine-1"
     sweep(tmp_path, "[[runs]]\njob.name = 'its_own'\n")
     texts = begin(capsys, *asked, SWEEP=str(path), SLURM_ARRAY_TASK_ID="0")[1]
-    assert load_config(Path(texts[2]), texts[3:]).job.name == "its_own"
+    assert load_config(Path(texts[3]), texts[4:]).job.name == "its_own"
 
 
 def test_sweep_overrides_entries_of_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -245,7 +252,7 @@ def test_sweep_overrides_entries_of_a_table(capsys: pytest.CaptureFixture[str], 
     environment = {"SWEEP": str(path), "SLURM_ARRAY_TASK_ID": "0"}
     assert main(asked, JOB | environment) == exit_codes.DONE
     texts = capsys.readouterr().out.split("\0")[:-1]
-    assert load_config(file, texts[3:]).model.args == {
+    assert load_config(file, texts[4:]).model.args == {
         "n_layers": 4, "n_heads": 8, "hidden_dim": 512, "rope_theta": 1e4
     }  # fmt: skip
 
