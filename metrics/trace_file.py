@@ -65,8 +65,8 @@ class Trace:
     main_thread: Any = None
     ranges: dict[str, list[Interval]] = field(default_factory=dict)
     """Ranges of the main thread that the trainer names."""
-    ops: dict[Any, list[tuple[float, float, str]]] = field(default_factory=dict)
-    """Operators by thread; empty if the trace has kernels."""
+    ops: dict[Any, list[tuple[float, float, str, bool]]] = field(default_factory=dict)
+    """Operators by thread, and whether autograd records each; empty if the trace has kernels."""
     kernels: list[tuple[float, float, str]] = field(default_factory=list)
     """All but collectives."""
     collectives: list[Collective] = field(default_factory=list)
@@ -168,7 +168,8 @@ def _keep(trace: Trace, event: dict[str, Any], begin: float, end: float, name: s
     elif kind == "user_annotation" and name in (DATA_WAIT, STEP_SYNC, *BETWEEN_STEPS):
         trace.ranges.setdefault(name, []).append((begin, end))
     elif kind == "cpu_op" and not trace.has_gpu:
-        trace.ops.setdefault(thread, []).append((begin, end, name))
+        is_recorded = "Sequence number" in _arguments(event)
+        trace.ops.setdefault(thread, []).append((begin, end, name, is_recorded))
     else:
         return False
     return True
@@ -185,13 +186,17 @@ def _keep_step(trace: Trace, kind: Any, thread: Any, step: int, own: Interval) -
 
 
 def _nccl(event: dict[str, Any], begin: float, end: float, name: str) -> Collective:
-    given = event.get("args")
-    args = given if isinstance(given, dict) else {}
+    args = _arguments(event)
     text = {key: str(args.get(f"Process Group {key}", "")) for key in ("Name", "Ranks")}
     # Groups of other ranks may have the same name.
     group = f"{text['Name']} {text['Ranks']}".strip()
     short = str(args.get("Collective name") or name.partition("(")[0])
     return Collective(begin, end, short, group, str(args.get("Process Group Description", "")))
+
+
+def _arguments(event: dict[str, Any]) -> dict[str, Any]:
+    given = event.get("args")
+    return given if isinstance(given, dict) else {}
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -22,6 +22,7 @@ HOST_NAMESPACES = {
     *("PythonSubclass", "PythonDispatchMode"),
 }
 POINT_TO_POINT = re.compile("send|recv", re.IGNORECASE)
+BACKWARD = "autograd::engine::evaluate_function"
 # Kernels of torch.compile on CPUs have no operator of their own.
 COMPILED = ("Torch-Compiled Region", "CompiledFunction", "inductor")
 
@@ -102,7 +103,8 @@ def summarize(trace: Trace, *, n_top: int) -> RankSummary:
         text = "the process had a GPU, but the trace has no kernels: CUPTI could not record them"
         raise ValueError(f"{trace.path}: {text} (another profiler, or missing permission)")
     window = device_window(trace) if is_gpu else merge(list(trace.steps.values()))
-    busy = trace.kernels if is_gpu else compute_segments(trace.ops.get(trace.main_thread, []))
+    ops = executed(trace.ops.get(trace.main_thread, []))
+    busy = trace.kernels if is_gpu else compute_segments(ops)
     compute = intersect(merge([(begin, end) for begin, end, _ in busy]), window)
     own = [each for each in trace.collectives if intersect([(each.begin, each.end)], window)]
     running = intersect(merge([(each.begin, each.end) for each in own]), window)
@@ -112,7 +114,7 @@ def summarize(trace: Trace, *, n_top: int) -> RankSummary:
     waits = subtract(waits, running) if is_gpu else waits
     syncs = merge(trace.ranges.get(STEP_SYNC, []))
     exposed = subtract(intersect(free, merge([*running, *syncs])), waits)
-    calls = trace.kernels if is_gpu else outermost(trace.ops.get(trace.main_thread, []))
+    calls = trace.kernels if is_gpu else outermost(ops)
     parts = {"compute": total(compute), "exposed": total(exposed), "data_wait": total(waits)}
     groups = {tuple(ranks) for ranks in trace.groups if len(ranks) > 1}
     return RankSummary(
@@ -143,6 +145,32 @@ def device_window(trace: Trace) -> list[Interval]:
             begin = max([begin, *(end for start, end in work if start < first)])
         window.append((begin, max(last, host[1], begin)))
     return merge(window)
+
+
+def executed(
+    ops: Sequence[tuple[float, float, str, bool]],
+) -> list[tuple[float, float, str]]:
+    """Operators without those whose result selective recomputation had kept.
+
+    Its dispatch mode sees each operator, which it calls again, or whose result it looks up. So in
+    backward an operator that autograd records did not run if it calls none of its name, as others
+    of that name do.
+    """
+    ops = sorted(ops, key=lambda op: (op[0], -op[1]))
+    calls_own_name, innermost = set[int](), dict[str, int]()
+    looked_up, backward_end = list[int](), 0.0
+    for index, (begin, end, name, is_recorded) in enumerate(ops):
+        outer = innermost.get(name)
+        if outer is not None and begin < ops[outer][1]:
+            calls_own_name.add(outer)
+        innermost[name] = index
+        if name.startswith(BACKWARD):
+            backward_end = max(backward_end, end)
+        elif is_recorded and begin < backward_end:
+            looked_up.append(index)
+    names = {ops[index][2] for index in calls_own_name}
+    skipped = {i for i in looked_up if ops[i][2] in names} - calls_own_name
+    return [op[:3] for index, op in enumerate(ops) if index not in skipped]
 
 
 def compute_segments(ops: Events) -> list[tuple[float, float, str]]:

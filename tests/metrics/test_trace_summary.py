@@ -267,6 +267,27 @@ def test_an_operator_that_a_dispatch_mode_calls_again_counts_once(tmp_path: Path
     assert times == {"aten::mm": (2, 59_000), "aten::copy_": (1, 1_000)}
 
 
+def test_an_operator_whose_result_was_kept_is_not_counted(tmp_path: Path) -> None:
+    """Forward, recomputed and looked up in backward, and backward's own."""
+
+    def mm(begin: float, end: float, *, is_recorded: bool = False) -> dict[str, Any]:
+        number = {"Sequence number": 5} if is_recorded else {}
+        return event("cpu_op", "aten::mm", begin, end, **number)
+
+    backward = event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 20, 90)
+    recomputed = [mm(30, 40, is_recorded=True), mm(32, 39)]
+    looked_up, own, after = mm(45, 50, is_recorded=True), mm(60, 80), mm(92, 95, is_recorded=True)
+    forward = [mm(0, 10, is_recorded=True), mm(2, 9)]
+    ends = step(8, 0, 100), backward
+    everything = [*ends, *forward, *recomputed, looked_up, own, after]
+    (times,) = read(write(tmp_path / "selective.json", *everything, gpus=0)).top
+    assert (times.count, round(times.microseconds)) == (4, 43_000)
+    # Without a dispatch mode, whatever was seen ran.
+    plain = [*ends, forward[0], recomputed[0], looked_up, own]
+    (times,) = read(write(tmp_path / "full.json", *plain, gpus=0)).top
+    assert (times.count, round(times.microseconds)) == (4, 45_000)
+
+
 def test_sets_of_intervals() -> None:
     a, b = merge([(5, 7), (0, 2), (1, 3), (9, 9)]), [(2.0, 6.0)]
     assert a == [(0, 3), (5, 7)]
