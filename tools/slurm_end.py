@@ -15,7 +15,7 @@ from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_failure
 from runtime import exit_codes
 from runtime.filesystem import atomic_write_text, parse_object
 from runtime.log import escape_on_stdout, say
-from runtime.run_folder import read_text
+from runtime.run_folder import OLD_STOP, read_text, remove_stop_file
 
 # Bound on consecutive requeues without a newer checkpoint.
 MOST_REQUEUES = 10
@@ -50,6 +50,8 @@ def decide(control: Path, *, is_warned: bool, is_cut_off: bool = False) -> tuple
         return code, read_text(control / "outcome") or "done"
     if code in ENDS:
         return code, ENDS[code]
+    # Ranks that did not lock the run have left it, and the next start would obey it.
+    remove_stop_file(control, os.environ.get(OLD_STOP, ""))
     if os.path.lexists(control / "stop"):
         # The user asked the run to stop; never requeue it, even if it ended for another reason.
         is_saved = code == exit_codes.PREEMPTED
@@ -59,7 +61,7 @@ def decide(control: Path, *, is_warned: bool, is_cut_off: bool = False) -> tuple
     if code != exit_codes.PREEMPTED:
         reason = f"the launcher exited with {code}"
         if code is None:
-            reason = "the launcher of node 0 was killed or never started"
+            reason = "the launcher of node 0 was killed, never started or could not write its end"
         if is_warned:
             reason += ", after Slurm's warning; the job's log says why"
         # A live launcher records failures itself and exits with 93 after too many of them.

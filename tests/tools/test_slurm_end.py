@@ -9,6 +9,7 @@ import pytest
 from launcher.failures import MOST_ATTEMPTS, record_failure
 from runtime import exit_codes
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
+from runtime.run_folder import OLD_STOP, stop_file_id
 from tests.lib.repository import ROOT
 from tools.slurm_end import MOST_REQUEUES, decide, main
 
@@ -55,6 +56,15 @@ def test_stop_file_prevents_requeue(code: int | None, decision: int, tmp_path: P
     control = write_outcome(tmp_path, code)
     (control / "stop").touch()
     assert decide(control, is_warned=True)[0] == decision
+
+
+def test_stop_file_of_an_earlier_job_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a start whose ranks were killed before they locked the run."""
+    control = write_outcome(tmp_path, PREEMPTED)
+    (control / "stop").touch()
+    monkeypatch.setenv(OLD_STOP, stop_file_id(control))
+    assert decide(control, is_warned=False)[0] == PREEMPTED
+    assert not (control / "stop").exists(), "a restart obeys what it finds"
 
 
 @pytest.mark.parametrize(("code", "is_warned"), [(None, False), (None, True), (FAILED, True)])
