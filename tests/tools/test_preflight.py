@@ -272,6 +272,24 @@ def test_expert_mesh_dims_are_measured(ranks: RankPool) -> None:
         ]
 
 
+def slowed(is_once: bool) -> tuple[list[float], int]:
+    """Rank 1 measures 1.0, perhaps once; others 4.0. Return the speeds and how often."""
+    measured = []
+
+    def measure() -> float:
+        measured.append(dist.get_rank())
+        is_slow = dist.get_rank() == 1 and (len(measured) == 1 or not is_once)
+        return 1.0 if is_slow else 4.0
+
+    return preflight_rank.gather_speeds(measure, [[0, 1], [2, 3]]), len(measured)
+
+
+@pytest.mark.parametrize("is_once", [True, False])
+def test_what_is_slow_is_measured_again(ranks: RankPool, is_once: bool) -> None:
+    speeds = [4.0 if is_once else 1.0, 4.0]
+    assert ranks.run(slowed, 4, is_once) == [(speeds, 2)] * 4
+
+
 def empty_report(count: int) -> preflight_rank.Report:
     """Report on ``count`` nodes of one rank before any check."""
     places = [preflight_rank.RankLocation(rank, rank, HOST, True) for rank in range(count)]
