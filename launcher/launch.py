@@ -58,7 +58,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     except ValueError as error:
         report(error)
         return exit_codes.BAD_CONFIG
-    control = None
+    control, variables = None, dict[str, str]()
     try:
         config = pin_names(load_config(Path(arguments[0]), arguments[1:]))
         control = config.job.folder / "control"
@@ -71,7 +71,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         logs = config.job.folder / "logs"
         if nodes.rank == 0:
             clear_previous_end(control)
-            os.environ[OLD_STOP] = environment.get(OLD_STOP, stop_file_id(control))
+            variables[OLD_STOP] = environment.get(OLD_STOP, stop_file_id(control))
     except ValueError as error:
         report(error)
         end_other_nodes(nodes, str(error))
@@ -80,12 +80,12 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return reject(nodes, control, error_text(error))
     set_thread_defaults(n_ranks)
     enable_expandable_segments()
-    os.environ[COMMAND_VARIABLE] = json.dumps([program(), "train", *arguments])
+    variables[COMMAND_VARIABLE] = json.dumps([program(), "train", *arguments])
     try:
         with open_console(config.job.name) as console:
             end = run_ranks(
                 [str(TRAINER)], config, n_ranks=n_ranks, nodes=nodes, shown=shown, console=console,
-                logs=logs, mistake=mistake,
+                logs=logs, mistake=mistake, variables=variables,
             )  # fmt: skip
     except ConfigError as error:
         report(error)
