@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import torch.distributed as dist
 
@@ -104,15 +104,14 @@ def run_ranks(
     console: Console,
     logs: Path | None = None,
     mistake: str = "",
-    variables: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> End:
     """Run Python on ``program`` once per rank of this node; return when all have exited.
 
     Its last argument is a file with the keys of ``config``. The output of all ranks goes to a new
     folder in ``logs``, and that of the local ranks ``shown`` to the ``console``. ``mistake``: of
-    ``config``, if all nodes have ``n_ranks``. ``variables``: further ones of the ranks'
-    environment. Raises ``ConfigError`` for a mistake, also another node's, and if the folder cannot
-    be created. Installs signal handlers.
+    ``config``, if all nodes have ``n_ranks``. Raises ``ConfigError`` for it or another node's, and
+    if the folder cannot be created. Installs signal handlers.
     """
     _show_waiting(nodes, n_ranks, mistake)
     # Before the rendezvous, after which another node may create them.
@@ -128,14 +127,13 @@ def run_ranks(
     handle_signals(lambda number, frame: requests.append(signal.Signals(number)))
     with tempfile.TemporaryDirectory() as scratch:
         first = sum(counts[: nodes.rank])
-        error_files = {
-            rank: Path(scratch) / f"{rank}.json" for rank in range(first, first + n_ranks)
-        }
+        ranks = range(first, first + n_ranks)
+        error_files = {rank: Path(scratch) / f"{rank}.json" for rank in ranks}
         # The file that the user named may have changed since it was read, or be a pipe.
         config_path = Path(scratch) / "config.toml"
         config_path.write_text(dump_toml(config), encoding="utf-8")
         program = [*program, str(config_path)]
-        environment = _environment(store, nodes, counts, logs) | dict(variables or {})
+        environment = {**_environment(store, nodes, counts, logs), **variables}
         followed, is_head = first + min(shown, default=0), nodes.rank == 0
         # A log that all nodes share has the head's.
         show_phase(f"importing PyTorch on each rank, {sum(counts)} in all", is_logged=is_head)
