@@ -172,7 +172,8 @@ def exposed_seconds(
     """Seconds of communication, by mesh dim, during which a rank computes nothing.
 
     The first gather of a forward and the last reduction of a backward have nothing to hide behind:
-    in each microbatch, or once if weights stay gathered or gradients are reduced once.
+    in each microbatch, or once if weights stay gathered or gradients are reduced once. Each is
+    taken to last as long as an average call.
     """
     exposed: dict[str, float] = defaultdict(float)
     overlapped: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
