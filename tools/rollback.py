@@ -1,7 +1,7 @@
 """Roll a run back to an older checkpoint: ``shardloom rollback RUN_FOLDER STEP``
 
 Renames later checkpoints to ``abandoned-step-...``. The next start of the run resumes from STEP and
-begins a new lineage there. Nothing is deleted.
+begins a new lineage there, without the later lines of metrics.jsonl. No checkpoint is deleted.
 """
 
 import sys
