@@ -348,12 +348,18 @@ def compare_dims(report: Report, config: JobConfig, device: torch.device) -> lis
     rows = [["dim", "ranks", "groups", *(f"{kind} GB/s" for kind in KINDS)]]
     for label, groups, group in mesh_groups(meshes):
         rows.append([label, str(len(groups[0])), str(len(groups))])
-        who = [f"{label} of {', '.join(str(report.places[r]) for r in ranks)}" for ranks in groups]
+        who = [f"{label} of {named(report, ranks)}" for ranks in groups]
         for kind in KINDS:
             slowest = gather_speeds(partial(bus_bandwidth, kind, group, device), groups)
             report.findings.extend(below(SLOW, kind + " at {} GB/s", slowest, who))
             rows[-1].append(f"{min(slowest):.3g}")
     return rows if len(rows) > 1 else []
+
+
+def named(report: Report, ranks: Sequence[int]) -> str:
+    """Ranks of a group, and their hosts, which a scheduler can exclude."""
+    hosts = dict.fromkeys(report.places[rank].host for rank in ranks)
+    return f"ranks {', '.join(map(str, ranks))} ({', '.join(hosts)})"
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -290,6 +290,13 @@ def test_what_is_slow_is_measured_again(ranks: RankPool, is_once: bool) -> None:
     assert ranks.run(slowed, 4, is_once) == [(speeds, 2)] * 4
 
 
+def test_a_group_is_named_by_its_ranks_and_hosts() -> None:
+    places = [preflight_rank.RankLocation(r, r // 2, f"n{r // 2}", r % 2 == 0) for r in range(4)]
+    report = preflight_rank.Report(places, {}, [])
+    assert preflight_rank.named(report, [0, 2]) == "ranks 0, 2 (n0, n1)"
+    assert preflight_rank.named(report, [2, 3]) == "ranks 2, 3 (n1)"
+
+
 def empty_report(count: int) -> preflight_rank.Report:
     """Report on ``count`` nodes of one rank before any check."""
     places = [preflight_rank.RankLocation(rank, rank, HOST, True) for rank in range(count)]
