@@ -83,8 +83,8 @@ def plan_lines(
     n = run.n_microbatches(batch_degree)
     microbatches = f"{n} microbatch{'es' * (n > 1)}"
     ramp = f", after a ramp from {run.ramp[0][1]} sequences" if run.ramp else ""
-    done, all_ = (sequences_in(steps, run.ramp, size) for steps in (resumed[0], training.steps))
-    n_tokens = resumed[1] + (all_ - done) * training.seq_len
+    done, total = (sequences_in(steps, run.ramp, size) for steps in (resumed[0], training.steps))
+    n_tokens = resumed[1] + (total - done) * training.seq_len
     # Whole documents leave the ends of sequences empty.
     tokens = "up to " * (run.config.data.packing == "best_fit") + f"{n_tokens:,} tokens"
     return [

@@ -27,7 +27,7 @@ from runtime.log import logger, say
 # Bounds besides those of read_file: a ledger is read line by line.
 MAX_LEDGER_BYTES, MAX_LINE_BYTES, MAX_TEXT_BYTES = 1 << 34, 1 << 24, 1 << 10
 OLD_STOP = "OLD_STOP"
-"""Variable with the ``stop_file_id`` from before this start; only the run's holder deletes it."""
+"""Environment variable: ``stop_file_id`` before this start, of a file that is no request to it."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
