@@ -1,16 +1,19 @@
 """Roll a run back to an older checkpoint: ``shardloom rollback RUN_FOLDER STEP``
 
 Renames later checkpoints to ``abandoned-step-...``. The next start of the run resumes from STEP and
-begins a new lineage there, without the later lines of metrics.jsonl. No checkpoint is deleted.
+begins a new lineage there. It deletes later lines of metrics.jsonl and samples.jsonl, which are
+copied to ``abandoned-metrics.jsonl-...`` before. No checkpoint is deleted.
 """
 
 import sys
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from checkpoint.checkpoint_dir import quarantine, verify_checkpoint
 from launcher.failures import record_end
 from runtime import exit_codes
-from runtime.filesystem import atomic_write_text
+from runtime.filesystem import atomic_write_text, read_file
 from runtime.log import say
 from runtime.run_folder import WriteAlarm, list_checkpoints, remove_file, step_of
 from runtime.run_lock import lock_run
@@ -28,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
 
 def roll_back(run_folder: Path, step: int) -> None:
-    """Make ``step`` the newest checkpoint of a run; rename the later ones.
+    """Make ``step`` the newest checkpoint of a run; rename the later ones, and copy its curves.
 
     Raises ``ValueError`` if the run is running, or if it has no checkpoint of ``step`` that
     verifies.
@@ -43,8 +46,11 @@ def roll_back(run_folder: Path, step: int) -> None:
         problems = verify_checkpoint(checkpoints[step])
         if problems:
             raise ValueError(f"step {step} does not verify: {'; '.join(problems)}")
+        abandoned = sorted((number for number in checkpoints if number > step), reverse=True)
+        if abandoned:
+            _copy_curves(run_folder)
         # Newest first: an interrupted rollback has still gone back part of the way.
-        for later in sorted((number for number in checkpoints if number > step), reverse=True):
+        for later in abandoned:
             say(f"renamed to: {quarantine(checkpoints[later], 'abandoned')}")
         # The former end was that of steps that are gone.
         outcome = exit_codes.StopReason(f"{exit_codes.ROLLED_BACK}{step}", exit_codes.DONE).outcome
@@ -57,6 +63,17 @@ def roll_back(run_folder: Path, step: int) -> None:
         record_end(control, outcome)
         remove_file(control / "requeues")
     say(f"rollback: {run_folder} will resume from step {step}")
+
+
+def _copy_curves(run_folder: Path) -> None:
+    """Copy the files whose later lines the next start deletes."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        copy = run_folder / f"abandoned-{name}-{uuid.uuid4().hex[:8]}"
+        with WriteAlarm().of(copy), suppress(FileNotFoundError):
+            content = read_file(run_folder / name)
+            with copy.open("xb") as file:
+                file.write(content)
+            say(f"copied to: {copy}")
 
 
 if __name__ == "__main__":

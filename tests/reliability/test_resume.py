@@ -168,8 +168,13 @@ def has_step_after(folder: Path, step: int) -> bool:
 @pytest.mark.row(8, "A rollback starts a new lineage, which restarts follow")
 def test_restarts_follow_a_rollback(tmp_path: Path, record_result: Callable[[str], None]) -> None:
     keys = STEPS | {"checkpoint.interval": "2", "checkpoint.keep_latest_k": "0"}
-    run(tmp_path, 1, **keys, **{"training.steps": "8"})
+    run(tmp_path, 1, **keys, **{"training.steps": "8", "metrics.log_freq": "1"})
+    curve = (tmp_path / "debug_model" / "metrics.jsonl").read_text()
     roll_back(tmp_path / "debug_model", 4)
+    [abandoned] = (tmp_path / "debug_model").glob("abandoned-*")
+    assert abandoned.name.startswith("abandoned-metrics.jsonl-")
+    assert abandoned.read_text() == curve
+    assert '"step": 8' in curve
     assert [step_of(path) for path in checkpoints(tmp_path)] == [4, 2]
     status = read_status(tmp_path / "debug_model", time.time())
     assert (status.state, status.why, status.step) == ("stopped", "rolled back to step 4", 4)
@@ -177,6 +182,7 @@ def test_restarts_follow_a_rollback(tmp_path: Path, record_result: Callable[[str
     run(tmp_path, 1, **keys, **slower, **{"training.steps": "5"})
     run(tmp_path, 1, **keys, **slower, **{"training.steps": "9"})
     assert "resumed from step 5" in log(tmp_path)
+    assert abandoned.read_text() == curve
     assert [step_of(path) for path in checkpoints(tmp_path)] == [9, 8, 6, 5, 4, 2]
     folder = tmp_path / "debug_model" / "checkpoints"
     assert len(list(folder.glob("abandoned-step-*"))) == 2
