@@ -27,6 +27,7 @@ from parallelisms.parallel_dims import ParallelDims
 from runtime.control import RunControl
 from runtime.distributed import compute_dtype
 from runtime.hub_paths import local_path
+from runtime.log import logger
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,12 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
         config = pin_datasets(config)
     training_data, held_out = build_data(config, tokenizer)
     total_steps = config.lr_scheduler.total_steps or config.training.steps
+    ramp_steps = sum(phase.steps for phase in config.training.batch_size_ramp)
+    if ramp_steps >= config.training.steps:
+        logger.warning(
+            "training.batch_size_ramp has %d steps, training.steps is %d: global_batch_size is"
+            " never reached", ramp_steps, config.training.steps,
+        )  # fmt: skip
     if ":" in config.optimizer.name:
         outside_optimizer(config.optimizer)
     one_microbatch = config.training.decided_local_batch_size * degrees.batch

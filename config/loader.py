@@ -277,6 +277,8 @@ def _messages(error: ValidationError, origin: Callable[[str], str]) -> list[str]
         reason = _unknown(key, item["input"]) if is_unknown else item["msg"]
         if item["type"] == "bool_type":
             reason += ", true or false"
+        if item["type"] == "list_type" and isinstance(item["input"], dict):
+            reason = f"Input should be an array of tables: write [[{key}]]"
         if item.get("ctx", {}).get("pattern") == OUTSIDE_PATTERN:
             reason = "module:attribute"
         reasons.setdefault(key, {})[value, reason] = None

@@ -158,7 +158,8 @@ def _workers(
             process.join()
         for path in folder.glob("shard-*.tmp"):
             if UNFINISHED.fullmatch(path.name):
-                path.unlink()
+                # A worker that outlived a killed parent may rename its own.
+                path.unlink(missing_ok=True)
         signal.signal(signal.SIGINT, handler)
 
 

@@ -141,16 +141,27 @@ def _ramp(run: RunContext) -> list[int]:
     return [phase.global_batch_size for phase in run.config.training.batch_size_ramp]
 
 
-def _in_ramp(violated: Callable[[RunContext], bool]) -> Callable[[RunContext], bool]:
-    """Return a check whether ``violated`` holds for any batch size of the ramp."""
+def _phases(run: RunContext) -> list[RunContext]:
+    """Return the run with each batch size of the ramp."""
+    training = run.config.training
+    sizes = [training.model_copy(update={"global_batch_size": n}) for n in _ramp(run)]
+    configs = [run.config.model_copy(update={"training": section}) for section in sizes]
+    return [replace(run, config=config) for config in configs]
 
-    def any_violated(run: RunContext) -> bool:
-        training = run.config.training
-        sizes = [training.model_copy(update={"global_batch_size": n}) for n in _ramp(run)]
-        configs = [run.config.model_copy(update={"training": section}) for section in sizes]
-        return any(violated(replace(run, config=config)) for config in configs)
 
-    return any_violated
+def _in_ramp(row: Constraint[RunContext]) -> Constraint[RunContext]:
+    """Return the constraint that each batch size of the ramp satisfies ``row``."""
+
+    def first_detail(run: RunContext) -> str:
+        assert row.detail is not None
+        return next(row.detail(phase) for phase in _phases(run) if row.violated(phase))
+
+    return Constraint(
+        "training.batch_size_ramp",
+        f"each size: {row.reason}",
+        lambda run: any(map(row.violated, _phases(run))),
+        first_detail if row.detail is not None else None,
+    )
 
 
 def _is_ddp(run: RunContext) -> bool:
@@ -476,7 +487,5 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
 )  # fmt: skip
 # Each size of the ramp must satisfy the constraints on the batch size.
 RUN_CONSTRAINTS += tuple(
-    Constraint("training.batch_size_ramp", f"each size: {row.reason}", _in_ramp(row.violated))
-    for row in RUN_CONSTRAINTS
-    if row.key == "training.global_batch_size"
+    _in_ramp(row) for row in RUN_CONSTRAINTS if row.key == "training.global_batch_size"
 )

@@ -118,6 +118,11 @@ def test_boolean_error_says_what_to_write(toml: Path):
         assert "true or false" in errors(toml, f"--{key}=yes")[0]
 
 
+def test_table_in_place_of_an_array_says_what_to_write(toml: Path):
+    for key in ("training.batch_size_ramp", "data.sources"):
+        assert f"write [[{key}]]" in errors(toml, f"--{key}={{steps = 2}}")[0]
+
+
 def test_text_with_a_comment_sign_is_not_cut(toml: Path):
     for raw in ('"x" # y', "'a' # 'b'", "3 # y", "x # y"):
         assert load_config(toml, ["--data.subset", raw]).data.subset == raw

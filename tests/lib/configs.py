@@ -262,7 +262,7 @@ BAD = [
     Bad("training.global_batch_size", "--training.global_batch_size 24",
         says="(24 is not a multiple of 8 * 2)"),
     Bad("training.global_batch_size", "--training.global_batch_size 4", says="multiple"),
-    Bad("training.batch_size_ramp", RAMP.format(24), says="each size: must be a multiple"),
+    Bad("training.batch_size_ramp", RAMP.format(24), says="(24 is not a multiple of 8 * 2)"),
     Bad("training.batch_size_ramp", RAMP.format(64), says="must grow"),
     Bad("training.batch_size_ramp", RAMP.format(80), says="must grow"),
     Bad("training.batch_size_ramp", "--training.batch_size_ramp"
