@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 
 from checkpoint.checkpoint_dir import verify_checkpoint
+from checkpoint.hugging_face import is_hugging_face
 from checkpoint.manifest import MANIFEST_FILE, sizes_of
 from checkpoint.tensor_files import DTYPES
 from checkpoint.tensor_index import TensorRecord, read_index
@@ -215,7 +216,7 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises ``ValueError`` if none verifies.
     """
-    if is_hub_name(str(path)):
+    if is_hub_name(str(path)) or is_hugging_face(path):
         text = "not a checkpoint of Shardloom, but of Hugging Face; this makes one of it"
         raise ValueError(f"{path}: {text}: {command_text('convert', 'import', path, 'CHECKPOINT')}")
     if not path.is_dir():

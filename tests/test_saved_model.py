@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from data.tokenizer import load_tokenizer
-from saved_model import saved_tokenizer
+from saved_model import find_checkpoint, saved_tokenizer
 
 END = "<|endoftext|>"
 
@@ -51,3 +51,10 @@ def test_older_checkpoint_keeps_its_markers(gpt2: str) -> None:
     other = manifest("bytes", None)
     with pytest.raises(ValueError, match=r"argument --tokenizer: .* is not the tokenizer that"):
         saved_tokenizer(Path("c"), other, gpt2)
+
+
+def test_folder_of_hugging_face_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in (str(tmp_path), "hf:meta-llama/Llama-3.1-8B"):
+        with pytest.raises(ValueError, match=f"of Hugging Face; .* convert import {name} CHECKPO"):
+            find_checkpoint(Path(name))
