@@ -74,7 +74,7 @@ NEW_JOB_HINT = "cannot change on resume: set a new job.name"
 # Hints for keys whose values can change although nobody edited them.
 HINTS = {
     "training.global_batch_size": "if absent, it follows the number of ranks: set it to the old"
-    " value, and training.local_batch_size to fit these ranks. Another batch size"
+    " value, and training.local_batch_size to fit these ranks. It"
     f" {DEFAULT_HINT}",
     "data.revision": "a branch or tag follows the Hub: leave the key out, or set it to the old"
     f" value. It {DEFAULT_HINT}",

@@ -291,6 +291,8 @@ def check_tokenizer(files: TokenFiles, tokenizer: Tokenizer | None, config: Data
         if (markers := _other_markers(saved, name)) is not None:
             here, there = _markers_text(config.bos, config.eos), _markers_text(*markers)
             text += f" with {here}: set {there}"
+        elif saved.get("name", name) != name:
+            text += f", by {saved['name']!r}"
         raise ValueError(f"data.path: tokenized with {text}")
     if files.max_id is not None and files.max_id >= tokenizer.n_vocab:
         text = f"token id {files.max_id} exceeds data.tokenizer {name} of size {tokenizer.n_vocab}"

@@ -259,6 +259,9 @@ def test_ids_of_another_tokenizer_name_the_source(tmp_path: Path) -> None:
         build(large)
     with pytest.raises(ValueError, match=r"^data\.path: tokenized with another tokenizer than"):
         build(other)
+    mine = write_prepared(tmp_path / "mine", [DOCUMENTS], fingerprint="another", name="mine")
+    with pytest.raises(ValueError, match=r"than data\.tokenizer bytes, by 'mine'$"):
+        build(mine)
     with pytest.raises(ValueError, match=r"^data\.sources, other: path: tokenized with another"):
         build(own, other)
 
