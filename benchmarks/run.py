@@ -61,13 +61,13 @@ def main(arguments: list[str]) -> int:
             add_packages(options.packages, Path(scratch))
         try:
             cases = load_cases(options.name, parse_overrides(overrides))
+            chosen = choose_cases(cases, options.only)
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
         out = options.out or ROOT / "outputs" / "benchmarks" / f"{options.name}.jsonl"
         here, is_interrupted, has_failed = environment(options.commit), False, False
-        named = [case for case in cases if case["name"] == options.only]
-        for case in named or [case for case in cases if options.only in case["name"]]:
+        for case in chosen:
             if is_measured(read_rows(out), options.name, case, here):
                 print(f"{case['name']}: already in {out}", flush=True)
                 continue
@@ -133,6 +133,15 @@ def load_cases(name: str, overrides: Row) -> list[Row]:
         except ValueError as error:
             raise ValueError(f"{path}: case {case['name']!r}: {error}") from None
     return merged
+
+
+def choose_cases(cases: list[Row], name: str) -> list[Row]:
+    """The case of this name, or all that contain it. Raises ``ValueError`` if there is none."""
+    named = [case for case in cases if case["name"] == name]
+    if found := named or [case for case in cases if name in case["name"]]:
+        return found
+    names = ", ".join(repr(case["name"]) for case in cases)
+    raise ValueError(f"--only {name}: no such case; there are: {names}")
 
 
 def whole_case(case: Row, common: Row, overrides: Row) -> Row:

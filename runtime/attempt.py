@@ -27,6 +27,7 @@ from runtime.object_collectives import gather_to_rank0
 from runtime.program import ROOT
 from runtime.provenance import (
     FOLDER,
+    TIME,
     Attempt,
     Node,
     attempt_numbers,
@@ -104,7 +105,7 @@ class AttemptRecorder:
         folder, config = self._folder, masker.text(self._config)
         return Attempt(
             number=max(attempt_numbers(folder), default=0) + 1,
-            time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            time=time.strftime(TIME),
             command=masker.arguments(command),
             working_directory=os.getcwd(),
             version=_version(),

@@ -9,7 +9,9 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ FOLDER = "provenance"
 ATTEMPT_FILE = re.compile(r"attempt-(\d{5,9})\.json")
 CONTENT_FILE = re.compile(r"(config|software|diff)-[0-9a-f]{16}\.(toml|diff)")
 SHOWN = 5
+TIME = "%Y-%m-%dT%H:%M:%S%z"
 # Variables that differ between starts without a change.
 OF_ONE_START = re.compile(r"SLURM_\w+|TORCHELASTIC_\w+|TORCH_FR_DUMP_TEMP_FILE|MASTER_(ADDR|PORT)")
 
@@ -42,6 +45,7 @@ class Attempt:
 
     number: int
     time: str
+    """Of the start, as ``TIME``."""
     command: list[str]
     working_directory: str
     version: str
@@ -102,6 +106,17 @@ def read_attempt(folder: Path, number: int) -> Attempt:
         return _checked(Attempt, record | {"nodes": nodes})
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"{path}: damaged") from None
+
+
+def config_at(folder: Path, seconds: float) -> dict[str, dict[str, Any]] | None:
+    """Tables of the configuration at ``seconds`` since the epoch; None if it is not known."""
+    for number in reversed(attempt_numbers(folder)):
+        # One that is damaged is skipped.
+        with suppress(OSError, ValueError):
+            attempt = read_attempt(folder, number)
+            if datetime.strptime(attempt.time, TIME).timestamp() <= seconds:
+                return read_content(folder, attempt.config)
+    return None
 
 
 def _checked(kind: Any, record: Mapping[str, Any]) -> Any:

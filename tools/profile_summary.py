@@ -24,6 +24,7 @@ from metrics.trace_summary import RankSummary, Skew, compare_ranks, summarize
 from runtime import exit_codes
 from runtime.filesystem import read_file
 from runtime.log import say
+from runtime.provenance import FOLDER, config_at
 from tools.cli import Parser, path_argument, reporting_errors
 
 N_TOP, MAX_RANKS, MAX_NAME = 12, 16, 60
@@ -68,10 +69,16 @@ def check_one_step(ranks: Sequence[RankSummary]) -> None:
 
 
 def read_config(trace: Path) -> dict[str, Any]:
-    """Tables of config.toml in the run's folder; {} if the trace is elsewhere."""
+    """Tables of the configuration that ``trace`` was written with; {} if the trace is elsewhere.
+
+    config.toml, which is that of the run's last start, if the starts before are not recorded.
+    """
+    run = trace.absolute().parent.parent
     try:
-        return tomli.loads(read_file(trace.absolute().parents[1] / "config.toml").decode())
-    except (OSError, ValueError, IndexError):
+        return config_at(run / FOLDER, trace.stat().st_mtime) or tomli.loads(
+            read_file(run / "config.toml").decode()
+        )
+    except (OSError, ValueError):
         return {}
 
 

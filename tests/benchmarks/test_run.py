@@ -39,6 +39,10 @@ def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     command = ["h200_tiny", "--out", str(out), "--commit", "abc"]
     assert main([*command, "--budget", "0"]) == 3
     assert read_rows(out) == []
+    assert main([*command, "--only", "9B"]) == 2
+    assert (
+        "--only 9B: no such case; there are: 'ceilings', '8B, bfloat16" in capsys.readouterr().err
+    )
     assert main([*command, "--only", "8B, bfloat16"]) == 0
     (row,) = read_rows(out)
     assert set(MEASURED) | set(environment("abc")) <= row.keys()

@@ -4,47 +4,24 @@ import json
 import os
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from runtime.attempt import describe_machine, installed_packages, merge_nodes
 from runtime.provenance import (
-    Attempt,
-    Node,
     attempt_numbers,
     changes,
+    config_at,
     describe,
     path_of,
     read_attempt,
     write_attempt,
     write_content,
 )
+from tests.lib.attempts import SOFTWARE, attempt_of
 from tests.lib.damage import DAMAGES, damage
-
-SOFTWARE = """\
-[program]
-Python = "CPython 3.11.7"
-PyTorch = "2.13.0"
-CUDA = "None"
-[packages]
-numpy = "2.0.0"
-tiktoken = "0.11.0"
-[sources]
-"train.py" = "abc"
-"""
-
-
-def attempt_of(folder: Path, software: str = SOFTWARE) -> Attempt:
-    node = Node(hosts=["a", "b"], ranks=8, machine={"cpu": "4 x CPU", "gpus": "8 x H100"})
-    return Attempt(
-        number=1, time="2026-11-26T00:00:00+0000", command=["./shardloom", "train", "a b"],
-        working_directory="/work", version="", commit="0123456789abcdef", branch="main",
-        changed=["train.py"], untracked=[], diff="", git_problem="", world_size=16, nodes=[node],
-        variables={"NCCL_ALGO": "Ring", "SLURM_JOB_ID": "1"}, resumed_from=None,
-        config=write_content(folder, "config", "toml", "[training]\nsteps = 1\n"),
-        software=write_content(folder, "software", "toml", software),
-    )  # fmt: skip
 
 
 def test_attempts_share_what_is_equal(tmp_path: Path) -> None:
@@ -55,6 +32,20 @@ def test_attempts_share_what_is_equal(tmp_path: Path) -> None:
     # Besides the attempts, one file of each kind, however many starts there are.
     assert len(list(tmp_path.iterdir())) == 3 + 2
     assert path_of(tmp_path, 1).stat().st_size < 4096
+
+
+def test_configuration_at_a_time_is_that_of_the_newest_start_before(tmp_path: Path) -> None:
+    first = attempt_of(tmp_path)
+    config = write_content(tmp_path, "config", "toml", "[training]\nsteps = 2\n")
+    second = replace(first, number=2, time="2026-11-26T01:00:00+0000", config=config)
+    for attempt in (first, second):
+        write_attempt(tmp_path, attempt)
+    began = datetime(2026, 11, 26, tzinfo=UTC).timestamp()
+    found = [config_at(tmp_path, began + seconds) for seconds in (-1, 0, 3599, 3600)]
+    tables = [{"training": {"steps": steps}} for steps in (1, 2)]
+    assert found == [None, tables[0], tables[0], tables[1]]
+    path_of(tmp_path, 2).write_text("{")
+    assert config_at(tmp_path, began + 3600) == tables[0]
 
 
 def test_description_and_changes(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """The command's table, advice and errors, from traces made by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from config import JobConfig, dump_toml
 from runtime import exit_codes
+from runtime.provenance import write_attempt, write_content
+from tests.lib.attempts import attempt_of
 from tests.lib.traces import (
     Event,
     annotation,
@@ -65,6 +68,23 @@ def test_newest_step_of_a_run_is_summarized(
     assert [line[: len(own)] for line, own in zip(found, words, strict=False)] == words
     assert "waiting for data, 10.0 %" in output
     assert "exposed communication, 15.0 %" in output
+
+
+def test_advice_knows_the_configuration_of_the_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that of a later start, which may have another mesh."""
+    run = traced_run(tmp_path)
+    before = lines_of([run], capsys)
+    assert "parallelism.fsdp_reduce_gradients" in before[1]
+    other = JobConfig.model_validate({"parallelism": {"data_parallel": "simple_fsdp"}})
+    (run / "config.toml").write_text(dump_toml(other))
+    assert "parallelism.fsdp_reduce_gradients" not in lines_of([run], capsys)[1]
+    folder = run / "provenance"
+    folder.mkdir()
+    config = write_content(folder, "config", "toml", dump_toml(JobConfig()))
+    write_attempt(folder, replace(attempt_of(folder), config=config))
+    assert lines_of([run], capsys) == before
 
 
 def test_one_trace_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
