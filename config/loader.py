@@ -266,6 +266,12 @@ def _item_fields(field: Any) -> dict[str, Any]:
     return items[0].model_fields if items else {}
 
 
+def _is_tables(key: str) -> bool:
+    """True if the value of ``key`` is an array of tables."""
+    section, _, name = key.partition(".")
+    return name in (fields := _fields(section)) and bool(_item_fields(fields[name]))
+
+
 def _messages(error: ValidationError, origin: Callable[[str], str]) -> list[str]:
     """One message per key, because pydantic reports each branch of a union separately."""
     # Pairs of value and reason. A dict, because it keeps the order and no pair twice.
@@ -277,7 +283,7 @@ def _messages(error: ValidationError, origin: Callable[[str], str]) -> list[str]
         reason = _unknown(key, item["input"]) if is_unknown else item["msg"]
         if item["type"] == "bool_type":
             reason += ", true or false"
-        if item["type"] == "list_type" and isinstance(item["input"], dict):
+        if item["type"] == "list_type" and isinstance(item["input"], dict) and _is_tables(key):
             reason = f"Input should be an array of tables: write [[{key}]]"
         if item.get("ctx", {}).get("pattern") == OUTSIDE_PATTERN:
             reason = "module:attribute"

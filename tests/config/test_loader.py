@@ -121,6 +121,7 @@ def test_boolean_error_says_what_to_write(toml: Path):
 def test_table_in_place_of_an_array_says_what_to_write(toml: Path):
     for key in ("training.batch_size_ramp", "data.sources"):
         assert f"write [[{key}]]" in errors(toml, f"--{key}={{steps = 2}}")[0]
+    assert "[[" not in errors(toml, "--metrics.trackers={a = 2}")[0]
 
 
 def test_text_with_a_comment_sign_is_not_cut(toml: Path):
