@@ -1,9 +1,10 @@
-"""Decide whether to requeue a Slurm job: ``tools.slurm_end RUN_FOLDER [warned] [cut-off]``
+"""Decide whether to requeue a Slurm job: ``tools.slurm_end RUN_FOLDER [FLAG...]``
 
 For ``slurm/train.sbatch``, after all launchers have ended: prints ``requeue`` or ``stop`` with the
-reason. Exits with 75 for a requeue, otherwise with the job's exit code. ``warned``: Slurm warned
-the batch script. ``cut-off``: a signal came before the launcher was started, or could handle it.
-Imports no torch, because a preemption's grace time is short.
+reason. Exits with 75 for a requeue, otherwise with the job's exit code. Flags: ``warned``: Slurm
+warned the batch script. ``cut-off``: a signal came before the launcher was started, or could handle
+it. ``rejected``: launchers exited with 2. Imports no torch, because a preemption's grace time is
+short.
 """
 
 import json
@@ -19,6 +20,7 @@ from runtime.run_folder import OLD_STOP, read_text, remove_stop_file
 
 # Bound on consecutive requeues without a newer checkpoint.
 MOST_REQUEUES = 10
+FLAGS = {"warned", "cut-off", "rejected"}
 ENDS = {
     exit_codes.BAD_CONFIG: "the configuration is wrong, see above",
     exit_codes.DO_NOT_REQUEUE: "a requeue would fail again; shardloom status says why",
@@ -28,21 +30,27 @@ ENDS = {
 def main(arguments: list[str]) -> int:
     """Print the decision; return the exit code of the job."""
     escape_on_stdout()
-    if not arguments or not {*arguments[1:]} <= {"warned", "cut-off"}:
+    if not arguments or not {*arguments[1:]} <= FLAGS:
         print(__doc__, file=sys.stderr)
         return exit_codes.BAD_CONFIG
     code, reason = decide(
         Path(arguments[0]) / "control",
         is_warned="warned" in arguments[1:],
         is_cut_off="cut-off" in arguments[1:],
+        is_rejected="rejected" in arguments[1:],
     )
     say(f"{'requeue' if code == exit_codes.PREEMPTED else 'stop'}: {reason}")
     return code
 
 
-def decide(control: Path, *, is_warned: bool, is_cut_off: bool = False) -> tuple[int, str]:
+def decide(
+    control: Path, *, is_warned: bool, is_cut_off: bool = False, is_rejected: bool = False
+) -> tuple[int, str]:
     """Exit code of the job, 75 to requeue it, and the reason. Counts failures and requeues."""
     code = exit_codes.read_exit_code(control)
+    if code is None and is_rejected:
+        # The run's folder is another job's, which trains it: failures there would be that job's.
+        return exit_codes.BAD_CONFIG, ENDS[exit_codes.BAD_CONFIG]
     if code is None and is_cut_off:
         code = exit_codes.PREEMPTED
         exit_codes.write_exit_code(control, code)

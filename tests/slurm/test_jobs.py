@@ -208,6 +208,25 @@ def test_bad_configuration_ends_the_job(
     finished_jobs.append((job, "FAILED", 0))
 
 
+def test_of_jobs_that_start_one_run_at_once_one_trains_it(
+    slurm: Cluster, finished_jobs: list[tuple[Job, str, int]], tmp_path: Path
+) -> None:
+    jobs = [submit(slurm, tmp_path, "--nodelist=n0", **LONG) for _ in range(3)]
+    states = [lambda job=job: slurm.show(job.id, "JobState") for job in jobs]
+    wait_until(lambda: sum(state() == "FAILED" for state in states) == 2)
+    (owner,) = (job for job, state in zip(jobs, states, strict=True) if state() != "FAILED")
+    owner.wait_for_steps(0)
+    # Of the losers nothing is left in the run.
+    assert not {"failures", "requeues"} & {path.name for path in owner.control.iterdir()}
+    (owner.control / "stop").touch()
+    owner.wait("COMPLETED")
+    assert owner.log().count("is writing to") >= 2
+    for job in jobs:
+        if job is not owner:
+            assert slurm.show(job.id, "ExitCode") == f"{BAD_CONFIG}:0"
+            finished_jobs.append((job, "FAILED", 0))
+
+
 def test_crash_loop_ends(
     slurm: Cluster, finished_jobs: list[tuple[Job, str, int]], crashing: Job
 ) -> None:

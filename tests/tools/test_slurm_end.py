@@ -85,6 +85,18 @@ def test_signal_before_the_launcher_handles_it_is_no_failure(tmp_path: Path):
     assert decide(control, is_warned=True, is_cut_off=True)[0] == DO_NOT_REQUEUE
 
 
+def test_rejected_job_writes_nothing_to_the_run_of_another(tmp_path: Path):
+    control = write_outcome(tmp_path, None)
+    (control / "stop").touch()
+    before = sorted(path.name for path in control.iterdir())
+    assert decide(control, is_warned=False, is_rejected=True)[0] == BAD_CONFIG
+    assert sorted(path.name for path in control.iterdir()) == before
+    # A launcher that locked the run wrote why it ended.
+    (control / "stop").unlink()
+    write_outcome(tmp_path, PREEMPTED)
+    assert decide(control, is_warned=False, is_rejected=True)[0] == PREEMPTED
+
+
 def test_counted_failure_is_not_counted_again(tmp_path: Path):
     control = write_outcome(tmp_path, FAILED)
     assert record_failure(control, lines=["it broke"], codes={0: 1}) == 1
