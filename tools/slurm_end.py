@@ -22,7 +22,7 @@ from runtime.run_folder import OLD_STOP, read_text, remove_stop_file
 MOST_REQUEUES = 10
 FLAGS = {"warned", "cut-off", "rejected"}
 ENDS = {
-    exit_codes.BAD_CONFIG: "the configuration is wrong, see above",
+    exit_codes.BAD_CONFIG: "this start was rejected, see above",
     exit_codes.DO_NOT_REQUEUE: "a requeue would fail again; shardloom status says why",
 }
 
@@ -49,7 +49,7 @@ def decide(
     """Exit code of the job, 75 to requeue it, and the reason. Counts failures and requeues."""
     code = exit_codes.read_exit_code(control)
     if code is None and is_rejected:
-        # The run's folder is another job's, which trains it: failures there would be that job's.
+        # It did not lock the run, which another job may train: a failure here would be that job's.
         return exit_codes.BAD_CONFIG, ENDS[exit_codes.BAD_CONFIG]
     if code is None and is_cut_off:
         code = exit_codes.PREEMPTED
