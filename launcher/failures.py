@@ -5,7 +5,6 @@ checkpoint, or a run that ends as requested, resets the number.
 """
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from runtime.run_folder import (
     read_lines,
     read_number,
     step_of,
+    timestamp,
 )
 
 MOST_ATTEMPTS = 3
@@ -54,7 +54,7 @@ def newest_saved_step(control: Path) -> int:
 
 
 def _append(control: Path, record: dict[str, Any]) -> None:
-    line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | record)
+    line = json.dumps({"time": timestamp()} | record)
     file = LineFile(control / "failures")
     file.write(line)
     file.close()

@@ -5,7 +5,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,14 @@ from metrics.history import Line
 from report.history import times_of
 from runtime.filesystem import parse_object
 from runtime.printable import printable
-from runtime.run_folder import iterate_lines, list_checkpoints, read_records, read_text, step_of
+from runtime.run_folder import (
+    iterate_lines,
+    list_checkpoints,
+    read_records,
+    read_text,
+    step_of,
+    unix_time,
+)
 
 MAX_MARKS, MAX_STEP, MAX_LEDGER_BYTES, MAX_TEXT = 500, 1 << 53, 1 << 30, 400
 # Counts in lines of metrics whose growth is a mark.
@@ -117,7 +123,7 @@ def _failures(records: Iterable[dict[str, Any]], training: Sequence[Line]) -> It
         reason, stamp, saved = (record.get(key) for key in ("reason", "time", "progress"))
         if not isinstance(reason, str) or not isinstance(stamp, str):
             continue
-        time = _unix_time(stamp)
+        time = unix_time(stamp)
         # Lines that the next start repeated are gone, but not those before its checkpoint.
         step = saved if type(saved) is int and saved >= 0 else 0
         if time is not None and (i := bisect_right(times, time)):
@@ -151,13 +157,6 @@ def _end(path: Path, training: Sequence[Line]) -> Iterator[Mark]:
 
 def _short(text: str) -> str:
     return printable(text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ...")
-
-
-def _unix_time(stamp: str) -> float | None:
-    try:
-        return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 def _mtime(path: Path) -> float | None:

@@ -7,7 +7,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +26,6 @@ from runtime.object_collectives import gather_to_rank0
 from runtime.program import ROOT
 from runtime.provenance import (
     FOLDER,
-    TIME,
     Attempt,
     Node,
     attempt_numbers,
@@ -36,6 +34,7 @@ from runtime.provenance import (
     write_attempt,
     write_content,
 )
+from runtime.run_folder import timestamp
 
 # A file system or git that does not answer holds up no run for longer.
 SECONDS = 10.0
@@ -105,7 +104,7 @@ class AttemptRecorder:
         folder, config = self._folder, masker.text(self._config)
         return Attempt(
             number=max(attempt_numbers(folder), default=0) + 1,
-            time=time.strftime(TIME),
+            time=timestamp(),
             command=masker.arguments(command),
             working_directory=os.getcwd(),
             version=_version(),

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from typing import Any
 import tomli
 
 from runtime.filesystem import atomic_write_text, make_folder, parse_object, read_file
+from runtime.run_folder import unix_time
 
 FOLDER = "provenance"
 ATTEMPT_FILE = re.compile(r"attempt-(\d{5,9})\.json")
 CONTENT_FILE = re.compile(r"(config|software|diff)-[0-9a-f]{16}\.(toml|diff)")
 SHOWN = 5
-TIME = "%Y-%m-%dT%H:%M:%S%z"
 # Variables that differ between starts without a change.
 OF_ONE_START = re.compile(r"SLURM_\w+|TORCHELASTIC_\w+|TORCH_FR_DUMP_TEMP_FILE|MASTER_(ADDR|PORT)")
 
@@ -45,7 +44,7 @@ class Attempt:
 
     number: int
     time: str
-    """Of the start, as ``TIME``."""
+    """Of the start, as ``timestamp`` makes it."""
     command: list[str]
     working_directory: str
     version: str
@@ -114,7 +113,8 @@ def config_at(folder: Path, seconds: float) -> dict[str, dict[str, Any]] | None:
         # One that is damaged is skipped.
         with suppress(OSError, ValueError):
             attempt = read_attempt(folder, number)
-            if datetime.strptime(attempt.time, TIME).timestamp() <= seconds:
+            began = unix_time(attempt.time)
+            if began is not None and began <= seconds:
                 return read_content(folder, attempt.config)
     return None
 

@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,8 +28,22 @@ from runtime.log import logger, say
 
 # Bounds besides those of read_file: a ledger is read line by line.
 MAX_LEDGER_BYTES, MAX_LINE_BYTES, MAX_TEXT_BYTES = 1 << 34, 1 << 24, 1 << 10
+TIME = "%Y-%m-%dT%H:%M:%S%z"
 OLD_STOP = "OLD_STOP"
 """Environment variable: ``stop_file_id`` before this start, of a file that is no request to it."""
+
+
+def timestamp() -> str:
+    """Local time with its zone, as in the run's JSON files."""
+    return time.strftime(TIME)
+
+
+def unix_time(stamp: str) -> float | None:
+    """Seconds since the epoch; None if ``stamp`` is none of ``timestamp``."""
+    try:
+        return datetime.strptime(stamp, TIME).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from runtime.log import duration, say
 from runtime.printable import reason_of
 from runtime.provenance import FOLDER as PROVENANCE
 from runtime.provenance import attempt_numbers, changes, describe, read_attempt
-from runtime.run_folder import list_checkpoints, read_records, read_text, step_of
+from runtime.run_folder import list_checkpoints, read_records, read_text, step_of, unix_time
 from runtime.run_lock import LOCKS, is_held_here
 from tools.cli import Parser, path_argument, reporting_errors
 
@@ -370,10 +369,7 @@ def _mtime(path: Path) -> float:
 
 def _seconds(stamp: str) -> float:
     """Seconds since the epoch; 0 if ``stamp`` is not a time."""
-    try:
-        return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except ValueError:
-        return 0.0
+    return unix_time(stamp) or 0.0
 
 
 def _number(value: float | None, form: str) -> str:
