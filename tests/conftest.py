@@ -8,6 +8,7 @@ import pytest
 
 from runtime.log import logger
 from tests.lib.ranks import RankPool
+from tests.lib.settings import restored_settings
 from tests.lib.warm import WarmPopen
 
 # Shells make background jobs ignore SIGINT, and processes started by tests would inherit that.
@@ -61,6 +62,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def unchanged_settings() -> Iterator[None]:
+    with restored_settings():
+        yield
 
 
 @pytest.fixture

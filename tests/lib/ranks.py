@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from runtime.compat import limit_gloo_to_one_thread
+from tests.lib.settings import restored_settings
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 # PyTorch caches meshes, which keep process groups alive, whose threads poll.
@@ -117,7 +118,8 @@ def _serve(connection: Connection) -> None:
                 world_size=world_size,
                 timeout=GROUP_TIMEOUT,
             )
-            result = function(*args)
+            with restored_settings():
+                result = function(*args)
             # Free models, which keep process groups and their threads alive in reference cycles.
             # DTensor caches meshes by equality, so the next call would reuse a stale one.
             _clear_sharding_prop_cache()
