@@ -17,6 +17,7 @@ from typing import Any
 
 import tomli
 
+from config.resume_compat import by_key, shown
 from runtime.filesystem import atomic_write_text, make_folder, parse_object, read_file
 from runtime.run_folder import unix_time
 
@@ -201,7 +202,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def changes(folder: Path, before: Attempt, after: Attempt) -> list[str]:
-    """List what differs between two attempts, apart from the configuration's keys.
+    """List what differs between two attempts, apart from their configurations.
 
     Raises ``OSError`` or ``ValueError`` if a file cannot be read.
     """
@@ -230,6 +231,18 @@ def changes(folder: Path, before: Attempt, after: Attempt) -> list[str]:
         for one in (before, after)
     )
     return found + list(_differences("variable ", *kept))
+
+
+def config_changes(folder: Path, before: Attempt, after: Attempt) -> list[str]:
+    """List the keys of the resolved configuration that differ between two attempts.
+
+    Raises ``OSError`` or ``ValueError`` if a file cannot be read.
+    """
+    if before.config == after.config:
+        return []
+    old, new = (by_key(read_content(folder, attempt.config)) for attempt in (before, after))
+    texts = ({name: shown(value) for name, value in keys.items()} for keys in (old, new))
+    return list(_differences("", *texts))
 
 
 def _differences(prefix: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

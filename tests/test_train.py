@@ -21,6 +21,7 @@ from tests.lib import forked
 from tests.lib.launch import LONG, curve, records, run, start, wait_for_steps
 from tests.lib.marks import slow
 from tests.lib.repository import ROOT
+from tools.status import read_status
 
 # Forked ranks with these keys train as those of run_train.sh.
 AS_LAUNCHED = {"activation_checkpoint.mode": "selective", "validation.enable": "true"}
@@ -56,6 +57,8 @@ def test_extended_run_continues_bitwise(uninterrupted: Path, tmp_path: Path) -> 
     packages = [read_content(provenance, one.software)["packages"] for one in (before, after)]
     assert packages[0] == packages[1]
     assert before.config != after.config
+    lines = read_status(tmp_path / "debug_model", time.time()).provenance_lines
+    assert "  since attempt 1: training.steps: 3 to 6" in lines
     assert curve(tmp_path) == curve(uninterrupted)
 
 

@@ -32,7 +32,13 @@ from runtime.filesystem import read_file
 from runtime.log import duration, say
 from runtime.printable import reason_of
 from runtime.provenance import FOLDER as PROVENANCE
-from runtime.provenance import attempt_numbers, changes, describe, read_attempt
+from runtime.provenance import (
+    attempt_numbers,
+    changes,
+    config_changes,
+    describe,
+    read_attempt,
+)
 from runtime.run_folder import list_checkpoints, read_records, read_text, step_of, unix_time
 from runtime.run_lock import LOCKS, is_held_here
 from tools.cli import Parser, path_argument, reporting_errors
@@ -343,7 +349,10 @@ def _provenance(folder: Path, problems: list[str]) -> tuple[dict[str, Any] | Non
             record, lines = asdict(attempt), describe(folder, attempt)
             if earlier:
                 before = read_attempt(folder, earlier[-1])
-                changed = changes(folder, before, attempt)[:SHOWN_CHANGES]
+                compared = (folder, before, attempt)
+                changed = [*config_changes(*compared), *changes(*compared)]
+                more = len(changed) - SHOWN_CHANGES
+                changed[SHOWN_CHANGES:] = [f"and {more} more changes"] if more > 0 else []
                 lines += [f"  since attempt {before.number}: {text}" for text in changed]
     except (OSError, ValueError) as error:
         problems.append(str(error))

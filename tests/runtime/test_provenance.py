@@ -14,6 +14,7 @@ from runtime.provenance import (
     attempt_numbers,
     changes,
     config_at,
+    config_changes,
     describe,
     path_of,
     read_attempt,
@@ -74,6 +75,22 @@ def test_description_and_changes(tmp_path: Path) -> None:
         "variable NCCL_ALGO: Ring to absent",
         "variable OMP_NUM_THREADS: absent to 4",
     ]
+
+
+def test_changed_keys_of_the_configuration(tmp_path: Path) -> None:
+    tables = ("[training]\nsteps = 1\n", '[training]\nsteps = 2\n[model]\nname = "a"\n')
+    before, after = (
+        replace(attempt_of(tmp_path), config=write_content(tmp_path, "config", "toml", text))
+        for text in tables
+    )
+    assert config_changes(tmp_path, before, before) == []
+    assert config_changes(tmp_path, before, after) == [
+        "model.name: absent to 'a'",
+        "training.steps: 1 to 2",
+    ]
+    (tmp_path / after.config).unlink()
+    with pytest.raises(OSError, match=after.config):
+        config_changes(tmp_path, before, after)
 
 
 @pytest.mark.parametrize("name", DAMAGES)
