@@ -99,6 +99,7 @@ def restore(run: RunSpec, checkpointer: Checkpointer, model: ShardedModel) -> in
         run_on_rank0(partial(warn_if_data_changed, run, resumed_step))
         if resumed_step >= config.training.steps:
             logger.info("nothing to do: training.steps is %d", config.training.steps)
+            logger.info("%s stays as it is", config.job.folder / "config.toml")
     elif config.checkpoint.initial_load_path:
         initial, weights = initial_path(config), ModelState(model.module)
         if run_on_rank0(partial(is_hugging_face, initial)):

@@ -51,12 +51,12 @@ class RunLog:
     ) -> None:
         """``resumed_step``: of the checkpoint loaded, if any. Collective.
 
-        ``alarms``: rank 0's, which this closes. ``detects_spikes``: the loop needs loss and
-        gradient norm of every step.
+        ``alarms``: rank 0's, which this closes. ``detects_spikes``: every step's values are needed.
         """
         config, self._run = run.config.metrics, run
         self._is_writer, self._alarm = dist.get_rank() == 0, WriteAlarm()
-        self._write_config()
+        if (resumed_step or 0) < run.config.training.steps:  # Else no step has its keys.
+            self._write_config()
         self._data_mesh = model.dims.data_mesh
         self._reads_every_step = config.enable_ledger or detects_spikes
         self.metrics = MetricsLogger(

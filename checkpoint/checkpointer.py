@@ -293,6 +293,8 @@ class Checkpointer:
             text = f"{folder} has no {MANIFEST_FILE} (Shardloom), nor config.json (Hugging Face)"
             if str(folder).count("/") == 1 and not run_on_rank0(folder.exists):
                 text += f"; did you mean hf:{folder}?"
+            if found := run_on_rank0(partial(list_checkpoints, folder / "checkpoints")):
+                text += f"; it is a run folder: name one of its checkpoints, such as {found[0]}"
             raise ConfigError([f"checkpoint.initial_load_path: {text}"])
         problems = _verify(folder)
         if problems:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from models.dtensor import VocabularyParallelEmbedding
 from models.hugging_face import HuggingFace
 from models.model_spec import ModelSpec, Style
 from models.transformer import Transformer, TransformerArgs, TransformerBlock
@@ -55,7 +56,7 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
     also in the loss.
     """
     plan: dict[str, Style] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "tok_embeddings": vocabulary_to_sequence,
         "layers.*.attention_norm": SequenceParallel(),
         # rope and document_ids are replicated.
         "layers.*.attention": gather_sequence,
@@ -76,6 +77,18 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
         head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan["layers.*.attention.[qk]_norm"] = head_norm
     return plan
+
+
+def vocabulary_to_sequence(module: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Style of an embedding: shards the vocabulary, and reduce-scatters the output (b, s, d) along
+    the sequence. Raises ``NotImplementedError`` if its rows are not divisible by the ranks.
+    """
+    n_rows, degree = cast(nn.Embedding, module).num_embeddings, tp_mesh.size()
+    if n_rows % degree:
+        raise NotImplementedError(f"its {n_rows} rows are not divisible by {degree}")
+    LocalParameters(Shard(0))(module, tp_mesh)
+    module.__class__ = VocabularyParallelEmbedding
+    cast(VocabularyParallelEmbedding, module).tp_mesh = tp_mesh
 
 
 def gather_sequence(module: nn.Module, tp_mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Warnings about the tokenizer of initial weights, and about data that changed."""
+"""Resuming: what a start compares with the checkpoint or the weights, and without steps to do."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from data.tokenizer import load_tokenizer
 from models import find_spec
 from resume import validate_initial, warn_if_data_changed, warn_if_tokenizer_differs
 from runtime import exit_codes
+from tests.lib import forked
 from tools import train_tokenizer
 
 
@@ -82,6 +83,15 @@ def test_weights_of_a_model_with_other_arguments_are_rejected() -> None:
     with pytest.raises(ConfigError, match="window: 8 no longer exists"):
         validate(window=8)
     validate("my:SPEC", window=8)
+
+
+def test_start_without_steps_to_do_keeps_the_configuration(tmp_path: Path) -> None:
+    forked.run(tmp_path, 1, **{"training.steps": "3"})
+    path = tmp_path / "debug_model" / "config.toml"
+    config = path.read_text()
+    forked.run(tmp_path, 1, **{"training.steps": "2", "optimizer.lr": "1.0"})
+    assert path.read_text() == config
+    assert f"{path} stays as it is" in forked.log(tmp_path)
 
 
 @pytest.mark.row(45, "Data that changed after the checkpoint are reported")

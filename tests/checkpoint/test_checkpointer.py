@@ -312,9 +312,11 @@ def test_error_on_one_rank_is_raised_on_all(
         assert (found, values) == (step, {"step": step})
 
 
-def load_initial(folder: Path, args: TransformerArgs) -> tuple[str, dict[str, str], dict[str, str]]:
+def load_initial(
+    folder: Path, args: TransformerArgs, name: str = "step-00000002"
+) -> tuple[str, dict[str, str], dict[str, str]]:
     """Error of loading initial weights, and the digests before and after."""
-    run = Run(folder / "none", TWO, args=args, initial_load_path=str(folder / "step-00000002"))
+    run = Run(folder / "none", TWO, args=args, initial_load_path=str(folder / name))
     before, error = run.digests(), ""
     try:
         run.checkpointer.load_initial(run.model_state)
@@ -340,6 +342,12 @@ def test_damaged_initial_weights_are_a_config_error(ranks: RankPool, tmp_path: P
     (tmp_path / "step-00000002" / MANIFEST_FILE).unlink()
     for error, _, _ in ranks.run(load_initial, 2, tmp_path, ARGS):
         assert "step-00000002 has no manifest.json (Shardloom), nor config.json (Hugging" in error
+
+
+def test_run_folder_in_place_of_initial_weights_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_run, 2, tmp_path / "run" / "checkpoints", TWO)
+    for error, _, _ in ranks.run(load_initial, 2, tmp_path, ARGS, "run"):
+        assert error.endswith(f", such as {tmp_path}/run/checkpoints/step-00000002")
 
 
 def load_on_local_disks(disks: list[Path]) -> tuple[list[str], bool]:
