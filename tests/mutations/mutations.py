@@ -796,6 +796,13 @@ MODELS = [
         tests=(cell(model="qwen3_moe", tensor=2),),
     ),
     Mutation(
+        "embedding-of-tokens-of-other-ranks-is-not-zero",
+        "models/dtensor.py",
+        before=".masked_fill(is_elsewhere.unsqueeze(-1), 0.0)",
+        after="",
+        tests=(cell(tensor=2), "tests/models/test_transformer_sharding.py"),
+    ),
+    Mutation(
         "convolution-cache-one-position-short",
         "models/kv_cache.py",
         before="min(qkv.shape[1], conv.shape[-1] - 1)",
