@@ -10,6 +10,7 @@ from functools import cache, partial
 from types import CodeType
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -148,9 +149,17 @@ def _policy(
         matmuls[ctx.is_recompute] += 1
     else:
         is_saved = op in _resolve_ops(SAVED) or op.name() in _SAVED_CUSTOM_OPS
+        is_saved |= _is_copy_to_host(op, args, kwargs)
         # Ops after it would draw other numbers if backward did not repeat its own.
         is_saved = is_saved and not _dropout_p(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_copy_to_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True for copies for which the host waits, such as of the tokens that experts receive."""
+    if op.name() != "aten::_to_copy" or kwargs.get("device") is None:
+        return False
+    return not args[0].is_cpu and torch.device(kwargs["device"]).type == "cpu"
 
 
 def _dropout_p(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

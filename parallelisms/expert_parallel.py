@@ -49,15 +49,17 @@ class AllToAllDispatcher(nn.Module):
         """x (n, d), sorted by global expert; counts (e,) of its tokens. To (n, d). Collective."""
         # (ep, e / ep): this rank's tokens for each rank, and each rank's tokens for this one.
         sent = counts.view(self.degree, -1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        # As of tokens, so that selective recomputation saves the result.
+        received = self.all_to_all(sent, None, None, self.group)
         n_sent, n_received = self.split_sizes(sent, received)
         dispatched = self.all_to_all(x, n_received, n_sent, self.group)
         return self.all_to_all(experts(dispatched, received), n_sent, n_received, self.group)
 
     def split_sizes(self, sent: torch.Tensor, received: torch.Tensor) -> list[list[int]]:
         """Rows to and from each rank, by counts (ep, e / ep). Waits for the device."""
-        sizes: list[list[int]] = torch.stack([sent.sum(dim=1), received.sum(dim=1)]).tolist()
+        on_device = torch.stack([sent.sum(dim=1), received.sum(dim=1)])
+        # By a copy, which selective recomputation saves, so that backward does not wait.
+        sizes: list[list[int]] = on_device.cpu().tolist()
         return sizes
 
 

@@ -129,17 +129,17 @@ def test_technique_trains_without_host_sync(technique: Technique, tmp_path: Path
 
 
 def test_expert_parallel_waits_once_per_dispatch(tmp_path: Path) -> None:
-    """The host must know how many tokens it receives; recomputation asks again."""
+    """The host must know how many tokens it receives; selective recomputation saves the answer."""
     ranks = train_on_stub(tmp_path, n_ranks=2, config="qwen3_moe_debug")
     for steps in ranks:
         assert steps[4].count("nccl", "ncclSend") > 0
-        assert steps[4].count("sync") == 2 * LAYERS, steps[4].syncs
+        assert steps[4].count("sync") == LAYERS, steps[4].syncs
         assert steps[4].device_allocations == {}
 
 
 def test_expert_and_context_parallel_train_a_hybrid_model(tmp_path: Path) -> None:
     for steps in train_on_stub(tmp_path, n_ranks=2, config="qwen3_next_debug"):
-        assert steps[4].count("sync") == 2 * LAYERS, steps[4].syncs
+        assert steps[4].count("sync") == LAYERS, steps[4].syncs
 
 
 def test_cpu_offload_updates_on_the_host(tmp_path: Path) -> None:

@@ -154,6 +154,39 @@ def test_attention_is_saved_unless_it_draws_numbers(dropout_p: float, count: int
     assert attentions.count == count
 
 
+class HostCopies(TorchDispatchMode):
+    """Counts copies from the meta device to the host, and makes them zeros."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            self.count += 1
+            return torch.zeros_like(args[0], device=kwargs["device"])
+        return func(*args, **kwargs)
+
+
+class Waiting(nn.Module):
+    """Reads on the host what the device has computed, as expert parallel does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.detach().sum(dim=1).cpu().tolist() == [0.0, 0.0]
+        return x.sin().cos()
+
+
+@pytest.mark.parametrize(("config", "count"), [(SELECTIVE, 1), (FULL, 2)])
+def test_selective_recomputation_does_not_wait(config: ActivationCheckpoint, count: int) -> None:
+    blocks = nn.ModuleDict({"0": Waiting()})
+    apply_activation_checkpoint(
+        blocks, config=config, regions=(), frees_weights=False, is_random=False
+    )
+    x = torch.ones(2, 2, device="meta", requires_grad=True)
+    with HostCopies() as copies:
+        blocks["0"](x).sum().backward()
+    assert copies.count == count
+
+
 class Scaled(nn.Module):
     n_calls = 0
 

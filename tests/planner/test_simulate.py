@@ -182,6 +182,15 @@ def test_collectives_of_tokens_over_all_ranks_are_no_data_parallel_ones(keys: Ke
     assert of_tokens(4) == of_tokens(8) != []
 
 
+@pytest.mark.parametrize(("mode", "repeats"), [("selective", set()), ("full", {"recompute"})])
+def test_selective_recomputation_repeats_no_all_to_all(mode: str, repeats: set[str]) -> None:
+    """Not even that of token counts."""
+    run = run_of(MOE | {EP: 2, RECOMPUTE: mode}, 2)
+    calls = plan_step(run, 2).stages[0].record.collectives
+    phases = {call.phase for call in calls if call.kind == "all_to_all"}
+    assert phases == {FORWARD, BACKWARD} | repeats
+
+
 def as_matmuls(flops: Mapping[tuple[str, str], float]) -> Counter[tuple[str, str]]:
     """FLOPs with those of a GPU's float8 as other matmuls."""
     counts = Counter[tuple[str, str]]()
