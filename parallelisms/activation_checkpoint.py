@@ -149,7 +149,7 @@ def _policy(
         matmuls[ctx.is_recompute] += 1
     else:
         is_saved = op in _resolve_ops(SAVED) or op.name() in _SAVED_CUSTOM_OPS
-        is_saved |= _is_copy_to_host(op, args, kwargs)
+        is_saved = is_saved or _is_copy_to_host(op, args, kwargs)
         # Ops after it would draw other numbers if backward did not repeat its own.
         is_saved = is_saved and not _dropout_p(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -157,9 +157,8 @@ def _policy(
 
 def _is_copy_to_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True for copies for which the host waits, such as of the tokens that experts receive."""
-    if op.name() != "aten::_to_copy" or kwargs.get("device") is None:
-        return False
-    return not args[0].is_cpu and torch.device(kwargs["device"]).type == "cpu"
+    device = kwargs.get("device") if op is torch.ops.aten._to_copy.default else None
+    return device is not None and torch.device(device).type == "cpu" and not args[0].is_cpu
 
 
 def _dropout_p(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
