@@ -89,14 +89,15 @@ def decide(
 
 
 def count_requeue(control: Path) -> int:
-    """Count one more requeue; return the number of requeues since the newest checkpoint."""
+    """Number of requeues since the newest checkpoint with another one, which is counted."""
     path, step = control / "requeues", newest_saved_step(control)
     last = parse_object(read_text(path).encode())
     before, progress = last.get("count"), last.get("progress")
     count = 1
     if isinstance(before, int) and isinstance(progress, int) and step <= progress:
         count += before
-    atomic_write_text(path, json.dumps({"count": count, "progress": step}) + "\n")
+    if count <= MOST_REQUEUES:
+        atomic_write_text(path, json.dumps({"count": count, "progress": step}) + "\n")
     return count
 
 

@@ -1,5 +1,6 @@
 """Requeue decisions from the control folder, without Slurm."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -117,7 +118,10 @@ def test_requeues_are_bounded_until_progress(tmp_path: Path):
         (control / "progress").write_text(f"{step}\n")
         found = [decide(control, is_warned=False)[0] for _ in range(MOST_REQUEUES)]
         assert set(found) == {PREEMPTED}
-    assert decide(control, is_warned=False)[0] == DO_NOT_REQUEUE
+    for _ in range(2):
+        assert decide(control, is_warned=False)[0] == DO_NOT_REQUEUE
+    count = {"count": MOST_REQUEUES, "progress": 4}
+    assert json.loads((control / "requeues").read_text()) == count
 
 
 def test_run_that_never_started_is_requeued(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
