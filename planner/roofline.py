@@ -14,6 +14,7 @@ from build_model import training_flops
 from config import ConfigError, JobConfig
 from config.constraints import is_float8
 from models.meta import build_on_meta
+from parallelisms.fsdp import FSDPPolicy
 from parallelisms.pipeline_parallel import stages_per_rank
 from planner.operators import DELTA_RULE, FLOAT8_MATMUL
 from planner.step_plan import StepPlan, compute_dtype, planned_config
@@ -156,24 +157,28 @@ def _stage_parts(
         parts["other operators"] += seconds
         compute[PHASES[phase]] += seconds
     # Eager SimpleFSDP waits for each weight; the compiler gathers a block's together, and earlier.
-    waits = config.parallelism.data_parallel == "simple_fsdp" and not config.compile.enable
+    parallelism = config.parallelism
+    waits = parallelism.data_parallel == "simple_fsdp" and not config.compile.enable
     hiding = {} if waits else compute
-    for dim, seconds in exposed_seconds(record, hiding, n_microbatches, hardware).items():
+    is_kept = parallelism.data_parallel == "fsdp2" and not FSDPPolicy.of(parallelism).reshard_units
+    times = {FORWARD: 1 if is_kept else n_microbatches, BACKWARD: n_microbatches}
+    for dim, seconds in exposed_seconds(record, hiding, times, hardware).items():
         parts[f"exposed {dim}"] = seconds
-    if config.parallelism.tensor_parallel_async:
+    if parallelism.tensor_parallel_async:
         matmuls = parts["matmul"] + parts.get(FLOAT8_MATMUL, 0.0)
         parts["exposed tp"] -= ASYNC * min(parts["exposed tp"], matmuls)
     return parts
 
 
 def exposed_seconds(
-    record: StepRecord, compute: Mapping[str, float], n_microbatches: int, hardware: Hardware
+    record: StepRecord, compute: Mapping[str, float], times: Mapping[str, int], hardware: Hardware
 ) -> dict[str, float]:
     """Seconds of communication, by mesh dim, during which a rank computes nothing.
 
     The first gather of a forward and the last reduction of a backward have nothing to hide behind:
     in each microbatch, or once if weights stay gathered or gradients are reduced once. Each is
-    taken to last as long as an average call.
+    taken to last as long as an average call. Pipelines reduce after the last backward, in the
+    update. ``times``: how often, at most, a step's forward gathers and its backward reduces.
     """
     exposed: dict[str, float] = defaultdict(float)
     overlapped: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
@@ -188,7 +193,7 @@ def exposed_seconds(
     for (phase, dim), calls in overlapped.items():
         total = sum(count * seconds for count, seconds in calls)
         counts = [count for count, _ in calls]
-        first = total / sum(counts) * min(n_microbatches, *counts)
+        first = total / sum(counts) * min(times[phase], *counts)
         exposed[dim] += max(total - left.get(phase, 0.0), min(first, total))
         left[phase] = max(left.get(phase, 0.0) - total, 0.0)
     return dict(exposed)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from config import load_config
-from config.job_config import Compile
+from config.job_config import Compile, JobConfig, Parallelism
 from planner.roofline import (
     ASYNC,
     HOP_SECONDS,
@@ -19,6 +19,7 @@ from planner.roofline import (
     StepTime,
     collective_seconds,
     exposed_seconds,
+    step_parts,
     step_time,
 )
 from planner.step_plan import StepPlan, plan_step
@@ -120,7 +121,7 @@ def test_compute_hides_only_collectives_of_data_parallel(hardware: Hardware) -> 
 
     def exposed(compute: float, *collectives: Collective) -> dict[str, float]:
         record = record_of(dict.fromkeys(collectives, 4.0))
-        return exposed_seconds(record, {FORWARD: compute}, 1, hardware)
+        return exposed_seconds(record, {FORWARD: compute}, {FORWARD: 1, BACKWARD: 1}, hardware)
 
     # All four are hidden but the first.
     assert exposed(10 * call, gather) == {"dp_shard_cp": pytest.approx(call, rel=1e-3)}
@@ -129,6 +130,20 @@ def test_compute_hides_only_collectives_of_data_parallel(hardware: Hardware) -> 
     # No compute of another phase hides it.
     late = (gather._replace(phase=BACKWARD), gather._replace(phase=UPDATE))
     assert exposed(10 * call, *late) == {"dp_shard_cp": pytest.approx(8 * call, rel=1e-3)}
+
+
+@pytest.mark.parametrize(("reshard", "times"), [("default", 1), ("always", 8)])
+def test_weights_that_a_pipeline_keeps_are_exposed_once(
+    hardware: Hardware, reshard: str, times: int
+) -> None:
+    """Also on a stage of equal blocks, whose number of gathers does not tell the units'."""
+    gather = Collective(FORWARD, "all_gather", "dp_shard_cp", SIZE)
+    record = replace(record_of({gather: 16.0}), flops={(FORWARD, "matmul"): 1e18})
+    keys = {"pipeline_parallel_degree": 2, "fsdp_reshard_after_forward": reshard}
+    config = JobConfig(parallelism=Parallelism(**keys))
+    exposed = step_parts([record], config, 8, hardware)["exposed dp_shard_cp"]
+    call = collective_seconds(gather, record.groups["dp_shard_cp"], hardware)
+    assert exposed == pytest.approx(times * call)
 
 
 @pytest.mark.parametrize(("kind", "phase"), [("all_gather", FORWARD), ("all_reduce", BACKWARD)])
@@ -140,7 +155,7 @@ def test_what_runs_once_a_step_is_exposed_once(hardware: Hardware, kind: str, ph
     def calls(n: int, times: int) -> float:
         """Exposed calls as large as ``block``, if ``n`` microbatches run each ``times``."""
         record = record_of({block: 3.0 * times, root: 1.0 * times})
-        exposed = exposed_seconds(record, {phase: math.inf}, n, hardware)["dp_shard_cp"]
+        exposed = exposed_seconds(record, {phase: math.inf}, {phase: n}, hardware)["dp_shard_cp"]
         return exposed / collective_seconds(block, record.groups["dp_shard_cp"], hardware)
 
     mean = 3.5 / 4
