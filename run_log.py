@@ -1,5 +1,6 @@
 """Records of a run and its steps: configuration, metrics, samples, the ledger, slow ranks."""
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -183,6 +184,20 @@ class RunLog:
                 logger.info("step %5d  sample: %s", sample.step, shown)
             if self._samples is not None:
                 self._samples.write(asdict(sample))
+
+    @contextmanager
+    def profiling(self, *, is_writing: bool) -> Iterator[None]:
+        """Context in which the profiler ends a step, which is no part of throughput.
+
+        ``is_writing``: it writes files, and leaves many objects, whose collection takes long.
+        """
+        with (
+            self.metrics.exclude_from_throughput(waits=is_writing),
+            self._slow_steps.without_gc(),
+        ):
+            yield
+            if is_writing:
+                gc.collect(1)
 
     def new_attempt(self, attempt: AttemptHeader) -> None:
         """Record a rollback: another attempt in the ledger, and which metrics and samples it undid.

@@ -166,7 +166,7 @@ class TrainLoop:
         """Do the work that is due only every so many steps, except saving. Collective."""
         step, config, model = self.state.step, self.run.config, self.model
         is_writing = self.profiler.is_writing(step)
-        with self.log.metrics.exclude_from_throughput(waits=is_writing):
+        with self.log.profiling(is_writing=is_writing):
             self.profiler.end_step(step)
         if step % config.training.gc_freq == 0:
             with record_function("gc"):

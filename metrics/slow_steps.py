@@ -6,7 +6,8 @@
 import gc
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,6 +127,13 @@ class SlowSteps:
         """Stop watching."""
         if self._on_gc in gc.callbacks:
             gc.callbacks.remove(self._on_gc)
+
+    @contextmanager
+    def without_gc(self) -> Iterator[None]:
+        """Context whose garbage collections are not the steps'."""
+        before = self._gc_seconds
+        yield
+        self._gc_seconds = before
 
     def _gc_share_after(self, window: Window) -> float:
         self._gc_steps += window.steps

@@ -1,5 +1,6 @@
 """Configuration keys that would change what a trace shows to be slow."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ FASTEST = {
     "tensor_parallel_async": True,
 }
 # Keys that other kinds of data parallel reject.
-ONLY_FSDP2 = ("fsdp_forward_prefetch", "fsdp_reduce_gradients")
+ONLY_FSDP2 = {"fsdp_forward_prefetch", "fsdp_reduce_gradients"}
 # Async tensor parallel needs NCCL.
 GLOO_KEYS = MESH_KEYS | {"tp": ("parallelism.tensor_parallel_degree",)}
 # Degrees in the configuration, and the dim that communicates if the degree is above 1.
@@ -77,7 +78,9 @@ def _advice(ranks: Sequence[RankSummary], skew: Skew, config: Mapping[str, Any])
         )
     if share["exposed"] > EXPOSED:
         slowest = max(ranks, key=lambda each: each.exposed)
-        for keys in dict.fromkeys(_keys_of(each, config) for each in _large(slowest)):
+        useless = _useless_keys(config, ranks[0].world_size)
+        found = (_keys_of(each, config, useless) for each in _large(slowest))
+        for keys in filter(None, dict.fromkeys(found)):
             yield f"exposed communication, {_percent(share['exposed'])}: {keys}"
     is_compiled = _value(config, "compile", "enable") is True
     if share["host"] > HOST:
@@ -110,30 +113,58 @@ def _large(rank: RankSummary) -> list[CollectiveTime]:
     return large or list(rank.by_collective[:1])
 
 
-def _keys_of(collective: CollectiveTime, config: Mapping[str, Any]) -> str:
+def _keys_of(collective: CollectiveTime, config: Mapping[str, Any], useless: set[str]) -> str:
     for dim, keys in MESH_KEYS.items():
         if dim in collective.description:
-            return _left(keys, config)
+            return _without(keys, useless)
     # gloo does not name the mesh dim, but the configuration may leave only one.
     degrees = {name: _value(config, "parallelism", name) for name in DEGREES}
     dims = [DEGREES[name] for name, degree in degrees.items() if degree not in (None, 1)]
     if config and not dims:
         is_ddp = _value(config, "parallelism", "data_parallel") == "ddp"
-        return _left(GLOO_KEYS["dp_replicate" if is_ddp else "dp_shard"], config)
-    return "; ".join(_left(GLOO_KEYS[dim], config) for dim in dims or ["dp_shard"])
+        return _without(GLOO_KEYS["dp_replicate" if is_ddp else "dp_shard"], useless)
+    return "; ".join(_without(GLOO_KEYS[dim], useless) for dim in dims or ["dp_shard"])
 
 
-def _left(keys: Sequence[str], config: Mapping[str, Any]) -> str:
-    """Join those of ``keys`` that ``config`` can still change for the better."""
+def _without(keys: Sequence[str], useless: set[str]) -> str:
+    return ", ".join(text for text in keys if text.partition(" ")[0].split(".")[1] not in useless)
+
+
+def _useless_keys(config: Mapping[str, Any], world_size: int) -> set[str]:
+    """Names of keys that cannot make this run faster, or whose change it would reject."""
+    tables = ("parallelism", "training")
+    useless = {
+        name
+        for name, value in FASTEST.items()
+        if any(_value(config, table, name) == value for table in tables)
+    }
     kind = _value(config, "parallelism", "data_parallel")
-    found = []
-    for text in keys:
-        table, name = text.partition(" ")[0].split(".")
-        is_fastest = name in FASTEST and _value(config, table, name) == FASTEST[name]
-        is_rejected = name in ONLY_FSDP2 and kind not in (None, "fsdp2")
-        if not is_fastest and not is_rejected:
-            found.append(text)
-    return ", ".join(found)
+    has_pipeline = (_value(config, "parallelism", "pipeline_parallel_degree") or 1) > 1
+    if kind not in (None, "fsdp2"):
+        useless |= ONLY_FSDP2
+    recomputes = _value(config, "activation_checkpoint", "mode") not in (None, "none")
+    if kind == "ddp" or (kind == "simple_fsdp" and recomputes):
+        useless.add("fsdp_reshard_after_forward")
+    if has_pipeline and kind in (None, "fsdp2"):
+        # Its default keeps the weights, and reduces once.
+        useless |= {"fsdp_reshard_after_forward", "fsdp_reduce_gradients"}
+    is_elastic = _value(config, "debug", "deterministic") == "elastic"
+    if is_elastic or _microbatches(config, world_size) == 1:
+        useless.add("fsdp_reduce_gradients")
+    if config and _value(config, "compile", "enable") is not True:
+        useless.add("tensor_parallel_async")
+    return useless
+
+
+def _microbatches(config: Mapping[str, Any], world_size: int) -> float | None:
+    """Microbatches of a step, without a pipeline; None if they are not known."""
+    rows, in_one = (
+        _value(config, "training", f"{name}_batch_size") for name in ("global", "local")
+    )
+    degrees = [_value(config, "parallelism", name) for name in DEGREES if name[:6] != "expert"]
+    if not all(type(each) is int and each > 0 for each in (rows, in_one, *degrees)):
+        return None
+    return rows * math.prod(degrees) / (in_one * world_size)
 
 
 def _recomputes(config: Mapping[str, Any]) -> bool:

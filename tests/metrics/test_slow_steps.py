@@ -82,6 +82,15 @@ def test_garbage_collection_is_measured() -> None:
     assert slow._on_gc not in gc.callbacks
 
 
+def test_collections_of_what_the_profiler_left_are_not_the_steps() -> None:
+    with watched() as (slow, lines):
+        end_windows(slow, 0.0)
+        with slow.without_gc():
+            gc.collect()
+        end_window(slow, seconds=1e-6)
+    assert lines == []
+
+
 def test_a_collection_counts_for_all_steps_up_to_the_next() -> None:
     with watched(gc_freq=50) as (slow, lines):
         for step in range(1, 101):

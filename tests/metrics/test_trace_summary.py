@@ -195,6 +195,32 @@ def test_only_keys_that_the_run_can_change_are_named(
     assert "training.local_batch_size" in text
 
 
+@pytest.mark.parametrize(
+    ("tables", "left"),
+    [
+        ({}, "reshard_after_forward forward_prefetch reduce_gradients"),
+        ({"training": {"global_batch_size": 8}}, "reshard_after_forward forward_prefetch"),
+        ({"debug": {"deterministic": "elastic"}}, "reshard_after_forward forward_prefetch"),
+        ({"parallelism": {"pipeline_parallel_degree": 2}}, "forward_prefetch"),
+        ({"parallelism": {"data_parallel": "simple_fsdp"}}, ""),
+    ],
+)
+def test_no_key_is_named_that_the_run_would_reject(
+    tmp_path: Path, tables: dict[str, dict[str, Any]], left: str
+) -> None:
+    events = kernel(0, 60), nccl(60, 100, dim="dp_shard_cp")
+    config: dict[str, dict[str, Any]] = {
+        "training": {"global_batch_size": 16, "local_batch_size": 4},
+        "parallelism": {
+            f"{dim}_parallel_degree": 1 for dim in ("tensor", "context", "pipeline", "expert")
+        },
+        "activation_checkpoint": {"mode": "selective"},
+    }
+    config |= {name: config.get(name, {}) | keys for name, keys in tables.items()}
+    text = advice_of(tmp_path / "trace.json", *events, **config)
+    assert re.findall(r"parallelism\.fsdp_(\w+)", text) == left.split()
+
+
 def test_slow_data_and_an_idle_gpu_name_their_keys(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     text = advice_of(path, annotation("data wait", 0, 30), kernel(30, 60))
