@@ -27,7 +27,9 @@ class VocabularyParallelEmbedding(nn.Embedding):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = to_local_with_partial_grad(self.weight)
-        rows = tokens - self.tp_mesh.get_local_rank() * len(weight)
+        # Only the last rank may have fewer rows.
+        most = -(-self.num_embeddings // self.tp_mesh.size())
+        rows = tokens - self.tp_mesh.get_local_rank() * most
         is_elsewhere = (rows < 0) | (rows >= len(weight))
         # Tokens of other ranks read any rows, but not all the same: adding to one row is slow.
         out = F.embedding(rows % len(weight), weight).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)

@@ -81,11 +81,11 @@ def tensor_parallel_plan(args: TransformerArgs) -> dict[str, Style]:
 
 def vocabulary_to_sequence(module: nn.Module, tp_mesh: DeviceMesh) -> None:
     """Style of an embedding: shards the vocabulary, and reduce-scatters the output (b, s, d) along
-    the sequence. Raises ``NotImplementedError`` if its rows are not divisible by the ranks.
+    the sequence. Raises ``NotImplementedError`` if a rank would have no rows.
     """
     n_rows, degree = cast(nn.Embedding, module).num_embeddings, tp_mesh.size()
-    if n_rows % degree:
-        raise NotImplementedError(f"its {n_rows} rows are not divisible by {degree}")
+    if -(-n_rows // degree) * (degree - 1) >= n_rows:
+        raise NotImplementedError(f"its {n_rows} rows leave one of {degree} ranks without any")
     LocalParameters(Shard(0))(module, tp_mesh)
     module.__class__ = VocabularyParallelEmbedding
     cast(VocabularyParallelEmbedding, module).tp_mesh = tp_mesh
