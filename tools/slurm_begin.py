@@ -32,7 +32,7 @@ from runtime.hub_paths import pin_names
 from runtime.log import error_text, report, say
 from runtime.outside import prints_to_stderr
 from runtime.printable import reason_of
-from runtime.run_folder import WriteAlarm, remove_file, stop_file_id
+from runtime.run_folder import WriteAlarm, read_text, remove_file, stop_file_id
 from runtime.run_lock import lock_run
 from tools.cli import toml_text
 
@@ -73,16 +73,15 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
             record_rejection(folder / "control", error_text(error))
         return exit_codes.BAD_CONFIG
     control = folder / "control"
-    if is_restart and os.path.lexists(control / "stop"):
-        say(f"stopped: {control / 'stop'} was written while the job was queued", file=sys.stderr)
+    if is_restart and os.path.lexists(control / "stop") and not is_obeyed(control):
+        say(f"stopped: {control / 'stop'} was written before this restart", file=sys.stderr)
         end_run(control)
         return exit_codes.DONE
     # Launchers write their exit code to this folder.
     make_folder(control)
     exit_codes.clear_exit_code(control)
-    old_stop = ""
+    old_stop = stop_file_id(control)
     if not is_restart:
-        old_stop = stop_file_id(control)
         remove_file(control / "requeues")
     # Bytes, as bash passed them.
     texts = (folder, port, old_stop, *arguments)
@@ -99,6 +98,17 @@ def free_port(ports: Sequence[int]) -> int:
         with suppress(OSError), socket.create_server(("", port)):
             return port
     return ports[0]
+
+
+def is_obeyed(control: Path) -> bool:
+    """True if ``stop`` has ended the run before, so that it is not meant for this start."""
+    outcome, stop = control / "outcome", control / "stop"
+    if read_text(outcome) != exit_codes.STOP_FILE.outcome:
+        return False
+    try:
+        return stop.lstat().st_mtime <= outcome.stat().st_mtime
+    except OSError:
+        return False
 
 
 def end_run(control: Path) -> None:

@@ -151,6 +151,24 @@ def test_stop_file_ends_a_requeued_job(
     assert begin(capsys, folder)[1]
 
 
+def test_restart_does_not_obey_a_stop_file_that_ended_the_run_before(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """As of a job whose first start had not come so far that it removed the file."""
+    control, folder = tmp_path / "debug_model" / "control", f"--job.output_dir={tmp_path}"
+    control.mkdir(parents=True)
+    (control / "stop").touch()
+    (control / "outcome").write_text(f"{exit_codes.STOP_FILE.outcome}\n")
+    os.utime(control / "stop", (0, 0))
+    code, texts, _ = begin(capsys, folder, SLURM_RESTART_COUNT="1")
+    assert code == exit_codes.DONE
+    remove_stop_file(control, texts[2])
+    assert not (control / "stop").exists()
+    (control / "stop").touch()
+    os.utime(control / "outcome", (0, 0))
+    assert begin(capsys, folder, SLURM_RESTART_COUNT="1")[1] == []
+
+
 def test_rejected_restart_is_a_failure_of_the_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
