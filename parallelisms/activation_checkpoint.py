@@ -22,7 +22,7 @@ from config.job_config import ActivationCheckpoint
 from parallelisms.compile import wrap_region
 from runtime.compat import configure, find, silence_context_fn
 from runtime.log import logger
-from runtime.private_names import IGNORED, MATMULS, SAVED
+from runtime.private_names import COPIES, IGNORED, MATMULS, SAVED
 
 # Custom ops of Shardloom, by name, so that their modules need not be imported.
 _SAVED_CUSTOM_OPS = {"shardloom::block_attention", "shardloom::fused_delta_rule"}
@@ -157,7 +157,7 @@ def _policy(
 
 def _is_copy_to_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True for copies for which the host waits, such as of the tokens that experts receive."""
-    device = kwargs.get("device") if op is torch.ops.aten._to_copy.default else None
+    device = kwargs.get("device") if op in _resolve_ops(COPIES) else None
     return device is not None and torch.device(device).type == "cpu" and not args[0].is_cpu
 
 

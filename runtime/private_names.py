@@ -59,7 +59,8 @@ def _check_no_task(found: Callable[[], int]) -> None:
         raise ValueError("is not -1 outside of backward")
 
 
-# Ops that selective activation checkpointing counts (MATMULS), saves (SAVED) and ignores.
+# Ops that selective activation checkpointing counts (MATMULS), saves (SAVED, and COPIES to the
+# host) and ignores.
 MATMULS = ("aten.mm.default", "aten._grouped_mm.default", "aten._scaled_mm.default")
 SAVED = (
     "aten._scaled_dot_product_flash_attention.default",
@@ -73,6 +74,7 @@ SAVED = (
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_to_all_single.default",
 )
+COPIES = ("aten._to_copy.default",)
 # FSDP's profiler marks for the all-gathers of experts in a block; backward has more of them.
 IGNORED = (
     "profiler._record_function_enter_new.default",
@@ -149,7 +151,7 @@ PRIVATE: Mapping[str, PrivateName] = {
         "compiled models with three kinds of layers fail when they sample", _check_number
     ),
     # Selective activation checkpointing
-    **{f"torch:ops.{name}": PrivateName(RECOMPUTED) for name in (*MATMULS, *SAVED)},
+    **{f"torch:ops.{name}": PrivateName(RECOMPUTED) for name in (*MATMULS, *SAVED, *COPIES)},
     **{f"torch:ops.{name}": PrivateName(PROFILED) for name in IGNORED},
     "torch.utils.checkpoint:SAC_IGNORED_OPS": PrivateName(PROFILED, lambda found: found | set()),
     "torch._dynamo.utils:get_compilation_metrics": PrivateName(
