@@ -17,7 +17,6 @@ from typing import Any
 
 import tomli
 
-from config.resume_compat import by_key, shown
 from runtime.filesystem import atomic_write_text, make_folder, parse_object, read_file
 from runtime.run_folder import unix_time
 
@@ -240,6 +239,9 @@ def config_changes(folder: Path, before: Attempt, after: Attempt) -> list[str]:
     """
     if before.config == after.config:
         return []
+    # What ends a Slurm job imports this module, but not pydantic, which is slow.
+    from config.resume_compat import by_key, shown
+
     old, new = (by_key(read_content(folder, attempt.config)) for attempt in (before, after))
     texts = ({name: shown(value) for name, value in keys.items()} for keys in (old, new))
     return list(_differences("", *texts))
