@@ -26,15 +26,16 @@ MESH_KEYS = {
         "parallelism.pipeline_parallel_microbatch_size",
     ),
 }
+RESHARD, REDUCE = "parallelism.fsdp_reshard_after_forward", "parallelism.fsdp_reduce_gradients"
 # Values of these keys that leave nothing to gain.
 FASTEST = {
-    "fsdp_reshard_after_forward": "never",
-    "fsdp_reduce_gradients": "last_microbatch",
-    "mixed_precision_reduce": "bfloat16",
-    "tensor_parallel_async": True,
+    RESHARD: "never",
+    REDUCE: "last_microbatch",
+    "training.mixed_precision_reduce": "bfloat16",
+    "parallelism.tensor_parallel_async": True,
 }
 # Keys that other kinds of data parallel reject.
-ONLY_FSDP2 = {"fsdp_forward_prefetch", "fsdp_reduce_gradients"}
+ONLY_FSDP2 = {"parallelism.fsdp_forward_prefetch", REDUCE}
 # Async tensor parallel needs NCCL.
 GLOO_KEYS = MESH_KEYS | {"tp": ("parallelism.tensor_parallel_degree",)}
 # Degrees in the configuration, and the dim that communicates if the degree is above 1.
@@ -127,41 +128,36 @@ def _keys_of(collective: CollectiveTime, config: Mapping[str, Any], useless: set
 
 
 def _without(keys: Sequence[str], useless: set[str]) -> str:
-    return ", ".join(text for text in keys if text.partition(" ")[0].split(".")[1] not in useless)
+    return ", ".join(text for text in keys if text.partition(" ")[0] not in useless)
 
 
 def _useless_keys(config: Mapping[str, Any], world_size: int) -> set[str]:
-    """Names of keys that cannot make this run faster, or whose change it would reject."""
-    tables = ("parallelism", "training")
-    useless = {
-        name
-        for name, value in FASTEST.items()
-        if any(_value(config, table, name) == value for table in tables)
-    }
+    """Keys that cannot make this run faster, or whose change it would reject."""
+    useless = {key for key, value in FASTEST.items() if _value(config, *key.split(".")) == value}
     kind = _value(config, "parallelism", "data_parallel")
     has_pipeline = (_value(config, "parallelism", "pipeline_parallel_degree") or 1) > 1
     if kind not in (None, "fsdp2"):
         useless |= ONLY_FSDP2
     recomputes = _value(config, "activation_checkpoint", "mode") not in (None, "none")
     if kind == "ddp" or (kind == "simple_fsdp" and recomputes):
-        useless.add("fsdp_reshard_after_forward")
+        useless.add(RESHARD)
     if has_pipeline and kind in (None, "fsdp2"):
         # Its default keeps the weights, and reduces once.
-        useless |= {"fsdp_reshard_after_forward", "fsdp_reduce_gradients"}
+        useless |= {RESHARD, REDUCE}
     is_elastic = _value(config, "debug", "deterministic") == "elastic"
     if is_elastic or _microbatches(config, world_size) == 1:
-        useless.add("fsdp_reduce_gradients")
+        useless.add(REDUCE)
     if config and _value(config, "compile", "enable") is not True:
-        useless.add("tensor_parallel_async")
+        useless.add("parallelism.tensor_parallel_async")
     return useless
 
 
 def _microbatches(config: Mapping[str, Any], world_size: int) -> float | None:
-    """Microbatches of a step, without a pipeline; None if they are not known."""
+    """Microbatches of a data-parallel rank in a step; None if they are not known."""
     rows, in_one = (
         _value(config, "training", f"{name}_batch_size") for name in ("global", "local")
     )
-    degrees = [_value(config, "parallelism", name) for name in DEGREES if name[:6] != "expert"]
+    degrees = [_value(config, "parallelism", name) for name, dim in DEGREES.items() if dim != "ep"]
     if not all(type(each) is int and each > 0 for each in (rows, in_one, *degrees)):
         return None
     return rows * math.prod(degrees) / (in_one * world_size)
