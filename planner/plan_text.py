@@ -12,7 +12,7 @@ from planner.step_record import GRADIENTS, OPTIMIZER, PARAMETERS, Group, StepRec
 from runtime.devices import Hardware
 from runtime.log import duration
 
-GIB, GB, WIDTH = 1 << 30, 1e9, 100
+MIB, GIB, GB, WIDTH = 1 << 20, 1 << 30, 1e9, 100
 
 
 def plan_text(plan: StepPlan, hardware: Hardware, price: float | None) -> list[str]:
@@ -151,10 +151,13 @@ def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[
     if TIGHT * capacity < peak <= capacity:
         verdict = "tight: fragments and buffers may need a tenth more"
     name = f" of stage {stage.stage}" if plan.degrees.pp > 1 else ""
-    lines = [f"memory of a rank{name} at its peak: {peak:.2f} GiB of {capacity:g}, {verdict}"]
+    unit, unit_name = (GIB, "GiB") if peak >= 0.1 else (MIB, "MiB")
+    used = f"{stage.record.peak / unit:.2f} {unit_name} of {capacity:g}"
+    used += " GiB" * (unit is not GIB)
+    lines = [f"memory of a rank{name} at its peak: {used}, {verdict}"]
     for category, size in stage.record.memory.items():
         bar = "█" * round(50 * size / GIB / max(peak, capacity))
-        lines.append(f"  {category:<22}{size / GIB:>9.2f} GiB  {bar}".rstrip())
+        lines.append(f"  {category:<22}{size / unit:>9.2f} {unit_name}  {bar}".rstrip())
     if peak > capacity and (advice := _advice(plan, stage, capacity)):
         lines.append(f"  {advice}")
     return lines

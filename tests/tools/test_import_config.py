@@ -249,6 +249,15 @@ def test_meaning_is_translated(toml: str, key: str, value: Any):
     assert getattr(getattr(config, section), name) == value
 
 
+def test_steps_of_a_validation_are_said_to_count_global_batches():
+    every, few = "[validation]\nenable = true", "[validation]\nenable = true\nsteps = 20"
+    named = [
+        [n for n in translated(toml)[0].notes if "validation.steps" in n] for toml in (every, few)
+    ]
+    assert [len(notes) for notes in named] == [0, 1]
+    assert "global batch" in named[1][0]
+
+
 @pytest.mark.parametrize(
     ("toml", "says"),
     [

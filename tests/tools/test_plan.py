@@ -130,7 +130,8 @@ def test_a_step_is_planned_as_table_and_as_json(capsys: pytest.CaptureFixture[st
     (stage,) = json.loads(text)["stages"]
     sizes = stage["memory"]
     assert sizes.pop("peak") == sum(sizes.values())
-    assert f"{sum(sizes.values()) / 2**30:.2f} GiB of 79.1, fits" in "\n".join(table)
+    # A small model's in MiB, of which two decimals say something.
+    assert f"{sum(sizes.values()) / 2**20:.2f} MiB of 79.1 GiB, fits" in "\n".join(table)
     # An all-gather before each pair of matmuls and before the output.
     gathers = [c for c in stage["collectives"] if (c["dim"], c["kind"]) == ("tp", "all_gather")]
     assert [c["calls"] for c in gathers if c["phase"] == "forward"] == [2 * 4 + 1]

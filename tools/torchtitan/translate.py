@@ -289,3 +289,7 @@ def _translate_observation(given: Given, result: Translation) -> None:
         result.keys["validation.freq"] = given["validation.freq"]
         steps = given["validation.steps"]
         result.keys["validation.steps"] = "all" if steps == -1 else steps
+        if steps != -1:
+            result.notes.append(
+                "validation.steps: each is a global batch here, there one batch of each rank"
+            )
