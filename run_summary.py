@@ -216,7 +216,12 @@ def epochs_text(run: RunSpec, n_tokens: int) -> str:
         return ", more than one epoch, after which the data end"
     # Which counts padding as tokens.
     is_padded = run.config.data.packing == "best_fit"
-    return f", {'up to ' * is_padded}about {epochs:.2g} epochs"
+    return f", {'up to ' * is_padded}about {_two_digits(epochs)} epochs"
+
+
+def _two_digits(number: float) -> str:
+    """``number`` with two digits or, from 100 on, all of those before the point."""
+    return f"{number:.2g}" if number < 99.5 else f"{number:,.0f}"
 
 
 def size_text(n_bytes: float) -> str:

@@ -112,6 +112,12 @@ SYNONYMS: dict[str, str] = {
     for key, names in (line.split(": ") for line in _TABLE.strip().splitlines())
     for name in names.split()
 }
+# What other programs have a key for, and no key here stands for.
+ABSENT = {
+    "there is no dropout": "dropout attn_dropout attention_dropout hidden_dropout resid_dropout",
+    "to keep the best, see docs/howto/validation.md": "always_save_checkpoint save_best_only"
+    " load_best_model_at_end",
+}
 # Of a table that does not exist.
 MOST_KEYS = 8
 
@@ -119,8 +125,11 @@ MOST_KEYS = 8
 def advice(key: str) -> str:
     """Return ``"; did you mean KEY?"`` for a ``key`` that does not exist; "" if none is similar.
 
-    ``key`` is ``section.name``, ``section.name[0].key``, or a name without its section.
+    ``key`` is ``section.name``, ``section.name[0].key``, or a name without its section. What has no
+    key here is said to have none.
     """
+    if text := _absent(key.rpartition(".")[2]):
+        return text
     candidates = _similar(key)
     return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
 
@@ -136,8 +145,17 @@ def table_advice(section: str, names: Iterable[str]) -> str:
 
 def argument_advice(name: str) -> str:
     """Return advice on an entry of ``[model.args]`` that has another program's name, else ""."""
+    if text := _absent(name):
+        return text
     table, _, argument = SYNONYMS.get(_normal(name), "").rpartition(".")
     return f"; did you mean {argument}?" if table == "model.args" and argument != name else ""
+
+
+def _absent(name: str) -> str:
+    for text, names in ABSENT.items():
+        if _normal(name) in names.split():
+            return f"; {text}"
+    return ""
 
 
 def _similar(key: str) -> list[str]:

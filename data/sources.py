@@ -359,6 +359,9 @@ def _build_source(
     )
     if percent == 0:
         return build(None, name="training", repeat=config.repeat), None
+    if with_held_out and len(documents) == 1:
+        text = "the only document cannot be both trained on and held out: train without validation"
+        raise ValueError(f"data: {text}, data.validation_percent = 0 and validation.enable = false")
     is_held_out = _is_held_out(documents, percent)
     train = build(np.flatnonzero(~is_held_out), name="training", repeat=config.repeat)
     if not with_held_out:

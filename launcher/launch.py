@@ -101,8 +101,10 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if code == exit_codes.BAD_CONFIG:
         return reject(nodes, control, rejection)
     code = report_end(end, code, control)
-    if code in (exit_codes.DONE, exit_codes.PREEMPTED):
-        with unless_closed(sys.stdout):
+    with unless_closed(sys.stdout):
+        if end.signal is not None and {*end.codes.values()} <= {-end.signal}:
+            say(f"stopped by {end.signal.name} before it trained: the run is as it was")
+        if code in (exit_codes.DONE, exit_codes.PREEMPTED):
             say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
     return code
 

@@ -129,12 +129,14 @@ def _time_lines(plan: StepPlan, time: StepTime, price: float | None) -> list[str
         bar = "█" * round(50 * share)
         lines.append(f"  {part:<22}{1e3 * seconds:>9,.1f} ms {100 * share:>5.1f} %  {bar}".rstrip())
     steps, seconds = plan.run.config.training.steps, run_seconds(plan, time)
+    short = f"{seconds:.3g} seconds" if seconds < 60 else duration(seconds)
+    long = f"{seconds / 86400:,.3g} days" if seconds >= 86400 else short
     hours = seconds / 3600 * plan.world_size
     cost = "" if price is None else f", {price * hours:,.0f} USD at {price:g} an hour"
     return [
         *lines,
-        f"run, modelled: {steps:,} steps, {run_tokens(plan):,} tokens, in {seconds / 86400:,.3g}"
-        f" days, {hours:,.0f} device hours{cost}",
+        f"run, modelled: {steps:,} steps, {run_tokens(plan):,} tokens, in {long},"
+        f" {hours:,.3g} device hours{cost}",
         f"checkpoint: {time.checkpoint_bytes / GB:,.4g} GB{_often(plan, time)}",
     ]
 
@@ -210,8 +212,9 @@ def _place(group: Group, hardware: Hardware) -> str:
 
 def _flops_lines(record: StepRecord) -> list[str]:
     phases = dict.fromkeys(phase for phase, _ in record.flops)
-    lines = ["TFLOPs of a step" + "".join(f"{phase:>14}" for phase in phases)]
+    scale, unit = (1e12, "TFLOPs") if max(record.flops.values()) >= 1e11 else (1e9, "GFLOPs")
+    lines = [f"{unit} of a step" + "".join(f"{phase:>14}" for phase in phases)]
     for kind in dict.fromkeys(kind for _, kind in record.flops):
-        cells = "".join(f"{record.flops.get((phase, kind), 0) / 1e12:>14,.2f}" for phase in phases)
+        cells = "".join(f"{record.flops.get((phase, kind), 0) / scale:>14,.2f}" for phase in phases)
         lines.append(f"  {kind:<14}{cells}")
     return lines

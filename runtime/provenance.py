@@ -173,7 +173,7 @@ def describe(folder: Path, attempt: Attempt) -> list[str]:
         f"attempt {attempt.number} at {attempt.time}{resumed}",
         f"  command {shlex.join(attempt.command)}  in {attempt.working_directory}",
         f"  {code}  {_code(attempt)}  {versions}",
-        f"  {attempt.world_size} ranks on {_nodes(attempt)}",
+        f"  {attempt.world_size} rank{'s' * (attempt.world_size != 1)} on {_nodes(attempt)}",
     ]
 
 

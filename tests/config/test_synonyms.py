@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError, load_config
-from config.synonyms import SYNONYMS
+from config.synonyms import ABSENT, SYNONYMS
 from models import MODEL_SPECS
 from tests.lib.configs import all_keys, write
 
@@ -41,6 +41,11 @@ def test_synonym_is_no_key_and_is_found_without_its_section(name: str, tmp_path:
         assert message.endswith(wanted)
 
 
+def test_names_without_a_key_are_no_names():
+    names = [name for text in ABSENT.values() for name in text.split()]
+    assert not {*names} & {*SYNONYMS, *ARGUMENTS, *(key.rpartition(".")[2] for key in KEYS)}
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
@@ -57,6 +62,14 @@ def test_synonym_is_no_key_and_is_found_without_its_section(name: str, tmp_path:
 def test_key_of_another_section_is_found(typed: str, meant: str, tmp_path: Path):
     (message,) = errors(tmp_path, "", typed)
     assert message.endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    "typed", ["--dropout=0.1", "--model.dropout=0.1", "--model.args.dropout=0"]
+)
+def test_what_has_no_key_is_said_to_have_none(typed: str, tmp_path: Path):
+    (message,) = errors(tmp_path, "", typed)
+    assert message.endswith("; there is no dropout")
 
 
 def test_keys_of_a_table_of_another_program_are_named(tmp_path: Path):

@@ -1,3 +1,4 @@
+import re
 import tracemalloc
 from collections import Counter
 from itertools import islice
@@ -225,9 +226,26 @@ def test_fingerprint_includes_all_names_and_sizes(tmp_path: Path) -> None:
 def test_empty_split_is_an_error(tmp_path: Path, percent: float) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/0.txt").write_text("one piece")
-    with pytest.raises(ValueError, match=r"for \w+; see data\.validation_percent"):
-        build_sources(files(tmp_path, percent), 0)
+    config = files(tmp_path, percent)
+    with pytest.raises(ValueError, match=r"the only document .* data\.validation_percent = 0 and"):
+        build_sources(config, 0)
     assert build_sources(files(tmp_path, 0.0), 0)[1] == {}
+
+
+def test_documents_that_are_all_held_out_are_an_error(tmp_path: Path) -> None:
+    # By their hashes, both documents of about one pair in four.
+    pairs = [files(tmp_path / str(pair), 50.0) for pair in range(20)]
+    for pair in range(20):
+        write_files(tmp_path / str(pair), [f"{pair}.txt", f"{pair + 20}.txt"])
+    messages = []
+    for config in pairs:
+        try:
+            build_sources(config, 0)
+        except ValueError as error:
+            messages.append(str(error))
+    text = r"data: none of the \d documents is left for training; see data\.validation_percent"
+    assert len(messages) > 0
+    assert all(re.fullmatch(text, message) for message in messages)
 
 
 def test_few_documents_hold_out_one(tmp_path: Path) -> None:

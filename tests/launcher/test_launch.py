@@ -552,7 +552,10 @@ sys.exit(75)
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_reach_ranks_that_have_time_to_save(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     source = SAVES.replace("NUMBER", str(int(number)))
     # What started the tests may ignore it, like nohup.
@@ -563,6 +566,7 @@ def test_signals_reach_ranks_that_have_time_to_save(
         signal.signal(number, handler)
     outcome = (tmp_path / "default" / "control" / "outcome").read_text()
     assert outcome == f"stopped {number.name}"
+    assert "before it trained" not in capsys.readouterr().out
 
 
 def test_last_exit_code_is_deleted_before_ranks_start(
@@ -678,9 +682,12 @@ def test_launchers_exit_together_unless_one_gets_a_signal():
     agent._exit_barrier(dist.HashStore(), nodes[0], [signal.SIGTERM], 60.0)
 
 
-def test_signal_before_handlers_exits_as_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_signal_before_handlers_exits_as_preempted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     source = "os.kill(os.getppid(), signal.SIGUSR1) if rank == '0' else None\ntime.sleep(60)"
     assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.PREEMPTED
+    assert "stopped by SIGUSR1 before it trained: the run is as it was" in capsys.readouterr().out
 
 
 ONE_HANGS = """
