@@ -276,7 +276,7 @@ class Checkpointer:
             return self.newest_step
         if damaged:
             found = [problem for problems in damaged.values() for problem in problems]
-            text = "no checkpoint verifies; nothing was loaded or changed, set another name"
+            text = "no checkpoint verifies, none was changed: restore a copy or set another name"
             raise ConfigError([f"job.name: {text}: {'; '.join(found)}"])
         return None
 

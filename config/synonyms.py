@@ -117,6 +117,8 @@ ABSENT = {
     "there is no dropout": "dropout attn_dropout attention_dropout hidden_dropout resid_dropout",
     "to keep the best, see docs/howto/validation.md": "always_save_checkpoint save_best_only"
     " load_best_model_at_end",
+    "a run has training.steps, and ./shardloom plan says how many epochs": "epochs n_epochs"
+    " num_epochs max_epochs num_train_epochs",
 }
 # Of a table that does not exist.
 MOST_KEYS = 8

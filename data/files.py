@@ -12,6 +12,8 @@ from data.storage import DataPath
 
 # Number of evenly spaced documents whose contents a fingerprint hashes.
 FINGERPRINT_SAMPLES = 64
+# In each folder of prepared tokens.
+TOKEN_INDEX_FILE = "index.json"
 WILDCARD = re.compile(r"[*?[]")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from config.paths import is_url
 from data import remote_matching
-from data.files import WILDCARD, relative_names
+from data.files import TOKEN_INDEX_FILE, WILDCARD, relative_names
 from data.remote_matching import match_urls, name_matches
 from data.storage import DataPath, Facts, RemoteFile
 from runtime.log import logger
@@ -40,7 +40,9 @@ def matching_files(
     if not matches:
         text = f"data.path: no file matches {pattern!r}"
         hint = unmatched_hint(pattern)
-        if Path(pattern).is_dir():
+        if (Path(pattern) / TOKEN_INDEX_FILE).exists():
+            hint = 'it has prepared tokens, which data.source = "tokens" reads'
+        elif Path(pattern).is_dir():
             hint = f"it is a folder: try {pattern.rstrip('/')}/**/*.txt"
         raise ValueError(text + (f"; {hint}" if hint else ""))
     return without_owned(sorted(once_each(matches, pattern)), owners, label)

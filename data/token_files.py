@@ -21,6 +21,7 @@ import numpy as np
 from config.paths import is_url
 from data.files import (
     FINGERPRINT_SAMPLES,
+    TOKEN_INDEX_FILE,
     WILDCARD,
     evenly_spaced,
     find_shard,
@@ -42,7 +43,6 @@ from runtime.filesystem import open_input
 from runtime.machine import open_file_limit
 from runtime.printable import reason_of
 
-TOKEN_INDEX_FILE = "index.json"
 BEGUN_FILE = "begun.json"
 FORMAT = 1
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32")}
@@ -224,7 +224,8 @@ def read_index(folder: DataPath) -> dict[str, Any]:
         raise
     except FileNotFoundError:
         begun = (folder / BEGUN_FILE).exists()
-        hint = "; shardloom prepare has not finished it" if begun else ""
+        hint = "; shardloom prepare writes it, from text"
+        hint = "; shardloom prepare has not finished it" if begun else hint
         raise ValueError(f"data.path: {folder} has no {TOKEN_INDEX_FILE}{hint}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"data.path: {path}: not an index: {error!r}") from None

@@ -20,6 +20,9 @@
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_IB_HCA=mlx5
 
+# Ranks per node, if not one for each GPU; NGPU=2 sbatch ... goes before.
+# export NGPU=${NGPU:-4}
+
 # More options for the srun of the training step, one per word.
 # SRUN_ARGS=(--mpi=none)
 

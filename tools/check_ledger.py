@@ -101,15 +101,13 @@ def main(arguments: list[str]) -> int:
 
 
 def summary(lineage: Lineage) -> str:
-    count, attempts = len(lineage.steps), lineage.n_attempts
+    count, n_attempts = len(lineage.steps), lineage.n_attempts
+    attempts = f"{n_attempts} attempt{'s' * (n_attempts != 1)}"
     if lineage.violations:
-        return f"{count} steps by {attempts} attempts, {len(lineage.violations)} violations"
+        return f"{count} steps by {attempts}, {len(lineage.violations)} violations"
     n_skipped = sum(lineage.skipped.values())
     skipped = f"; data of {n_skipped} steps skipped on purpose" if n_skipped else ""
-    return (
-        f"steps 1..{count}: every row of every step consumed exactly once by {attempts}"
-        f" attempts{skipped}"
-    )
+    return f"steps 1..{count}: every row of every step consumed exactly once by {attempts}{skipped}"
 
 
 def replay(run_folder: Path) -> Lineage:

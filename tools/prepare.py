@@ -23,13 +23,12 @@ from config import load_config
 from config.job_config import Data, DataSource
 from config.loader import find_config, read_toml
 from config.paths import literal_path
-from data.files import evenly_spaced
+from data.files import TOKEN_INDEX_FILE, evenly_spaced
 from data.sources import Reserved, open_documents
 from data.token_files import (
     BEGUN_FILE,
     DTYPES,
     FORMAT,
-    TOKEN_INDEX_FILE,
     check_sizes,
     encode_index,
     read_index,

@@ -55,7 +55,9 @@ def decide(
         code = exit_codes.PREEMPTED
         exit_codes.write_exit_code(control, code)
     if code == exit_codes.DONE:
-        return code, read_text(control / "outcome") or "done"
+        outcome = read_text(control / "outcome") or "done"
+        by_file = outcome == exit_codes.STOP_FILE.outcome
+        return code, "stopped by the stop file" if by_file else outcome
     if code in ENDS:
         return code, ENDS[code]
     # Ranks that did not lock the run have left it, and the next start would obey it.

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from config.job_config import Data
+from data.files import TOKEN_INDEX_FILE
 from data.matching import matching_files
 from data.text_files import PIECE_BYTES, TextFiles, builtin_files
 from tests.lib.corpora import both
@@ -113,6 +114,9 @@ def test_glob_without_match_is_an_error(tmp_path: Path) -> None:
             matching_files(str(pattern), {}, "a")
     with pytest.raises(ValueError, match=r"it is a folder: try .*/folder/\*\*/\*\.txt"):
         matching_files(f"{tmp_path}/folder/", {}, "a")
+    (tmp_path / "folder" / TOKEN_INDEX_FILE).touch()
+    with pytest.raises(ValueError, match=r'prepared tokens, which data\.source = "tokens" reads'):
+        matching_files(f"{tmp_path}/folder", {}, "a")
 
 
 def test_single_file_is_held_out_by_pieces(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import xxhash
 
 from checkpoint.hashed_file import describe_file
 from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
-from data.token_files import TOKEN_INDEX_FILE, encode_index
+from data.files import TOKEN_INDEX_FILE
+from data.token_files import encode_index
 
 PAGE = 4096
 SHAPES = ["[]", "{}", "null", "true", '"text"', "-1", "0.5", "NaN", "[[]]", '{"a": {}}', "[" * 9999]

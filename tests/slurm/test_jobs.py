@@ -131,7 +131,7 @@ def test_dead_node_is_replaced_and_stop_file_ends_job(slurm: Cluster, tmp_path: 
     assert "resumed from step" in job.log()
     (job.control / "stop").touch()
     job.wait("COMPLETED")
-    assert "stop: stopped stop file" in job.log()
+    assert "stop: stopped by the stop file" in job.log()
     assert slurm.show(job.id, "Restarts") == "1"
 
 

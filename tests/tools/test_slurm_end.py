@@ -132,7 +132,7 @@ def test_run_that_never_started_is_requeued(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("code", "arguments", "message"),
     [
-        (DONE, [], "stop: stopped stop file"),
+        (DONE, [], "stop: stopped by the stop file"),
         (BAD_CONFIG, [], "stop: this start was rejected, see above"),
         (DO_NOT_REQUEUE, [], "stop: a requeue would fail again; shardloom status says why"),
         (PREEMPTED, ["warned"], "requeue: stopped by a signal; newest checkpoint: none\n"),
