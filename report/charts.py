@@ -237,7 +237,7 @@ def _planned(chart: str, number: int, run: Run) -> Iterator[Series]:
     """Yield what the configuration says of a chart's values."""
     plan = run.plan
     is_ramp = plan is not None and len(set(plan.batch_tokens)) > 1
-    if plan is None or not (chart == "lr" or (chart == "batch" and is_ramp)):
+    if plan is None or not ((chart == "lr" and plan.lr) or (chart == "batch" and is_ramp)):
         return
     axis = _axis_at(run, plan.steps, [float(tokens) for tokens in plan.tokens])
     values = plan.lr if chart == "lr" else [float(tokens) for tokens in plan.batch_tokens]

@@ -18,6 +18,7 @@ class SchedulePlan:
 
     steps: list[int]
     lr: list[float]
+    """Empty if a function of the user's own decides it."""
     batch_tokens: list[int]
     """Tokens per step, padding included."""
     tokens: list[int]
@@ -33,8 +34,8 @@ def plan_schedule(
 ) -> SchedulePlan:
     """Plan a run from a resolved configuration.
 
-    ``factor``: of the peak learning rate by step; needed for a function of the user's own, which
-    this does not import.
+    ``factor``: of the peak learning rate by step, for a function of the user's own, which this does
+    not import.
     Raises ``ValueError`` without ``training.global_batch_size``, which follows from the number of
     ranks, and with more than ``MAX_STEPS`` phases.
     """
@@ -48,10 +49,7 @@ def plan_schedule(
         [(p.steps, p.global_batch_size) for p in training.batch_size_ramp],
     )
     total = lr_scheduler.total_steps or n_steps
-    if factor is None:
-        if ":" in lr_scheduler.decay_type:
-            name = lr_scheduler.decay_type
-            raise ValueError(f"lr_scheduler.decay_type: {name} is not called: it is your own")
+    if factor is None and ":" not in lr_scheduler.decay_type:
         factor = partial(lr_factor, config=lr_scheduler, total_steps=total)
     bounds = [1, n_steps, lr_scheduler.warmup_steps]
     bounds.append(total - round(lr_scheduler.decay_ratio * total))
@@ -63,7 +61,7 @@ def plan_schedule(
     steps = sorted({step for step in (*bounds, *even) if 1 <= step <= n_steps})
     return SchedulePlan(
         steps,
-        [peak_lr * factor(step) for step in steps],
+        [peak_lr * factor(step) for step in steps] if factor is not None else [],
         [batch_size_of(step, ramp, batch_size) * training.seq_len for step in steps],
         [sequences_in(step, ramp, batch_size) * training.seq_len for step in steps],
     )

@@ -223,9 +223,11 @@ def test_layers_are_curves_apart_from_validation(folder: Path) -> None:
     assert None not in validation.points.mean
 
 
-def test_one_s_own_schedule_has_no_plan(folder: Path) -> None:
+def test_of_one_s_own_schedule_only_the_batch_size_is_planned(folder: Path) -> None:
     path = folder / "config.toml"
     path.write_text(path.read_text().replace('"cosine"', '"my_schedule:factor"'))
     run = read(folder)
-    assert run.plan is None
-    assert [text for text in run.problems if "my_schedule:factor is not called" in text]
+    assert run.plan is not None
+    assert (run.plan.lr, run.max_norm, run.problems) == ([], 1.0, [])
+    (lr,) = (chart for chart in build_charts([run])[0] if chart.id == "lr")
+    assert [each.label for each in lr.series if each.style == "plan"] == []

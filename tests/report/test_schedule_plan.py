@@ -41,9 +41,9 @@ def test_plan_needs_a_resolved_batch_size() -> None:
         plan_schedule(many, LrScheduler(), 1.0)
 
 
-def test_plan_of_one_s_own_function_needs_it() -> None:
+def test_plan_has_a_learning_rate_of_one_s_own_if_its_function_is_given() -> None:
     training, scheduler = Training(steps=9, global_batch_size=1), LrScheduler(decay_type="a.b:c")
-    with pytest.raises(ValueError, match=r"a\.b:c is not called"):
-        plan_schedule(training, scheduler, 1.0)
+    plan = plan_schedule(training, scheduler, 1.0)
+    assert (plan.lr, plan.batch_tokens) == ([], [training.seq_len] * 9)
     plan = plan_schedule(training, scheduler, 0.5, factor=lambda step: step / 9)
     assert plan.lr == [0.5 * step / 9 for step in range(1, 10)]
