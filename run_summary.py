@@ -13,7 +13,7 @@ from report.plan_text import draw_plan
 from report.schedule_plan import MAX_STEPS, plan_schedule
 from run_spec import RunSpec
 from runtime.dtensor import to_local
-from runtime.log import logger
+from runtime.log import logger, plain_number
 from runtime.machine import available_cpus, device_name
 from runtime.release import warn_if_untested
 
@@ -216,12 +216,7 @@ def epochs_text(run: RunSpec, n_tokens: int) -> str:
         return ", more than one epoch, after which the data end"
     # Which counts padding as tokens.
     is_padded = run.config.data.packing == "best_fit"
-    return f", {'up to ' * is_padded}about {_two_digits(epochs)} epochs"
-
-
-def _two_digits(number: float) -> str:
-    """``number`` with two digits or, from 100 on, all of those before the point."""
-    return f"{number:.2g}" if number < 99.5 else f"{number:,.0f}"
+    return f", {'up to ' * is_padded}about {plain_number(epochs, 2)} epochs"
 
 
 def size_text(n_bytes: float) -> str:

@@ -113,12 +113,16 @@ SYNONYMS: dict[str, str] = {
     for name in names.split()
 }
 # What other programs have a key for, and no key here stands for.
-ABSENT = {
-    "there is no dropout": "dropout attn_dropout attention_dropout hidden_dropout resid_dropout",
-    "to keep the best, see docs/howto/validation.md": "always_save_checkpoint save_best_only"
-    " load_best_model_at_end",
-    "a run has training.steps, and ./shardloom plan says how many epochs": "epochs n_epochs"
-    " num_epochs max_epochs num_train_epochs",
+_INSTEAD = """
+there is no dropout: dropout attn_dropout attention_dropout hidden_dropout resid_dropout
+to keep the best, see docs/howto/validation.md: always_save_checkpoint load_best_model_at_end
+a run has training.steps, and ./shardloom plan says how many epochs: epochs n_epochs num_epochs
+a run has training.steps, and ./shardloom plan says how many epochs: max_epochs num_train_epochs
+"""
+ABSENT: dict[str, str] = {
+    name: text
+    for text, names in (line.split(": ") for line in _INSTEAD.strip().splitlines())
+    for name in names.split()
 }
 # Of a table that does not exist.
 MOST_KEYS = 8
@@ -130,8 +134,8 @@ def advice(key: str) -> str:
     ``key`` is ``section.name``, ``section.name[0].key``, or a name without its section. What has no
     key here is said to have none.
     """
-    if text := _absent(key.rpartition(".")[2]):
-        return text
+    if text := ABSENT.get(_normal(key.rpartition(".")[2])):
+        return f"; {text}"
     candidates = _similar(key)
     return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
 
@@ -140,24 +144,18 @@ def table_advice(section: str, names: Iterable[str]) -> str:
     """Return advice on a table that does not exist, and on the ``names`` of the keys in it."""
     near = difflib.get_close_matches(section, JobConfig.model_fields, n=1)
     others = [name for name in names if not near or name not in _names(near[0])]
-    known = [(name, key) for name in others for key in _elsewhere(name)[:1]]
-    keys = "".join(f"; {section}.{name} is {key}" for name, key in known[:MOST_KEYS])
+    known = [f"{name} is {key}" for name in others for key in _elsewhere(name)[:1]]
+    known += [f"{name}: {ABSENT[_normal(name)]}" for name in others if _normal(name) in ABSENT]
+    keys = "".join(f"; {section}.{text}" for text in known[:MOST_KEYS])
     return keys + (f"; did you mean [{near[0]}]?" if near else "")
 
 
 def argument_advice(name: str) -> str:
     """Return advice on an entry of ``[model.args]`` that has another program's name, else ""."""
-    if text := _absent(name):
-        return text
+    if text := ABSENT.get(_normal(name)):
+        return f"; {text}"
     table, _, argument = SYNONYMS.get(_normal(name), "").rpartition(".")
     return f"; did you mean {argument}?" if table == "model.args" and argument != name else ""
-
-
-def _absent(name: str) -> str:
-    for text, names in ABSENT.items():
-        if _normal(name) in names.split():
-            return f"; {text}"
-    return ""
 
 
 def _similar(key: str) -> list[str]:

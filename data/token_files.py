@@ -224,9 +224,8 @@ def read_index(folder: DataPath) -> dict[str, Any]:
         raise
     except FileNotFoundError:
         begun = (folder / BEGUN_FILE).exists()
-        hint = "; shardloom prepare writes it, from text"
-        hint = "; shardloom prepare has not finished it" if begun else hint
-        raise ValueError(f"data.path: {folder} has no {TOKEN_INDEX_FILE}{hint}") from None
+        hint = f"shardloom prepare {'has not finished it' if begun else 'writes it, from text'}"
+        raise ValueError(f"data.path: {folder} has no {TOKEN_INDEX_FILE}; {hint}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"data.path: {path}: not an index: {error!r}") from None
     if version != FORMAT:

@@ -93,6 +93,11 @@ class End:
     verdict: FailureReport | None
     """Diagnosis of an unintended failure; None without one."""
 
+    @property
+    def is_before_training(self) -> bool:
+        """True if the signal killed all ranks: none had handlers yet, or the run's lock."""
+        return self.signal is not None and {*self.codes.values()} <= {-self.signal}
+
 
 def run_ranks(
     program: list[str],

@@ -102,7 +102,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return reject(nodes, control, rejection)
     code = report_end(end, code, control)
     with unless_closed(sys.stdout):
-        if end.signal is not None and {*end.codes.values()} <= {-end.signal}:
+        if end.signal is not None and end.is_before_training:
             say(f"stopped by {end.signal.name} before it trained: the run is as it was")
         if code in (exit_codes.DONE, exit_codes.PREEMPTED):
             say(*next_commands(config, _outcome(control), environment, is_alone=nodes.count == 1))
@@ -232,8 +232,7 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
             return code
     if end.signal is not None:
         has_saved = outcome.startswith("stopped SIG") and has_checkpoints
-        # Ranks killed by the signal had not installed their handlers yet, so nothing is lost.
-        if has_saved or codes <= {-end.signal}:
+        if has_saved or end.is_before_training:
             return exit_codes.PREEMPTED
         has_ended = outcome in [reason.outcome for reason in exit_codes.COMPLETE]
         is_done = has_ended and codes == {exit_codes.DONE}

@@ -10,7 +10,7 @@ from planner.roofline import FIT, StepTime, step_time
 from planner.step_plan import TIGHT, StagePlan, StepPlan
 from planner.step_record import GRADIENTS, OPTIMIZER, PARAMETERS, Group, StepRecord
 from runtime.devices import Hardware
-from runtime.log import duration
+from runtime.log import duration, plain_number
 
 MIB, GIB, GB, WIDTH = 1 << 20, 1 << 30, 1e9, 100
 
@@ -129,16 +129,20 @@ def _time_lines(plan: StepPlan, time: StepTime, price: float | None) -> list[str
         bar = "█" * round(50 * share)
         lines.append(f"  {part:<22}{1e3 * seconds:>9,.1f} ms {100 * share:>5.1f} %  {bar}".rstrip())
     steps, seconds = plan.run.config.training.steps, run_seconds(plan, time)
-    short = f"{seconds:.3g} seconds" if seconds < 60 else duration(seconds)
-    long = f"{seconds / 86400:,.3g} days" if seconds >= 86400 else short
     hours = seconds / 3600 * plan.world_size
     cost = "" if price is None else f", {price * hours:,.0f} USD at {price:g} an hour"
     return [
         *lines,
-        f"run, modelled: {steps:,} steps, {run_tokens(plan):,} tokens, in {long},"
-        f" {hours:,.3g} device hours{cost}",
+        f"run, modelled: {steps:,} steps, {run_tokens(plan):,} tokens, in {_long(seconds)},"
+        f" {plain_number(hours, 3)} device hours{cost}",
         f"checkpoint: {time.checkpoint_bytes / GB:,.4g} GB{_often(plan, time)}",
     ]
+
+
+def _long(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.3g} seconds"
+    return duration(seconds) if seconds < 86400 else f"{plain_number(seconds / 86400, 3)} days"
 
 
 def _often(plan: StepPlan, time: StepTime) -> str:
@@ -153,9 +157,8 @@ def _memory_lines(plan: StepPlan, stage: StagePlan, hardware: Hardware) -> list[
     if TIGHT * capacity < peak <= capacity:
         verdict = "tight: fragments and buffers may need a tenth more"
     name = f" of stage {stage.stage}" if plan.degrees.pp > 1 else ""
-    unit, unit_name = (GIB, "GiB") if peak >= 0.1 else (MIB, "MiB")
-    used = f"{stage.record.peak / unit:.2f} {unit_name} of {capacity:g}"
-    used += " GiB" * (unit is not GIB)
+    unit, unit_name, limit_unit = (GIB, "GiB", "") if peak >= 0.1 else (MIB, "MiB", " GiB")
+    used = f"{stage.record.peak / unit:.2f} {unit_name} of {capacity:g}{limit_unit}"
     lines = [f"memory of a rank{name} at its peak: {used}, {verdict}"]
     for category, size in stage.record.memory.items():
         bar = "█" * round(50 * size / GIB / max(peak, capacity))

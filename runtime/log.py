@@ -158,6 +158,12 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}"
 
 
+def plain_number(number: float, digits: int) -> str:
+    """Format with ``digits`` digits, a large number with all before its point: 0.12, 1.2, 1,234."""
+    rounded = f"{number:,.0f}"
+    return rounded if len(rounded) >= digits else f"{number:.{digits}g}"
+
+
 def short_number(number: float) -> str:
     """Format as 9,999, 41.2k, 3.5M, 12G or 1.2T."""
     units = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))

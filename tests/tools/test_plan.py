@@ -123,6 +123,8 @@ def test_a_step_is_planned_as_table_and_as_json(capsys: pytest.CaptureFixture[st
     (run,) = (line.split() for line in table if line.startswith("run, modelled: "))
     steps, tokens = (int(run[place].replace(",", "")) for place in (2, 4))
     assert tokens == steps * 2 * 8 * 256
+    # On four devices; a small run's hours too are digits.
+    assert run[run.index("device") - 1].replace(".", "").isdecimal()
     often = r"checkpoint: [\d.]+ GB, each \d+ steps: \d:\d\d:\d\d apart"
     assert any(re.fullmatch(often, line) for line in table)
     assert plan.main([*STEP, TP, "--json"]) == exit_codes.DONE
