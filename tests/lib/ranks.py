@@ -28,6 +28,7 @@ CALLS_PER_POOL = 30
 # Modules of the process that ranks are forked from: one for all tests of a session. Ranks that read
 # JSON or CSV files import the second, which takes half a second of CPU time.
 PRELOADED = ["tests.lib.forked", "data.hub"]
+ALL_ANSWERED = "all ranks have answered"
 
 
 class RankError(AssertionError):
@@ -70,6 +71,8 @@ class RankPool:
                     # Other ranks would wait for the failed one until the timeout.
                     self.close()
                     raise RankError("\n".join(f"rank {r}: {text}" for r, text in failures.items()))
+        for connection in connections:
+            connection.send(ALL_ANSWERED)
         return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -126,7 +129,10 @@ def _serve(connection: Connection) -> None:
             gc.collect()
             # What is left is cached; later collections skip it.
             gc.freeze()
-            dist.destroy_process_group()
-            connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
+            continue
+        connection.send((True, result))
+        # A rank that leaves the group first closes connections that another may still set up.
+        connection.recv()
+        dist.destroy_process_group()
