@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from runtime.compat import limit_gloo_to_one_thread
 from tests.lib.settings import restored_settings
@@ -103,6 +102,9 @@ def _start_worker() -> tuple[BaseProcess, Connection]:
 
 
 def _serve(connection: Connection) -> None:
+    # It imports Inductor, which this process has already, unlike those that only start pools.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     torch.set_num_threads(1)
     limit_gloo_to_one_thread()
     while True:
