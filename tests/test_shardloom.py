@@ -16,6 +16,7 @@ from checkpoint.checkpoint_dir import verify_checkpoint
 from runtime import exit_codes
 from runtime.run_folder import list_checkpoints
 from tests.lib.launch import without_slow_phases
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 
 SMALL = {
@@ -145,13 +146,13 @@ def test_interrupt_of_a_notebook_saves(tmp_path: Path) -> None:
         [sys.executable, "-c", source], env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + PATIENCE_SECONDS
     while not metrics.exists():
         assert process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert "TrainingError: exit code 75" in errors
     assert "stopped by SIGINT" in errors
     (checkpoint,) = list_checkpoints(tmp_path / "run" / "checkpoints")

@@ -20,6 +20,7 @@ from runtime.provenance import attempt_numbers, read_attempt, read_content
 from tests.lib import forked
 from tests.lib.launch import LONG, curve, records, run, start, wait_for_steps
 from tests.lib.marks import slow
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 from tools.status import read_status
 
@@ -32,7 +33,7 @@ def interrupt(folder: Path, number: signal.Signals, *, whole_session: bool) -> t
     process = start(folder, 2, **LONG)
     wait_for_steps(folder, process)
     (os.killpg if whole_session else os.kill)(process.pid, number)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, output
 
 
@@ -40,7 +41,7 @@ def interrupt(folder: Path, number: signal.Signals, *, whole_session: bool) -> t
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
     process = start(folder, 2, is_warm=False, **{"training.steps": "6"})
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
     return folder
 
@@ -68,7 +69,7 @@ def test_ranks_that_are_not_shown_have_logs(uninterrupted: Path, tmp_path: Path)
     assert "done: 6 steps" in (logs / "rank-1.out").read_text()
     assert logs.stat().st_mode & 0o777 == 0o700
     refused = start(tmp_path, 2, **{"data.source": "files", "data.path": "nowhere"})
-    assert refused.wait(120) == 2
+    assert refused.wait(PATIENCE_SECONDS) == 2
     assert not (tmp_path / "debug_model").exists()
 
 
@@ -102,7 +103,9 @@ def test_resolved_config_runs_again(uninterrupted: Path, tmp_path: Path) -> None
         "CONFIG_FILE": str(uninterrupted / "debug_model" / "config.toml"),
     }
     command = [ROOT / "run_train.sh", "--job.output_dir", str(tmp_path)]
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=240)
+    subprocess.run(
+        command, env=environment, check=True, capture_output=True, timeout=PATIENCE_SECONDS
+    )
     assert curve(tmp_path) == curve(uninterrupted)
 
 
@@ -143,7 +146,7 @@ def test_stop_file_of_before_is_deleted_and_one_written_while_ranks_start_is_obe
         time.sleep(0.01)
     (control / "stop").unlink()
     (control / "stop").touch()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
     assert (control / "outcome").read_text() == "stopped stop file\n"
     # The next start does not obey it again.
@@ -163,7 +166,7 @@ def test_stop_ends_a_validation_that_the_next_start_repeats(tmp_path: Path, tota
     wait_for_steps(tmp_path, process, n_lines=6)
     control = tmp_path / "debug_model" / "control"
     (control / "stop").touch()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
     assert "validation: stopped" in output
     assert (control / "outcome").read_text() == "stopped stop file\n"
@@ -180,7 +183,7 @@ def test_run_whose_terminal_closes_saves(tmp_path: Path) -> None:
     metrics = tmp_path / "debug_model" / "metrics.jsonl"
     process = start(tmp_path, 1, terminal=other_end, **LONG)
     os.close(other_end)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     try:
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
             assert time.monotonic() < deadline
@@ -188,7 +191,7 @@ def test_run_whose_terminal_closes_saves(tmp_path: Path) -> None:
             if select.select([terminal], [], [], 0.1)[0]:
                 os.read(terminal, 1 << 16)
         os.close(terminal)
-        assert process.wait(120) == 75
+        assert process.wait(PATIENCE_SECONDS) == 75
     finally:
         process.kill()
     assert (tmp_path / "debug_model/control/outcome").read_text() == "stopped SIGHUP\n"
@@ -206,13 +209,13 @@ def test_second_run_of_the_same_job_is_refused(tmp_path: Path) -> None:
     assert second.returncode == 2, output
     assert "job.name" in output
     os.kill(first.pid, signal.SIGTERM)
-    assert first.wait(120) == 75
+    assert first.wait(PATIENCE_SECONDS) == 75
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     broken = {"optimizer.lr": "1e300", "lr_scheduler.warmup_steps": "0", "training.steps": "6"}
     process = start(tmp_path, 1, **broken)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 93, output
     assert "not finite" in output
     assert not list((tmp_path / "debug_model").glob("checkpoints/step-*"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from runtime import exit_codes
 from runtime.filesystem import RUN_FILES, RUN_FOLDERS
 from tests.lib.launch import records, start
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.troubles import LAST_STEP
 from tools.report import page_data
 
@@ -37,7 +38,7 @@ NAMES = {
 def train(folder: Path, n_ranks: int, code: int, **keys: str) -> tuple[str, list[str]]:
     """Train; return the output, and the marks of the report that are no usual events."""
     process = start(folder, n_ranks, **KEYS | keys)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == code, output
     marks = page_data([folder / "debug_model"])["marks"]
     usual = ("checkpoint", "end")

@@ -20,6 +20,7 @@ from config import load_config
 from launcher.launch import check_run
 from run_spec import resolve
 from runtime import exit_codes
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -114,13 +115,13 @@ def train_and_kill(train: str, kill: str, folder: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     checkpoint = folder / "outputs" / "tutorial" / "checkpoints" / "step-00000020"
-    deadline = time.monotonic() + 3000
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not checkpoint.exists():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.02)
     call(kill, folder)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == exit_codes.FAILED, output
     assert "was killed by SIGKILL" in output
 

@@ -25,9 +25,9 @@ from checkpoint import checkpointer
 from checkpoint.checkpointer import Checkpointer
 from checkpoint.manifest import read_manifest, verify_files
 from config.job_config import Checkpoint
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.small_run import Values
 
-TIMEOUT_SECONDS = 60
 ROWS = 256
 Mode = Literal["disabled", "async"]
 
@@ -63,7 +63,7 @@ class Training:
 
     def __init__(self, folder: Path, mode: Mode, rank: int, world_size: int) -> None:
         store = dist.FileStore(str(folder.with_name(f"{folder.name}-store")), world_size)
-        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        timeout = timedelta(seconds=PATIENCE_SECONDS)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
         )
@@ -168,7 +168,7 @@ def save_slowly(report: Connection, folder: Path, rank: int, world_size: int) ->
     def slow(path: Path, *args: Any) -> Any:
         result = original(path, *args)
         report.send("written")
-        time.sleep(TIMEOUT_SECONDS)
+        time.sleep(PATIENCE_SECONDS)
         return result
 
     checkpointer.write_tensor_file = slow
@@ -191,7 +191,7 @@ def started(target: Callable[..., None], *args: Any) -> Iterator[tuple[BaseProce
         yield process, receiver
     finally:
         process.kill()
-        process.join(TIMEOUT_SECONDS)
+        process.join(PATIENCE_SECONDS)
 
 
 @contextmanager
@@ -278,7 +278,7 @@ def test_death_of_one_rank_in_any_phase_loses_nothing(
             sentinels = [process.sentinel for process, _ in started_ranks]
             pending = set(sentinels)
             while pending:
-                ended = wait(list(pending), timeout=TIMEOUT_SECONDS)
+                ended = wait(list(pending), timeout=PATIENCE_SECONDS)
                 assert ended, "the other rank hangs"
                 pending -= {int(sentinel) for sentinel in ended}  # type: ignore[arg-type]
         assert visible_steps(folder) == [1]
@@ -306,7 +306,7 @@ def losses(base: Path, copies: Path, is_in_place: bool) -> tuple[list[int], int]
         folder = copies / str(event)
         shutil.copytree(base, folder)
         with started(save_and_die, folder, [3], event, is_in_place) as (process, _):
-            process.join(TIMEOUT_SECONDS)
+            process.join(PATIENCE_SECONDS)
         try:
             is_intact = visible_steps(folder) in ([1, 2], [1, 2, 3], [2, 3])
         except ValueError:
@@ -324,7 +324,7 @@ def test_kills_between_any_two_operations_lose_nothing(
 ) -> None:
     base = tmp_path / "base"
     with started(save_and_die, base, [1, 2], 0, False) as (process, _):
-        process.join(TIMEOUT_SECONDS)
+        process.join(PATIENCE_SECONDS)
     (base / ".tmp-step-00000003-dead").mkdir()
     assert visible_steps(base) == [1, 2]
     lost, n_moments = losses(base, tmp_path / "saved", is_in_place=False)

@@ -16,6 +16,7 @@ from launcher.agent import End
 from run_spec import resolve
 from runtime import exit_codes
 from tests.lib.configs import BAD, TP, Bad, write
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 
 
@@ -110,7 +111,7 @@ def test_run_train_exits_with_code_2_and_no_traceback(bad: Bad, tmp_path: Path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == exit_codes.BAD_CONFIG, done.stderr
     assert bad.key in done.stderr

@@ -13,6 +13,7 @@ from runtime import exit_codes
 from tests.lib.formats import lines
 from tests.lib.hub import Hub, serve
 from tests.lib.launch import curve, start
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 
 # Pins the dataset for a run in the folder of the first argument; with the other as its revision.
@@ -78,7 +79,7 @@ def test_run_keeps_the_commit_of_its_first_start(hub: Hub, tmp_path: Path) -> No
             tmp_path / name, 1, is_warm=False, environment=hub.environment(tmp_path / "home"),
             **keys | {"training.steps": str(steps)} | more,
         )  # fmt: skip
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
         return process.returncode, output
 
     first = hub.commit

@@ -23,6 +23,7 @@ from data.loader import Microbatch, MicrobatchLoader
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
 from tests.lib.loaders import ROWS, SEQ_LEN, UNIQUE, CountsPrefetched, CountsTaken, build, documents
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]  # (dp_degree, microbatch_size)
@@ -339,7 +340,7 @@ def test_deleted_loader_leaves_no_thread_and_no_memory() -> None:
     (thread,) = set(data_threads()) - others
     is_alive = weakref.ref(source)
     del loader, source
-    thread.join(timeout=10)
+    thread.join(timeout=PATIENCE_SECONDS)
     assert not thread.is_alive()
     gc.collect()
     assert is_alive() is None
@@ -350,7 +351,7 @@ def test_closed_loader_ends_after_the_microbatch_that_it_reads() -> None:
 
     def encode(text: str) -> np.ndarray:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_SECONDS)
         return UNIQUE.encode(text)
 
     others = set(data_threads())
@@ -358,10 +359,10 @@ def test_closed_loader_ends_after_the_microbatch_that_it_reads() -> None:
     loader = build(Sparse(n_empty=0), tokenizer=tokenizer, prefetch=4)
     loader.start()
     (thread,) = set(data_threads()) - others
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE_SECONDS)
     loader.close()
     go_on.set()
-    thread.join(timeout=60)
+    thread.join(timeout=PATIENCE_SECONDS)
     assert not thread.is_alive()
     read, *queued = loader._prefetched
     assert read.result().tokens.shape == (1, SEQ_LEN)
@@ -384,6 +385,10 @@ def test_interpreter_exits_cleanly_while_prefetching() -> None:
         next(loader)
     """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tests.gpu_without_gpu.stub_library import CACHE, build
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.ports import free_port
 from tests.lib.repository import ROOT
 
@@ -115,7 +116,7 @@ def train_on_stub(
         for report, variables in zip(reports, rank_variables(n_ranks), strict=True)
     ]
     try:
-        codes = [process.wait(timeout=600) for process in processes]
+        codes = [process.wait(timeout=PATIENCE_SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -11,6 +11,7 @@ import pytest
 
 from launcher.failures import MOST_ATTEMPTS, record_end, record_failure
 from runtime import exit_codes
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 from tests.lib.saved import write_checkpoint
 from tools.rollback import roll_back
@@ -89,7 +90,9 @@ def test_failure_is_recorded_without_a_terminal(tmp_path: Path) -> None:
         "end = End({0: 1}, '', None, None); sys.exit(report_failure(end, Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=other_end, stderr=other_end, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=other_end, stderr=other_end, timeout=PATIENCE_SECONDS
+    )
     os.close(other_end)
     assert done.returncode == exit_codes.FAILED
     assert "exit codes by rank: {0: 1}" in (tmp_path / "failures").read_text()

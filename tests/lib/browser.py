@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.lib.patience import PATIENCE_SECONDS
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMIUM = CHROMIUM or shutil.which("google-chrome")
 # Chromium's sandbox does not start as root.
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
-TIMEOUT = 60.0
 
 
 class Page:
@@ -70,7 +71,7 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.evaluate(condition):
             assert time.monotonic() < deadline, (condition, self.errors)
             time.sleep(0.02)
@@ -102,7 +103,9 @@ class Page:
 
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            assert select.select([self._read], [], [], TIMEOUT)[0], "Chromium does not answer"
+            assert select.select([self._read], [], [], PATIENCE_SECONDS)[0], (
+                "Chromium does not answer"
+            )
             data = os.read(self._read, 1 << 20)
             assert data, "Chromium ended"
             self._rest += data
@@ -146,7 +149,7 @@ def browser_page(profile: Path) -> Iterator[Page]:
         yield page
         page._session = ""
         page.call("Browser.close")
-        process.wait(TIMEOUT)
+        process.wait(PATIENCE_SECONDS)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)

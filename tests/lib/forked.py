@@ -24,11 +24,11 @@ from checkpoint.tensor_index import read_index
 from optim.spikes import LossSpikeDetector
 from runtime.run_folder import list_checkpoints
 from tests.lib.launch import small_keys
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.ports import free_port
 from tests.lib.ranks import PRELOADED
 from tests.lib.repository import ROOT
 
-PATIENCE_SECONDS = 120
 CONFIG = ROOT / "train_configs" / "debug_model.toml"
 QUICK = {"activation_checkpoint.mode": "none", "validation.enable": "false"}
 

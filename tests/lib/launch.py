@@ -15,6 +15,7 @@ from typing import Any
 
 from runtime.imports import import_variables
 from shardloom import command_line
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 from tests.lib.warm import WarmPopen
 
@@ -117,7 +118,7 @@ def _log_in(terminal: int) -> None:
 
 def run(folder: Path, n_ranks: int, **overrides: str) -> str:
     process = start(folder, n_ranks, **overrides)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
     return output
 
@@ -140,7 +141,7 @@ def without_slow_phases(output: str) -> str:
 
 def wait_for_steps(folder: Path, process: subprocess.Popen[str], n_lines: int = 5) -> None:
     metrics = folder / "debug_model" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not metrics.exists() or len(metrics.read_text().splitlines()) < n_lines:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no steps in two minutes"

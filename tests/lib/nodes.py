@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib.launch import start
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.ports import free_port
 from tests.lib.repository import ROOT, python_files
 
@@ -40,7 +41,7 @@ def run_nodes(folder: Path, nodes: list[Mapping[str, Any]]) -> tuple[list[int], 
             }
             keys = QUICK | node | {"environment": environment}
             processes.append(start(folder, 1, is_warm=is_warm, **keys))
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

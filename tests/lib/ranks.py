@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from runtime.compat import limit_gloo_to_one_thread
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.settings import restored_settings
 
-GROUP_TIMEOUT = timedelta(seconds=60)
+GROUP_TIMEOUT = timedelta(seconds=PATIENCE_SECONDS)
 # PyTorch caches meshes, which keep process groups alive, whose threads poll.
 CALLS_PER_POOL = 30
 # Modules of the process that ranks are forked from: one for all tests of a session. Ranks that read

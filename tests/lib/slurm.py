@@ -11,17 +11,17 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from tests.lib.patience import wait_until
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare", "setpriv")
 CPUS = 4
-WAIT_SECONDS = 180
 UNSHARE = ("unshare", "--uts", "--mount", "--propagation", "private")
 # Each node runs in its own namespaces with its own host name and the /etc/hosts of the cluster.
 ENTER = """
@@ -142,14 +142,6 @@ def cluster(n_nodes: int) -> Iterator[Cluster]:
     finally:
         found.stop()
         shutil.rmtree(folder)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out after {seconds} seconds"
-        # Most conditions start a process.
-        time.sleep(0.5)
 
 
 def _require() -> None:

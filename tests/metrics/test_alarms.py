@@ -11,6 +11,7 @@ import pytest
 
 from metrics.alarms import AlarmHandler, AlarmsFile, is_alarm
 from runtime.log import logger
+from tests.lib.patience import PATIENCE_SECONDS
 
 
 def test_warnings_and_alarms_are_kept_at_their_step(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_handlers_of_two_threads_do_not_wait_for_each_other() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_SECONDS)
     for handler in handlers:
         handler.close()
     assert not any(thread.is_alive() for thread in threads)

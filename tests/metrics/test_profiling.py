@@ -19,6 +19,7 @@ from metrics.trace_summary import summarize
 from runtime.control import SNAPSHOT, TRACE
 from runtime.log import logger
 from tests.lib.control import control_of
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
 from tests.lib.traces import run_steps
@@ -140,7 +141,9 @@ def test_kineto_prints_nothing(tmp_path: Path) -> None:
         "print(run_steps(Path(sys.argv[1]), range(1, 4), enable_trace=True, trace_freq=3))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "traces")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert (done.stdout, done.stderr) == (f"{[name_of(3)]}\n", "")
 
 

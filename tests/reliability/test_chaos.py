@@ -15,9 +15,10 @@ from checkpoint.checkpoint_dir import verify_checkpoint
 from checkpoint.hashed_file import describe_file
 from checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from runtime.run_folder import step_of
-from tests.lib.forked import PATIENCE_SECONDS, checkpoints, codes, differences, log, run, started
+from tests.lib.forked import checkpoints, codes, differences, log, run, started
 from tests.lib.launch import curve
 from tests.lib.marks import slow
+from tests.lib.patience import PATIENCE_SECONDS
 from tools.check_ledger import compare, replay
 
 # Four microbatches per step, on 1, 2 or 4 ranks.

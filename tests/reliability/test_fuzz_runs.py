@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from runtime import exit_codes
-from tests.lib.forked import PATIENCE_SECONDS, checkpoints, codes, differences, log, run, started
+from tests.lib.forked import checkpoints, codes, differences, log, run, started
 from tests.lib.limits import limited_memory, time_limit
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.random_damage import contents, damage
 from tools import check_ledger, convert, generate, rollback, status
 

@@ -29,6 +29,7 @@ from parallelisms.parallel_dims import ParallelDims
 from runtime import exit_codes
 from tests.lib.launch import start
 from tests.lib.layouts import CPU, TP, Layout, shard_debugmodel, small_args
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.planted import plant_modules
 from tests.lib.ranks import RankPool
 
@@ -328,7 +329,7 @@ def test_hostile_paths_are_only_paths(tmp_path: Path, monkeypatch: pytest.Monkey
             "validation.enable": "false",
         },
     )
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
     assert (tmp_path / hostile / "out" / "debug_model" / "metrics.jsonl").exists()
     assert sorted((tmp_path / "cwd").rglob("*")) == before

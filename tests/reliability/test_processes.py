@@ -20,6 +20,7 @@ from launcher.failures import MOST_ATTEMPTS
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
 from runtime.run_folder import list_checkpoints, step_of
 from tests.lib.launch import LONG, plant_crashing_model, start, wait_for_steps
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.ports import free_port
 from tests.lib.processes import are_gone, is_running, seconds_until
 from tests.lib.repository import ROOT
@@ -269,7 +270,7 @@ def test_run_without_saves_says_so_in_its_records(tmp_path: Path) -> None:
             "checkpoint.max_unsaved_steps": "4",
         },
     )
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == FAILED, output
     reason = failures(tmp_path)[-1]["reason"]
     assert reason.endswith(": stopped by checkpoints that could not be saved"), reason
@@ -287,7 +288,7 @@ def test_exit_of_a_users_code_is_a_failure_of_its_rank(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(model.replace('raise RuntimeError("planted")', lines))
     keys |= {"training.steps": "2", "validation.enable": "false"}
     process = start(tmp_path, 2, environment=environment, **keys)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == FAILED, output
     (failure,) = failures(tmp_path)
     assert re.match(r"rank 1 .*failed in step 1.*sys\.exit\(0\) was called", failure["reason"])
@@ -304,7 +305,7 @@ def test_crash_loop_is_bounded(
     while not codes or codes[-1] not in (DONE, BAD_CONFIG, PREEMPTED, DO_NOT_REQUEUE):
         assert len(codes) < MOST_ATTEMPTS, codes
         process = start(tmp_path, 1, **{"training.steps": "6"}, **keys)
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
         codes.append(process.returncode)
     assert codes == [FAILED] * (MOST_ATTEMPTS - 1) + [DO_NOT_REQUEUE], output
     assert [record["attempt"] for record in failures(tmp_path)] == [1, 2, 3]

@@ -25,7 +25,6 @@ from runtime.log import logger
 from runtime.run_folder import step_of
 from tests.lib.forked import (
     CONFIG,
-    PATIENCE_SECONDS,
     checkpoints,
     codes,
     differences,
@@ -35,6 +34,7 @@ from tests.lib.forked import (
     started,
 )
 from tests.lib.launch import curve
+from tests.lib.patience import PATIENCE_SECONDS
 from tools import rollback
 from tools.rollback import roll_back
 from tools.status import read_status

@@ -10,6 +10,7 @@ import pytest
 
 from runtime import exit_codes
 from tests.lib.launch import start
+from tests.lib.patience import PATIENCE_SECONDS
 
 NAMES = [
     "HF_TOKEN",
@@ -82,7 +83,7 @@ def test_no_secret_is_written(
     (tmp_path / "tmp").mkdir()
     code, overrides = ENDS[end]
     process = start(tmp_path / "out", 2, **ALL_OUTPUTS | overrides)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == code, output
     assert ("Traceback" in output) == (end == "crashed")
     files = files_in(tmp_path)

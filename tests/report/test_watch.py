@@ -18,6 +18,7 @@ import pytest
 from report.watch import Source, build_server, is_loopback
 from runtime import exit_codes
 from tests.lib.metrics_files import lines_of, training_line, write_run
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 from tools import report
 
@@ -42,7 +43,7 @@ def port(folder: Path) -> Iterator[int]:
 
 
 def ask(port: int, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     if host != "":
         connection.putheader("Host", host or f"127.0.0.1:{port}")
@@ -143,7 +144,7 @@ def test_command_serves_until_it_is_interrupted(folder: Path) -> None:
         assert len(path) > 20
         assert ask(int(port), f"/{path}")[0] == 200
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(60) == exit_codes.DONE
+        assert process.wait(PATIENCE_SECONDS) == exit_codes.DONE
     finally:
         process.kill()
         process.communicate()

@@ -23,6 +23,7 @@ from runtime.run_lock import lock_run
 from runtime.signals import SIGNALS
 from tests.lib.control import control_of
 from tests.lib.durability import recorded_durability
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.ranks import RankPool
 
 
@@ -114,7 +115,7 @@ def test_later_signal_ends_the_process_at_once(tmp_path: Path, after: float, cod
     context.set_forkserver_preload([__name__])
     process = context.Process(target=send_three_signals, args=(tmp_path, after))
     process.start()
-    process.join(60)
+    process.join(PATIENCE_SECONDS)
     assert process.exitcode == code
 
 

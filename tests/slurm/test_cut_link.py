@@ -12,8 +12,8 @@ import pytest
 
 from tests.lib.forked import QUICK, checkpoints, log, run
 from tests.lib.launch import curve, small_keys
+from tests.lib.patience import PATIENCE_SECONDS, wait_until
 from tests.lib.repository import ROOT
-from tests.lib.slurm import wait_until
 from tests.lib.warm import write_forking_python
 
 HOSTS = ("a", "b")
@@ -100,7 +100,7 @@ def test_cut_link_ends_both_hosts_and_run_resumes(tmp_path: Path) -> None:
             assert max(curve(cut)) < 40
         ip("-n", f"{name}-switch", "link", "set", "port-b", "up")
         with started(name, cut, **keys) as launchers:
-            assert [launcher.wait(240) for launcher in launchers] == [0, 0]
+            assert [launcher.wait(PATIENCE_SECONDS) for launcher in launchers] == [0, 0]
     assert "resumed from step" in (cut / "host-0.log").read_text()
     run(whole, 2, **keys)
     assert curve(cut) == curve(whole), log(whole)

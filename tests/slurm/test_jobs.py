@@ -14,8 +14,9 @@ from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE
 from runtime.run_folder import list_checkpoints, step_of
 from tests.lib import forked
 from tests.lib.launch import LONG, curve, plant_crashing_model
+from tests.lib.patience import wait_until
 from tests.lib.repository import ROOT
-from tests.lib.slurm import Cluster, cluster, wait_until
+from tests.lib.slurm import Cluster, cluster
 from tests.lib.warm import write_forking_python
 
 # Time within which a requeued job would have started again.

@@ -36,6 +36,7 @@ from runtime import exit_codes
 from runtime.distributed import compute_dtype
 from tests.lib.forked import checkpoints, codes, log, started, tensors
 from tests.lib.layouts import CP, EP, PP, TP
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 from tests.lib.tokenization import RANDOM, TEXTS, load_json
 from tools import generate
@@ -544,7 +545,12 @@ def test_closed_output_pipe_is_not_reported(run_folder: Path) -> None:
     os.close(read_end)
     command = [sys.executable, "-m", "tools.generate", str(run_folder), "--tokens", "5"]
     done = subprocess.run(
-        command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120
+        command,
+        cwd=ROOT,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     os.close(write_end)
     assert done.returncode == exit_codes.CLOSED_PIPE

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.planted import imported_modules, plant_modules
 from tests.lib.repository import ROOT
 from tools import make_environment
@@ -77,7 +78,7 @@ class Clone:
     def find(self, *arguments: str, **environment: str | Path) -> tuple[int, str, str]:
         """Run find_python; return its exit code, the interpreter and its messages."""
         process = self.start("bash", "-euc", FIND, "bash", *arguments, **environment)
-        found, messages = process.communicate(timeout=120)
+        found, messages = process.communicate(timeout=PATIENCE_SECONDS)
         return process.returncode, found.strip(), messages
 
 
@@ -220,7 +221,7 @@ def test_installation_imports_nothing_of_the_current_folder(
     # Each empty entry stands for the current folder, and CDPATH must not lead elsewhere.
     variables = {"PYTHON": image, "PYTHONPATH": "::", "CDPATH": folder}
     process = clone.start("bash", "-euc", script, cwd=folder, **variables)
-    found, messages = process.communicate(timeout=120)
+    found, messages = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, messages
     assert found.strip() == str(clone.venv / "bin" / "python")
     assert packages_of(found.strip())["small-one"][0] == "1.2"
@@ -229,7 +230,7 @@ def test_installation_imports_nothing_of_the_current_folder(
 
 def test_concurrent_starts_install_once(clone: Clone, image: Path) -> None:
     both = [clone.start("bash", "-euc", FIND, PYTHON=image) for _ in range(2)]
-    results = [process.communicate(timeout=120) for process in both]
+    results = [process.communicate(timeout=PATIENCE_SECONDS) for process in both]
     assert [process.returncode for process in both] == [0, 0], results
     assert {found.strip() for found, _ in results} == {str(clone.venv / "bin" / "python")}
     assert "".join(messages for _, messages in results).count("environment: installing") == 1
@@ -316,7 +317,9 @@ def test_scripts_find_their_folder_through_symlinks(
     (tmp_path / "folder").symlink_to(bin_folder)
     (bin_folder / "through").symlink_to(tmp_path / "folder" / "twice")
     for link in ["absolute", "relative", "twice", "through"]:
-        stdout, errors = clone.start(bin_folder / link, PYTHON=stub).communicate(timeout=60)
+        stdout, errors = clone.start(bin_folder / link, PYTHON=stub).communicate(
+            timeout=PATIENCE_SECONDS
+        )
         roots = {Path(line).resolve() for line in stdout.splitlines()}
         assert roots == {clone.root.resolve()}, f"{link}: {stdout}{errors}"
 
@@ -327,7 +330,7 @@ def test_run_tests_with_another_pytorch(clone: Clone, image: Path) -> None:
     write_wheel(clone.wheels, "pytest", "8.1", source=PYTEST)
     command = [clone.root / "run_tests.sh", "--torch", "2.12.0", "-k", "two words"]
     process = clone.start(*command, PYTHON=image)
-    stdout, errors = process.communicate(timeout=120)
+    stdout, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     assert stdout == "True 1 -m not slow -n 2 --dist loadfile --no-loadscope-reorder -k two words\n"
     packages = packages_of(clone.root / ".venv-torch-2.12.0" / "bin" / "python")
@@ -344,14 +347,14 @@ def test_gpu_stub_needs_a_cuda_build(clone: Clone, image: Path) -> None:
     source = "class version: cuda = {!r}\n__version__ = '2.13.0+x'"
     write_wheel(clone.wheels, "torch", "2.13.0", source=source.format(None))
     process = clone.start(*command, PYTHON=image)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
     assert "torch 2.13.0+x, which is not a CUDA build" in errors
     assert "PIP_CONFIG_FILE=/dev/null" in errors
     assert not list(clone.root.glob(".venv-*"))
     write_wheel(clone.wheels, "torch", "2.13.0", source=source.format("13.0"))
     process = clone.start(*command, PYTHON=image)
-    stdout, errors = process.communicate(timeout=120)
+    stdout, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     assert " --gpu-stub -rs tests/gpu_without_gpu " in stdout
     assert (clone.root / ".venv-torch-2.13.0-cuda" / "bin" / "python").exists()
@@ -360,7 +363,7 @@ def test_gpu_stub_needs_a_cuda_build(clone: Clone, image: Path) -> None:
 @pytest.mark.parametrize("version", ["new", "../2.12.0", ""])
 def test_invalid_version_is_rejected(clone: Clone, image: Path, version: str) -> None:
     process = clone.start(clone.root / "run_tests.sh", "--torch", version, PYTHON=image)
-    stderr = process.communicate(timeout=120)[1]
+    stderr = process.communicate(timeout=PATIENCE_SECONDS)[1]
     assert process.returncode == 2
     assert f"--torch {version!r} is not a version" in stderr
     assert not list(clone.root.glob(".venv*"))

@@ -23,6 +23,7 @@ from parallelisms.parallel_dims import ParallelDims
 from runtime.exit_codes import BAD_CONFIG, DONE, FAILED
 from tests.lib.forked import CONFIG
 from tests.lib.launch import without_slow_phases
+from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.ports import free_port
 from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
@@ -73,7 +74,7 @@ def outputs(*launchers: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
     found = []
     try:
         for launcher in launchers:
-            out, err = launcher.communicate(timeout=120)
+            out, err = launcher.communicate(timeout=PATIENCE_SECONDS)
             found.append((launcher.returncode, without_slow_phases(out), err))
     finally:
         for launcher in launchers:

@@ -32,10 +32,10 @@ from data.sources import build_sources, open_documents
 from data.token_files import open_token_files, read_index
 from data.tokenizer import load_tokenizer
 from runtime import exit_codes
+from tests.lib.patience import PATIENCE_SECONDS, wait_until
 from tests.lib.repository import ROOT
 from tools import prepare
 
-WORKER_TIMEOUT_SECONDS = 60
 SHARD_TOKENS = 100_000
 SHARDS = ["--shard_tokens", SHARD_TOKENS]
 
@@ -166,7 +166,7 @@ def test_resume_after_sigkill_writes_the_same_files(
         options = [*texts, *SHARDS, "--workers", 1 + attempt % 3]
         unfinished = {*folder.glob("shard-*.tmp")}
         with started(folder, *options, log=tmp_path / "log") as process:
-            until(partial(writes_or_ended, process, folder, unfinished))
+            wait_until(partial(writes_or_ended, process, folder, unfinished), poll_seconds=0.01)
             # The whole run takes about 0.2 s.
             time.sleep(float(rng.uniform(0, 0.1)))
             process.kill()
@@ -221,14 +221,7 @@ def kill_a_writer(folder: Path) -> None:
                     return True
         return False
 
-    until(found)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WORKER_TIMEOUT_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "timeout"
-        time.sleep(0.01)
+    wait_until(found, poll_seconds=0.01)
 
 
 def test_folder_of_other_settings_is_rejected(
@@ -320,7 +313,7 @@ def test_full_disk_is_named(tmp_path: Path, texts: list[object]) -> None:
     while not report.error:
         assert not report.is_done
         report = connection.recv()
-    process.join(WORKER_TIMEOUT_SECONDS)
+    process.join(PATIENCE_SECONDS)
     assert report.error == f"{tmp_path}: File too large; finished shards are kept"
     assert not list(tmp_path.glob("shard-*[!p]"))
 
@@ -457,13 +450,13 @@ def test_ctrl_c_ends_all_processes(
         # A shell ignores it in its background jobs, and a process inherits that.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        until(lambda: any(folder.glob("shard-*")))
+        wait_until(lambda: any(folder.glob("shard-*")), poll_seconds=0.01)
         # A terminal sends SIGINT to the whole process group.
         os.killpg(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=WORKER_TIMEOUT_SECONDS)
+        _, error = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == exit_codes.PREEMPTED, error
     assert error == "interrupted; run the same command to resume\n"
-    until(lambda: not is_group(process.pid))
+    wait_until(lambda: not is_group(process.pid))
     assert not list(folder.glob("*.tmp"))
     assert not (folder / "index.json").exists()
     assert run(folder, *texts, *SHARDS) == exit_codes.DONE

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from runtime.run_lock import LOCKS, lock_run
 from tests.lib.damage import DAMAGES, damage
 from tests.lib.forked import checkpoints, run, started
 from tests.lib.launch import curve, records
+from tests.lib.patience import wait_until
 from tests.lib.repository import ROOT
 from tools import report, status
 from tools.status import QUIET_SECONDS, Status, paragraph, read_status, table
@@ -32,13 +32,6 @@ DIES |= {"lr_scheduler.total_steps": "100000"}
 
 def read(folder: Path, *, later: float = 0.0) -> Status:
     return read_status(folder / "debug_model", time.time() + later)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +57,9 @@ def test_finished_run(finished: Path) -> None:
 def test_killed_and_resumed_run(tmp_path: Path) -> None:
     metrics = tmp_path / "debug_model" / "metrics.jsonl"
     with started(tmp_path, 1, **DIES) as processes:
-        wait_for(lambda: (tmp_path / "debug_model" / "control" / "lock").exists())
+        wait_until(lambda: (tmp_path / "debug_model" / "control" / "lock").exists())
         assert read(tmp_path).state == "starting"
-        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 7)
+        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 7)
         found = read(tmp_path)
         assert (found.state, found.why) == ("running", "")
         assert found.holder == f"{processes[0].pid} on {socket.gethostname()}"
