@@ -91,8 +91,7 @@ checkpoint.enable: enable_checkpoint
 checkpoint.interval: save_every save_interval save_steps ckpt_interval checkpoint_interval
 checkpoint.keep_latest_k: keep_last keep_last_n save_total_limit
 checkpoint.async_mode: async_save async_checkpoint
-checkpoint.initial_load_path: load load_path init_from resume_from resume_from_checkpoint
-checkpoint.initial_load_path: pretrained_checkpoint
+checkpoint.initial_load_path: load load_path pretrained_checkpoint
 experts.balance_loss: aux_loss aux_loss_weight moe_aux_loss_coeff router_aux_loss_coef
 experts.balance_bias_rate: load_balance_coeff moe_router_bias_update_rate
 validation.freq: eval_every eval_freq eval_interval eval_steps val_interval
@@ -118,6 +117,9 @@ there is no dropout: dropout attn_dropout attention_dropout hidden_dropout resid
 to keep the best, see docs/howto/validation.md: always_save_checkpoint load_best_model_at_end
 a run has training.steps, and ./shardloom plan says how many epochs: epochs n_epochs num_epochs
 a run has training.steps, and ./shardloom plan says how many epochs: max_epochs num_train_epochs
+checkpoint.initial_load_path takes weights; a run started again resumes: init_from resume_from
+checkpoint.initial_load_path takes weights; a run started again resumes: resume auto_resume
+checkpoint.initial_load_path takes weights; a run started again resumes: resume_from_checkpoint
 """
 ABSENT: dict[str, str] = {
     name: text

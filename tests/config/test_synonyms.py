@@ -64,11 +64,17 @@ def test_key_of_another_section_is_found(typed: str, meant: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "typed", ["--dropout=0.1", "--model.dropout=0.1", "--model.args.dropout=0"]
+    ("typed", "said"),
+    [
+        ("--dropout=0.1", "there is no dropout"),
+        ("--model.dropout=0.1", "there is no dropout"),
+        ("--model.args.dropout=0", "there is no dropout"),
+        ("--init_from=resume", "a run started again resumes"),
+    ],
 )
-def test_what_has_no_key_is_said_to_have_none(typed: str, tmp_path: Path):
+def test_what_has_no_key_is_said_to_have_none(typed: str, said: str, tmp_path: Path):
     (message,) = errors(tmp_path, "", typed)
-    assert message.endswith("; there is no dropout")
+    assert message.endswith(f"; {said}")
 
 
 def test_keys_of_a_table_of_another_program_are_named(tmp_path: Path):
