@@ -126,6 +126,8 @@ class ShardedModel:
             "recomputation in a model of your own": _recomputes_own(config),
             # A graph would repeat the first value of a number that their forward changes.
             f"models of your own: {always}": is_auto and config.model.is_own,
+            # The next replay overwrites gradients, of which an optimizer may keep one.
+            f"optimizers of your own: {always}": is_auto and config.optimizer.is_own,
             f"several GPUs: {always}": is_auto and n_ranks > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")

@@ -227,15 +227,15 @@ def warn_if_data_changed(run: RunSpec, step: int) -> None:
 def warn_if_tokenizer_differs(run: RunSpec) -> None:
     """Warn if the initial weights were trained with another tokenizer."""
     folder = initial_path(run.config)
-    if is_hugging_face(folder):
-        try:
+    try:
+        if is_hugging_face(folder):
             difference = _difference(load_tokenizer(str(folder)), run.tokenizer)
-        except ValueError as error:
-            reason = str(error).removeprefix("data.tokenizer: ")
-            logger.info("initial weights: cannot check the tokenizer: %s", reason)
-            return
-    else:
-        difference = _difference_to(read_manifest(folder), run.tokenizer)
+        else:
+            difference = _difference_to(read_manifest(folder), run.tokenizer)
+    except ValueError as error:
+        reason = str(error).removeprefix("data.tokenizer: ")
+        logger.info("initial weights: cannot check the tokenizer: %s", reason)
+        return
     if difference:
         text = "data.tokenizer: %s is not the tokenizer of %s: its weights know %s"
         logger.warning(text, run.config.data.tokenizer, folder, difference)

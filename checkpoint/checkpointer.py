@@ -46,7 +46,7 @@ from runtime.object_collectives import (
     raise_if_unequal,
     run_on_rank0,
 )
-from runtime.run_folder import list_checkpoints
+from runtime.run_folder import list_checkpoints, step_of
 
 
 class Stateful(Protocol):
@@ -261,6 +261,9 @@ class Checkpointer:
                 continue
             manifest = run_on_rank0(partial(read_manifest, folder))
             _check_lineage(folder, manifest)
+            if step_of(folder) != manifest["step"]:
+                text = f"{folder} has the checkpoint of step {manifest['step']}: rename it"
+                raise ConfigError([f"job.name: {text}"])
             self._validate(manifest)
             self._load(folder, manifest, self._tensor_states)
             self._load_json_states(folder, skip)

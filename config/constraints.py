@@ -126,7 +126,7 @@ def _has_muon(config: JobConfig) -> bool:
 
 
 def _is_outside_optimizer(config: JobConfig) -> bool:
-    return ":" in config.optimizer.name
+    return config.optimizer.is_own
 
 
 def _has_outside_schedule(config: JobConfig) -> bool:

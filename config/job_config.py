@@ -282,6 +282,11 @@ class Optimizer(Section):
     """If weights are bfloat16, store for each the 16 bits that make it a float32 weight, so that
     small updates are not lost. 2 bytes per parameter."""
 
+    @property
+    def is_own(self) -> bool:
+        """True for the user's own optimizer."""
+        return ":" in self.name
+
 
 class LrScheduler(Section):
     warmup_steps: NonNegative = 200

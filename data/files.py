@@ -19,7 +19,8 @@ WILDCARD = re.compile(r"[*?[]")
 
 def relative_names(pattern: str, paths: Sequence[DataPath]) -> list[tuple[DataPath, str]]:
     """(path, name) of each path that a glob found; names are relative to the glob's fixed part."""
-    root = os.path.dirname(WILDCARD.split(pattern)[0])
+    # Paths that begin with two slashes are others to pathlib, though not to Linux.
+    root = re.sub(r"^//+", "/", os.path.dirname(WILDCARD.split(pattern)[0]))
     return [(path, path.relative_to(root).as_posix()) for path in paths]
 
 

@@ -135,7 +135,9 @@ def copy_remote(paths: Iterable[DataPath]) -> None:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(cache).free
         what = f"{len(missing):,} files with {size:,} bytes"
-        if size > free:
+        # Those that a process was killed in, or that another of the node is making.
+        begun = sum(_size_on_disk(_part_of(_copy_of(path))) for path in missing)
+        if size > free + begun:
             text = f"{missing[0]}: {what} do not fit into {cache}, which has {free:,} free"
             raise StorageError(f"data: {text}; the environment variable HF_HOME moves it")
         logger.info("data: copying %s to %s, the first %s", what, cache, missing[0])
@@ -145,7 +147,24 @@ def copy_remote(paths: Iterable[DataPath]) -> None:
 def _copy_of(path: RemoteFile) -> Path:
     facts = path.stat()
     key = f"{path.url} {facts.st_size} {facts.version}"
-    return cache_file(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{path.name[-100:]}")
+    # File systems limit the bytes of a name, not its characters.
+    name = os.fsencode(path.name)[-100:].decode(errors="ignore")
+    return cache_file(f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{name}")
+
+
+def _part_of(copy: Path) -> Path:
+    """Return the file that ``copy`` is written to until it is whole."""
+    # Locks of some shared file systems do not hold between nodes, so each node has its own file.
+    # Within the node the lock holds: a file of that name is of a process that was killed.
+    return copy.with_name(f"{copy.name}.{socket.gethostname()}.part")
+
+
+def _size_on_disk(path: Path) -> int:
+    """Bytes that the file takes, 0 if there is none."""
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
 
 
 def _is_whole(copy: Path, path: RemoteFile) -> bool:
@@ -154,10 +173,7 @@ def _is_whole(copy: Path, path: RemoteFile) -> bool:
 
 def _download(path: RemoteFile, copy: Path) -> None:
     """Copy a remote file. The copy gets its name only when it is complete."""
-    # Locks of some shared file systems do not hold between nodes, so each node has its own file.
-    # Within the node the lock holds: a file of that name is of a process that was killed.
-    scratch = copy.with_name(f"{copy.name}.{socket.gethostname()}.part")
-    size = path.stat().st_size
+    size, scratch = path.stat().st_size, _part_of(copy)
     with scratch.open("wb") as file:
         write = partial(_write_range, path, file.fileno(), size)
         with ThreadPoolExecutor(THREADS_PER_FILE) as threads:

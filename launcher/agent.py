@@ -66,6 +66,10 @@ INTENDED_CODES = {
 }
 
 
+# Errors of a full disk.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 class PortTaken(ConfigError):
     """A mistake that a later start may not have."""
 
@@ -95,8 +99,12 @@ class End:
 
     @property
     def is_before_training(self) -> bool:
-        """True if the signal killed all ranks: none had handlers yet, or the run's lock."""
-        return self.signal is not None and {*self.codes.values()} <= {-self.signal}
+        """True if the signal killed a rank, which had no handlers yet: the run had not begun."""
+        if self.signal is None:
+            return False
+        # The others waited for it to connect, until they were killed.
+        codes = {*self.codes.values()}
+        return codes <= {-self.signal, -signal.SIGKILL} and (not codes or -self.signal in codes)
 
 
 def run_ranks(
@@ -122,8 +130,7 @@ def run_ranks(
     # Before the rendezvous, after which another node may create them.
     parents = [] if logs is None else [f for f in (logs, *logs.parents) if not f.exists()]
     try:
-        store = open_store(nodes, RENDEZVOUS_SECONDS)
-        counts, started = _rendezvous(store, nodes, n_ranks=n_ranks, mistake=mistake)
+        store, counts, started = _join(nodes, n_ranks, mistake, logs, parents)
     except (dist.DistError, PortTaken) as error:
         return _failed_rendezvous(nodes, error)
     if logs is not None:
@@ -177,6 +184,23 @@ def end_other_nodes(nodes: Nodes, mistake: str) -> None:
     if nodes.count > 1:
         with suppress(dist.DistError, ConfigError):
             _rendezvous(open_store(nodes, MISTAKE_SECONDS), nodes, n_ranks=0, mistake=mistake)
+
+
+def _join(
+    nodes: Nodes, n_ranks: int, mistake: str, logs: Path | None, new: list[Path]
+) -> tuple[dist.TCPStore, list[int], str]:
+    """Return the store, and what ``_rendezvous`` returns; ``new``: folders to remove if it raises.
+
+    A node that cannot use ``logs`` has a mistake, too: others would wait for its ranks.
+    """
+    unusable = "" if logs is None or nodes.count == 1 else _problem_with_folder(logs)
+    n_ranks, mistake = (0, unusable) if unusable else (n_ranks, mistake)
+    try:
+        store = open_store(nodes, RENDEZVOUS_SECONDS)
+        return store, *_rendezvous(store, nodes, n_ranks=n_ranks, mistake=mistake)
+    except (dist.DistError, ConfigError):
+        _remove_empty_folders(new)
+        raise
 
 
 def _rendezvous(
@@ -292,6 +316,15 @@ def _start(
     return processes
 
 
+def _problem_with_folder(logs: Path) -> str:
+    """Create the folder ``logs``; return why it cannot be, "" if it can, or on a full disk."""
+    try:
+        make_folder(logs)
+    except OSError as error:
+        return "" if error.errno in FULL else f"job.output_dir: {error}"
+    return ""
+
+
 def _make_logs(logs: Path) -> Path | None:
     """Create ``logs`` and its parents, and return it; None, with an alarm, on a full disk.
 
@@ -302,7 +335,7 @@ def _make_logs(logs: Path) -> Path | None:
         reject_link(logs)
         logs.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise ConfigError([f"job.output_dir: {error}"]) from None
         logger.error("ALARM: the ranks' output is not kept: %s", error)
         return None
@@ -390,6 +423,9 @@ class Agent:
                 self._send(signal.SIGTERM if n_forwarded else requests[0], self._processes)
                 n_forwarded += 1
                 deadline = time.monotonic() + SHUTDOWN_SECONDS
+            elif n_forwarded == 1 and -requests[0] in self.exit_codes().values():
+                # It had no handlers yet, so that the others, which wait for it, cannot save.
+                deadline = min(deadline, time.monotonic() + SHUTDOWN_GRACE_SECONDS)
             elif deadline == math.inf:
                 # Before the diagnosis: a rank that fails meanwhile is diagnosed in the next round.
                 has_exited = not set(self.exit_codes().values()) <= {None, exit_codes.DONE}
@@ -399,7 +435,8 @@ class Agent:
                     deadline = time.monotonic() + SHUTDOWN_GRACE_SECONDS
             time.sleep(POLL_SECONDS)
         late = [rank for rank, code in self.exit_codes().items() if code is None]
-        if late and n_forwarded > 0 and len(requests) < 3:
+        has_begun = not requests or -requests[0] not in self.exit_codes().values()
+        if late and n_forwarded > 0 and len(requests) < 3 and has_begun:
             text = "launcher: ranks %s did not end within %d s of %s: killed without a save"
             logger.error(text, late, SHUTDOWN_SECONDS, requests[n_forwarded - 1].name)
         self._send(signal.SIGKILL, self._processes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.console import Console
-from runtime.log import plain_formatter, read_record
+from runtime.log import RECORD_MARK, plain_formatter, read_record
 from runtime.printable import printable_lines
 from runtime.run_folder import LineFile
 
@@ -125,7 +125,7 @@ class RankOutput:
             stream.file.close()
 
     def _show_partial(self, stream: _Stream, now: float) -> None:
-        is_whole = not stream.rest or stream.rest.startswith(b"\x1e")
+        is_whole = not stream.rest or RECORD_MARK.encode() in stream.rest
         if stream.is_shown and not is_whole and now - stream.since > PARTIAL_SECONDS:
             self._take(stream, stream.rest)
             stream.rest = b""
@@ -134,6 +134,12 @@ class RankOutput:
         """Keep a line, and show it if it is to be seen."""
         text = data.decode(errors="backslashreplace")
         record = read_record(text)
+        before, mark, after = data.rpartition(RECORD_MARK.encode())
+        if record is None and before and read_record((mark + after).decode(errors="replace")):
+            # The user's own code printed text without the end of its line.
+            self._take(stream, before)
+            self._take(stream, mark + after)
+            return
         is_raw = record is None
         if record is None:
             attributes = {"msg": text, "is_error": stream.is_error, "levelno": logging.INFO}

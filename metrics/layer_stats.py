@@ -164,12 +164,16 @@ class LayerStats:
         return self._reduce(total, ("pp",))
 
     def _dead_experts(self) -> torch.Tensor:
-        """Return each layer's share of experts to which the step sent no token. Collective."""
+        """Return each layer's share of experts to which the step sent no token. Collective.
+
+        -inf: no tokens were counted, because backward does not reach a frozen layer.
+        """
         device = torch.device(self._data_mesh.device_type)
         shares = torch.full((len(self._rows),), -torch.inf, dtype=torch.float64, device=device)
         for row, moe in self._moes.items():
             counts = self._reduce(moe.tokens_per_expert.clone(), ("batch", "cp", "tp"))
-            shares[row] = (counts == 0).double().mean()
+            share = (counts == 0).double().mean()
+            shares[row] = torch.where(counts.sum() > 0, share, -torch.inf)
         return self._reduce(shares, ("pp",), dist.ReduceOp.MAX)
 
     def _reduce(

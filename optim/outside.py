@@ -122,6 +122,10 @@ class SmallWeights:
                 group["lr"] = lr
 
     @property
+    def addresses(self) -> list[int]:
+        return [part.data_ptr() for parts in self.pieces for part in parts]
+
+    @property
     def values(self) -> list[torch.Tensor]:
         wholes = zip(_tensors(0), self.pieces, strict=True)
         return [_join(whole, [p.detach().clone() for p in parts]) for whole, parts in wholes]
@@ -203,6 +207,7 @@ def _problem_with_state(weights: SmallWeights) -> str:
     options = [dict(group) for group in optimizer.param_groups]
     if len(options) != len(weights.pieces):
         return "must keep the parameter groups that it is given"
+    addresses, are_kept = weights.addresses, True
     weights.set_lr(0.0)
     weights.step(0)
     if _differ(before, weights.values):
@@ -211,6 +216,10 @@ def _problem_with_state(weights: SmallWeights) -> str:
     weights.set_lr(LR)
     for number in range(1, STATE_STEPS + 1):
         weights.step(number)
+        are_kept = are_kept and weights.addresses == addresses
+    if not are_kept:
+        # Assigned to the data of a DTensor, they would be lost.
+        return "does not update weights in place, as parameter.copy_(values) does"
     values = [value for state in optimizer.state.values() for value in state.values()]
     others = [type(v).__name__ for v in values if not isinstance(v, torch.Tensor | int | float)]
     if others:

@@ -44,7 +44,8 @@ class ExpertBalancer:
             if group.size() > 1:
                 dist.all_reduce(loads, group=group)
         means = loads.double().mean(dim=1, keepdim=True)
-        self._max_ratio = (loads / means).max()
+        # Backward, which counts tokens, does not reach layers below the first trainable weight.
+        self._max_ratio = (loads / means).nan_to_num(nan=0.0).max()
         rate = self._rate * (found_inf == 0).to(loads.device)
         deltas = rate * (means - loads).sign().to(self._moes[0].bias.dtype)
         foreach("add_", [moe.bias for moe in self._moes], list(deltas))

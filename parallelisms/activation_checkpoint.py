@@ -87,9 +87,11 @@ def apply_activation_checkpoint(
         text = "activation checkpoint: %d compiled blocks, memory budget = %g"
         logger.info(text, len(blocks), config.memory_budget)
     counts = Counter[str]()
-    for name, block in blocks.items():
-        # Names are layer indices in the whole model, also in a pipeline stage.
-        recompute = _recompute(config, int(name)) or (ALL_BUT_MATMULS if frees_weights else None)
+    for position, (name, block) in enumerate(blocks.items()):
+        # Names are layer indices in the whole model, also in a pipeline stage. A user's own model
+        # may have others.
+        index = int(name) if name.isdecimal() else position
+        recompute = _recompute(config, index) or (ALL_BUT_MATMULS if frees_weights else None)
         if recompute is None:
             continue
         counts[recompute.label] += 1

@@ -24,12 +24,16 @@ class RankFailure(RuntimeError):
 def run_on_rank0(function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0 and return its result on all ranks. Collective.
 
-    Raises ``RankFailure`` on all ranks if it raises.
+    If it raises, all ranks do: ``ConfigError``, a mistake of the user's, else ``RankFailure``.
     """
     result, text, cause = _try(function) if dist.get_rank() == 0 else (None, "", None)
-    message: list[Any] = [(result, text)]
+    message: list[Any] = [(result, text, getattr(cause, "messages", None))]
     dist.broadcast_object_list(message)
-    result, text = message[0]
+    result, text, mistakes = message[0]
+    if mistakes is not None:
+        # Ranks that still connect to each other would fail if one of them had gone.
+        dist.barrier()
+        raise ConfigError(mistakes) from cause
     if text:
         raise RankFailure(f"rank 0: {text}") from cause
     return cast(T, result)

@@ -148,6 +148,9 @@ def test_what_runs_without_graphs_says_why(ranks: RankPool) -> None:
             "model": {"name": "my:model"},
             "activation_checkpoint": {"mode": "none"},
         },
+        'optimizers of your own: compile.cuda_graphs = "always"': {
+            "optimizer": {"name": "my:optimizer"},
+        },
     }
     (found,) = ranks.run(reasons, 1, list(wanted.values()))
     assert found == list(wanted)

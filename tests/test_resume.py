@@ -61,6 +61,24 @@ def test_weights_of_another_tokenizer_are_warned_about(
     assert "cannot check the tokenizer" in captured_log.text
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_tokenizer_that_cannot_encode_the_probe_is_not_compared(
+    captured_log: pytest.LogCaptureFixture, tmp_path: Path, is_saved: bool
+) -> None:
+    words = tmp_path / "words.json"
+    model = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "none"}
+    end = {"id": 1, "content": "</s>", "special": True, "single_word": False, "lstrip": False}
+    end |= {"rstrip": False, "normalized": False}
+    words.write_text(json.dumps({"version": "1.0", "added_tokens": [end], "model": model}))
+    names = [str(words), "bytes"] if is_saved else ["bytes", str(words)]
+    saved, own = names
+    config = {"data": {"tokenizer": saved}}
+    fingerprints = {"tokenizer": load_tokenizer(saved).fingerprint}
+    write_manifest(tmp_path, {}, {"fingerprints": fingerprints, "config": config})
+    warn_if_tokenizer_differs(started_from(tmp_path, own))
+    assert "cannot check the tokenizer" in captured_log.text
+
+
 def test_weights_of_a_model_with_other_arguments_are_rejected() -> None:
     """Heads, rotary base and epsilon change no shape, so loading would not fail."""
     config = JobConfig.model_validate({"checkpoint": {"initial_load_path": "a/step-1"}})

@@ -304,7 +304,11 @@ def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     if changes:
         raise ValueError(f"{folder} was begun with other settings: {'; '.join(changes)}")
     # The same tokenizer may have another path now.
-    return begun | {key: plan[key] for key in ("tokenizer", "skips_bad")}
+    plan = begun | {key: plan[key] for key in ("tokenizer", "skips_bad")}
+    if plan["skips_bad"] != begun["skips_bad"]:
+        # Also for a start after this one, which may be interrupted.
+        atomic_write_bytes(folder / BEGUN_FILE, json.dumps(plan, indent=1).encode())
+    return plan
 
 
 def _named(part: dict[str, Any]) -> str:

@@ -36,13 +36,15 @@ def roll_back(run_folder: Path, step: int) -> None:
     Raises ``ValueError`` if the run is running, or if it has no checkpoint of ``step`` that
     verifies.
     """
-    checkpoints = {
-        step_of(folder): folder for folder in list_checkpoints(run_folder / "checkpoints")
-    }
-    if step not in checkpoints:
-        found = ", ".join(str(step) for step in sorted(checkpoints)) or "none"
-        raise ValueError(f"{run_folder}: no checkpoint of step {step}; found: {found}")
+    saved = run_folder / "checkpoints"
+    if not saved.exists():
+        raise ValueError(f"{run_folder}: no checkpoint of step {step}; found: none")
     with lock_run(run_folder / "control"):
+        # Not before: a run that is just ending saves, and then releases the lock.
+        checkpoints = {step_of(folder): folder for folder in list_checkpoints(saved)}
+        if step not in checkpoints:
+            found = ", ".join(str(step) for step in sorted(checkpoints)) or "none"
+            raise ValueError(f"{run_folder}: no checkpoint of step {step}; found: {found}")
         problems = verify_checkpoint(checkpoints[step])
         if problems:
             raise ValueError(f"step {step} does not verify: {'; '.join(problems)}")

@@ -77,8 +77,12 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         say(f"stopped: {control / 'stop'} was written before this restart", file=sys.stderr)
         end_run(control)
         return exit_codes.DONE
-    # Launchers write their exit code to this folder.
-    make_folder(control)
+    try:
+        # Launchers write their exit code to this folder.
+        make_folder(control)
+    except OSError as error:
+        report(ConfigError([f"job.output_dir: {error}"]))
+        return exit_codes.BAD_CONFIG
     exit_codes.clear_exit_code(control)
     old_stop = stop_file_id(control)
     if not is_restart:

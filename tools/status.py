@@ -278,6 +278,9 @@ def state_of(
         # A new start deletes the previous outcome only after it has resumed.
         return (outcome, reason, ended) if outcome and ended >= locked_at else (runs, quiet, now)
     code, exited = exit_codes.read_exit_code(control), _mtime(control / "exit_code")
+    if code is None and int(locked_at) > max(ended, failed):
+        # A later start has locked the run; what ended the one before has not been cleared yet.
+        outcome, failed = "", 0.0
     # Ranks that are rejected, for example because no checkpoint verifies, leave the outcome.
     is_rejected = code == exit_codes.BAD_CONFIG and exited > max(ended, failed, last_line)
     rejected = f"{REJECTED}: {exit_codes.read_rejection(control)}".removesuffix(": ")

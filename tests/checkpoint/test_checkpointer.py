@@ -473,6 +473,10 @@ def check_lineages(folder: Path) -> None:
     # It would begin again, in the files of the run.
     with pytest.raises(ConfigError, match=r"checkpoint\.enable: false, but the run has"):
         Small(folder, enable=False).checkpointer.load_latest()
+    (folder / "step-00000001").rename(folder / "step-00000007")
+    with pytest.raises(ConfigError, match="step-00000007 has the checkpoint of step 1: rename it"):
+        second.checkpointer.load_latest()
+    (folder / "step-00000007").rename(folder / "step-00000001")
     assert second.checkpointer.load_latest() == 1
     assert second.validated == [1]
     second.checkpointer.save(2, wait=True)

@@ -1,8 +1,11 @@
 """A path that matches nothing gets advice about what in it has no meaning."""
 
+from pathlib import Path
+
 import pytest
 
-from data.matching import unmatched_hint
+from data.files import relative_names
+from data.matching import match_paths, unmatched_hint
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,11 @@ def test_meaningless_part_is_named(pattern: str, hint: str) -> None:
 )
 def test_ordinary_path_gets_no_hint(pattern: str) -> None:
     assert unmatched_hint(pattern) == ""
+
+
+@pytest.mark.parametrize("slashes", ["/", "//", "///"])
+def test_slashes_in_front_are_one(slashes: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").touch()
+    pattern = f"{slashes}{str(tmp_path)[1:]}/*/x.txt"
+    assert [name for _, name in relative_names(pattern, match_paths(pattern))] == ["a/x.txt"]

@@ -247,6 +247,20 @@ def test_full_cache_is_named(long_file: RemoteFile, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: full)
     with pytest.raises(StorageError, match=rf"{len(LONG):,} bytes do not fit .*5 free.*HF_HOME"):
         copy_remote([long_file])
+    # What a process that was killed has copied is overwritten.
+    part = storage._part_of(storage._copy_of(long_file))
+    part.parent.mkdir(exist_ok=True)
+    part.write_bytes(LONG)
+    full.free = 0
+    copy_remote([long_file])
+    assert local_path(long_file).read_bytes() == LONG
+
+
+def test_names_of_copies_fit_into_the_limit_of_bytes(long_file: RemoteFile) -> None:
+    file = RemoteFile(f"{long_file.url.rpartition('/')[0]}/{'世' * 80}.txt", long_file.stat())
+    copy = storage._copy_of(file)
+    assert len(storage._part_of(copy).name.encode()) < 255
+    assert copy.name.endswith("世.txt")
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

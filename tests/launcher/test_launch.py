@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from config import ConfigError, JobConfig, load_config
 from launcher import agent, launch
 from launcher.agent import End, Nodes, open_store
+from launcher.console import Console, PlainScreen
 from launcher.failures import MOST_ATTEMPTS
 from launcher.launch import (
     DEFAULT_CPU_RANKS,
@@ -37,6 +39,7 @@ from runtime import exit_codes
 from runtime.machine import available_cpus
 from runtime.run_lock import lock_run
 from runtime.signals import SIGNALS
+from tests.lib.ports import free_port
 from tests.lib.processes import are_gone, seconds_until
 
 SLURM = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "3", "SLURM_STEP_NODELIST": "node[07-09]"}
@@ -315,6 +318,8 @@ def test_log_rank_selects_shown_ranks():
         ([0, 0], signal.SIGTERM, "stopped the end of the data", exit_codes.DONE),
         ([0, 1], signal.SIGTERM, "done", exit_codes.FAILED),
         ([-10, -10], signal.SIGUSR1, "done", exit_codes.PREEMPTED),
+        ([-9, -10], signal.SIGUSR1, "done", exit_codes.PREEMPTED),
+        ([-9, -9], signal.SIGUSR1, "done", exit_codes.FAILED),
         ([1, 75], signal.SIGTERM, "", exit_codes.FAILED),
         ([93, 93], signal.SIGTERM, "", exit_codes.DO_NOT_REQUEUE),
         ([143, 143], signal.SIGTERM, "", exit_codes.FAILED),
@@ -407,6 +412,48 @@ def test_trainer_exit_code_is_preserved(code: int, tmp_path: Path, monkeypatch: 
     source = f"time.sleep(60 * ({code} > 0) * int(rank))\nsys.exit({code})"
     assert run_trainer(source, tmp_path, monkeypatch) == code
     assert not (tmp_path / "default" / "control" / "failures").exists()
+
+
+WAITS_FOR_RANK_1 = """
+if rank == '0':
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    while not os.path.exists(control + '/ready'):
+        time.sleep(0.01)
+    os.kill(int(os.environ['LAUNCHER_PID']), signal.SIGUSR1)
+else:
+    open(control + '/ready', 'w').close()
+time.sleep(3600)
+"""
+
+
+def test_signal_before_all_ranks_have_handlers_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "SHUTDOWN_GRACE_SECONDS", 0.5)
+    begin = time.monotonic()
+    assert run_trainer(WAITS_FOR_RANK_1, tmp_path, monkeypatch) == exit_codes.PREEMPTED
+    assert time.monotonic() - begin < agent.SHUTDOWN_SECONDS / 2
+    assert failures(tmp_path) == []
+
+
+def error_of_join(port: int, rank: int, logs: Path) -> str:
+    nodes = Nodes(2, rank, "127.0.0.1", port)
+    with Console(PlainScreen()) as console, pytest.raises(ConfigError) as raised:
+        agent.run_ranks(
+            ["none"], JobConfig(), n_ranks=1, nodes=nodes, shown=set(), console=console, logs=logs
+        )
+    return str(raised.value)
+
+
+def test_folder_that_one_node_cannot_use_ends_all(tmp_path: Path) -> None:
+    """The others would wait for its ranks, which are never started."""
+    (tmp_path / "file").touch()
+    logs, port = [tmp_path / "run" / "logs", tmp_path / "file" / "logs"], free_port()
+    with ThreadPoolExecutor() as threads:
+        errors = [*threads.map(partial(error_of_join, port), range(2), logs)]
+    assert errors[0] == errors[1]
+    assert re.match(r"node 1 \(.*\): job\.output_dir: .*file", errors[0])
+    assert not (tmp_path / "run").exists()
 
 
 DUMPS_ENVIRONMENT = """

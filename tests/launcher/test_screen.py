@@ -284,6 +284,21 @@ class Shown:
         self.levels[found.getMessage()] = found.levelno
 
 
+def test_text_without_a_line_end_is_told_from_the_record_behind_it(tmp_path: Path) -> None:
+    console = Shown()
+    output = RankOutput(console, tmp_path, followed=0, shows_warnings=True)
+    pipes = [output.open(rank, is_error=False, is_shown=rank == 0) for rank in (0, 1)]
+    for descriptor, text in zip(pipes, ("first", "second"), strict=True):
+        line = RecordFormatter().format(record(f"ALARM: {text}", logging.ERROR))
+        os.write(descriptor, f".\x1e.{line}\n".encode())
+    output.start()
+    for descriptor in pipes:
+        os.close(descriptor)
+    output.finish()
+    assert console.texts == [".\x1e.", "ALARM: first", "rank 1: ALARM: second"]
+    assert "ALARM: second\n" in (tmp_path / "rank-1.out").read_text()
+
+
 @pytest.mark.parametrize("is_head", [True, False])
 def test_output_of_ranks_is_kept_and_shown(is_head: bool, tmp_path: Path) -> None:
     console = Shown()

@@ -114,6 +114,11 @@ class DecaysWithoutLr(Plain):
         p.mul_(1 - group["weight_decay"]).sub_(group["lr"] * p.grad)
 
 
+class AssignsData(Plain):
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.data = p.data - group["lr"] * p.grad
+
+
 class Random(Plain):
     def update(self, p: Any, group: dict[str, Any]) -> None:
         p.sub_(group["lr"] * p.grad * torch.rand_like(p))
@@ -167,6 +172,7 @@ def test_elementwise_optimizer_keeps_the_contract(name: str) -> None:
         ("zoo:IgnoresLr", "changes weights|ignores the lr"),
         ("zoo:IgnoresDecay", "ignores the weight_decay"),
         ("zoo:DecaysWithoutLr", "changes weights with lr = 0"),
+        ("zoo:AssignsData", "does not update weights in place"),
         ("zoo:Random", "is not deterministic"),
     ],
 )

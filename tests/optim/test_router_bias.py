@@ -37,6 +37,20 @@ def update_and_read_metric() -> tuple[dict[str, float], list[list[float]]]:
     return updater.max_load_ratio(), [moe.bias.tolist() for moe in moes]
 
 
+def update_above_frozen_layers() -> dict[str, float]:
+    """Backward does not reach the first layer, so that it counts no tokens."""
+    dims = ParallelDims.build(Parallelism(), 1, "cpu")
+    moes = [moe_layer(0.0, 0.0), moe_layer(3.0, 1.0)]
+    updater = ExpertBalancer(moes, dims.data_mesh, rate=0.5, device=torch.device("cpu"))
+    updater.update(torch.zeros(()))
+    assert not moes[0].bias.any()
+    return updater.max_load_ratio()
+
+
+def test_layers_without_counts_are_left_out(ranks: RankPool) -> None:
+    assert ranks.run(update_above_frozen_layers, 1) == [{"expert_load": 1.5}]
+
+
 def test_max_load_ratio_is_equal_on_all_pipeline_stages(ranks: RankPool) -> None:
     (first, _), (second, biases) = ranks.run(update_and_read_metric, 2)
     assert first == second == {"expert_load": 9.0 / 4.0}

@@ -55,13 +55,17 @@ def failures() -> list[str]:
     mistake = ValueError("data: line 3") if dist.get_rank() == 1 else None
     with pytest.raises(ConfigError) as config_error:
         raise_on_all_ranks(mistake, is_mistake=True)
-    return [*found, str(config_error.value)]
+    found.append(str(config_error.value))
+    with pytest.raises(ConfigError) as config_error:
+        run_on_rank0(raise_on_rank(0, ConfigError(["a: wrong", "b: wrong"])))
+    return found + config_error.value.messages
 
 
 def test_errors_raise_on_all_ranks(ranks: RankPool) -> None:
     failure = "OSError: disk on fire"
     mistake = "rank 1: ValueError: data: line 3"
     want = [f"rank 0: {failure}", f"rank 1: {failure}", f"rank 1: {failure}", mistake]
+    want += ["a: wrong", "b: wrong"]
     assert ranks.run(failures, 2) == [want, want]
 
 

@@ -101,7 +101,9 @@ def submit(
 def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -> None:
     steps = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
     steps["training.global_batch_size"] = "4"
-    job = submit(slurm, tmp_path / "stopped", "--nodes=2", **steps)
+    # As from a task of an array that was requeued, whose environment sbatch passes on.
+    others = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
+    job = submit(slurm, tmp_path / "stopped", "--nodes=2", environment=others, **steps)
     job.wait_for_steps(0)
     # The same signal as --signal=B:USR1@300 before the time limit.
     slurm.call("scancel", "--batch", "--signal=USR1", job.id)

@@ -570,8 +570,12 @@ def test_folder_of_another_format_is_rejected(
     assert "begun.json: format is not 1" in capsys.readouterr().err
 
 
+def interrupt(*arguments: object, **options: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_moved_tokenizer_is_read_from_its_new_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A different tokenizer at the old path is not used."""
     folder = tmp_path / "p"
@@ -587,8 +591,13 @@ def test_moved_tokenizer_is_read_from_its_new_path(
     old.rename(moved)
     companion_of(old).rename(companion_of(moved))
     write_ranks(old, b"def ")
-    # Documents of unfinished shards may be skipped from here on.
+    # Documents of unfinished shards may be skipped from here on, also after an interruption.
     policy = ["--data.on_bad_record", "skip"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "tokenize", interrupt)
+        assert run(*begin, *policy, "--data.tokenizer", moved) == exit_codes.PREEMPTED
+    assert run(*begin, "--data.tokenizer", moved) == exit_codes.BAD_CONFIG
+    assert "data.on_bad_record: skip, not error" in capsys.readouterr().err
     assert run(*begin, *policy, "--data.tokenizer", moved) == exit_codes.DONE
     assert run(*begin, "--data.tokenizer", moved) == exit_codes.BAD_CONFIG
     assert "data.on_bad_record: skip, not error" in capsys.readouterr().err

@@ -93,6 +93,7 @@ def test_relative_output_dir_stays_relative(capsys: pytest.CaptureFixture[str], 
     ("overrides", "environment", "message"),
     [
         (["--optimizer.lrr", "1"], {}, "optimizer.lrr: unknown key"),
+        (["--job.output_dir", "/proc/none"], {}, "job.output_dir: "),
         (["--parallelism.tensor_parallel_degree", "3"], {}, "does not divide 2 ranks"),
         ([], {"NGPU": "none"}, "NGPU"),
         ([], {"LOG_RANK": "2"}, "LOG_RANK: 2: a node's ranks are 0 to"),

@@ -357,6 +357,24 @@ def test_outcome_belongs_to_the_start_that_wrote_it(tmp_path: Path) -> None:
     assert (read(tmp_path).state, read(tmp_path).why) == ("failed", "no room; failure 1 of 3")
 
 
+@pytest.mark.parametrize("is_failure", [True, False])
+def test_start_elsewhere_is_not_judged_by_the_end_of_the_one_before(
+    is_failure: bool, tmp_path: Path
+) -> None:
+    control = write_run(tmp_path, {"step": 3, "age": 900})
+    if is_failure:
+        record_failure(control, lines=["no room"], codes={0: 1})
+        record = json.loads((control / "failures").read_text())
+        record["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - 900))
+        (control / "failures").write_text(json.dumps(record) + "\n")
+    else:
+        (control / "outcome").write_text("stopped SIGUSR1\n")
+        set_age(control / "outcome", 900)
+    (control / "lock").write_text("4711 on elsewhere\n")
+    set_age(control / "lock", 300)
+    assert (read(tmp_path).state, read(tmp_path).why) == ("starting", "")
+
+
 @pytest.mark.parametrize("end", exit_codes.FAILURES, ids=lambda end: end.reason)
 def test_run_that_ended_by_its_loss_has_failed(end: exit_codes.StopReason, tmp_path: Path) -> None:
     control = write_run(tmp_path, {"step": 3, "age": 200})
