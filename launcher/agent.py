@@ -130,11 +130,12 @@ def run_ranks(
     # Before the rendezvous, after which another node may create them.
     parents = [] if logs is None else [f for f in (logs, *logs.parents) if not f.exists()]
     try:
-        store, counts, started = _join(nodes, n_ranks, mistake, logs, parents)
+        store = open_store(nodes, RENDEZVOUS_SECONDS)
+        counts, started = _rendezvous(store, nodes, RENDEZVOUS_SECONDS, n_ranks, mistake)
+        if logs is not None:
+            logs = _make_logs_everywhere(store, nodes, logs / started, parents)
     except (dist.DistError, PortTaken) as error:
         return _failed_rendezvous(nodes, error)
-    if logs is not None:
-        logs = _make_logs(logs / started)
     requests: list[signal.Signals] = []
     handle_signals(lambda number, frame: requests.append(signal.Signals(number)))
     with tempfile.TemporaryDirectory() as scratch:
@@ -179,32 +180,16 @@ def _show_waiting(nodes: Nodes, n_ranks: int, mistake: str) -> None:
 def end_other_nodes(nodes: Nodes, mistake: str) -> None:
     """Report the user's ``mistake`` on this node to other launchers, which would wait for it.
 
-    Waits at most ``MISTAKE_SECONDS`` for each of them.
+    Waits at most ``MISTAKE_SECONDS`` for them.
     """
     if nodes.count > 1:
         with suppress(dist.DistError, ConfigError):
-            _rendezvous(open_store(nodes, MISTAKE_SECONDS), nodes, n_ranks=0, mistake=mistake)
-
-
-def _join(
-    nodes: Nodes, n_ranks: int, mistake: str, logs: Path | None, new: list[Path]
-) -> tuple[dist.TCPStore, list[int], str]:
-    """Return the store, and what ``_rendezvous`` returns; ``new``: folders to remove if it raises.
-
-    A node that cannot use ``logs`` has a mistake, too: others would wait for its ranks.
-    """
-    unusable = "" if logs is None or nodes.count == 1 else _problem_with_folder(logs)
-    n_ranks, mistake = (0, unusable) if unusable else (n_ranks, mistake)
-    try:
-        store = open_store(nodes, RENDEZVOUS_SECONDS)
-        return store, *_rendezvous(store, nodes, n_ranks=n_ranks, mistake=mistake)
-    except (dist.DistError, ConfigError):
-        _remove_empty_folders(new)
-        raise
+            store = open_store(nodes, MISTAKE_SECONDS)
+            _rendezvous(store, nodes, MISTAKE_SECONDS, 0, mistake)
 
 
 def _rendezvous(
-    store: dist.Store, nodes: Nodes, *, n_ranks: int, mistake: str = ""
+    store: dist.Store, nodes: Nodes, seconds: float, n_ranks: int, mistake: str
 ) -> tuple[list[int], str]:
     """Wait for the launchers of all nodes; return the ranks of each, and the head's start time.
 
@@ -215,12 +200,15 @@ def _rendezvous(
     own = [n_ranks, time.strftime("%Y%m%d-%H%M%S"), text]
     keys = [f"launcher/{node}" for node in range(nodes.count)]
     store.set(keys[nodes.rank], json.dumps(own))
-    try:
-        entries = [json.loads(store.get(key)) for key in keys]
-    except dist.DistStoreError:
-        missing = [str(node) for node, key in enumerate(keys) if not store.check([key])]
-        who = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
-        raise dist.DistStoreError(f"{who} did not join within {RENDEZVOUS_SECONDS} s") from None
+    deadline = time.monotonic() + seconds
+    # A call that waits would not return for Ctrl-C.
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [str(node) for node, key in enumerate(keys) if not store.check([key])]
+            who = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            raise dist.DistStoreError(f"{who} did not join within {seconds} s")
+        time.sleep(POLL_SECONDS)
+    entries = [json.loads(store.get(key)) for key in keys]
     counts = [count for count, *_ in entries]
     are_equal = len(set(counts)) == 1
     if mistakes := [text for count, _, text in entries if text and (are_equal or count == 0)]:
@@ -316,13 +304,29 @@ def _start(
     return processes
 
 
-def _problem_with_folder(logs: Path) -> str:
-    """Create the folder ``logs``; return why it cannot be, "" if it can, or on a full disk."""
+def _make_logs_everywhere(
+    store: dist.Store, nodes: Nodes, logs: Path, parents: list[Path]
+) -> Path | None:
+    """Call ``_make_logs`` on all nodes; raise ``ConfigError`` on all if one cannot create them.
+
+    The others' ranks would wait for its ranks, which it does not start. ``parents``: new folders.
+    """
+    mistake = ""
     try:
-        make_folder(logs)
-    except OSError as error:
-        return "" if error.errno in FULL else f"job.output_dir: {error}"
-    return ""
+        made = _make_logs(logs)
+    except ConfigError as error:
+        if nodes.count == 1:
+            raise
+        mistake, made = str(error), None
+    try:
+        if nodes.count > 1:
+            own = dist.PrefixStore("logs", store)
+            _rendezvous(own, nodes, RENDEZVOUS_SECONDS, 0, mistake)
+    except ConfigError:
+        if nodes.rank == 0:
+            _remove_empty_folders([logs, *parents])
+        raise
+    return made
 
 
 def _make_logs(logs: Path) -> Path | None:
