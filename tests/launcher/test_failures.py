@@ -6,14 +6,18 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from launcher.failures import MOST_ATTEMPTS, record_end, record_failure
 from runtime import exit_codes
+from runtime.run_folder import list_checkpoints
+from runtime.run_lock import lock_run
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 from tests.lib.saved import write_checkpoint
+from tools import rollback
 from tools.rollback import roll_back
 from tools.slurm_end import count_requeue
 
@@ -62,6 +66,24 @@ def test_progress_after_a_rollback_counts(tmp_path: Path) -> None:
     (checkpoints / "step-00000700").mkdir()
     assert [fail(control), fail(control)] == [1, 2]
     assert [count_requeue(control), count_requeue(control)] == [1, 2]
+
+
+def test_checkpoint_that_an_ending_run_saves_is_abandoned_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "lock").touch()
+    for step in (10, 20):
+        write_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}", step=step)
+
+    def lock(control: Path) -> IO[str]:
+        """The run holds the lock until it has saved."""
+        write_checkpoint(tmp_path / "checkpoints" / "step-00000025", step=25)
+        return lock_run(control)
+
+    monkeypatch.setattr(rollback, "lock_run", lock)
+    roll_back(tmp_path, 10)
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000010"]
 
 
 @pytest.mark.parametrize("outcome", ["done", "stopped SIGTERM"])

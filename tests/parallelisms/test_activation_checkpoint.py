@@ -206,15 +206,16 @@ class Doubled(Scaled):
         return super().forward(2 * x, scale=scale)
 
 
-def test_checkpointed_block_keeps_fqns_kwargs_and_later_class() -> None:
+@pytest.mark.parametrize("name", ["0", "encoder"])
+def test_checkpointed_block_keeps_fqns_kwargs_and_later_class(name: str) -> None:
     block = Scaled()
     config = ActivationCheckpoint(mode="full")
-    blocks = nn.ModuleDict({"0": block})
+    blocks = nn.ModuleDict({name: block})
     apply_activation_checkpoint(
         blocks, config=config, regions=(), frees_weights=False, is_random=False
     )
     block.__class__ = Doubled
     block(torch.ones(2), scale=0.5).sum().backward()
-    assert list(blocks.state_dict()) == ["0.weight"]
+    assert list(blocks.state_dict()) == [f"{name}.weight"]
     assert block.n_calls == 2
     torch.testing.assert_close(block.weight.grad, torch.ones(2).exp())
