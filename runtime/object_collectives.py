@@ -27,10 +27,11 @@ def run_on_rank0(function: Callable[[], T]) -> T:
     If it raises, all ranks do: ``ConfigError``, a mistake of the user's, else ``RankFailure``.
     """
     result, text, cause = _try(function) if dist.get_rank() == 0 else (None, "", None)
-    message: list[Any] = [(result, text, getattr(cause, "messages", None))]
+    mistakes = cause.messages if isinstance(cause, ConfigError) else []
+    message: list[Any] = [(result, text, mistakes)]
     dist.broadcast_object_list(message)
     result, text, mistakes = message[0]
-    if mistakes is not None:
+    if mistakes:
         # Ranks that still connect to each other would fail if one of them had gone.
         dist.barrier()
         raise ConfigError(mistakes) from cause

@@ -305,7 +305,7 @@ def _begin(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{folder} was begun with other settings: {'; '.join(changes)}")
     # The same tokenizer may have another path now.
     plan = begun | {key: plan[key] for key in ("tokenizer", "skips_bad")}
-    if plan["skips_bad"] != begun["skips_bad"]:
+    if plan["skips_bad"] != begun["skips_bad"] and (folder / BEGUN_FILE).exists():
         # Also for a start after this one, which may be interrupted.
         atomic_write_bytes(folder / BEGUN_FILE, json.dumps(plan, indent=1).encode())
     return plan

@@ -103,6 +103,7 @@ def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -
     steps["training.global_batch_size"] = "4"
     # As from a task of an array that was requeued, whose environment sbatch passes on.
     others = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
+    others["SLURM_CPUS_PER_TASK"] = "3"
     job = submit(slurm, tmp_path / "stopped", "--nodes=2", environment=others, **steps)
     job.wait_for_steps(0)
     # The same signal as --signal=B:USR1@300 before the time limit.
