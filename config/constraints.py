@@ -125,10 +125,6 @@ def _has_muon(config: JobConfig) -> bool:
     return config.optimizer.name == "muon"
 
 
-def _is_outside_optimizer(config: JobConfig) -> bool:
-    return config.optimizer.is_own
-
-
 def _has_outside_schedule(config: JobConfig) -> bool:
     return ":" in config.lr_scheduler.decay_type
 
@@ -137,7 +133,7 @@ def _only_with_own_optimizer(name: str) -> Constraint[JobConfig]:
     return _only_with(
         f"optimizer.{name}",
         'optimizer.name is "adamw" or "muon"',
-        lambda config: not _is_outside_optimizer(config),
+        lambda config: not config.optimizer.is_own,
     )
 
 
@@ -153,7 +149,8 @@ def _is_mixed(config: JobConfig) -> bool:
 CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     *(_only_with_own_optimizer(name)
       for name in ("beta1", "beta2", "eps", "state_dtype", "param_remainders")),
-    _only_with("optimizer.args", "optimizer.name is module:attribute", _is_outside_optimizer),
+    _only_with("optimizer.args", "optimizer.name is module:attribute",
+               lambda config: config.optimizer.is_own),
     _only_with("lr_scheduler.args", "lr_scheduler.decay_type is module:attribute",
                _has_outside_schedule),
     _only_with("optimizer.muon_momentum", 'optimizer.name = "muon"', _has_muon),

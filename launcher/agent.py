@@ -66,10 +66,6 @@ INTENDED_CODES = {
 }
 
 
-# Errors of a full disk.
-FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
 class PortTaken(ConfigError):
     """A mistake that a later start may not have."""
 
@@ -339,7 +335,7 @@ def _make_logs(logs: Path) -> Path | None:
         reject_link(logs)
         logs.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise ConfigError([f"job.output_dir: {error}"]) from None
         logger.error("ALARM: the ranks' output is not kept: %s", error)
         return None
@@ -427,8 +423,8 @@ class Agent:
                 self._send(signal.SIGTERM if n_forwarded else requests[0], self._processes)
                 n_forwarded += 1
                 deadline = time.monotonic() + SHUTDOWN_SECONDS
-            elif n_forwarded == 1 and -requests[0] in self.exit_codes().values():
-                # It had no handlers yet, so that the others, which wait for it, cannot save.
+            elif n_forwarded == 1 and self._is_before_training(requests[0]):
+                # The other ranks wait for the one that is dead, so that they cannot save.
                 deadline = min(deadline, time.monotonic() + SHUTDOWN_GRACE_SECONDS)
             elif deadline == math.inf:
                 # Before the diagnosis: a rank that fails meanwhile is diagnosed in the next round.
@@ -439,8 +435,8 @@ class Agent:
                     deadline = time.monotonic() + SHUTDOWN_GRACE_SECONDS
             time.sleep(POLL_SECONDS)
         late = [rank for rank, code in self.exit_codes().items() if code is None]
-        has_begun = not requests or -requests[0] not in self.exit_codes().values()
-        if late and n_forwarded > 0 and len(requests) < 3 and has_begun:
+        may_save = 0 < len(requests) < 3 and not self._is_before_training(requests[0])
+        if late and n_forwarded > 0 and may_save:
             text = "launcher: ranks %s did not end within %d s of %s: killed without a save"
             logger.error(text, late, SHUTDOWN_SECONDS, requests[n_forwarded - 1].name)
         self._send(signal.SIGKILL, self._processes)
@@ -453,6 +449,10 @@ class Agent:
         self._is_finished.set()
         if has_others:
             listener.join(2 * ABORT_POLL_SECONDS)
+
+    def _is_before_training(self, forwarded: signal.Signals) -> bool:
+        """True if the signal killed a rank, which had no handlers yet."""
+        return -forwarded in self.exit_codes().values()
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         self._is_stop_asked = True
