@@ -56,7 +56,8 @@ class RunLog:
         """
         config, self._run = run.config.metrics, run
         self._is_writer, self._alarm = dist.get_rank() == 0, WriteAlarm()
-        if (resumed_step or 0) < run.config.training.steps:  # Else no step has its keys.
+        self._first_step = (resumed_step or 0) + 1
+        if self._first_step <= run.config.training.steps:  # Else no step has its keys.
             self._write_config()
         self._data_mesh = model.dims.data_mesh
         self._reads_every_step = config.enable_ledger or detects_spikes
@@ -147,6 +148,8 @@ class RunLog:
                 self._compare_with_plan(measured)
             if self._is_writer:
                 self._watch_loss(step, values["loss"])
+        elif step == self._first_step:
+            self.metrics.exclude_first_step()
         if result.layers:
             # After the step's own line, which readers take for the step's beginning.
             self.metrics.write({"step": step} | result.layers)

@@ -44,6 +44,7 @@ from runtime.printable import first_line
 from runtime.signals import handle_signals
 
 POLL_SECONDS = 0.1
+HEAD_POLL_SECONDS = 0.5
 # Seconds that ranks have to save after a signal, before SIGKILL.
 SHUTDOWN_SECONDS = 120
 # A process blocked in a driver or on a disk does not react even to SIGKILL.
@@ -355,7 +356,9 @@ def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
     Raises ``ConfigError`` on the head node if it cannot listen on the port.
     """
     address, port, listener = nodes.address, nodes.port, None
-    if nodes.rank == 0:
+    if nodes.rank > 0:
+        _wait_for_head(nodes, seconds)
+    else:
         # Every rank and every launcher opens two connections to the store.
         raise_open_file_limit()
     if nodes.count == 1:
@@ -378,6 +381,24 @@ def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
         reason = first_line(str(error)).rpartition("message: ")[2]
         text = f"MASTER_PORT={port}: cannot listen on this port: {reason}; set another"
         raise PortTaken([text]) from None
+
+
+def _wait_for_head(nodes: Nodes, seconds: float) -> None:
+    """Return when the head node listens; TCPStore, which waits too, would not return for Ctrl-C.
+
+    Raises ``dist.DistNetworkError`` if it does not within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            left = max(POLL_SECONDS, deadline - time.monotonic())
+            socket.create_connection((nodes.address, nodes.port), left).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                reason = f"{error.strerror or error} for {seconds} s"
+                raise dist.DistNetworkError(reason) from None
+        time.sleep(HEAD_POLL_SECONDS)
 
 
 class Agent:

@@ -20,8 +20,16 @@ def goodput(lines: Sequence[dict[str, Any]], end: float) -> float | None:
         return None
     # The time of a failure is in whole seconds.
     seconds = max(end, lines[-1]["time"]) - lines[0]["time"]
-    # A line's speed applies to all steps since the previous line, even across a restart.
     pairs = pairwise(history)
-    useful = sum(new["seconds_per_step"] * (new["step"] - old["step"]) for old, new in pairs)
+    useful = sum(_seconds_per_step(old, new) * (new["step"] - old["step"]) for old, new in pairs)
     # The clock may have been set back.
     return useful / seconds if seconds > 0 else None
+
+
+def _seconds_per_step(old: dict[str, Any], new: dict[str, Any]) -> float:
+    """Speed of the steps after the line ``old`` up to ``new``, even across a restart."""
+    seconds: list[float] = [new["seconds_per_step"]]
+    if new.get("restarts") != old.get("restarts"):
+        # The new line may be of one step, which compiled.
+        seconds.append(old["seconds_per_step"])
+    return min(seconds)

@@ -67,6 +67,12 @@ class MetricsLogger:
         self._data_wait += data_wait
         self._steps += 1
 
+    def exclude_first_step(self) -> None:
+        """Exclude the steps since the last logged one: a start's first, which compiles."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._reset()
+
     def window(self) -> Window:
         """Return the steps since the last logged one."""
         return Window(self._steps, time.perf_counter() - self._since, self._data_wait)

@@ -205,11 +205,13 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def limit_gloo_to_one_thread() -> None:
-    """Use one worker thread instead of two for gloo groups created from now on.
+    """Use one worker thread for a gloo group, and one device for all, created from now on.
 
     In PyTorch 2.13 both threads write the name of their last op to one string without a lock
     (ProcessGroupGloo::runLoop). Names over 15 characters, such as the functional all-gather's, are
     on the heap and may be freed twice: a rank crashes every few hours.
+
+    PyTorch gives each group a device of its own, whose thread wakes up 100 times a second.
     """
     path = "torch.distributed:ProcessGroupGloo._Options"
     make_options = find(path)
@@ -239,15 +241,21 @@ def limit_gloo_to_one_thread() -> None:
 
 
 def _one_worker(options: Any, timeout: timedelta | None) -> Any:
-    """Set PyTorch's defaults, but with one thread. Mutates ``options``."""
-    gloo: Any = dist.ProcessGroupGloo
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    devices = [gloo.create_device(interface=name) for name in names]
-    # Not lazy: a rank that is connected to then waits beyond its timeout (pytorch/gloo#520).
-    options._threads, options._devices = 1, devices or [gloo.create_default_device()]
+    """Set PyTorch's defaults, but with one thread and shared devices. Mutates ``options``."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._devices = _gloo_devices(dist.ProcessGroupGloo, names, os.getpid())
+    options._threads = 1
     if timeout is not None:
         options._timeout = timeout
     return options
+
+
+@cache
+def _gloo_devices(gloo: Any, names: str, process: int) -> list[Any]:
+    """Devices of the interfaces ``names``, else the default one; a forked process has its own."""
+    # Not lazy: a rank that is connected to then waits beyond its timeout (pytorch/gloo#520).
+    devices = [gloo.create_device(interface=name) for name in names.split(",") if name]
+    return devices or [gloo.create_default_device()]
 
 
 @cache

@@ -11,10 +11,12 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import metrics.logger
 from launcher.console import DRAW_SECONDS
 from launcher.screen import TerminalScreen
 from metrics.planned_step import FIRST_STEPS
@@ -23,6 +25,7 @@ from run_log import RunLog
 from runtime.log import RECORD_MARK, RecordFormatter, init_logging, logger, read_record
 from tests.lib.forked import codes, log, started
 from tests.lib.launch import records
+from train_step import TrainStep
 
 LOG_FREQ = 10
 # Sizes and keys of the default run.
@@ -124,6 +127,30 @@ def test_a_start_from_nothing_neither_diverges_nor_is_compared_in_its_ramp(tmp_p
     assert "diverges" not in text
     found = [int(step) for step in re.findall(r"compared at step (\d+)", text)]
     assert found == list(range(4 + FIRST_STEPS + 1, 25))
+
+
+def compile_for_an_hour() -> None:
+    """Let the first step of a start take an hour, by the clock of metrics."""
+    late = [0.0]
+
+    def step(self: TrainStep, number: int, *args: Any) -> Any:
+        late[0] = 3600.0
+        return stepped(self, number, *args)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], time=time.time)
+    stepped = TrainStep.__call__
+    TrainStep.__call__ = step  # type: ignore[method-assign]
+    metrics.logger.time = clock  # type: ignore[attr-defined]
+
+
+def test_speed_after_a_resume_has_no_first_step(tmp_path: Path) -> None:
+    for steps in ("3", "6"):
+        keys = {"training.steps": steps, "lr_scheduler.total_steps": "6"} | {"metrics.log_freq": "10"}
+        with started(tmp_path, 1, plant=compile_for_an_hour, **keys) as ranks:
+            assert codes(ranks) == {0}, log(tmp_path)
+    lines = [line for line in records(tmp_path) if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 3, 6]
+    assert [line["seconds_per_step"] > 600 for line in lines] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ def test_goodput_counts_each_step_once() -> None:
     # Resumed from a checkpoint of step 15: steps 16 to 20 have no line of their own.
     resumed = [*clean[:2], line(20, 147.0, 2.0)]
     assert goodput(resumed, 149.0) == (9 + 20) / 49
+    # The first step of a start compiles, for 9 s of which one is useful.
+    compiling = [*clean, line(21, 131.0, 9.0) | {"restarts": 1}]
+    assert goodput(compiling, 131.0) == 20 / 31
     # Restarted from the first step: earlier steps are lost, and their time still counts.
     restarted = [*clean, line(1, 130.0, 9.0), line(10, 139.0, 1.0)]
     assert goodput(restarted, 145.0) == 9 / 45

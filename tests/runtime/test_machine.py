@@ -3,6 +3,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,22 +15,22 @@ from runtime.machine import enable_expandable_segments, host_memory, host_memory
 from tests.lib.ranks import RankPool
 
 
-def gloo_workers() -> int:
-    """Number of worker threads of all gloo groups of this process, earlier tests included."""
+def gloo_threads() -> Counter[str]:
+    """Number of threads of gloo in this process, by name, those of earlier tests included."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return names.count("pt_gloo_runloop")
+    return Counter(name for name in names if "gloo" in name)
 
 
-def workers_of_new_group() -> int:
+def threads_of_new_group() -> Counter[str]:
     dist.all_reduce(torch.ones(1))  # A thread gets its name when it starts.
-    before = gloo_workers()
+    before = gloo_threads()
     group = dist.new_group()
     dist.all_reduce(torch.ones(1), group=group)
-    return gloo_workers() - before
+    return gloo_threads() - before
 
 
-def test_gloo_group_has_one_worker_thread(ranks: RankPool) -> None:
-    assert ranks.run(workers_of_new_group, 2) == [1, 1]
+def test_gloo_group_adds_one_thread_that_does_not_poll(ranks: RankPool) -> None:
+    assert ranks.run(threads_of_new_group, 2) == [Counter({"pt_gloo_runloop": 1})] * 2
 
 
 LIMITS = """
