@@ -174,14 +174,13 @@ class Notices:
 
     def is_new(self, kind: str, is_present: bool) -> bool:
         """True if ``kind`` is present, was absent before, and was not logged for a while."""
-        was_present = kind in self._present
         if not is_present:
             self._present.discard(kind)
             return False
-        self._present.add(kind)
         now = time.monotonic()
-        if was_present or now - self._logged.get(kind, -QUIET_SECONDS) < QUIET_SECONDS:
+        if kind in self._present or now - self._logged.get(kind, -QUIET_SECONDS) < QUIET_SECONDS:
             return False
+        self._present.add(kind)
         self._logged[kind] = now
         return True
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import tomli
@@ -127,11 +128,9 @@ def _facts(
         facts.append(("best validation loss", f"{loss:.4f}", f"at {step:,}"))
     if training and training[-1].get("tokens") is not None:
         facts.append(("tokens", short_number(training[-1]["tokens"]), ""))
-    rates = sorted(
-        line["tokens_per_second"] for line in training if line.get("tokens_per_second") is not None
-    )
+    rates = [line["tokens_per_second"] for line in training if line.get("tokens_per_second")]
     if rates:
-        facts.append(("tokens per second", f"{rates[len(rates) // 2]:,.0f}", "median"))
+        facts.append(("tokens per second", f"{median(rates):,.0f}", "median"))
     times = times_of(timed)
     if times:
         facts.append(("time", duration(min(max(end, times[-1]) - times[0], 1e12)), ""))

@@ -145,7 +145,8 @@ def compile_for_an_hour() -> None:
 
 def test_speed_after_a_resume_has_no_first_step(tmp_path: Path) -> None:
     for steps in ("3", "6"):
-        keys = {"training.steps": steps, "lr_scheduler.total_steps": "6"} | {"metrics.log_freq": "10"}
+        keys = {"training.steps": steps, "lr_scheduler.total_steps": "6"}
+        keys["metrics.log_freq"] = "10"
         with started(tmp_path, 1, plant=compile_for_an_hour, **keys) as ranks:
             assert codes(ranks) == {0}, log(tmp_path)
     lines = [line for line in records(tmp_path) if "loss" in line]

@@ -36,11 +36,13 @@ def main(arguments: list[str]) -> int:
     parser = Parser("shardloom profile", description=__doc__)
     parser.add_argument("paths", metavar="RUN_OR_TRACE", nargs="+", type=path_argument)
     options = parser.parse_args(arguments)
-    paths = [path for given in options.paths for path in trace_files(given)]
-    ranks = [summarize(read_trace(path), n_top=N_TOP) for path in paths]
+    ranks = []
+    for given in options.paths:
+        found = [summarize(read_trace(path), n_top=N_TOP) for path in trace_files(given)]
+        ranks += of_newest_start(found) if given.is_dir() else found
     ranks.sort(key=lambda each: each.rank)
     check_one_step(ranks)
-    say(*report(ranks, read_config(paths[0])))
+    say(*report(ranks, read_config(ranks[0].path)))
     return exit_codes.DONE
 
 
@@ -58,14 +60,25 @@ def trace_files(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: int(named[file][2]))
 
 
+def of_newest_start(ranks: Sequence[RankSummary]) -> list[RankSummary]:
+    """Leave out what a start with other ranks wrote of a step that a later one traced again."""
+    newest = max(ranks, key=lambda each: each.path.stat().st_mtime)
+    kept = [each for each in ranks if each.world_size == newest.world_size]
+    if len(kept) < len(ranks):
+        say(f"{len(ranks) - len(kept)} traces of another start are left out")
+    return kept
+
+
 def check_one_step(ranks: Sequence[RankSummary]) -> None:
-    """Raise ``ValueError`` unless the traces are of the same steps and different ranks."""
+    """Raise ``ValueError`` unless the traces are of different ranks in the same steps of a run."""
     first = ranks[0]
     for before, each in pairwise(ranks):
         if each.rank == before.rank:
             raise ValueError(f"{before.path} and {each.path}: both of rank {each.rank}")
         if each.steps != first.steps:
             raise ValueError(f"{first.path} and {each.path}: not of the same steps")
+        if each.world_size != first.world_size:
+            raise ValueError(f"{first.path} and {each.path}: not of the same number of ranks")
 
 
 def read_config(trace: Path) -> dict[str, Any]:

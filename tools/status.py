@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -271,8 +272,7 @@ def state_of(
     outcome, _, reason = _outcome(control)
     runs = "running" if last_line >= locked_at else "starting"
     since = now - max(locked_at, last_line)
-    gap = lines[-1]["time"] - lines[-2]["time"] if len(lines) > 1 else 0.0
-    is_quiet = since > max(QUIET_SECONDS, QUIET_LINES * gap)
+    is_quiet = since > max(QUIET_SECONDS, QUIET_LINES * _usual_interval(lines))
     quiet = f"no line for {duration(since)}" if is_quiet else ""
     if is_held_here(control / "lock"):
         # A new start deletes the previous outcome only after it has resumed.
@@ -306,6 +306,14 @@ def state_of(
     if is_quiet:
         return "unknown", f"{quiet}; only {host or 'its host'} can tell", max(locked_at, last_line)
     return runs, "", now
+
+
+def _usual_interval(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds between the two newest lines of training that one start wrote; 0 without."""
+    training = [line for line in lines if "loss" in line]
+    pairs = pairwise(reversed(training))
+    of_one_start = (p for p in pairs if p[0].get("restarts") == p[1].get("restarts"))
+    return next((newer["time"] - older["time"] for newer, older in of_one_start), 0.0)
 
 
 def _seconds_left(line: Mapping[str, Any], state: str, locked_at: float) -> float | None:

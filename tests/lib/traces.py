@@ -71,7 +71,12 @@ def nccl(begin: float, end: float, kind: str = "AllGather", dim: str = "dp_shard
 
 
 def write(
-    path: Path, *events: Event, rank: int = 0, gpus: int = 1, groups: list[list[int]] | None = None
+    path: Path,
+    *events: Event,
+    rank: int = 0,
+    world_size: int = 2,
+    gpus: int = 1,
+    groups: list[list[int]] | None = None,
 ) -> Path:
     """Write a trace as Kineto does: indented, in no order of time."""
     trace = {
@@ -80,7 +85,7 @@ def write(
         "distributedInfo": {
             "backend": "nccl" if gpus else "gloo",
             "rank": rank,
-            "world_size": 2,
+            "world_size": world_size,
             "pg_config": [{"ranks": ranks} for ranks in (groups or [[0, 1]])],
         },
         "traceEvents": [{"ph": "M", "name": "process_name", "pid": 1}, *reversed(events)],

@@ -1,5 +1,6 @@
 """The command's table, advice and errors, from traces made by hand."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,24 @@ def test_one_trace_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert code == exit_codes.DONE
     assert "1 of 2 ranks" in output
     assert "came last" not in output
+
+
+def test_traces_of_a_start_with_other_ranks_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = traced_run(tmp_path)
+    _, before, _ = lines_of([run], capsys)
+    traces = [run / "traces" / f"trace-step-00000008-rank{rank}.json.gz" for rank in (2, 3)]
+    for rank, path in zip((2, 3), traces, strict=True):
+        write(path, step(8, 0, 50), kernel(10, 20), rank=rank, world_size=4)
+        os.utime(path, (0, 0))
+    code, output, _ = lines_of([run], capsys)
+    assert (code, output) == (
+        exit_codes.DONE, f"2 traces of another start are left out\n{before}"
+    )  # fmt: skip
+    code, _, errors = lines_of([*run.glob("traces/*8-rank1.json.gz"), *traces], capsys)
+    assert code == exit_codes.BAD_CONFIG
+    assert "not of the same number of ranks" in errors
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

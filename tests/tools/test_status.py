@@ -232,6 +232,9 @@ def test_start_that_a_signal_ended_has_stopped(tmp_path: Path) -> None:
     assert (read(tmp_path).state, read(tmp_path).why) == ("stopped", why)
 
 
+TRAINED = {"seconds_per_step": 1.0, "loss": 2.0}
+
+
 def write_run(folder: Path, *lines: dict[str, float], holder: str = "4711 on elsewhere") -> Path:
     """Write a run folder whose metrics lines have ages in seconds; return its ``control/``."""
     control = folder / "debug_model" / "control"
@@ -239,7 +242,7 @@ def write_run(folder: Path, *lines: dict[str, float], holder: str = "4711 on els
     (control / "lock").write_text(f"{holder}\n")
     set_age(control / "lock", max((line["age"] for line in lines), default=0.0) + 10)
     times = [
-        ({} if "validation_loss" in line else {"seconds_per_step": 1.0, "loss": 2.0})
+        ({} if {"validation_loss", "layer_rms"} & line.keys() else TRAINED)
         | {"time": time.time() - line["age"]}
         | line
         for line in lines
@@ -283,6 +286,26 @@ def test_time_left_is_that_of_the_last_start(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert (found.state, found.seconds_left) == ("stopped", None)
     assert ", left" not in paragraph(found)[0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "state"),
+    [
+        # Lines of layers follow the step's.
+        ([(1, 3000.0, {}), (2, 1500.0, {}), (2, 1499.9, {"layer_rms": 1.0})], "running"),
+        ([(1, 1510.0, {}), (2, 1500.0, {}), (2, 1000.0, {"validation_loss": 1.0})], "unknown"),
+        # A job waits for hours for its restart.
+        ([(1, 9e4, {}), (2, 9e4 - 9, {}), (3, 700.0, {"restarts": 1})], "unknown"),
+        ([(1, 9e4, {}), (2, 9e4 - 90, {}), (3, 700.0, {"restarts": 1})], "running"),
+        ([(1, 9e4, {})], "unknown"),
+    ],
+)
+def test_usual_interval_is_of_training_lines_of_one_start(
+    lines: list[tuple[int, float, dict[str, float]]], state: str, tmp_path: Path
+) -> None:
+    made = [{"step": step, "age": age} | values for step, age, values in lines]
+    write_run(tmp_path, *made)
+    assert read(tmp_path).state == state
 
 
 def test_undone_validation_is_not_shown(tmp_path: Path) -> None:
