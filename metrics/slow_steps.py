@@ -48,7 +48,8 @@ class SlowSteps:
         self._compilations: list[Any] = []
         # The first step compiles, and waits for data that were not read ahead.
         self._saved_at = time.perf_counter()
-        self._is_first_window, self._n_steps, self._recompiled_in = True, 0, -1
+        self._is_first_window, self._n_steps = True, 0
+        self._recompiled, self._recompiled_in = "", -1
         self._n_retries = self._alloc_retries()
 
     def end_step(self) -> None:
@@ -60,11 +61,13 @@ class SlowSteps:
             return
         if self._recompiled_in == self._n_steps - 1 and self._notices.is_new("recompilation", True):
             last = reasons[-1]
-            logger.error(
-                "ALARM: torch.compile recompiles in every step, which is slow and fails in the end:"
-                " %s (%s:%s): %s; keep it constant, or set compile.enable = false",
-                last.co_name, last.co_filename, last.co_firstlineno, last.recompile_reason,
-            )  # fmt: skip
+            self._recompiled = (
+                "torch.compile recompiles in every step, which is slow and fails in the end:"
+                f" {last.co_name} ({last.co_filename}:{last.co_firstlineno}):"
+                f" {last.recompile_reason}; keep it constant, or set compile.enable = false"
+            )
+            # At once: the step that fails may come before the next logged one.
+            logger.error("ALARM: %s", self._recompiled)
         self._recompiled_in = self._n_steps
 
     def end_window(self, step: int, window: Window, *, steps_left: float) -> dict[str, float]:
@@ -77,6 +80,7 @@ class SlowSteps:
             "data_wait": window.data_wait / window.seconds,
             "gc": self._gc_share_after(window),
             "retries": retries - self._n_retries,
+            "recompiled": self._recompiled,
             **({} if self._telemetry is None else self._telemetry.sample()),
             **self._leaks.sample(step),
         }
@@ -87,6 +91,7 @@ class SlowSteps:
                 if self._notices.is_new(kind, is_slow):
                     logger.warning("slow: %s", text)
         self._is_first_window = False
+        self._log_recompilation(ranks)
         self._log_leaks(
             ranks, steps_left=steps_left, seconds_per_step=window.seconds / window.steps
         )
@@ -107,6 +112,12 @@ class SlowSteps:
                 ' raise checkpoint.interval, or set checkpoint.async_mode = "async"',
                 seconds, 100 * share,
             )  # fmt: skip
+
+    def _log_recompilation(self, ranks: list[Mapping[str, Any]]) -> None:
+        """Log that another rank recompiles, unless this one's own was logged: rank 0 has alarms."""
+        found = [(rank, text) for rank, each in enumerate(ranks) if (text := each["recompiled"])]
+        if found and self._is_writer and self._notices.is_new("recompilation", True):
+            logger.error("ALARM: rank %d: %s", *found[0])
 
     def _log_leaks(
         self, ranks: list[Mapping[str, Any]], *, steps_left: float, seconds_per_step: float

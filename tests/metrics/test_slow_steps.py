@@ -19,12 +19,12 @@ from metrics.slow_steps import Notices, SlowSteps
 from runtime.log import logger
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-HEALTHY = {"data_wait": 0.02, "gc": 0.0, "retries": 0.0}
+HEALTHY: dict[str, Any] = {"data_wait": 0.02, "gc": 0.0, "retries": 0.0, "recompiled": ""}
 
 
 @contextmanager
 def watched(
-    device: torch.device = CPU, *others: dict[str, float], gc_freq: int = 1
+    device: torch.device = CPU, *others: dict[str, Any], gc_freq: int = 1
 ) -> Iterator[tuple[Any, list]]:
     """Watch this process as rank 0 beside ``others``; yield it and the lines that it logs."""
     lines: list[str] = []
@@ -167,6 +167,19 @@ def test_recompilation_in_consecutive_steps_is_an_alarm(model: torch.nn.Module) 
     assert "test_slow_steps.py" in line
     assert "size mismatch at index 0. expected 4, actual 5" in line
     assert "compile.enable" in line
+
+
+def test_recompilation_of_another_rank_is_an_alarm_of_rank_0(model: torch.nn.Module) -> None:
+    with watched(CPU, HEALTHY | {"recompiled": "torch.compile recompiles"}) as (slow, lines):
+        end_windows(slow, 0.0, 0.0)
+    assert lines == ["ALARM: rank 1: torch.compile recompiles"]
+    with watched(CPU, HEALTHY | {"recompiled": "torch.compile recompiles"}) as (slow, lines):
+        for size in (3, 4, 5):
+            model(torch.ones(size))
+            slow.end_step()
+        end_windows(slow, 0.0)
+    [line] = lines
+    assert line.startswith("ALARM: torch.compile recompiles in every step")
 
 
 def test_validation_that_compiles_once_is_no_alarm(model: torch.nn.Module) -> None:
