@@ -35,5 +35,5 @@ def choose_kernels(
         return
     if wants_flex_attention:
         apply_flex_attention(attentions, dtype=dtype, heads=heads, head_dim=head_dim)
-    disable_broken_grouped_mm(moes, dtype=dtype)
+    disable_broken_grouped_mm(moes, device=device, dtype=dtype)
     apply_fused_delta_rule(delta_nets, dtype=dtype, n_ranks=n_ranks)

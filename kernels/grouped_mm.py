@@ -15,16 +15,19 @@ from runtime.log import logger
 TOKENS_PER_EXPERT = (162, 0, 1283, 446, 0, 83)
 
 
-def disable_broken_grouped_mm(moes: list[nn.Module], *, dtype: torch.dtype | None) -> None:
-    """Use a loop over experts if grouped_mm in bfloat16 fails or is wrong on this GPU.
+def disable_broken_grouped_mm(
+    moes: list[nn.Module], *, device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """Use a loop over experts if grouped_mm in bfloat16 fails or is wrong on this ``device``.
 
     Mutates ``is_grouped`` of each module's ``experts``; skips experts without it.
     """
-    experts = [cast(Any, moe.experts) for moe in moes if hasattr(moe.experts, "is_grouped")]
+    found = [cast(Any, moe.experts) for moe in moes if hasattr(moe.experts, "is_grouped")]
+    experts = [each for each in found if each.grouped_device_type == device.type]
     if dtype != torch.bfloat16 or not experts:
         return
     try:
-        check_grouped_mm(experts[0].w1.shape[1:], device="cuda")
+        check_grouped_mm(experts[0].w1.shape[1:], device=device.type)
     # A missing kernel may raise anything. The loop computes the same, only slower.
     except Exception as error:
         logger.warning("grouped_mm failed its numerics check, using a loop over experts: %s", error)

@@ -32,6 +32,8 @@ def replace_args(args: TransformerArgs, changes: Mapping[str, Any]) -> Transform
         key = f"model.args.{name}"
         if name in SET_BY:
             raise ValueError(f"{key}: set {SET_BY[name]} instead")
+        if name in args.WITHOUT_EFFECT:
+            raise ValueError(f"{key}: has no effect: {args.WITHOUT_EFFECT[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

@@ -27,6 +27,8 @@ from models.transformer import (
 class Qwen3NextArgs(Qwen3MoeArgs):
     """Shape of a Qwen3-Next. ``n_heads`` to ``head_dim`` are those of its attention layers."""
 
+    WITHOUT_EFFECT = {"qk_norm": "attention always normalizes queries and keys"}  # noqa: RUF012
+
     rotary_dim: int
     """Rotated dims of each head."""
     shared_hidden_dim: int

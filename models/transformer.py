@@ -7,9 +7,9 @@ attention, SwiGLU.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn as nn
@@ -33,6 +33,9 @@ class RopeScaling:
 @dataclass(frozen=True, kw_only=True)
 class TransformerArgs:
     """Shape of a Llama or Qwen3 model; ``hidden_dim`` is the feed-forward's."""
+
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
+    """Arguments that a family does not read, and why."""
 
     dim: int
     n_layers: int

@@ -22,6 +22,7 @@ from checkpoint.states import ModelState
 from checkpoint.tensor_files import load_single_process
 from config.job_config import Training
 from generation import TEMPERATURE, sample_token
+from kernels.grouped_mm import disable_broken_grouped_mm
 from models import ModelSpec
 from models.kv_cache import cached
 from models.meta import build_on_meta
@@ -211,6 +212,7 @@ def load_model(
     state = {"model": weights.state_dict()}
     load_single_process(state, folder, saved.index)
     weights.load_state_dict(state["model"])
+    disable_broken_grouped_mm(saved.spec.moes(model), device=device, dtype=dtype)
     return model.eval()
 
 

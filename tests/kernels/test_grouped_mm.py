@@ -13,6 +13,7 @@ from kernels.kernel_check import MAX_ERROR
 from models.moe import Experts, MoE
 
 SHAPE = torch.Size((64, 32))
+GPU = torch.device("cuda")
 
 
 class Unwritten(torch.autograd.Function):
@@ -68,7 +69,7 @@ def test_failure_falls_back_to_a_loop(
 ) -> None:
     moes = [layer(), layer()]
     with patch.object(module, "check_grouped_mm", side_effect=fault) as check:
-        disable_broken_grouped_mm([*moes], dtype=torch.bfloat16)
+        disable_broken_grouped_mm([*moes], device=GPU, dtype=torch.bfloat16)
     (shape,) = check.call_args.args
     assert shape == SHAPE
     assert {moe.experts.is_grouped for moe in moes} == {fault is None}
@@ -76,9 +77,10 @@ def test_failure_falls_back_to_a_loop(
     assert is_logged == (fault is not None)
 
 
-def test_other_dtypes_skip_the_check() -> None:
+def test_other_dtypes_and_devices_skip_the_check() -> None:
     with patch.object(module, "check_grouped_mm", side_effect=AssertionError):
-        disable_broken_grouped_mm([layer()], dtype=torch.float32)
+        disable_broken_grouped_mm([layer()], device=GPU, dtype=torch.float32)
+        disable_broken_grouped_mm([layer()], device=torch.device("cpu"), dtype=torch.bfloat16)
 
 
 def test_empty_input_has_zero_gradients() -> None:
@@ -93,7 +95,7 @@ def test_empty_input_has_zero_gradients() -> None:
 @pytest.mark.parametrize("counts", [(300, 0, 17, 195), (0, 0, 0, 0), (0, 512, 0, 0)])
 def test_grouped_mm_matches_float64_loop(counts: tuple[int, ...]) -> None:
     moe = layer().cuda().bfloat16()
-    disable_broken_grouped_mm([moe], dtype=torch.bfloat16)
+    disable_broken_grouped_mm([moe], device=GPU, dtype=torch.bfloat16)
     x = torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter in moe.experts.parameters():

@@ -71,6 +71,11 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], error: str) -> None:
         find_model("llama3", "debugmodel", changes)
 
 
+def test_argument_that_a_family_does_not_read_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"model\.args\.qk_norm: has no effect: attention always"):
+        find_model("qwen3_next", "debugmodel", {"qk_norm": True})
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnArgs(TransformerArgs):
     windows: tuple[int, ...] = (8, 16)

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from config.job_config import Training
 from data.tokenizer import Tokenizer, load_tokenizer
 from generation import sample_batch, sample_token
 from models import find_model
+from models.moe import Experts
 from parallelisms import materialize
 from runtime import exit_codes
 from runtime.distributed import compute_dtype
@@ -338,6 +340,33 @@ def test_newest_checkpoint_that_verifies_is_loaded(
     assert error_of(capsys, str(folder)).startswith(f"{folder}: no checkpoint verifies: ")
     # The run may be in progress, so it is only read.
     assert sorted((folder / "checkpoints").iterdir(), reverse=True) == found
+
+
+def test_experts_that_grouped_mm_cannot_compute_run_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured_log: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU it needs rows of a multiple of 16 bytes; here it is used on the CPU."""
+
+    def build(self: Experts, *sizes: int) -> None:
+        built(self, *sizes)
+        self.grouped_device_type = "cpu"
+
+    def fill(state: dict[str, Any], *_: Any) -> None:
+        for tensor in state["model"].values():
+            tensor.normal_()
+
+    built = Experts.__init__
+    monkeypatch.setattr(Experts, "__init__", build)
+    monkeypatch.setattr(generate, "load_single_process", fill)
+    spec, args = find_model("qwen3_moe", "debugmodel", {"hidden_dim": 100})
+    saved: Any = SimpleNamespace(spec=spec, args=args, index={})
+    cpu = torch.device("cpu")
+    model = generate.load_model(tmp_path, saved, dtype=torch.bfloat16, device=cpu)
+    tokens = generate.generate(
+        model, spec, prompt=[1], count=2, choose=lambda logits: int(logits.argmax())
+    )
+    assert len(list(tokens)) == 2
+    assert "using a loop over experts" in captured_log.text
 
 
 Metadata = dict[str, Any]
