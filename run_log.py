@@ -77,8 +77,8 @@ class RunLog:
             self._samples = SamplesFile(run.folder / "samples.jsonl", resumed_step)
         self._alarms = alarms
         self._divergence, self._notices = Divergence(), Notices()
-        if self._alarms is not None:
-            self._alarms.end_step(resumed_step or 0)
+        if alarms is not None:
+            alarms.end_step(resumed_step or 0)
         # A loss may have risen above what was the best before this start.
         if self._is_writer and resumed_step is not None:
             self._divergence.add_history(read_metrics(run.folder / "metrics.jsonl")[0])
@@ -98,9 +98,8 @@ class RunLog:
         self._stragglers = None
         if config.straggler_window > 0:
             blocks = model.spec.blocks(model.module).values()
-            self._stragglers = Stragglers(
-                blocks, window=config.straggler_window, device=model.device
-            )
+            window = config.straggler_window
+            self._stragglers = Stragglers(blocks, window=window, device=model.device)
 
     def _start_trackers(self, resumed_step: int | None) -> Trackers:
         config, folder = self._run.config, self._run.folder

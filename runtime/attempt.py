@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
+import tomli
 import tomli_w
 import torch
 import torch.distributed as dist
@@ -101,7 +102,8 @@ class AttemptRecorder:
         command = json.loads(os.environ.get(COMMAND_VARIABLE, "null")) or sys.orig_argv
         diff = masker.text(tree.diff)
         software = tomli_w.dumps(describe_software(self._facts))
-        folder, config = self._folder, masker.text(self._config)
+        # The text would not be TOML with parts masked.
+        folder, config = self._folder, tomli_w.dumps(masker.tables(tomli.loads(self._config)))
         return Attempt(
             number=max(attempt_numbers(folder), default=0) + 1,
             time=timestamp(),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 MASK = "***"
 # Names of variables and arguments whose values are secret. "tokens" and "tokenizer" are not.
@@ -62,6 +63,16 @@ class Masker:
         for pattern, replacement in PATTERNS:
             text = pattern.sub(replacement, text)
         return text
+
+    def tables(self, value: Any, name: str = "") -> Any:
+        """Mask secrets in the tables of a configuration, or in the value of the key ``name``."""
+        if isinstance(value, dict):
+            return {key: self.tables(each, key) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.tables(each, name) for each in value]
+        if not isinstance(value, str):
+            return value
+        return MASK if value and SECRET_NAME.search(name) else self.text(value)
 
     def arguments(self, arguments: Iterable[str]) -> list[str]:
         """Mask the arguments of a command, ``--name VALUE`` and ``--name=VALUE``."""

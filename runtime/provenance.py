@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -108,14 +107,18 @@ def read_attempt(folder: Path, number: int) -> Attempt:
 
 
 def config_at(folder: Path, seconds: float) -> dict[str, dict[str, Any]] | None:
-    """Tables of the configuration at ``seconds`` since the epoch; None if it is not known."""
+    """Tables of the configuration at ``seconds`` since the epoch; None if no attempt is known.
+
+    A damaged attempt is skipped. Raises ``OSError`` or ``ValueError`` for a damaged configuration.
+    """
     for number in reversed(attempt_numbers(folder)):
-        # One that is damaged is skipped.
-        with suppress(OSError, ValueError):
+        try:
             attempt = read_attempt(folder, number)
-            began = unix_time(attempt.time)
-            if began is not None and began <= seconds:
-                return read_content(folder, attempt.config)
+        except (OSError, ValueError):
+            continue
+        began = unix_time(attempt.time)
+        if began is not None and began <= seconds:
+            return read_content(folder, attempt.config)
     return None
 
 

@@ -1,7 +1,10 @@
 """Secrets are masked wherever they stand, and nothing else is."""
 
 import pytest
+import tomli
+import tomli_w
 
+from config import JobConfig, dump_toml
 from runtime.masking import MASK, Masker
 
 SECRET = "f81d4fae7dec11d0"
@@ -51,6 +54,16 @@ def test_only_variables_of_known_libraries_are_kept() -> None:
 )
 def test_arguments(arguments: list[str], masked: list[str]) -> None:
     assert Masker({}).arguments(arguments) == masked
+
+
+def test_configuration_stays_toml() -> None:
+    args = {"eos_token": "<|end|>", "auth_level": 12345678, "keys": ["hf_" + "x" * 20, SECRET]}
+    config = {"data": {"path": "https://me:pass@host/x", "text_key": "content", "args": args}}
+    masked = tomli.loads(tomli_w.dumps(Masker({"HF_TOKEN": SECRET}).tables(config)))
+    args |= {"eos_token": MASK, "keys": [MASK, MASK]}
+    assert masked["data"] == config["data"] | {"path": f"https://{MASK}@host/x"}
+    plain = tomli.loads(dump_toml(JobConfig()))
+    assert Masker({}).tables(plain) == plain
 
 
 @pytest.mark.parametrize(

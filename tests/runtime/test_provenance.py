@@ -45,6 +45,10 @@ def test_configuration_at_a_time_is_that_of_the_newest_start_before(tmp_path: Pa
     found = [config_at(tmp_path, began + seconds) for seconds in (-1, 0, 3599, 3600)]
     tables = [{"training": {"steps": steps}} for steps in (1, 2)]
     assert found == [None, tables[0], tables[0], tables[1]]
+    path = tmp_path / read_attempt(tmp_path, 2).config
+    path.write_text("[training\n")
+    with pytest.raises(ValueError, match=path.name):
+        config_at(tmp_path, began + 3600)
     path_of(tmp_path, 2).write_text("{")
     assert config_at(tmp_path, began + 3600) == tables[0]
 
