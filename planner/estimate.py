@@ -80,6 +80,7 @@ def estimated(sample: Sample, shape: Shape) -> StepRecord | None:
     collectives = affine_collectives(low.collectives, high.collectives, steps)
     if collectives is None:
         return None
+    # Replicas update the same shards, but share Muon's matmuls.
     of_update = sample.dp_shard / shape.degrees.dp_shard
     tokens = shape.n_microbatches * shape.size
     traffic = affine(low.traffic, high.traffic, steps)
@@ -89,7 +90,10 @@ def estimated(sample: Sample, shape: Shape) -> StepRecord | None:
         memory=_memory(sample, shape),
         collectives=_collectives(collectives, shape),
         groups=groups(shape.degrees, shape.ep),
-        flops={key: tokens * n for key, n in affine(low.flops, high.flops, steps).items()},
+        flops={
+            key: n * (of_update / shape.degrees.dp_replicate if key[0] == UPDATE else tokens)
+            for key, n in affine(low.flops, high.flops, steps).items()
+        },
         traffic={
             phase: size * of_update
             if phase == UPDATE
@@ -111,6 +115,7 @@ def groups(degrees: Degrees, ep: int) -> dict[str, Group]:
         "batch": (degrees.batch, degrees.tp * degrees.cp),
         "dp_replicate": (degrees.dp_replicate, shard * degrees.tp),
         "pp": (degrees.pp, n_stage),
+        "stage": (n_stage, 1),
         "ep": (ep, 1),
         "efsdp": (shard * degrees.tp // ep, ep),
     }

@@ -282,11 +282,15 @@ class StepRecorder(DispatchMode):
         except (RuntimeError, TypeError):  # Another script object.
             return ()
         if group.group_name not in self._groups:
-            # FSDP's smaller group that keeps the weights after forward.
             ranks = tuple(dist.get_process_group_ranks(group))
             wholes = (groups[0] for groups in self._groups.values())
-            whole = next(each for each in wholes if {*ranks} <= {*each.ranks})
-            self._groups[group.group_name] = [Group(f"{whole.dim} / {len(ranks)}", ranks)]
+            whole = next((each for each in wholes if {*ranks} <= {*each.ranks}), None)
+            # Muon's, of all ranks of a pipeline stage.
+            dim = "stage" if whole is None else whole.dim
+            if whole is not None and len(ranks) < len(whole.ranks):
+                # FSDP's smaller group that keeps the weights after forward.
+                dim = f"{dim} / {len(ranks)}"
+            self._groups[group.group_name] = [Group(dim, ranks)]
         return self._groups[group.group_name]
 
     def count_work(self, call: Call) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -154,6 +155,8 @@ class SearchSpace:
         same, other = ("never", "always") if is_pipeline else ("always", "never")
         reshards = self._values("reshard", ["default", other])
         sizes = self._values("size", divisors(of_rank, MOST_SIZE))
+        # Other fields make no difference to a legal mesh, and each check takes a millisecond.
+        is_legal = cache(lambda **fields: self.is_legal(base._replace(**fields)))
         for schedule, mode, reshard, size, recipe in product(
             self._values("schedule", SCHEDULES) if is_pipeline else ["1F1B"],
             self._values("mode", MODES),
@@ -161,9 +164,10 @@ class SearchSpace:
             [size for size in sizes if of_rank % size == 0],
             self._values("recipe", ["none", "tensorwise"] if has_float8 else [own]),
         ):
-            yield base._replace(
-                schedule=schedule, mode=mode, reshard=reshard, size=size, recipe=recipe
-            )
+            if is_legal(schedule=schedule, size=size) and is_legal(recipe=recipe):
+                yield base._replace(
+                    schedule=schedule, mode=mode, reshard=reshard, size=size, recipe=recipe
+                )
 
     def _values(self, field: str, compared: Sequence[Any]) -> Sequence[Any]:
         held = [value for key, value in self.held.items() if HELD[key] == field]

@@ -79,6 +79,27 @@ def test_estimates_of_pipelines_are_near_their_plans(schedule: str) -> None:
     assert work[0] == pytest.approx(work[1], rel=0.1)
 
 
+@pytest.mark.parametrize("degrees", [(1, 2, 1), (1, 1, 2), (2, 1, 1)])
+def test_an_update_with_matmuls_is_of_no_microbatch(degrees: tuple[int, int, int]) -> None:
+    """Muon's, whose ranks exchange gradients over all dims of the mesh."""
+    sizes = {"model.args.dim": 256, "model.args.hidden_dim": 768, "optimizer.name": "muon"}
+    search = search_of(sizes | {BATCH: 64}, 2)
+    choice = Choice(*degrees, 1, 1, 1, "1F1B", "none", "default", 1, "none")
+    found = search._estimate(choice, simulate_sample(search._sample_request(choice.kind)))
+    assert found is not None
+    (planned,) = search._planned([found], map)
+    # How many of the few matrices of a sample are a rank's is rounded.
+    assert 0.5 < found.parts["matmul"] / planned.parts["matmul"] < 2.0
+
+
+def test_all_that_is_searched_can_train() -> None:
+    """Of 16 sequences, three stages have no multiple of 3, and four of size 8 too few."""
+    space = search_of({"model.args.n_layers": 12, BATCH: 48}, 12).space
+    choices = [choice for choice in space.choices() if choice.pp > 1]
+    assert {choice.pp for choice in choices} == {2, 3, 4, 6, 12}
+    assert all(map(space.is_legal, choices))
+
+
 def test_what_is_not_sampled_is_not_among_the_best() -> None:
     search = search_of({BATCH: 8}, 2)
     choices = list(search.space.choices())

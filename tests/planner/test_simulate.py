@@ -253,6 +253,14 @@ def test_gradients_that_wait_for_replicas_are_named() -> None:
     assert memory[GRADIENTS] == pytest.approx(memory[PARAMETERS], rel=0.01)
 
 
+@pytest.mark.parametrize("keys", [{TP: 2}, {TP: 2, PP: 2}, {REPLICATE: 2, CP: 2}])
+def test_muon_is_planned_on_a_mesh_of_several_dims(keys: Keys) -> None:
+    plan = plan_step(run_of({"optimizer.name": "muon"} | keys, 8), 8)
+    for stage in plan.stages:
+        calls = [call for call in stage.record.collectives if call.phase == UPDATE]
+        assert "all_to_all" in {call.kind for call in calls if call.dim == "stage"}
+
+
 def test_a_plan_is_deterministic() -> None:
     run = run_of({BATCH: 32}, 8)
     first, second = (plan_step(run, 8).stages[0].record for _ in range(2))
