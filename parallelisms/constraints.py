@@ -18,7 +18,6 @@ from config.constraints import CONFIG_CONSTRAINTS, Constraint, has_budget, is_fl
 from config.job_config import JobConfig
 from parallelisms.parallel_dims import Degrees, resolve_degrees, sequence_multiple
 from parallelisms.pipeline_parallel import stages_per_rank
-from runtime.machine import lacks_float8
 
 
 class ModelShape(Protocol):
@@ -44,20 +43,29 @@ class RunContext:
     shape: ModelShape
     degrees: Degrees
     has_gpu: bool
+    lacks_float8: bool
+    """The GPU has no float8 matmuls."""
 
 
 def check_constraints(
-    config: JobConfig, shape: ModelShape, world_size: int, *, has_gpu: bool, n_nodes: int = 1
+    config: JobConfig,
+    shape: ModelShape,
+    world_size: int,
+    *,
+    has_gpu: bool,
+    lacks_float8: bool = False,
+    n_nodes: int = 1,
 ) -> Degrees:
     """Return the degrees of this run. Raises ``ConfigError`` with all violated constraints.
 
-    ``n_nodes`` only matters for the advice about degrees that do not fit ``world_size``.
+    ``has_gpu``, and one that ``lacks_float8``: the machine that will train. ``n_nodes`` only
+    matters for the advice about degrees that do not fit ``world_size``.
     """
     try:
         degrees = resolve_degrees(config.parallelism, world_size, n_nodes=n_nodes)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    run = RunContext(config, shape, degrees, has_gpu)
+    run = RunContext(config, shape, degrees, has_gpu, lacks_float8)
     found = [row.message(config) for row in CONFIG_CONSTRAINTS if row.violated(config)]
     if undecided := auto_keys(config):
         text = '"auto" is decided by ./shardloom train, and by ./shardloom plan with --device'
@@ -468,7 +476,7 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             "requires a GPU of CUDA capability 8.9 or higher; tests elsewhere can use"
             " float8.emulate",
             lambda run: is_float8(run.config) and not run.config.float8.emulate
-            and (not run.has_gpu or lacks_float8())),
+            and (not run.has_gpu or run.lacks_float8)),
     Constraint("parallelism.pipeline_parallel_schedule",
             "InterleavedZeroBubble is not supported with float8: it splits backward in two, and"
             " float8 would compute all of it in both",

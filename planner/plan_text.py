@@ -175,18 +175,20 @@ def _advice(plan: StepPlan, stage: StagePlan, capacity: float) -> str:
         is_whole = plan.run.config.parallelism.data_parallel == "ddp"
         how = "with --parallelism.data_parallel fsdp2" if is_whole else "over more ranks"
         return f"parameters, gradients and optimizer state alone do not fit: shard them {how}"
-    keys = " and ".join(f"--{key} auto" for key in _lowering(plan))
+    keys = " ".join(f"--{key} {value}" for key, value in _lowering(plan).items())
     return keys and f"may fit with {keys}"
 
 
-def _lowering(plan: StepPlan) -> list[str]:
-    """Keys that "auto" could set to values which need less memory."""
-    can_lower = {
-        # The microbatches of a pipeline have a key of their own.
-        SIZE: plan.run.microbatch_size > 1 and plan.degrees.pp == 1,
-        MODE: plan.run.config.activation_checkpoint.mode != MODES[-1],
-    }
-    return [key for key, can in can_lower.items() if can]
+def _lowering(plan: StepPlan) -> dict[str, object]:
+    """Keys that "auto" could set to values which need less memory, and what that requires."""
+    keys: dict[str, object] = {}
+    # The microbatches of a pipeline have a key of their own.
+    if plan.run.microbatch_size > 1 and plan.degrees.pp == 1:
+        # Which may be that of one microbatch, and is required.
+        keys |= {SIZE: "auto", "training.global_batch_size": plan.run.global_batch_size}
+    if plan.run.config.activation_checkpoint.mode != MODES[-1]:
+        keys[MODE] = "auto"
+    return keys
 
 
 def _traffic_lines(stage: StagePlan, hardware: Hardware) -> list[str]:

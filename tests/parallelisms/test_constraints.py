@@ -9,6 +9,7 @@ from config import ConfigError, JobConfig, load_config
 from config.job_config import Parallelism
 from models import find_model
 from parallelisms.constraints import check_constraints
+from run_spec import resolve
 from tests.lib.configs import BAD, Bad, write
 from tools.constraints_table import PAGE, ROWS, constraints_page
 
@@ -63,6 +64,19 @@ def test_tensor_parallel_must_divide_each_model_size(size: str):
     (message,) = caught.value.messages
     assert f"the model's {size}" in message
     assert message.endswith("(4 does not divide 6)")
+
+
+def test_float8_needs_a_gpu_that_has_it_where_the_run_trains(monkeypatch: pytest.MonkeyPatch):
+    """A plan is of another machine's GPUs."""
+    config = load_config(Path("debug_model"), ["--float8.recipe", "tensorwise"])
+    _, args = find_model("llama3", "debugmodel", {})
+    with pytest.raises(ConfigError, match=r"requires a GPU of CUDA capability 8\.9"):
+        check_constraints(config, args, 1, has_gpu=True, lacks_float8=True)
+    monkeypatch.setattr("run_spec.lacks_float8", lambda: True)
+    resolve(config, 1, has_gpu=True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"requires a GPU of CUDA capability 8\.9"):
+        resolve(config, 1)
 
 
 def test_support_page_is_current():
