@@ -88,6 +88,8 @@ class StepRecorder(DispatchMode):
         self._has_stages, self._is_real = has_stages, is_real
         self.weight = 1.0
         """Times that what runs now counts."""
+        self.is_in_block = False
+        """What runs now makes no logits, even of their size."""
         self._groups, self._vocab_size = dict(groups), vocab_size
         self._phase, self._has_graph = FORWARD, False
         """``_has_graph``: inside the forward of an autograd function, which records none itself."""
@@ -193,7 +195,7 @@ class StepRecorder(DispatchMode):
             call.is_new |= is_new
             if is_new and call.name == "_to_copy" and self._is_parameter(call.inputs[0]):
                 block.category = GATHERED
-            elif is_new and output.ndim > 1 and output.shape[-1] == self._vocab_size:
+            elif is_new and self._is_of_logits(output):
                 block.category = LOGITS
 
     def _label_gradients(self, among: tuple[str, ...]) -> None:
@@ -201,6 +203,10 @@ class StepRecorder(DispatchMode):
         for block in self._live.values():
             if block.phase == BACKWARD and block.category in among:
                 block.category = GRADIENTS
+
+    def _is_of_logits(self, tensor: torch.Tensor) -> bool:
+        has_size = tensor.ndim > 1 and tensor.shape[-1] == self._vocab_size
+        return has_size and not self.is_in_block
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return self._block_of(tensor).category == PARAMETERS

@@ -131,7 +131,7 @@ def assume_fused(model: nn.Module) -> None:
 def mark_blocks(
     recorder: StepRecorder, blocks: Sequence[nn.Module], stage: str, *, n_more: int
 ) -> None:
-    """Mark where forward and backward of each block begin. Adds hooks to ``blocks``.
+    """Mark where forward and backward of each block begin, and forward ends. Adds hooks.
 
     Names count from the nearer end; the ``n_more`` blocks in the middle have none.
     """
@@ -139,13 +139,17 @@ def mark_blocks(
 
     def add_hooks(block: nn.Module, name: str) -> None:
         def begin_forward(*_: object) -> None:
+            recorder.is_in_block = True
             phase = FORWARD if current_graph_task() < 0 else RECOMPUTE
             recorder.mark(name and f"{name} {phase}")
 
         def begin_backward(_: object) -> None:
+            recorder.is_in_block = True
             recorder.mark(name and f"{name} {BACKWARD}")
 
         def end_forward(_: nn.Module, inputs: object, out: torch.Tensor) -> None:
+            if current_graph_task() < 0:
+                recorder.is_in_block = False
             if out.requires_grad:
                 out.register_hook(begin_backward)
 

@@ -26,6 +26,7 @@ from planner.simulate import (
 )
 from planner.step_plan import plan_step
 from planner.step_record import (
+    ACTIVATIONS,
     BACKWARD,
     FORWARD,
     GRADIENTS,
@@ -259,6 +260,13 @@ def test_muon_is_planned_on_a_mesh_of_several_dims(keys: Keys) -> None:
     for stage in plan.stages:
         calls = [call for call in stage.record.collectives if call.phase == UPDATE]
         assert "all_to_all" in {call.kind for call in calls if call.dim == "stage"}
+
+
+def test_hidden_states_of_the_vocabularys_size_are_no_logits() -> None:
+    keys = {"model.args.dim": 320, "model.args.n_layers": 4, "training.local_batch_size": 8}
+    plans = [plan_step(run_of(keys | {"model.vocab_size": size}, 1), 1) for size in (320, 384)]
+    memory = [plan.stages[0].record.memory[ACTIVATIONS] for plan in plans]
+    assert memory[0] == pytest.approx(memory[1], rel=0.1)
 
 
 def test_a_plan_is_deterministic() -> None:
