@@ -72,6 +72,8 @@ class Shape(NamedTuple):
     """Share of a pipeline stage's unsharded gradients that it holds then."""
     is_resharded: bool
     """Weights are freed after forward."""
+    ends: float = 1.0
+    """Share of embeddings and output layer that a rank has: half of both in a pipeline."""
 
 
 def estimated(sample: Sample, shape: Shape) -> StepRecord | None:
@@ -157,7 +159,9 @@ def _memory(sample: Sample, shape: Shape) -> dict[str, int]:
     steps = sample.steps(shape.n_layers)
     low, high = (dict(record.memory) for record in (sample.low, sample.high))
     memory = {key: max(size, 0.0) for key, size in affine(low, high, steps).items()}
+    of_ends = affine(low, high, sample.steps(0))
     for key in (PARAMETERS, OPTIMIZER):
+        memory[key] -= (1.0 - shape.ends) * of_ends[key]
         memory[key] *= sample.dp_shard / shape.degrees.dp_shard
     # Of few layers at a time. The samples' peaks may be at different moments.
     for key in (GATHERED, LOGITS, COMMUNICATION, TEMPORARIES, GRADIENTS):
@@ -196,6 +200,4 @@ def _of_weights(sample: Sample, shape: Shape, kind: str, phase: str) -> float:
             if (call.phase, call.kind) == (phase, kind) and call.dim in WEIGHT_DIMS
         )
 
-    # Embeddings and output layer are on different ranks of a pipeline.
-    twice = payload(0) if shape.degrees.pp > 1 else 0.0
-    return payload(shape.n_layers) - twice / 2
+    return payload(shape.n_layers) - (1.0 - shape.ends) * payload(0)

@@ -219,6 +219,8 @@ class Search:
             # After few microbatches, a rank's first stage goes back when its others are done.
             accumulated=1.0 if n * per_rank > deep + choice.pp else 1.0 / per_rank,
             is_resharded=choice.reshard == ("always" if choice.pp > 1 else "default"),
+            # Tied, they are one matrix, which the first and the last rank have.
+            ends=0.5 if choice.pp > 1 and not self._args.tie_embeddings else 1.0,
         )
         record = estimated(sample, shape)
         if record is None:
