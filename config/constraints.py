@@ -6,7 +6,7 @@ Those that do are in ``parallelisms/constraints.py``, which checks both tables.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -16,7 +16,6 @@ from config.job_config import (
     DocumentSource,
     Float8,
     JobConfig,
-    ValidationSource,
 )
 from config.paths import is_url
 
@@ -59,14 +58,22 @@ def _only_with(
     )
 
 
-def _any_source(violated: Callable[[DataSource], bool]) -> Callable[[JobConfig], bool]:
-    return lambda config: any(violated(source) for source in config.data.mixture)
+def _only_source(violated: Callable[[DocumentSource], bool]) -> Callable[[JobConfig], bool]:
+    """Of the keys of ``[data]``, which describe a source unless there is a list of them."""
+    return lambda config: not config.data.sources and violated(config.data.mixture[0])
 
 
-def _any_validation_source(
-    violated: Callable[[ValidationSource], bool],
-) -> Callable[[JobConfig], bool]:
-    return lambda config: any(violated(source) for source in config.validation.sources)
+def _any_of(key: str, reason: str, violated: Callable[[Any], bool]) -> Constraint[JobConfig]:
+    """Constraint on each entry of the list ``key``; the message names those that violate it."""
+    section, name = key.split(".")
+
+    def labels(config: JobConfig) -> list[str]:
+        sources = getattr(getattr(config, section), name)
+        return [source.label for source in sources if violated(source)]
+
+    return Constraint(
+        key, reason, lambda config: bool(labels(config)), lambda config: ", ".join(labels(config))
+    )
 
 
 def _lacks_path(source: DocumentSource) -> bool:
@@ -92,6 +99,18 @@ def _has_no_text_key(source: DocumentSource) -> bool:
 
 def _has_no_args(source: DocumentSource) -> bool:
     return not source.is_outside and source.args != {}
+
+
+# Of the entries of lists of sources.
+LISTS = ("data.sources", "validation.sources")
+SOURCE_RULES: tuple[tuple[str, Callable[[DocumentSource], bool]], ...] = (
+    ("path must be set for the types files, text, tokens and huggingface", _lacks_path),
+    ("path has no effect for the types builtin and c4", _has_no_path),
+    ("subset has no effect unless the type is huggingface", _has_no_subset),
+    ("revision has no effect unless the type is c4 or huggingface", _has_no_revision),
+    ("text_key has no effect unless the type is files or huggingface", _has_no_text_key),
+    ("args has no effect unless the type is module:attribute", _has_no_args),
+)
 
 
 def _shared_documents(sources: Sequence[DocumentSource]) -> list[str]:
@@ -240,17 +259,18 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     Constraint("job.output_dir", "must be a folder of the file system, not a URL",
             lambda config: is_url(config.job.output_dir)),
     Constraint("data.path", "must be set for the sources files, text, tokens and huggingface",
-            _any_source(_lacks_path)),
+            _only_source(_lacks_path)),
     Constraint("data.path", "has no effect for the sources builtin and c4",
-            _any_source(_has_no_path)),
+            _only_source(_has_no_path)),
     Constraint("data.subset", "has no effect unless the source is huggingface",
-            _any_source(_has_no_subset)),
+            _only_source(_has_no_subset)),
     Constraint("data.revision", "has no effect unless the source is c4 or huggingface",
-            _any_source(_has_no_revision)),
+            _only_source(_has_no_revision)),
     Constraint("data.text_key", "has no effect unless the source is files or huggingface",
-            _any_source(_has_no_text_key)),
+            _only_source(_has_no_text_key)),
     Constraint("data.args", "has no effect unless the source is module:attribute",
-            _any_source(_has_no_args)),
+            _only_source(_has_no_args)),
+    *(_any_of(key, reason, violated) for key in LISTS for reason, violated in SOURCE_RULES),
     _only_with("data.max_bad_records", 'data.on_bad_record = "skip"',
                lambda config: config.data.on_bad_record == "skip"),
     Constraint("metrics.trackers", "names a tracker twice",
@@ -274,25 +294,9 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     Constraint("validation.sources", "two sources read the same documents",
             lambda config: len(_shared_documents(config.validation.sources)) > 0,
             lambda config: ", ".join(_shared_documents(config.validation.sources))),
-    Constraint("validation.sources",
-            "path must be set for the types files, text, tokens and huggingface",
-            _any_validation_source(_lacks_path)),
-    Constraint("validation.sources", "path has no effect for the types builtin and c4",
-            _any_validation_source(_has_no_path)),
-    Constraint("validation.sources", "subset has no effect unless the type is huggingface",
-            _any_validation_source(_has_no_subset)),
-    Constraint("validation.sources", "revision has no effect unless the type is c4 or huggingface",
-            _any_validation_source(_has_no_revision)),
-    Constraint("validation.sources",
-            "text_key has no effect unless the type is files or huggingface",
-            _any_validation_source(_has_no_text_key)),
-    Constraint("validation.sources", "args has no effect unless the type is module:attribute",
-            _any_validation_source(_has_no_args)),
-    Constraint("validation.sources", "split has no effect unless the type is c4 or huggingface",
-            _any_validation_source(lambda source: not source.is_on_hub
-                                   and source.split != "validation")),
-    Constraint("validation.sources",
+    _any_of("validation.sources", "split has no effect unless the type is c4 or huggingface",
+            lambda source: not source.is_on_hub and source.split != "validation"),
+    _any_of("validation.sources",
             "exclude_from_training has no effect unless the type is files or text",
-            _any_validation_source(lambda source: source.exclude_from_training
-                                   and source.type not in ("files", "text"))),
+            lambda source: source.exclude_from_training and source.type not in ("files", "text")),
 )  # fmt: skip

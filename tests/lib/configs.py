@@ -379,6 +379,17 @@ BAD = [
     Bad("metrics.trackers", "--metrics.trackers '[\"wandbb\"]'", says="wandb"),
     Bad("metrics.project", "--metrics.project books", says="no effect unless"),
     Bad("data.sources", toml=SOURCES + SOURCES, says="same name: give each its own (*.txt)"),
+    *(
+        Bad("data.sources", toml=f"{SOURCES}[[data.sources]]\nname = 'own'\n{keys}", says=says)
+        for keys, says in (
+            ("", "path must be set for the types files, text, tokens and huggingface (own)"),
+            ("type = 'c4'\npath = 'a'", "path has no effect for the types builtin and c4 (own)"),
+            ("path = 'a'\nsubset = 'en'", "huggingface (own)"),
+            ("path = 'a'\nrevision = 'v1'", "c4 or huggingface (own)"),
+            ("type = 'text'\npath = 'a'\ntext_key = 'x'", "files or huggingface (own)"),
+            ("path = 'a'\nargs = {x = 1}", "module:attribute (own)"),
+        )
+    ),
     Bad("data.sources[0].weight", toml=SOURCES + "weight = 0.0", says="greater than 0"),
     Bad("data.sources[0].wait", toml=SOURCES + "wait = 1.0", says="weight"),
     Bad("data.sources", toml="[data]\nsources = 3", says="list"),
