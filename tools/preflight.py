@@ -1,6 +1,6 @@
 """Check the nodes before a run: ``shardloom preflight CONFIG [--section.key value ...]``
 
-Start it once per node, in the environment and with the arguments of ``run_train.sh``. Prints a
+Start it once per node, in the environment of ``run_train.sh``. Prints a
 table and one line for each problem, with the node or rank; does not change the run. Exits with 0 if
 all checks pass, 1 if one fails, and 2 if the configuration is wrong.
 
