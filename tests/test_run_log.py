@@ -130,7 +130,7 @@ def test_a_start_from_nothing_neither_diverges_nor_is_compared_in_its_ramp(tmp_p
 
 
 def compile_for_an_hour() -> None:
-    """Let the first step of a start take an hour, by the clock of metrics."""
+    """Make the first step of a start take an hour, by the clock of metrics."""
     late = [0.0]
 
     def step(self: TrainStep, number: int, *args: Any) -> Any:

@@ -61,11 +61,11 @@ def trace_files(path: Path) -> list[Path]:
 
 
 def of_newest_start(ranks: Sequence[RankSummary]) -> list[RankSummary]:
-    """Leave out what a start with other ranks wrote of a step that a later one traced again."""
+    """Skip what a start with other ranks wrote of a step that a later one traced again."""
     newest = max(ranks, key=lambda each: each.path.stat().st_mtime)
     kept = [each for each in ranks if each.world_size == newest.world_size]
     if len(kept) < len(ranks):
-        say(f"{len(ranks) - len(kept)} traces of another start are left out")
+        say(f"{len(ranks) - len(kept)} traces of another start are skipped")
     return kept
 
 

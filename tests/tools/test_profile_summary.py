@@ -98,7 +98,7 @@ def test_one_trace_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "came last" not in output
 
 
-def test_traces_of_a_start_with_other_ranks_are_left_out(
+def test_traces_of_a_start_with_other_ranks_are_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = traced_run(tmp_path)
@@ -109,7 +109,7 @@ def test_traces_of_a_start_with_other_ranks_are_left_out(
         os.utime(path, (0, 0))
     code, output, _ = lines_of([run], capsys)
     assert (code, output) == (
-        exit_codes.DONE, f"2 traces of another start are left out\n{before}"
+        exit_codes.DONE, f"2 traces of another start are skipped\n{before}"
     )  # fmt: skip
     code, _, errors = lines_of([*run.glob("traces/*8-rank1.json.gz"), *traces], capsys)
     assert code == exit_codes.BAD_CONFIG
