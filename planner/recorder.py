@@ -89,7 +89,7 @@ class StepRecorder(DispatchMode):
         self.weight = 1.0
         """Times that what runs now counts."""
         self.is_in_block = False
-        """What runs now makes no logits, even of their size."""
+        """True in a block, whose tensors of the size of logits are none."""
         self._groups, self._vocab_size = dict(groups), vocab_size
         self._phase, self._has_graph = FORWARD, False
         """``_has_graph``: inside the forward of an autograd function, which records none itself."""
