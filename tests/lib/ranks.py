@@ -6,9 +6,11 @@ most tests. Every call creates its own process group; a call that fails or hangs
 
 import gc
 import os
+import pkgutil
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -23,11 +25,18 @@ from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.settings import restored_settings
 
 GROUP_TIMEOUT = timedelta(seconds=PATIENCE_SECONDS)
-# PyTorch caches meshes, which keep process groups alive, whose threads poll.
-CALLS_PER_POOL = 30
+# What calls leave behind, such as compiled graphs, goes with the processes.
+CALLS_PER_POOL = 100
 # Modules of the process that ranks are forked from: one for all tests of a session. Ranks that read
 # JSON or CSV files import the second, which takes half a second of CPU time.
 PRELOADED = ["tests.lib.forked", "data.hub"]
+# Functions of DTensor that clear caches with meshes; some releases lack the others.
+CACHES = (
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+    "torch.distributed.tensor._redistribute:clear_redistribute_planner_cache",
+    "torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear",
+    "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+)
 ALL_ANSWERED = "all ranks have answered"
 
 
@@ -103,11 +112,9 @@ def _start_worker() -> tuple[BaseProcess, Connection]:
 
 
 def _serve(connection: Connection) -> None:
-    # It imports Inductor, which this process has already, unlike those that only start pools.
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
     torch.set_num_threads(1)
     limit_gloo_to_one_thread()
+    clear_caches = list(_found(CACHES))
     while True:
         try:
             function, rank, world_size, store, args = connection.recv()
@@ -128,7 +135,8 @@ def _serve(connection: Connection) -> None:
                 result = function(*args)
             # Free models, which keep process groups and their threads alive in reference cycles.
             # DTensor caches meshes by equality, so the next call would reuse a stale one.
-            _clear_sharding_prop_cache()
+            for clear in clear_caches:
+                clear()
             gc.collect()
             # What is left is cached; later collections skip it.
             gc.freeze()
@@ -139,3 +147,9 @@ def _serve(connection: Connection) -> None:
         # A rank that leaves the group first closes connections that another may still set up.
         connection.recv()
         dist.destroy_process_group()
+
+
+def _found(paths: Iterable[str]) -> Iterator[Callable[[], object]]:
+    for path in paths:
+        with suppress(ImportError, AttributeError):
+            yield pkgutil.resolve_name(path)
