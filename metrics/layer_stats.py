@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from runtime.dtensor import sharding_groups, to_local
 from runtime.log import logger
+from runtime.norms import norms
 
 # Attention logits, and positions, of a chunk of queries.
 CHUNK, MAX_ROWS = 1 << 26, 256
@@ -194,7 +195,8 @@ def norm(new: torch.Tensor, old: torch.Tensor | None = None) -> torch.Tensor:
     """Return the 2-norm of a tensor, or of what changed since ``old``; 0-d, at least float32."""
     wide = torch.promote_types(new.dtype, torch.float32)
     changed = new if old is None else new.to(wide) - old.to(wide)
-    return torch.linalg.vector_norm(changed, dtype=wide)
+    [found] = norms([changed], wide)
+    return found
 
 
 def largest_attention_logit(

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from optim.exact_norm import TensorsByGroups, exact_norm
 from runtime.compat import foreach
 from runtime.dtensor import sharding_groups, to_local
+from runtime.norms import norms as norms_of
 
 
 @torch.no_grad()
@@ -57,8 +58,7 @@ def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     """Return the 2-norm of this rank's shard of each gradient, 0-d; 0 without a gradient."""
     grads = [to_local(p).new_zeros(1) if p.grad is None else to_local(p.grad) for p in parameters]
     # At least float32: a bfloat16 norm would have 8 significant bits.
-    dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    return list(foreach("norm", grads, 2.0, dtype=dtype))
+    return norms_of(grads, torch.promote_types(grads[0].dtype, torch.float32))
 
 
 def _norm(norms_by_group: TensorsByGroups, pp_mesh: DeviceMesh | None) -> torch.Tensor:
