@@ -222,6 +222,7 @@ def build_sharded_model(
     """
     with _mistakes_of_own(config.model):
         module = build_on_meta(spec, args, getattr(torch, config.training.dtype))
+        _check_dtypes(module, config.training.dtype)
         # What follows shards, splits and wraps the module: count and name its parameters first.
         fqns, tied = [fqn for fqn, _ in module.named_parameters()], list[str]()
         if dims.degrees.pp > 1:
@@ -245,6 +246,14 @@ def build_sharded_model(
             spec, args, config, dims, device, mp_policy, module, stages,
             fqns, tied, has_moes, flops,
         )  # fmt: skip
+
+
+def _check_dtypes(module: nn.Module, dtype: str) -> None:
+    """Raise ``ValueError`` unless all parameters have ``dtype``: FSDP and optimizers rely on it."""
+    for fqn, parameter in module.named_parameters():
+        if parameter.dtype != getattr(torch, dtype):
+            text = f"{fqn} is in {parameter.dtype}, and training.dtype is {dtype}"
+            raise ValueError(f"{text}: parameters need one dtype; convert activations instead")
 
 
 def _mistakes_of_own(model: Model) -> AbstractContextManager[None]:

@@ -297,6 +297,14 @@ class DrawsTable(WithTable):
         nn.init.normal_(self.table.weight)
 
 
+class InBfloat16(Transformer):
+    """Its norm has another dtype than ``training.dtype``."""
+
+    def __init__(self, args: TransformerArgs) -> None:
+        super().__init__(args)
+        self.norm = nn.RMSNorm(args.dim, dtype=torch.bfloat16)
+
+
 class Misspells(Transformer):
     def init_weights(self, trunc_normal_: InitFn = nn.init.trunc_normal_) -> None:
         self.tabel.weight.fill_(0.0)
@@ -317,6 +325,7 @@ DRAWS_TABLE = replace(WITH_TABLE, model_cls=DrawsTable)
 ON_NO_STAGE = replace(
     WITH_TABLE, split_stage=lambda model, layers: split_table(model, range(1, layers.stop))
 )
+IN_BFLOAT16 = replace(WITH_TABLE, model_cls=InBfloat16)
 MISSPELLS = replace(WITH_TABLE, model_cls=Misspells)
 WRONG_STYLE = replace(find_spec("llama3"), tensor_parallel_plan=plan_of("*norm", ColwiseParallel()))
 NO_STYLE = replace(find_spec("llama3"), tensor_parallel_plan=plan_of("norm", 3))
@@ -334,6 +343,7 @@ NO_STYLE = replace(find_spec("llama3"), tensor_parallel_plan=plan_of("norm", 3))
             r"split_stage leaves tok_embeddings\.weight on no stage",
         ),
         ("DRAWS_TABLE", Layout(1), r"init_weights calls normal_ on table\.weight, .*\.py, line"),
+        ("IN_BFLOAT16", Layout(1), r"norm\.weight is in torch\.bfloat16, and training\.dtype is "),
         ("MISSPELLS", Layout(1), r"has no attribute 'tabel' \(.*test_add_a_model\.py, line \d+\)"),
         ("WRONG_STYLE", Layout(2, {TP: 2}), r"'\*norm' .* is a RMSNorm: ColwiseParallel currently"),
         ("NO_STYLE", Layout(2, {TP: 2}), r"TypeError: 'int' object is not callable"),
