@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -43,6 +43,56 @@ def hidden_matrices(blocks: nn.Module, moes: Iterable[Any]) -> list[nn.Parameter
     return [p for p in found if min(p.shape[-2:]) > 1 and id(p) not in embeddings]
 
 
+class Layout:
+    """The ranks' shards of parameters (e, m, n) that share mesh, placements and shape."""
+
+    def __init__(self, parameter: nn.Parameter, ranks: list[int]) -> None:
+        self.shards: list[tuple[slice, slice, slice]] = []
+        """Each rank's shard of the parameter, as slices of (e, m, n)."""
+        self.replicas: list[tuple[int, ...]] = []
+        """Each rank's replica: the ranks of one replica hold every element exactly once."""
+        coordinates: dict[int, list[int]] = {}
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh.mesh
+            # Every element's index, in the order of the elements.
+            indices = torch.ones_like(mesh).nonzero().tolist()
+            coordinates = dict(zip(mesh.flatten().tolist(), indices, strict=True))
+        for rank in ranks:
+            coordinate = coordinates.get(rank, [])
+            *experts, rows, columns = shard_slices(parameter, coordinate)
+            self.shards.append((experts[0] if experts else slice(0, 1), rows, columns))
+            placed = zip(coordinate, getattr(parameter, "placements", ()), strict=True)
+            replica = tuple(index for index, placement in placed if placement.is_replicate())
+            self.replicas.append(replica)
+        self._size = math.prod(parameter.shape[-2:])
+        self._ranks: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+
+    def shard(self, rank: int, first: int, stop: int) -> tuple[slice, slice, slice]:
+        """Slices of the matrices from ``first`` to ``stop`` that ``rank`` holds."""
+        own, rows, columns = self.shards[rank]
+        is_held = own.start <= first and stop <= own.stop
+        return slice(0, stop - first if is_held else 0), rows, columns
+
+    def ranks(self, first: int, stop: int) -> tuple[list[int], list[int]]:
+        """Ranks whose shard of these matrices is not empty, and those that hold them whole."""
+        if (first, stop) not in self._ranks:
+            sizes = [
+                math.prod(map(size_of, self.shard(rank, first, stop)))
+                for rank in range(len(self.shards))
+            ]
+            whole = (stop - first) * self._size
+            self._ranks[first, stop] = (
+                [rank for rank, size in enumerate(sizes) if size > 0],
+                [rank for rank, size in enumerate(sizes) if size == whole],
+            )
+        return self._ranks[first, stop]
+
+
+def size_of(part: slice) -> int:
+    """Number of elements of ``part``."""
+    return int(part.stop - part.start)
+
+
 @dataclass(frozen=True)
 class Stack:
     """Matrices (e, m, n) of one parameter that one rank orthogonalizes; e = 1 for one matrix."""
@@ -50,10 +100,7 @@ class Stack:
     parameter: nn.Parameter
     first: int
     stop: int
-    shards: Sequence[tuple[slice, slice, slice]]
-    """Each rank's shard of the parameter, as slices of (e, m, n)."""
-    replicas: Sequence[tuple[int, ...]]
-    """Each rank's replica: the ranks of one replica hold every element exactly once."""
+    layout: Layout
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -67,22 +114,25 @@ class Stack:
 
     def shard(self, rank: int) -> tuple[slice, slice, slice]:
         """Slices of this stack that ``rank`` holds."""
-        own, rows, columns = self.shards[rank]
-        is_held = own.start <= self.first and self.stop <= own.stop
-        return slice(0, self.stop - self.first if is_held else 0), rows, columns
+        return self.layout.shard(rank, self.first, self.stop)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        return tuple(indices.stop - indices.start for indices in self.shard(rank))
+        return tuple(map(size_of, self.shard(rank)))
 
-    @cached_property
+    @property
     def shard_ranks(self) -> list[int]:
         """Ranks whose shard of this stack is not empty."""
-        return [rank for rank in range(len(self.shards)) if math.prod(self.shard_shape(rank)) > 0]
+        return self.layout.ranks(self.first, self.stop)[0]
+
+    @property
+    def whole_ranks(self) -> list[int]:
+        """Ranks that hold all of this stack."""
+        return self.layout.ranks(self.first, self.stop)[1]
 
     def view(self, local: torch.Tensor, rank: int) -> torch.Tensor:
         """View of this stack in ``local``, a local tensor of ``rank`` sharded as the parameter."""
         local = local if local.ndim == 3 else local[None]
-        count, start = self.shard_shape(rank)[0], self.first - self.shards[rank][0].start
+        count, start = self.shard_shape(rank)[0], self.first - self.layout.shards[rank][0].start
         return local[start : start + count] if count else local[:0]
 
 
@@ -97,7 +147,7 @@ class Task:
     @cached_property
     def senders(self) -> list[int]:
         """Ranks of the owner's replica, which send it their shards."""
-        replicas = self.stack.replicas
+        replicas = self.stack.layout.replicas
         return [rank for rank in self.stack.shard_ranks if replicas[rank] == replicas[self.owner]]
 
     @property
@@ -133,7 +183,7 @@ class Muon(ChunkedAdamW):
             text = "the model, or a pipeline stage, has no hidden matrices that are trained"
             raise ConfigError([f"optimizer.name: muon, but {text}"])
         self._dtype, self._device = _compute_dtype(matrices[0]), to_local(matrices[0]).device
-        stacks = [stack for matrix in matrices for stack in _stacks(matrix, ranks)]
+        stacks = list(_stacks(matrices, ranks))
         self._rounds = list(_rounds(_assign_owners(stacks, len(ranks)), len(ranks)))
         own = [task.stack for tasks in self._rounds for task in tasks if task.owner == self._rank]
         logger.info(
@@ -173,7 +223,7 @@ class Muon(ChunkedAdamW):
         is_skipped: torch.Tensor,
     ) -> None:
         """Gather matrices on their owners, orthogonalize, scatter the updates, and apply them."""
-        rank, n_ranks = self._rank, len(tasks[0].stack.shards)
+        rank, n_ranks = self._rank, len(tasks[0].stack.layout.shards)
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(n_ranks)]
         sizes: list[list[int]] = [[] for _ in range(n_ranks)]
         for task in tasks:
@@ -314,21 +364,24 @@ def _stage_group(weight_mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup | No
     return groups[own], stages[own]
 
 
-def _stacks(parameter: nn.Parameter, ranks: list[int]) -> Iterator[Stack]:
-    """Split a parameter into stacks, at the ends of the ranks' expert shards and by ``CHUNK``."""
-    shards, replicas = [], []
-    for rank in ranks:
-        coordinate: list[int] = []
-        if isinstance(parameter, DTensor):
-            [coordinate] = (parameter.device_mesh.mesh == rank).nonzero().tolist()
-        *experts, rows, columns = shard_slices(parameter, coordinate)
-        shards.append((experts[0] if experts else slice(0, 1), rows, columns))
-        placed = zip(coordinate, getattr(parameter, "placements", ()), strict=True)
-        replicas.append(tuple(index for index, placement in placed if placement.is_replicate()))
-    limit = max(1, CHUNK // math.prod(parameter.shape[-2:]))
-    for start, stop in pairwise(sorted({end for s, *_ in shards for end in (s.start, s.stop)})):
-        for first in range(start, stop, limit):
-            yield Stack(parameter, first, min(stop, first + limit), shards, replicas)
+def _stacks(parameters: Iterable[nn.Parameter], ranks: list[int]) -> Iterator[Stack]:
+    """Split parameters into stacks, at the ends of the ranks' expert shards and by ``CHUNK``."""
+    layouts: dict[Any, Layout] = {}
+    for parameter in parameters:
+        key = (
+            getattr(parameter, "device_mesh", None),
+            getattr(parameter, "placements", ()),
+            parameter.shape,
+        )
+        if key not in layouts:
+            # With a thousand ranks, it takes a tenth of a second.
+            layouts[key] = Layout(parameter, ranks)
+        layout = layouts[key]
+        limit = max(1, CHUNK // math.prod(parameter.shape[-2:]))
+        ends = sorted({end for own, *_ in layout.shards for end in (own.start, own.stop)})
+        for start, stop in pairwise(ends):
+            for first in range(start, stop, limit):
+                yield Stack(parameter, first, min(stop, first + limit), layout)
 
 
 def _assign_owners(stacks: list[Stack], n_ranks: int) -> list[Task]:
@@ -337,8 +390,7 @@ def _assign_owners(stacks: list[Stack], n_ranks: int) -> list[Task]:
     tasks = []
     # The largest first, so that small stacks balance the loads that large ones leave.
     for stack in sorted(stacks, key=lambda stack: -stack.cost):
-        whole = [rank for rank in range(n_ranks) if stack.shard_shape(rank) == stack.shape]
-        owner = min(whole or range(n_ranks), key=loads.__getitem__)
+        owner = min(stack.whole_ranks or range(n_ranks), key=loads.__getitem__)
         loads[owner] += stack.cost
         tasks.append(Task(stack, owner))
     return tasks
