@@ -239,6 +239,14 @@ def test_defaults_of_torchtitan_are_written_out():
         ("[checkpoint]\nenable = true\ninitial_load_path = 'llama'\ninitial_load_in_hf = true",
          "checkpoint.initial_load_path", "llama"),
         # torchtitan starts from random weights.
+        # Without a path, it loads the folder with the tokenizer.
+        ("[model]\nhf_assets_path = 'llama'\n[checkpoint]\nenable = true\n"
+         "initial_load_in_hf = true", "checkpoint.initial_load_path", "llama"),
+        ("[model]\nname = 'llama3'\nflavor = '8B'\nconverters = ['float8']\n"
+         "[float8]\nfilter_fqns = ['layers.3', 'layers.1.attention']",
+         "float8.skip", ["layers.3", "layers.30", "layers.31", "layers.1.attention"]),
+        ("[training]\ndtype = 'bfloat16'\nmixed_precision_param = 'bfloat16'",
+         "optimizer.param_remainders", False),
         ("[checkpoint]\ninitial_load_path = 'llama'\ninitial_load_in_hf = true",
          "checkpoint.initial_load_path", ""),
     ],

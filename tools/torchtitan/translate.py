@@ -10,6 +10,7 @@ from typing import Any
 
 from config import JobConfig
 from config.paths import literal_path
+from models import find_model
 from tools.torchtitan.given import LAST_MONTH, Given, Translation, list_of, read
 from tools.torchtitan.keys import BY_NAME, FLOAT8, KEYS
 from tools.torchtitan.models import model_keys
@@ -143,6 +144,9 @@ def _translate_precision(given: Given, result: Translation) -> None:
             f"training.mixed_precision_param = {param!r}: with training.dtype = {dtype!r} the"
             " weights' dtype is that of the computation"
         )
+    if dtype == "bfloat16":
+        # Its AdamW rounds updates of bfloat16 weights to them.
+        result.keys["optimizer.param_remainders"] = False
 
 
 def _translate_optimizer(given: Given, result: Translation) -> None:
@@ -237,11 +241,12 @@ def _translate_float8(given: Given, result: Translation) -> None:
     skipped = list_of(given[f"{FLOAT8}.filter_fqns"] or [])
     result.keys["float8.recipe"] = recipe
     result.keys["float8.skip_small"] = "auto_filter_small_kn" in skipped
-    # Entries are parts of FQNs there too. The output layer and routers are never converted here.
+    # The output layer and routers are never converted here.
     ours = [
         name
-        for name in skipped
-        if name not in ("output", "auto_filter_small_kn") and "router" not in name.split(".")
+        for entry in skipped
+        if entry not in ("output", "auto_filter_small_kn") and "router" not in entry.split(".")
+        for name in _whole_names(entry, result)
     ]
     if ours:
         result.keys["float8.skip"] = ours
@@ -249,6 +254,16 @@ def _translate_float8(given: Given, result: Translation) -> None:
         result.keys["float8.emulate"] = True
     if "output" not in skipped:
         result.notes.append("float8.skip: the output layer is never converted")
+
+
+def _whole_names(entry: str, result: Translation) -> list[str]:
+    """Parts of FQNs that ``entry`` is in: torchtitan's layers.1 is also in layers.10."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)$", entry)
+    if layer is None or "model.name" not in result.keys:
+        return [entry]
+    _, args = find_model(result.keys["model.name"], result.keys["model.flavor"], {})
+    before = entry.removesuffix(layer[1])
+    return [f"{before}{i}" for i in range(args.n_layers) if str(i).startswith(layer[1])]
 
 
 def _translate_checkpoint(given: Given, result: Translation) -> None:
@@ -264,6 +279,8 @@ def _translate_checkpoint(given: Given, result: Translation) -> None:
         mode = given["checkpoint.async_mode"]
         result.keys["checkpoint.async_mode"] = "async" if mode.startswith("async") else mode
     path = given["checkpoint.initial_load_path"]
+    if not path and given["checkpoint.initial_load_in_hf"]:
+        path = given["model.hf_assets_path"]
     # torchtitan loads nothing without checkpoint.enable; here the weights would be loaded.
     if not path or not is_enabled:
         return
