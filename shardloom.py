@@ -107,7 +107,12 @@ def _toml(key: str, value: Any) -> str:
     """Text of a value as on the command line. JSON's numbers, booleans and lists are TOML's."""
     if isinstance(value, Mapping):
         raise ValueError(f"{key}: give each entry of the table by its own key, {key}.NAME")
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    if isinstance(value, str) and not value.startswith(('"', "'")):
+        return value
+    # NumPy's numbers have item().
+    return json.dumps(
+        value, default=lambda own: getattr(own, "item", own.__str__)(), ensure_ascii=False
+    )
 
 
 def environment() -> dict[str, str]:

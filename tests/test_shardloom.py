@@ -9,10 +9,12 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import shardloom
 from checkpoint.checkpoint_dir import verify_checkpoint
+from config import load_config
 from runtime import exit_codes
 from runtime.run_folder import list_checkpoints
 from tests.lib.launch import without_slow_phases
@@ -134,6 +136,11 @@ def test_values_are_written_as_toml(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"a.b": True, "a.c": 3e-4, "a.d": "x y", "a.e": [1, "ä"], "a.f": Path("x")}
     texts = [shardloom._toml(key, value) for key, value in values.items()]
     assert texts == ["true", "0.0003", "x y", '[1, "ä"]', '"x"']
+    assert shardloom._toml("a.b", np.int64(3)) == "3"
+    for prompt in ('"Hi"', "'Hi'", '"', " a ", "true", "[1]", "a\nb", "a = 3", "#"):
+        argument = f"--validation.sample_prompt={shardloom._toml('a.b', prompt)}"
+        found = load_config(Path("debug_model"), [argument]).validation.sample_prompt
+        assert found == prompt
     with pytest.raises(ValueError, match=r"a\.b: give each entry"):
         shardloom.train("debug_model", {"a.b": {"c": 1}})
 

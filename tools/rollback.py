@@ -5,16 +5,16 @@ begins a new lineage there. It deletes later lines of metrics.jsonl and samples.
 copied to ``abandoned-metrics.jsonl-...`` before. No checkpoint is deleted.
 """
 
+import os
 import sys
 import uuid
-from contextlib import suppress
 from pathlib import Path
 
 from checkpoint.checkpoint_dir import quarantine, verify_checkpoint
 from launcher.failures import record_end
 from runtime import exit_codes
 from runtime.filesystem import atomic_write_text, read_file
-from runtime.log import say
+from runtime.log import logger, say
 from runtime.run_folder import WriteAlarm, list_checkpoints, remove_file, step_of
 from runtime.run_lock import lock_run
 from tools.cli import Parser, path_argument, reporting_errors
@@ -68,14 +68,27 @@ def roll_back(run_folder: Path, step: int) -> None:
 
 
 def _copy_curves(run_folder: Path) -> None:
-    """Copy the files whose later lines the next start deletes."""
+    """Copy the files whose later lines the next start deletes. Raises ``OSError`` without room."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        copy = run_folder / f"abandoned-{name}-{uuid.uuid4().hex[:8]}"
-        with WriteAlarm().of(copy), suppress(FileNotFoundError):
+        try:
             content = read_file(run_folder / name)
+        except OSError as error:
+            # The next start cannot read it either, and leaves it as it is.
+            if not isinstance(error, FileNotFoundError):
+                logger.warning("%s: not copied: %s", run_folder / name, error)
+            continue
+        copy = run_folder / f"abandoned-{name}-{uuid.uuid4().hex[:8]}"
+        try:
             with copy.open("xb") as file:
                 file.write(content)
-            say(f"copied to: {copy}")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            copy.unlink(missing_ok=True)
+            raise OSError(
+                error.errno, f"{error.strerror}; nothing was changed", str(copy)
+            ) from None
+        say(f"copied to: {copy}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from run_spec import resolve
 from runtime import exit_codes
 from runtime.log import logger
 from runtime.run_folder import step_of
+from tests.lib.durability import file_size_limit
 from tests.lib.forked import (
     CONFIG,
     checkpoints,
@@ -170,6 +171,11 @@ def test_restarts_follow_a_rollback(tmp_path: Path, record_result: Callable[[str
     keys = STEPS | {"checkpoint.interval": "2", "checkpoint.keep_latest_k": "0"}
     run(tmp_path, 1, **keys, **{"training.steps": "8", "metrics.log_freq": "1"})
     curve = (tmp_path / "debug_model" / "metrics.jsonl").read_text()
+    # Without room for a copy of the curves, nothing changes.
+    before = sorted((tmp_path / "debug_model").rglob("*"))
+    with file_size_limit(1024):
+        assert rollback.main([str(tmp_path / "debug_model"), "4"]) == exit_codes.BAD_CONFIG
+    assert sorted((tmp_path / "debug_model").rglob("*")) == before
     roll_back(tmp_path / "debug_model", 4)
     [abandoned] = (tmp_path / "debug_model").glob("abandoned-*")
     assert abandoned.name.startswith("abandoned-metrics.jsonl-")
