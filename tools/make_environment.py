@@ -48,6 +48,10 @@ VERSION = re.compile(
 class InstallError(Exception):
     """Failure of venv or pip; the message is their output."""
 
+    def __init__(self, text: str, *, is_killed: bool = False) -> None:
+        super().__init__(text)
+        self.is_killed = is_killed
+
 
 def main() -> int:
     arguments = parse_arguments()
@@ -90,6 +94,10 @@ def parse_arguments() -> argparse.Namespace:
 def run_environment(extra: str | None, lacks: list[str]) -> Path:
     """Create or find the environment of this interpreter and install what it ``lacks``."""
     if Path(sys.prefix, UNFINISHED).exists():
+        if Path(sys.prefix).parent.samefile(ROOT) and sys.prefix != sys.base_prefix:
+            # It is active. The interpreter that it was made by makes it again.
+            base = sys._base_executable  # type: ignore[attr-defined]
+            os.execv(base, [base, *sys.argv])
         raise InstallError(f"the installation of {sys.prefix} is incomplete; unset PYTHON")
     sees_base = not any(name_of(requirement) == "torch" for requirement in lacks)
     kind = "with" if sees_base else "without"
@@ -224,9 +232,10 @@ def pip_install(folder: Path, requirements: list[str], constraints: list[str]) -
     (folder / UNFINISHED).touch()
     try:
         run([python_of(folder), "-m", "pip", "install", "--constraint", file, *requirements])
-    except InstallError:
-        # pip rolls back on failure.
-        (folder / UNFINISHED).unlink()
+    except InstallError as error:
+        # pip rolls back on failure, unless it was killed.
+        if not error.is_killed:
+            (folder / UNFINISHED).unlink()
         raise
     (folder / UNFINISHED).unlink()
 
@@ -243,7 +252,8 @@ def run(command: list[str | Path]) -> str:
         errors = done.stderr[max(0, done.stderr.find("ERROR")) :] or done.stdout
         cause = "".join(done.stdout.partition("\nThe conflict is caused by:")[1:])
         text = f"{errors}{cause}".strip()
-        raise InstallError(f"\n{text}" if text else f"{command[0]} exited with {done.returncode}")
+        text = f"\n{text}" if text else f"{command[0]} exited with {done.returncode}"
+        raise InstallError(text, is_killed=done.returncode < 0)
     return done.stdout
 
 

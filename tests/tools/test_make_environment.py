@@ -206,7 +206,9 @@ def test_killed_installation_is_repeated(clone: Clone, image: Path) -> None:
     # A half-finished pip can leave files that make a package look installed.
     half = write_wheel(clone.root, "small-one", "1.9")
     zipfile.ZipFile(half).extractall(site_packages(clone.venv))
-    code, python, messages = clone.find(PYTHON=image)
+    # It is active, as in a shell that had activated an older one.
+    path = os.pathsep.join([str(clone.venv / "bin"), os.environ["PATH"]])
+    code, python, messages = clone.find(PATH=path, VIRTUAL_ENV=clone.venv)
     assert code == 0, messages
     assert packages_of(python)["small-one"][0] == "1.2"
 
