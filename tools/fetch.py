@@ -36,11 +36,12 @@ from tools.cli import Parser, path_text, reporting_errors
 
 @dataclass(frozen=True)
 class Wanted:
-    """Files, patterns, of a repository, and the markers of the run that reads its tokenizer."""
+    """Files, patterns, of a repository."""
 
     name: HubName
     files: tuple[str, ...]
-    data: Data
+    data: Data | None
+    """Markers of the run that reads its tokenizer; None if it may have none."""
 
 
 @reporting_errors
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
             is_bare = text.count("/") == 1 and ":" not in text
             name = parse_hub_name(PREFIX + text if is_bare else text)
             files = WEIGHT_FILES if options.weights else TOKENIZER_FILES
-            wanted = [Wanted(name, files, Data())]
+            wanted = [Wanted(name, files, None if options.weights else Data())]
         for each in wanted:
             fetch(each)
     return exit_codes.DONE
@@ -79,7 +80,8 @@ def named_by(path: Path) -> list[Wanted]:
         text = getattr(getattr(config, section), name)
         if is_hub_name(text):
             # Weights include the tokenizer's files, and those config.json.
-            wanted = Wanted(parse_hub_name(text), files, config.data)
+            data = config.data if text == config.data.tokenizer else None
+            wanted = Wanted(parse_hub_name(text), files, data)
             found[wanted.name] = max(wanted, found.get(wanted.name, wanted), key=n_files)
         elif files is TOKENIZER_FILES:
             # tiktoken downloads its own encodings.
@@ -117,11 +119,22 @@ def fetch(wanted: Wanted) -> None:
         Folder(folder)
         say("[checkpoint]", f'initial_load_path = "{name}"')
     if wanted.files != CONFIG_FILES:
-        data = wanted.data
-        tokenizer = load_tokenizer(str(folder), bos=data.bos, eos=data.eos)
-        form = f"{tokenizer.n_vocab:,} tokens, documents are {tokenizer.document_form}"
-        say("[data]", f'tokenizer = "{name}"  # {form}')
+        describe_tokenizer(wanted, folder)
     describe_model(name, folder)
+
+
+def describe_tokenizer(wanted: Wanted, folder: Path) -> None:
+    """Print the TOML for the tokenizer, or why there is none; ``ValueError`` if a run needs it."""
+    data = wanted.data or Data()
+    try:
+        tokenizer = load_tokenizer(str(folder), bos=data.bos, eos=data.eos)
+    except ValueError as error:
+        if wanted.data is not None:
+            raise
+        say(f"no tokenizer: {error}")
+        return
+    form = f"{tokenizer.n_vocab:,} tokens, documents are {tokenizer.document_form}"
+    say("[data]", f'tokenizer = "{wanted.name}"  # {form}')
 
 
 def describe_model(name: HubName, folder: Path) -> None:

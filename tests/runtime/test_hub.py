@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants, snapshot_download
+from safetensors.torch import save
 
 from config import ConfigError, JobConfig, load_config
 from config.hub_names import FILES, TOKENIZER_FILES, WEIGHT_FILES, HubName, parse_hub_name
@@ -288,6 +290,18 @@ def test_fetch_of_pickled_weights_is_an_error(hub: Hub, capsys: pytest.CaptureFi
     hub.files["pytorch_model.bin"] = hub.files.pop("model.safetensors")
     assert fetch.main(["--weights", "owner/model"]) == exit_codes.BAD_CONFIG
     assert "no model.safetensors or model.safetensors.index.json" in capsys.readouterr().err
+
+
+def test_weights_need_no_tokenizer(hub: Hub, capsys: pytest.CaptureFixture) -> None:
+    del hub.files["tokenizer.json"]
+    hub.files["model.safetensors"] = save({"lm_head.weight": torch.zeros(1, 1)})
+    assert fetch.main(["--weights", "owner/model"]) == exit_codes.DONE
+    printed = capsys.readouterr().out
+    assert 'initial_load_path = "hf:owner/model"' in printed
+    assert "no tokenizer: data.tokenizer: " in printed
+    assert 'name = "qwen3"' in printed
+    assert fetch.main(["owner/model"]) == exit_codes.BAD_CONFIG
+    assert "data.tokenizer: " in capsys.readouterr().err
 
 
 def test_config_without_names_of_the_hub_loads_its_tokenizer(
