@@ -17,6 +17,8 @@ from runtime.log import logger, plain_number
 from runtime.machine import available_cpus, device_name
 from runtime.release import warn_if_untested
 
+# A bfloat16 sum loses addends that it exceeds by 2^8 or more.
+MOST_BFLOAT16_SUMS = 128
 # Documents whose length stands for that of all, and characters after which no more are read.
 PROBED_DOCUMENTS, PROBED_CHARACTERS = 64, 1 << 22
 
@@ -51,6 +53,13 @@ def log_plan(
         "precision: weights %s%s, compute %s, gradient reduction %s",
         training.dtype, remainders, _name(policy.param_dtype), _name(policy.reduce_dtype),
     )  # fmt: skip
+    n_microbatches = run.n_microbatches(model.dims.degrees.batch)
+    if training.dtype == "bfloat16" and n_microbatches > MOST_BFLOAT16_SUMS:
+        logger.warning(
+            "precision: gradients of %d microbatches are added in bfloat16, which loses a part of"
+            " them from about %d on: raise training.local_batch_size", n_microbatches,
+            MOST_BFLOAT16_SUMS,
+        )  # fmt: skip
     state_bytes = None if ":" in run.config.optimizer.name else optimizer_bytes(optimizer)
     logger.info("memory: %s", memory_text(model.module, state_bytes, model.device))
     lines = plan_lines(

@@ -129,6 +129,20 @@ def test_a_start_from_nothing_neither_diverges_nor_is_compared_in_its_ramp(tmp_p
     assert found == list(range(4 + FIRST_STEPS + 1, 25))
 
 
+@pytest.mark.parametrize("n_microbatches", [128, 129])
+def test_many_sums_of_bfloat16_gradients_are_a_warning(n_microbatches: int, tmp_path: Path) -> None:
+    keys = {
+        "training.dtype": "bfloat16",
+        "training.local_batch_size": "1", "training.global_batch_size": str(n_microbatches),
+        "training.seq_len": "8", "training.steps": "1", "lr_scheduler.total_steps": "1",
+        "checkpoint.enable": "false",
+    }  # fmt: skip
+    with started(tmp_path, 1, **keys) as ranks:
+        assert codes(ranks) == {0}, log(tmp_path)
+    text = f"gradients of {n_microbatches} microbatches are added in bfloat16"
+    assert (text in log(tmp_path)) == (n_microbatches > 128)
+
+
 def compile_for_an_hour() -> None:
     """Make the first step of a start take an hour, by the clock of metrics."""
     late = [0.0]
