@@ -4,6 +4,7 @@ Sources: the published config and ``transformers``; arXiv 2412.06464, 2505.06708
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -27,7 +28,7 @@ from models.transformer import (
 class Qwen3NextArgs(Qwen3MoeArgs):
     """Shape of a Qwen3-Next. ``n_heads`` to ``head_dim`` are those of its attention layers."""
 
-    WITHOUT_EFFECT = {"qk_norm": "attention always normalizes queries and keys"}  # noqa: RUF012
+    WITHOUT_EFFECT: ClassVar = {"qk_norm": "attention always normalizes queries and keys"}
 
     rotary_dim: int
     """Rotated dims of each head."""

@@ -205,13 +205,14 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def limit_gloo_to_one_thread() -> None:
-    """Use one worker thread for a gloo group, and one device for all, created from now on.
+    """Use one worker thread instead of two for gloo groups created from now on.
 
     In PyTorch 2.13 both threads write the name of their last op to one string without a lock
     (ProcessGroupGloo::runLoop). Names over 15 characters, such as the functional all-gather's, are
     on the heap and may be freed twice: a rank crashes every few hours.
 
-    PyTorch gives each group a device of its own, whose thread wakes up 100 times a second.
+    Groups also share one device, whose thread wakes up 100 times a second; PyTorch creates one for
+    each group.
     """
     path = "torch.distributed:ProcessGroupGloo._Options"
     make_options = find(path)

@@ -183,6 +183,8 @@ def _configure(folder: Path, nodes: list[str]) -> None:
         "SlurmctldHost": "ctl(127.0.0.1)",
         "SlurmUser": "root",
         "SlurmctldPort": str(base),
+        # The ports of jobs follow from their numbers, and another cluster may be on this machine.
+        "FirstJobId": str(base),
         "CommunicationParameters": "NoCtldInAddrAny",
         # A requeued job waits for the lifetime of a credential, two minutes by default.
         "AuthInfo": f"socket={folder}/run/munge,cred_expire=5",
