@@ -72,8 +72,10 @@ class Cluster:
 
     def crash(self, node: str) -> None:
         """Kill all processes of ``node`` at once, as a power loss would."""
+        # Its number may be given to a namespace of another cluster on this machine.
+        namespace = self._namespaces.pop(node)
         for path in Path("/proc").iterdir():
-            if path.name.isdecimal() and _namespace(int(path.name)) == self._namespaces.get(node):
+            if path.name.isdecimal() and _namespace(int(path.name)) == namespace:
                 with suppress(ProcessLookupError):
                     os.kill(int(path.name), signal.SIGKILL)
         self._daemons[node].wait()
@@ -102,7 +104,7 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        for node in self._namespaces:
+        for node in list(self._namespaces):
             self.crash(node)
         for daemon in self._daemons.values():
             daemon.terminate()
