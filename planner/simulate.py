@@ -4,6 +4,7 @@ Tensors are fake: they have shapes and no data. The process group is fake too: i
 ranks, and its collectives return at once.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ from planner.step_record import (
     StepRecord,
 )
 from run_spec import RunSpec
+from runtime import norms
 from runtime.compat import find, has
 from runtime.dtensor import to_local
 from runtime.private_names import PRIVATE
@@ -286,6 +288,7 @@ def gpu_updates(recorder: StepRecorder) -> Iterator[None]:
 
     with (
         patch.object(loss, "CPU_CHUNK", loss.CHUNK),
+        patch.object(norms, "PIECE", sys.maxsize),
         patch.object(loss, "for_row_chunks", for_first_chunk),
         patch.object(chunked_adamw, "_chunks", update_states),
         patch.object(one_pass_adamw, "_update_in_chunks", recorder.count_kernel),

@@ -13,7 +13,8 @@ PIECE = 1 << 16
 
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the 2-norm of each tensor, 0-d and computed in ``dtype``. All are on one device."""
-    if tensors[0].is_cuda or dtype == torch.float64:
+    is_small = max(tensor.numel() for tensor in tensors) <= PIECE
+    if tensors[0].is_cuda or dtype == torch.float64 or is_small:
         return list(foreach("norm", tensors, 2.0, dtype=dtype))
     return [_of_pieces(tensor, dtype) for tensor in tensors]
 

@@ -96,7 +96,8 @@ def run_environment(extra: str | None, lacks: list[str]) -> Path:
     if Path(sys.prefix, UNFINISHED).exists():
         if Path(sys.prefix).parent.samefile(ROOT) and sys.prefix != sys.base_prefix:
             # It is active. The interpreter that it was made by makes it again.
-            base = sys._base_executable  # type: ignore[attr-defined]
+            name = "python{}.{}".format(*sys.version_info)
+            base = os.path.join(sys.base_prefix, "bin", name)
             os.execv(base, [base, *sys.argv])
         raise InstallError(f"the installation of {sys.prefix} is incomplete; unset PYTHON")
     sees_base = not any(name_of(requirement) == "torch" for requirement in lacks)

@@ -10,7 +10,7 @@ from typing import Any
 
 from config import JobConfig
 from config.paths import literal_path
-from models import find_model
+from models import MODEL_SPECS
 from tools.torchtitan.given import LAST_MONTH, Given, Translation, list_of, read
 from tools.torchtitan.keys import BY_NAME, FLOAT8, KEYS
 from tools.torchtitan.models import model_keys
@@ -261,7 +261,7 @@ def _whole_names(entry: str, result: Translation) -> list[str]:
     layer = re.search(r"(?:^|\.)layers\.(\d+)$", entry)
     if layer is None or "model.name" not in result.keys:
         return [entry]
-    _, args = find_model(result.keys["model.name"], result.keys["model.flavor"], {})
+    args = MODEL_SPECS[result.keys["model.name"]].flavors[result.keys["model.flavor"]]
     before = entry.removesuffix(layer[1])
     return [f"{before}{i}" for i in range(args.n_layers) if str(i).startswith(layer[1])]
 
