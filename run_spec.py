@@ -28,7 +28,7 @@ from runtime.control import RunControl
 from runtime.distributed import compute_dtype
 from runtime.hub_paths import local_path
 from runtime.log import logger
-from runtime.machine import lacks_float8
+from runtime.machine import machine_facts
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,7 @@ class RunSpec:
     def allows(self, config: JobConfig) -> bool:
         """True if this run's model and ranks could train with ``config``."""
         try:
-            check_constraints(
-                config,
-                self.model_args,
-                dist.get_world_size(),
-                has_gpu=torch.cuda.is_available(),
-                lacks_float8=lacks_float8(),
-            )
+            check_constraints(config, self.model_args, dist.get_world_size(), **machine_facts())
         except ConfigError:
             return False
         return True
@@ -178,14 +172,8 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
     ``has_gpu``: of the machine that will train; None: of this one.
     """
     spec, published_args = model_of(config)
-    is_here = has_gpu is None
-    degrees = check_constraints(
-        config,
-        published_args,
-        world_size,
-        has_gpu=torch.cuda.is_available() if has_gpu is None else has_gpu,
-        lacks_float8=is_here and lacks_float8(),
-    )
+    machine = machine_facts() if has_gpu is None else {"has_gpu": has_gpu}
+    degrees = check_constraints(config, published_args, world_size, **machine)
     check_installed(config.metrics.trackers)
     tokenizer = load_tokenizer(config.data.tokenizer, bos=config.data.bos, eos=config.data.eos)
     # Multiples of 64 suit tensor cores, and tensor parallel degrees of powers of two.

@@ -109,9 +109,9 @@ def _toml(key: str, value: Any) -> str:
         raise ValueError(f"{key}: give each entry of the table by its own key, {key}.NAME")
     if isinstance(value, str) and not value.startswith(('"', "'")):
         return value
-    # NumPy's numbers have item().
+    # NumPy's numbers and arrays have tolist().
     return json.dumps(
-        value, default=lambda own: getattr(own, "item", own.__str__)(), ensure_ascii=False
+        value, default=lambda own: getattr(own, "tolist", own.__str__)(), ensure_ascii=False
     )
 
 

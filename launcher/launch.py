@@ -37,7 +37,7 @@ from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
 from runtime.log import error_text, escape_on_stdout, red, report, say, unless_closed
-from runtime.machine import available_cpus, enable_expandable_segments, lacks_float8
+from runtime.machine import available_cpus, enable_expandable_segments, machine_facts
 from runtime.run_folder import OLD_STOP, list_checkpoints, read_text, stop_file_id
 from runtime.run_lock import is_locked
 
@@ -198,11 +198,10 @@ def check_run(config: JobConfig, n_ranks: int, n_nodes: int) -> JobConfig:
     """
     flavor = local_path(config.model.flavor, CONFIG_FILES, key="model.flavor")
     _, args = find_model(config.model.name, flavor, config.model.args)
-    machine = {"has_gpu": torch.cuda.is_available(), "lacks_float8": lacks_float8()}
     errors = []
     for each in candidates(config):
         try:
-            check_constraints(each, args, n_ranks * n_nodes, **machine, n_nodes=n_nodes)
+            check_constraints(each, args, n_ranks * n_nodes, **machine_facts(), n_nodes=n_nodes)
             return each
         except ConfigError as error:
             errors.append(error)

@@ -374,7 +374,7 @@ def _stacks(parameters: Iterable[nn.Parameter], ranks: list[int]) -> Iterator[St
             parameter.shape,
         )
         if key not in layouts:
-            # With a thousand ranks, it takes a tenth of a second.
+            # With a thousand ranks, each takes a third of a second.
             layouts[key] = Layout(parameter, ranks)
         layout = layouts[key]
         limit = max(1, CHUNK // math.prod(parameter.shape[-2:]))

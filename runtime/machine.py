@@ -48,6 +48,11 @@ def lacks_float8() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
 
 
+def machine_facts() -> dict[str, bool]:
+    """Arguments of ``check_constraints`` for a run that trains on this machine."""
+    return {"has_gpu": torch.cuda.is_available(), "lacks_float8": lacks_float8()}
+
+
 def available_cpus() -> int:
     """Number of CPUs this process may run on; all CPUs where the OS does not say (macOS)."""
     if hasattr(os, "sched_getaffinity"):

@@ -137,6 +137,7 @@ def test_values_are_written_as_toml(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [shardloom._toml(key, value) for key, value in values.items()]
     assert texts == ["true", "0.0003", "x y", '[1, "ä"]', '"x"']
     assert shardloom._toml("a.b", np.int64(3)) == "3"
+    assert shardloom._toml("a.b", np.array([0.5, 2])) == "[0.5, 2.0]"
     for prompt in ('"Hi"', "'Hi'", '"', " a ", "true", "[1]", "a\nb", "a = 3", "#"):
         argument = f"--validation.sample_prompt={shardloom._toml('a.b', prompt)}"
         found = load_config(Path("debug_model"), [argument]).validation.sample_prompt

@@ -94,11 +94,11 @@ def parse_arguments() -> argparse.Namespace:
 def run_environment(extra: str | None, lacks: list[str]) -> Path:
     """Create or find the environment of this interpreter and install what it ``lacks``."""
     if Path(sys.prefix, UNFINISHED).exists():
-        if Path(sys.prefix).parent.samefile(ROOT) and sys.prefix != sys.base_prefix:
-            # It is active. The interpreter that it was made by makes it again.
-            name = "python{}.{}".format(*sys.version_info)
-            base = os.path.join(sys.base_prefix, "bin", name)
-            os.execv(base, [base, *sys.argv])
+        maker = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
+        is_own = sys.prefix != sys.base_prefix and Path(sys.prefix).parent.samefile(ROOT)
+        if is_own and maker.exists():
+            # It is active. The interpreter that made it makes it again.
+            os.execv(maker, [str(maker), *sys.argv])
         raise InstallError(f"the installation of {sys.prefix} is incomplete; unset PYTHON")
     sees_base = not any(name_of(requirement) == "torch" for requirement in lacks)
     kind = "with" if sees_base else "without"

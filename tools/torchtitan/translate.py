@@ -261,9 +261,10 @@ def _whole_names(entry: str, result: Translation) -> list[str]:
     layer = re.search(r"(?:^|\.)layers\.(\d+)$", entry)
     if layer is None or "model.name" not in result.keys:
         return [entry]
-    args = MODEL_SPECS[result.keys["model.name"]].flavors[result.keys["model.flavor"]]
+    flavor = MODEL_SPECS[result.keys["model.name"]].flavors[result.keys["model.flavor"]]
+    n_layers = result.keys.get("model.args", {}).get("n_layers", flavor.n_layers)
     before = entry.removesuffix(layer[1])
-    return [f"{before}{i}" for i in range(args.n_layers) if str(i).startswith(layer[1])]
+    return [f"{before}{i}" for i in range(n_layers) if str(i).startswith(layer[1])]
 
 
 def _translate_checkpoint(given: Given, result: Translation) -> None:
