@@ -203,10 +203,11 @@ def sum_over_ranks() -> AbstractContextManager:
         (default_reduction, "norms"),
         (sequential_accumulation, "norms"),
         (ordinary_norm, "norms"),
-        (ordinary_optimizer, "state.norm.weight.exp_avg_sq"),
+        (ordinary_optimizer, ".exp_avg_sq"),
         (sum_over_ranks, "losses"),
     ],
 )
 def test_fault_changes_results(ranks: RankPool, fault: Fault, seen_in: str) -> None:
+    """Which weights round otherwise depends on the CPU's vectors."""
     keys = {"name": "llama3", "training": FLOAT32, "faults": (fault,), "steps": 2}
-    assert seen_in in differences(ranks, (1, 4), **keys)
+    assert any(name.endswith(seen_in) for name in differences(ranks, (1, 4), **keys))
