@@ -32,9 +32,9 @@ def matching_files(
     """
     matches: dict[FileId, list[tuple[DataPath, str]]] = {}
     for path, name in relative_names(pattern, match_paths(pattern)):
-        status = _stat(path)
+        status = facts_of(path)
         if stat.S_ISREG(status.st_mode):
-            matches.setdefault(_identity(path, status), []).append((path, name))
+            matches.setdefault(identity(path, status), []).append((path, name))
         elif not stat.S_ISDIR(status.st_mode):
             raise ValueError(f"data.path: {path} is neither a file nor a folder")
     if not matches:
@@ -146,10 +146,10 @@ def _folders(folder: str) -> Iterator[str]:
         pending, links = sorted(links, reverse=True), []
         while pending:
             current = pending.pop()
-            identity = _identity(Path(current), os.stat(current or "."))
-            if identity in seen:
+            folder_id = identity(Path(current), os.stat(current or "."))
+            if folder_id in seen:
                 continue
-            seen.add(identity)
+            seen.add(folder_id)
             yield current
             paths = [os.path.join(current, n) for n in _names(current) if not n.startswith(".")]
             below = [path for path in paths if os.path.isdir(path)]
@@ -161,7 +161,8 @@ def _names(folder: str) -> list[str]:
     return sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
 
 
-def _stat(path: DataPath) -> os.stat_result | Facts:
+def facts_of(path: DataPath) -> os.stat_result | Facts:
+    """Status of the file at ``path``. Raises ``ValueError``, which names it."""
     if isinstance(path, RemoteFile):
         return path.stat()
     try:
@@ -173,10 +174,11 @@ def _stat(path: DataPath) -> os.stat_result | Facts:
 
 def file_id(path: DataPath) -> FileId:
     """Identity of the file at ``path``, however many names lead to it."""
-    return _identity(path, _stat(path))
+    return identity(path, facts_of(path))
 
 
-def _identity(path: DataPath, status: os.stat_result | Facts) -> FileId:
+def identity(path: DataPath, status: os.stat_result | Facts) -> FileId:
+    """As ``file_id``, of a known status."""
     return (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(str(path))
 
 

@@ -19,7 +19,7 @@ from config.resume_compat import shown
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced
 from data.formats import Format, format_of
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
-from data.matching import FileId, file_id, matching_files, without_owned
+from data.matching import FileId, facts_of, file_id, identity, matching_files, without_owned
 from data.outside import OutsideDocuments
 from data.remote_errors import mistakes_as_value_errors
 from data.storage import DataPath, for_each
@@ -407,10 +407,6 @@ def _first_owners(reserved: Reserved) -> ColumnOwners:
     return defaultdict(dict, {WHOLE_FILE: dict(reserved.excluded)})
 
 
-def _own(owners: Owners, paths: Iterable[DataPath], label: str) -> None:
-    owners.update((file_id(path), label) for path in paths)
-
-
 def _open_documents(
     config: DocumentSource,
     owners: ColumnOwners,
@@ -419,7 +415,7 @@ def _open_documents(
 ) -> tuple[Documents, str]:
     if config.type == "tokens":
         tokenized = open_token_files(config.path, ChainMap(*owners.values()), config.label)
-        _own(owners[WHOLE_FILE], tokenized.paths, config.label)
+        owners[WHOLE_FILE].update((file_id(path), config.label) for path in tokenized.paths)
         if check_tokens is not None:
             check_tokens(tokenized)
         return SkipBadRecords(tokenized) if skips_bad else tokenized, tokenized.fingerprint
@@ -441,13 +437,17 @@ def _open_documents(
     if not tables:
         files = without_owned(files, ChainMap(*owners.values()), config.label)
     column = config.text_key if tables else WHOLE_FILE
-    _own(owners[column], (path for path, _ in files), config.label)
-    listing = "\n".join(f"{name} {path.stat().st_size}" for path, name in files)
+    # Once: there may be many files, on a file system that is slow to answer.
+    facts = {path: facts_of(path) for path, _ in files}
+    owners[column].update((identity(path, fact), config.label) for path, fact in facts.items())
+    sizes = {path: fact.st_size for path, fact in facts.items()}
+    listing = "\n".join(f"{name} {sizes[path]}" for path, name in files)
     documents: Documents
     if not tables:
         empty = {path for path, _, form in found if form is None}
         texts = [file for file in files if file[0] not in empty]
-        documents = TextFiles(texts, encoding_errors="replace" if is_builtin else "strict")
+        errors = "replace" if is_builtin else "strict"
+        documents = TextFiles(texts, sizes, encoding_errors=errors)
         documents = SkipBadRecords(documents) if skips_bad else documents
         return documents, _fingerprint(listing, documents)
     _check_all_are_tables(found)

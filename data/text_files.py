@@ -3,7 +3,8 @@
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,7 @@ PIECE_BYTES = 1 << 14
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
 
+@cache
 def builtin_files() -> list[tuple[DataPath, str]]:
     """(path, name) of the Python files of the standard library and of torch, without tests.
 
@@ -28,14 +30,8 @@ def builtin_files() -> list[tuple[DataPath, str]]:
     assert torch is not None
     assert torch.origin is not None
     roots = {"python": Path(sysconfig.get_path("stdlib")), "torch": Path(torch.origin).parent}
-    return sorted(
-        (
-            (path, f"{top}/{path.relative_to(root).as_posix()}")
-            for top, root in roots.items()
-            for path in _python_files(root)
-        ),
-        key=lambda file: file[1],
-    )
+    files = (file for top, root in roots.items() for file in _python_files(root, top))
+    return sorted(files, key=lambda file: file[1])
 
 
 class TextFiles:
@@ -43,10 +39,17 @@ class TextFiles:
 
     groups = None
 
-    def __init__(self, files: list[tuple[DataPath, str]], *, encoding_errors: str) -> None:
+    def __init__(
+        self,
+        files: list[tuple[DataPath, str]],
+        sizes: Mapping[DataPath, int],
+        *,
+        encoding_errors: str,
+    ) -> None:
+        """``files``: (path, name). ``sizes``: in bytes, of at least these."""
         self._files, self._errors = files, encoding_errors
         copy_remote(path for path, _ in files)
-        self._sizes = [path.stat().st_size for path, _ in files]
+        self._sizes = [sizes[path] for path, _ in files]
         counts = [-(-size // PIECE_BYTES) for size in self._sizes]
         self._ends = list(accumulate(counts))
         hashes = [name_hash(name) for _, name in files]
@@ -82,11 +85,13 @@ class TextFiles:
             raise ValueError(text) from None
 
 
-def _python_files(root: Path) -> Iterator[Path]:
+def _python_files(root: Path, top: str) -> Iterator[tuple[DataPath, str]]:
+    """(path, name) of the files below ``root``, which the names call ``top``."""
     for folder, subfolders, names in os.walk(root):
+        place = top + folder.removeprefix(str(root)).replace(os.sep, "/")
         # Do not walk these: installed packages are many times the size of the library.
         subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
-        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+        yield from ((Path(folder, n), f"{place}/{n}") for n in names if n.endswith(".py"))
 
 
 def _read_piece(path: Path, piece: int) -> tuple[int, bytes]:

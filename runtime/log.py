@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from typing import TextIO
 
 from config import ConfigError
@@ -161,7 +162,7 @@ def duration(seconds: float) -> str:
 def plain_number(number: float, digits: int) -> str:
     """Format with ``digits`` digits, a large number with all before its point: 0.12, 1.2, 1,234."""
     rounded = f"{number:,.0f}"
-    return rounded if len(rounded) >= digits else f"{number:.{digits}g}"
+    return rounded if len(rounded) >= digits else f"{Decimal(f'{number:.{digits}g}'):f}"
 
 
 def short_number(number: float) -> str:

@@ -24,7 +24,8 @@ def pieces(contents: list[bytes], folder: Path, errors: str = "strict") -> list[
     paths = [folder / str(i) for i in range(len(contents))]
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
-    texts = TextFiles([(path, path.name) for path in paths], encoding_errors=errors)
+    sizes = {path: len(content) for path, content in zip(paths, contents, strict=True)}
+    texts = TextFiles([(path, path.name) for path in paths], sizes, encoding_errors=errors)
     return [texts[i] for i in range(len(texts))]
 
 
@@ -126,13 +127,14 @@ def test_single_file_is_held_out_by_pieces(tmp_path: Path) -> None:
     train, held_out = both(config, 0)
     counts = [int(source.description.split()[0]) for source in (train, held_out)]
     assert min(counts) > 0
-    assert sum(counts) == len(TextFiles([(path, path.name)], encoding_errors="strict"))
+    texts = TextFiles([(path, "book")], {path: path.stat().st_size}, encoding_errors="strict")
+    assert sum(counts) == len(texts)
 
 
 def test_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("a line of text\n" * 20_000)
-    texts = TextFiles([(path, path.name)], encoding_errors="strict")
+    texts = TextFiles([(path, "book")], {path: path.stat().st_size}, encoding_errors="strict")
     path.write_text("a line of text\n")
     for index in (0, 9):
         with pytest.raises(OSError, match=r"book\.txt changed from 300,000 to 15 bytes while"):

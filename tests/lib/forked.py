@@ -21,6 +21,7 @@ import train
 from checkpoint.manifest import read_manifest, sizes_of
 from checkpoint.tensor_files import DTYPES
 from checkpoint.tensor_index import read_index
+from data.text_files import builtin_files
 from optim.spikes import LossSpikeDetector
 from runtime.run_folder import list_checkpoints
 from tests.lib.launch import small_keys
@@ -31,6 +32,8 @@ from tests.lib.repository import ROOT
 
 CONFIG = ROOT / "train_configs" / "debug_model.toml"
 QUICK = {"activation_checkpoint.mode": "none", "validation.enable": "false"}
+# They are kept, for all processes that are forked from one that imports this module.
+builtin_files()
 
 
 def nothing() -> None:

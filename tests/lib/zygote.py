@@ -24,6 +24,7 @@ import threading
 from importlib import import_module  # noqa: TID251
 from typing import NoReturn
 
+from data.text_files import builtin_files
 from tests.lib import warm
 from tests.lib.warm import ZYGOTE, Program, WarmPopen, receive
 
@@ -145,6 +146,8 @@ def give_zygote() -> Program | None:
 def main(word: str, *arguments: str) -> None:
     for name in PROGRAMS if word.isdecimal() else (*RANKS, word):
         import_module(name)
+    # They are kept, for all that is forked.
+    builtin_files()
     gc.freeze()
     if word.isdecimal():
         program = serve(socket.socket(fileno=int(word)))
