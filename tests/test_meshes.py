@@ -212,6 +212,7 @@ def test_any_mesh_trains_the_same_model(
 ) -> None:
     run(tmp_path, layout.world_size, **keys_of(layout, flavor), **OBSERVED)
     assert_same_run(tmp_path, two_ranks(flavor, **OBSERVED))
+    assert written_samples(tmp_path) == written_samples(two_ranks(flavor, **OBSERVED))
 
 
 def no_tied_gradient_all_reduce() -> None:

@@ -164,7 +164,7 @@ def test_interrupt_of_a_notebook_saves(tmp_path: Path) -> None:
     assert "TrainingError: exit code 75" in errors
     assert "stopped by SIGINT" in errors
     (checkpoint,) = list_checkpoints(tmp_path / "run" / "checkpoints")
-    verify_checkpoint(checkpoint)
+    assert verify_checkpoint(checkpoint) == []
 
 
 def test_wheel_trains_elsewhere(tmp_path: Path) -> None:

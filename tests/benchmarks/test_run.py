@@ -26,6 +26,7 @@ from benchmarks.run import load_cases, main
 from benchmarks.turns import Loop, LoopError, Turn, Turns
 from planner.roofline import FIT
 from tests.lib.marks import slow
+from tests.lib.patience import PATIENCE_SECONDS
 
 TINY = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 96,
@@ -167,7 +168,7 @@ def hanging(_: Turns) -> None:
 
 
 def test_failed_loop_raises_and_hung_loop_times_out() -> None:
-    far = run.time.monotonic() + 60
+    far = run.time.monotonic() + PATIENCE_SECONDS
     with pytest.raises(LoopError) as caught, Loop(failing, deadline=far) as loop:
         loop.turn()
     assert caught.value.problem == "RuntimeError: out of / memory"
@@ -182,7 +183,7 @@ def locking(turns: Turns) -> None:
 
 def test_locks_of_a_loop_leave_no_files() -> None:
     # With a name, the lock is a file, about which Python warns once the loop has ended.
-    with Loop(locking, deadline=run.time.monotonic() + 60) as loop:
+    with Loop(locking, deadline=run.time.monotonic() + PATIENCE_SECONDS) as loop:
         assert loop.ready is None
 
 

@@ -401,8 +401,9 @@ def test_flipped_bits_and_zeroed_pages_are_detected(
         else:
             damaged[offset : offset + 4096] = bytes(len(damaged[offset : offset + 4096]))
         path.write_bytes(damaged)
+        is_unseen = damaged != content and not verify_checkpoint(folder)
         # A change of white space in the manifest does not matter.
-        if damaged != content and not verify_checkpoint(folder) and read_manifest(folder) != want:
+        if is_unseen and (path.name != MANIFEST_FILE or read_manifest(folder) != want):
             missed.append((path.name, offset))
         path.write_bytes(content)
     assert not missed

@@ -291,6 +291,9 @@ def test_no_writer_outlives_a_kill(tmp_path: Path, record_result: Callable[[str]
     with ranks_started(save_slowly, folder, 2) as started_ranks:
         assert {report.recv() for _, report in started_ranks} == {"written"}
         pids = [process.pid for process, _ in started_ranks]
+        threads = [thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir()]
+        # They would outlive their rank.
+        assert not any((thread / "children").read_text() for thread in threads)
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
     # All data is written, but no process is left to rename it.

@@ -39,7 +39,8 @@ from runtime import exit_codes
 from runtime.machine import available_cpus
 from runtime.run_lock import lock_run
 from runtime.signals import SIGNALS
-from tests.lib.patience import PATIENCE_SECONDS
+from tests.lib.launch import without_slow_phases
+from tests.lib.patience import PATIENCE_SECONDS, wait_until
 from tests.lib.ports import free_port
 from tests.lib.processes import are_gone, seconds_until
 
@@ -499,7 +500,7 @@ def test_ranks_get_torchruns_and_the_users_environment(
         assert found["NCCL_DEBUG"] == "INFO"
         assert found["TORCH_FR_DUMP_TEMP_FILE"] == f"{logs}/flight-record-"
     # Rank 0 is shown, and the output of both is kept.
-    assert capfd.readouterr().out == "rank 0\n"
+    assert without_slow_phases(capfd.readouterr().out) == "rank 0\n"
     kept = {path.name: path.read_text() for path in logs.iterdir()}
     assert kept == {"rank-0.out": "rank 0\n", "rank-1.out": "rank 1\n"}
 
@@ -701,7 +702,7 @@ def test_ranks_too_slow_to_save_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(agent, "SHUTDOWN_SECONDS", 0)
-    source = SAVES.replace("NUMBER", "signal.SIGTERM")
+    source = SAVES.replace("NUMBER", "signal.SIGTERM").replace("sleep(0.5)", "sleep(3600)")
     assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
     assert not (tmp_path / "default" / "control" / "outcome").exists()
     text = r"ranks \[.+\] did not end within 0 s of SIGTERM: killed without a save"
@@ -743,7 +744,9 @@ def test_launchers_exit_together_unless_one_gets_a_signal():
             head.result(3 * agent.POLL_SECONDS)
         agent._exit_barrier(store, nodes[1], [], 60.0)
         head.result(10)
-    agent._exit_barrier(dist.HashStore(), nodes[0], [signal.SIGTERM], 60.0)
+    begin = time.monotonic()
+    agent._exit_barrier(dist.HashStore(), nodes[0], [signal.SIGTERM], PATIENCE_SECONDS)
+    assert time.monotonic() - begin < PATIENCE_SECONDS
 
 
 def test_signal_before_handlers_exits_as_preempted(
@@ -827,13 +830,17 @@ def test_terminal_after_ctrl_z_and_at_the_end(tmp_path: Path, monkeypatch: pytes
                 stream.feed(os.read(master, 1 << 16))
         return any(line.startswith(text) for line in screen.display)
 
-    seconds_until(lambda: shows("step 3/10"), limit=30.0)
+    def has_continued() -> bool:
+        is_live = shows("step 3/10")
+        return is_live and any("launcher: continued" in line for line in screen.display)
+
+    wait_until(lambda: shows("step 3/10"))
     assert shows("model                 planted")
     os.write(master, b"\x1a")
     assert os.WIFSTOPPED(os.waitpid(process, os.WUNTRACED)[1])
-    seconds_until(lambda: not shows("step 3/10"), limit=5.0)
+    wait_until(lambda: not shows("step 3/10"))
     os.kill(process, signal.SIGCONT)
-    seconds_until(lambda: shows("step 3/10"), limit=5.0)
+    wait_until(has_continued)
     (tmp_path / "default" / "control" / "end").touch()
     ended = 0, 0
     while ended[0] == 0:
@@ -884,6 +891,7 @@ def test_next_commands_without_a_checkpoint_need_none(
     purposes = [line.split(": ")[1] for line in lines]
     again = ["start again"] if is_started and outcome != "done" else []
     assert purposes[: len(again)] == again
+    assert {*purposes} <= {*again, "report", "curves", "your own text"}
     # There is nothing to show before the first step.
     assert ("report" in purposes) == ("curves" in purposes) == is_started
 

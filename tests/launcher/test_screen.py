@@ -18,6 +18,7 @@ from launcher.console import Console, PlainScreen, is_terminal
 from launcher.rank_output import RankOutput
 from launcher.screen import LiveState, TerminalScreen, join_fitting, short_duration
 from runtime.log import RecordFormatter, has_colors
+from tests.lib.patience import wait_until
 from tests.lib.processes import seconds_until
 
 pyte = pytest.importorskip("pyte")
@@ -270,6 +271,8 @@ def test_lost_terminal_is_no_error(terminal: Terminal) -> None:
     with Console(Lost()) as console:
         for number in range(10):
             console.show(record(str(number)))
+        wait_until(lambda: not console._records)
+        assert console._thread.is_alive()
 
 
 class Shown:

@@ -18,6 +18,8 @@ LEAKED_BYTES = 8 << 20
 # Of the data source: after the 128 that recognize it, and 64 for their lengths.
 SLOW_READ, SLOW_SECONDS = 230, 3.0
 SAVE_SECONDS = 6.0
+# Of the time until then: what is reported is a share of it, and steps of a slow machine take long.
+SLOW_SHARE, SAVE_SHARE = 0.3, 0.25
 
 
 @torch.compile(backend="eager", dynamic=False)
@@ -41,7 +43,7 @@ class Troubled(Transformer):
 
     def __init__(self, args: TransformerArgs) -> None:
         super().__init__(args)
-        self.step = 0
+        self.step, self.begin = 0, time.monotonic()
         self.kept: list[torch.Tensor] = []
 
     def build_block(self, index: int) -> nn.Module:
@@ -49,7 +51,7 @@ class Troubled(Transformer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Take long, as a slow file system does."""
-        time.sleep(SAVE_SECONDS)
+        time.sleep(max(SAVE_SECONDS, SAVE_SHARE * (time.monotonic() - self.begin)))
         return super().state_dict(*args, **kwargs)
 
     def forward(
@@ -75,7 +77,7 @@ class SlowTexts:
     """One read takes long: a disk that is busy, or a far server."""
 
     def __init__(self) -> None:
-        self.n_reads = 0
+        self.n_reads, self.begin = 0, time.monotonic()
 
     def __len__(self) -> int:
         return 1000
@@ -83,7 +85,7 @@ class SlowTexts:
     def __getitem__(self, index: int) -> str:
         self.n_reads += 1
         if self.n_reads == SLOW_READ:
-            time.sleep(SLOW_SECONDS)
+            time.sleep(max(SLOW_SECONDS, SLOW_SHARE * (time.monotonic() - self.begin)))
         return f"{index} and {index} are {2 * index}, as everyone knows\n"
 
     def fingerprint(self) -> str:

@@ -11,7 +11,7 @@ import torch.nn as nn
 from config import ConfigError, JobConfig
 from config.auto import with_values
 from config.job_config import ActivationCheckpoint, Optimizer, Parallelism, Training
-from metrics.memory_report import MemoryUse, explained_out_of_memory, memory_text, remedies
+from metrics.memory_report import MemoryUse, explained_out_of_memory, measure, memory_text, remedies
 from models import find_model
 from parallelisms.constraints import check_constraints
 
@@ -123,6 +123,10 @@ def test_error_of_a_full_gpu_says_who_holds_it() -> None:
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     [note] = caught.value.__notes__
+    n_bytes = 4 * 256 * 1024
+    # Two moments, and a step count.
+    held = {"parameters": n_bytes, "gradients": n_bytes, "optimizer state": 2 * n_bytes + 4}
+    assert measure(model, optimizer).held == held
     assert "parameters: 0.00 GiB" in note
     assert "optimizer state: 0.00 GiB" in note
     with (

@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import signal
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 from metrics import planned_step
 from metrics.planned_step import PlannedStep, start_plan
 from runtime.devices import is_model
-from tests.lib.processes import is_running, seconds_until
+from tests.lib.patience import wait_until
+from tests.lib.processes import is_running
 
 CONFIG = Path("train_configs/debug_model.toml")
 MEASURED = {"tokens_per_second": 1e6, "memory_gib": 1.5}
@@ -50,6 +53,11 @@ def test_plan_and_measurement_are_compared(tmp_path: Path) -> None:
 
 
 def fail_beside_a_plan(send: Connection) -> None:
+    # A plan that does not end by itself.
+    waits = "import signal; signal.pause()"
+    program = planned_step.PROGRAM.replace("from tools.plan import main", waits)
+    assert program != planned_step.PROGRAM
+    planned_step.PROGRAM = program
     planned = PlannedStep(CONFIG, world_size=2, device_name="NVIDIA H100 80GB HBM3")
     send.send(planned._process.pid)
     os._exit(1)
@@ -62,8 +70,11 @@ def test_a_plan_ends_with_its_rank() -> None:
     rank.start()
     plan = receive.recv()
     rank.join()
-    # A plan takes longer: it imports PyTorch.
-    seconds_until(lambda: not is_running(plan), limit=2.0)
+    try:
+        wait_until(lambda: not is_running(plan))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(plan, signal.SIGKILL)
 
 
 def test_a_schedule_of_one_s_own_may_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

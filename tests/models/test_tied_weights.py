@@ -12,7 +12,7 @@ from config import ConfigError
 from config.job_config import ActivationCheckpoint, Compile
 from data.loader import num_target_tokens
 from models import TransformerArgs, find_spec
-from models.transformer import InitFn, Transformer
+from models.transformer import FeedForward, InitFn, Transformer
 from parallelisms.materialize import materialize
 from parallelisms.replicas import check_replicas
 from planner.simulate import fake_ranks
@@ -32,6 +32,21 @@ class TiedInBlock(Transformer):
     def build_block(self, index: int) -> nn.Module:
         block: Any = super().build_block(index)
         block.feed_forward.w3.weight = block.feed_forward.w1.weight
+        return block
+
+
+class OnceFeedForward(FeedForward):
+    """Checks that both of its tied layers read one cast or gathered weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.w1.weight is self.w3.weight
+        return super().forward(x)
+
+
+class TiedOnce(TiedInBlock):
+    def build_block(self, index: int) -> nn.Module:
+        block: Any = super().build_block(index)
+        block.feed_forward.__class__ = OnceFeedForward
         return block
 
 
@@ -85,6 +100,7 @@ class TiedOutput(Transformer):
 
 LLAMA = find_spec("llama3")
 IN_BLOCK = replace(LLAMA, model_cls=TiedInBlock)
+ONCE = replace(LLAMA, model_cls=TiedOnce)
 ACROSS_BLOCKS = replace(LLAMA, model_cls=TiedAcrossBlocks)
 IN_LIST = replace(LLAMA, model_cls=TiedInList)
 IN_REGIONS = replace(LLAMA, model_cls=TiedAcrossRegions, compile_regions={"attend": True})
@@ -134,6 +150,8 @@ SIMPLE = {MODE: "simple_fsdp"}
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
+        ("ONCE", Layout(1)),
+        ("ONCE", Layout(2, SIMPLE)),
         ("IN_BLOCK", Layout(1, recompute=SELECTIVE)),
         ("IN_BLOCK", Layout(1, recompute=FULL)),
         ("IN_BLOCK", Layout(1, recompute=SELECTIVE, compile=MIN_CUT)),

@@ -93,7 +93,9 @@ def test_extreme_values_survive_quantization(value: float, dim: int | None) -> N
     scale = compute_scale(x, E4M3, dim)
     row = (quantize(x, scale, E4M3).float() * scale)[2]
     if math.isfinite(value):
-        assert torch.allclose(row, x[2], rtol=PRECISION[E4M3])
+        # Beside 1e-3, a scale of the whole tensor leaves nothing of 1e-30.
+        atol = 1e-8 if dim is None else 0.0
+        assert torch.allclose(row, x[2], rtol=PRECISION[E4M3], atol=atol)
     else:
         assert not row.isfinite().any()
 
@@ -250,7 +252,10 @@ def test_what_else_reads_a_gathered_tensor_is_an_error() -> None:
 
 def test_routers_are_skipped() -> None:
     for name in ("qwen3_moe", "qwen3_next"):
-        model, blocks = model_of(name, "debugmodel")
+        # Of a multiple of 16 experts, because other layers are skipped for their size.
+        spec, args = find_model(name, "debugmodel", {"n_experts": 16})
+        model = build_on_meta(spec, replace(args, n_layers=2), torch.float32)
+        blocks = spec.blocks(model)
         apply_float8(model, blocks, config=CONFIGS["rowwise"])
         kinds = {fqn: type(module) for fqn, module in blocks.named_modules()}
         assert kinds["0.feed_forward.router"] is not Float8Linear

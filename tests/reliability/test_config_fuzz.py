@@ -14,6 +14,7 @@ from typing import Any, get_origin
 from unittest.mock import patch
 
 import pytest
+import tomli
 import tomli_w
 
 from config import ConfigError, JobConfig, dump_toml, load_config
@@ -142,10 +143,16 @@ def outcome_of(case: Case, folder: Path) -> tuple[str, list[str]]:
 
 
 def names_something(message: str, case: Case) -> bool:
-    """True if the message has a key, the file or an argument."""
+    """True if the message has a key or an argument, or the file if that is no TOML."""
     typed = [text.partition("=")[0] for text in case.overrides]
     tables = [text.removeprefix("--").partition(".")[0] for text in typed]
-    named = [*KEYS, FILE, "model.flavor of", *map(repr, typed)]
+    named = [*KEYS, "model.flavor of", *map(repr, typed)]
+    try:
+        written = tomli.loads(case.toml.decode())
+        named += [f"{s}.{k}" for s, t in written.items() if isinstance(t, dict) for k in t]
+        named += [f"{FILE}: {section}" for section in written]
+    except (ValueError, RecursionError):
+        named.append(FILE)
     named += [f"command line: {text}" for text in (*typed, *tables) if text.strip("-")]
     return any(text in message for text in named)
 

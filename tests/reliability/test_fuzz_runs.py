@@ -133,7 +133,7 @@ def right_answers(base: Path, name: str) -> list[Any]:
 
 
 PROGRAMS = {
-    "status": Program(show_status, ("metrics.jsonl", "control/", "config.toml")),
+    "status": Program(show_status, ("metrics.jsonl", "control/", "config.toml", "provenance/")),
     "check-ledger": Program(check, ("ledger/",)),
     "generate": Program(write_text, ()),
     "convert": Program(export, ()),
@@ -162,7 +162,9 @@ def run_trial(name: str, seed: int, base: Path) -> tuple[str, str]:
         answer = program.run(folder)
     except BaseException as error:
         return "broken", f"{where}{type(error).__name__}: {str(error)[:300]}"
-    is_named = path.name in answer.said or path.parent.name in answer.said
+    # What is gone can be named only by its folder.
+    is_gone = not path.is_file()
+    is_named = path.name in answer.said or (is_gone and path.parent.name in answer.said)
     if "Traceback" in answer.said:
         outcome, wrong = "broken", f"{where}traceback: {answer.said[-900:]}"
     elif answer.code == exit_codes.BAD_CONFIG:

@@ -321,6 +321,8 @@ def test_hostile_paths_are_only_paths(tmp_path: Path, monkeypatch: pytest.Monkey
     process = start(
         tmp_path / hostile / "out",
         1,
+        # A zygote has imported all that is planted.
+        is_warm=False,
         **{
             "training.steps": "1",
             "data.source": "files",

@@ -92,7 +92,10 @@ def test_other_methods_are_not_supported(port: int, method: str) -> None:
     assert ask(port, "/token/", method=method)[0] == 501
 
 
-def test_server_listens_on_loopback_only(port: int) -> None:
+def test_server_listens_on_loopback_only(folder: Path, port: int) -> None:
+    with build_server(Source(lambda: report.page_data([folder]), [folder]), "token", 0) as server:
+        assert server.socket.getsockname()[0] == "127.0.0.1"
+    # Where the host's name stands for another address too.
     addresses = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), port)}
     for address in addresses - {"127.0.0.1", "127.0.1.1", "::1"}:
         with pytest.raises(OSError, match=r"refused|unreachable"):

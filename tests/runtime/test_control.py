@@ -101,7 +101,7 @@ def test_next_start_deletes_outcome_and_stop_of_the_last(ranks: RankPool, tmp_pa
 
 
 def send_three_signals(folder: Path, after: float) -> None:
-    control.FORCE_EXIT_AFTER_SECONDS = 0.5
+    control.FORCE_EXIT_AFTER_SECONDS = 0.5 if after else PATIENCE_SECONDS
     RunControl(folder)
     for number, pause in ((signal.SIGINT, 0.0), (signal.SIGTERM, after), (signal.SIGTERM, 0.0)):
         os.kill(os.getpid(), number)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,8 @@ def test_random_files_are_translated_or_rejected_by_key():
                 table = table.setdefault(part, {})
             table[last] = rng.choice(values)
         translation = translate(tables, rng.choice(["run", "", "a b", "../x"]))
+        named = [re.search(r"(\w+\.)+\w+", problem) for problem in translation.problems]
+        assert all(named), translation.problems
         with suppress(ConfigError):
             if not translation.problems:
                 check(config_text(translation), Path("run.toml"))

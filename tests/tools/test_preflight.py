@@ -123,7 +123,7 @@ def test_faults_of_a_node_are_reported(tmp_path: Path) -> None:
     wanted = [
         rf"node 2 \({HOST}\): package torch is 0\.4\.1, but {TORCH} elsewhere",
         rf"node 1 \({HOST}\): cannot read in {other} what node 0 \({HOST}\) wrote to {shared}",
-        rf"node 1 \({HOST}\): its clock is \+5\.0\d\d s from node 0's, error bound 0\.\d+ s",
+        rf"node 1 \({HOST}\): its clock is \+(4\.9|5\.0)\d\d s from node 0's, error bound 0\.\d+ s",
         rf"rank 2 \(node 2, {HOST}\): matmul at \S+ TFLOP/s, median .*",
         rf"rank 2 \(node 2, {HOST}\): best link at \S+ GB/s, median .*",
     ]

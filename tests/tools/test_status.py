@@ -446,10 +446,9 @@ def test_the_last_alarm_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[s
             for kind, text in lines
         )
     )
-    assert (
-        "  alarms 2, the last 0:02:00 ago: the loss diverges\n"
-        "  warnings 1, the last 0:02:00 ago: slow\n"
-    ) in shown(folder, capsys)
+    ago = r"0:02:\d\d ago"
+    text = rf"  alarms 2, the last {ago}: the loss diverges\n  warnings 1, the last {ago}: slow\n"
+    assert re.search(text, shown(folder, capsys))
 
 
 def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

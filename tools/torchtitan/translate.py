@@ -176,7 +176,8 @@ def _translate_schedule(given: Given, result: Translation) -> None:
     )
     key = "training.warmup_steps" if is_old else "lr_scheduler.warmup_steps"
     warmup, ratio = given[key], given["lr_scheduler.decay_ratio"]
-    for name, value in (("training.steps", steps), (key, warmup), ("decay_ratio", ratio or 0.0)):
+    decay_ratio = ("lr_scheduler.decay_ratio", ratio or 0.0)
+    for name, value in (("training.steps", steps), (key, warmup), decay_ratio):
         if not 0 <= value < MAX_STEPS:
             result.problems.append(f"{name} = {value!r}: out of range")
             return
