@@ -55,7 +55,8 @@ def load_config(path: Path, overrides: list[str]) -> JobConfig:
     overridden = from_command_line.keys() | {key.partition(".")[0] for key in from_command_line}
 
     def origin(key: str) -> str:
-        return "command line" if key.partition("[")[0] in overridden else str(path)
+        # A key with a bracket may be that of an item, or mistyped.
+        return "command line" if overridden & {key, key.partition("[")[0]} else str(path)
 
     def expand(key: str, text: str) -> str:
         try:

@@ -231,7 +231,7 @@ def test_all_errors_are_reported_with_their_origin(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text("steps = 3\n[training]\nseq_len = 0\ngc_freq = 1.5\n[modle]\nname = 'llama3'\n")
     overrides = ["--steps", "3", "--optimizer.lr", "fast", "--debug.seed=-1"]
-    overrides += ["--trainings.steps=3", "--compile.enable"]
+    overrides += ["--trainings.steps=3", "--chec[point.enable=true", "--compile.enable"]
     origins = {
         "steps": str(path),
         "training.seq_len": str(path),
@@ -241,6 +241,7 @@ def test_all_errors_are_reported_with_their_origin(tmp_path: Path):
         "optimizer.lr": "command line",
         "debug.seed": "command line",
         "trainings": "command line",
+        "chec[point": "command line",
         "--compile.enable": "command line",
     }
     messages = errors(path, *overrides)

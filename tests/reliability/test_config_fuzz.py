@@ -149,8 +149,8 @@ def names_something(message: str, case: Case) -> bool:
     named = [*KEYS, "model.flavor of", *map(repr, typed)]
     try:
         written = tomli.loads(case.toml.decode())
-        named += [f"{s}.{k}" for s, t in written.items() if isinstance(t, dict) for k in t]
-        named += [f"{FILE}: {section}" for section in written]
+        keys = [f"{s}.{k}" for s, t in written.items() if isinstance(t, dict) for k in t]
+        named += [*keys, *(f"{FILE}: {section}" for section in written)]
     except (ValueError, RecursionError):
         named.append(FILE)
     named += [f"command line: {text}" for text in (*typed, *tables) if text.strip("-")]
