@@ -1,8 +1,7 @@
 """ChunkedAdamW: bitwise independent of where shards end, and bfloat16 moments."""
 
 from dataclasses import replace
-from functools import partial
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
