@@ -32,7 +32,7 @@ def matching_files(
     """
     matches: dict[FileId, list[tuple[DataPath, str]]] = {}
     for path, name in relative_names(pattern, match_paths(pattern)):
-        status = facts_of(path)
+        status = file_status(path)
         if stat.S_ISREG(status.st_mode):
             matches.setdefault(identity(path, status), []).append((path, name))
         elif not stat.S_ISDIR(status.st_mode):
@@ -161,7 +161,7 @@ def _names(folder: str) -> list[str]:
     return sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
 
 
-def facts_of(path: DataPath) -> os.stat_result | Facts:
+def file_status(path: DataPath) -> os.stat_result | Facts:
     """Status of the file at ``path``. Raises ``ValueError``, which names it."""
     if isinstance(path, RemoteFile):
         return path.stat()
@@ -174,7 +174,7 @@ def facts_of(path: DataPath) -> os.stat_result | Facts:
 
 def file_id(path: DataPath) -> FileId:
     """Identity of the file at ``path``, however many names lead to it."""
-    return identity(path, facts_of(path))
+    return identity(path, file_status(path))
 
 
 def identity(path: DataPath, status: os.stat_result | Facts) -> FileId:

@@ -19,7 +19,7 @@ from config.resume_compat import shown
 from data.files import FINGERPRINT_SAMPLES, evenly_spaced
 from data.formats import Format, format_of
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
-from data.matching import FileId, facts_of, file_id, identity, matching_files, without_owned
+from data.matching import FileId, file_id, file_status, identity, matching_files, without_owned
 from data.outside import OutsideDocuments
 from data.remote_errors import mistakes_as_value_errors
 from data.storage import DataPath, for_each
@@ -438,9 +438,11 @@ def _open_documents(
         files = without_owned(files, ChainMap(*owners.values()), config.label)
     column = config.text_key if tables else WHOLE_FILE
     # Once: there may be many files, on a file system that is slow to answer.
-    facts = {path: facts_of(path) for path, _ in files}
-    owners[column].update((identity(path, fact), config.label) for path, fact in facts.items())
-    sizes = {path: fact.st_size for path, fact in facts.items()}
+    statuses = {path: file_status(path) for path, _ in files}
+    owners[column].update(
+        (identity(path, status), config.label) for path, status in statuses.items()
+    )
+    sizes = {path: status.st_size for path, status in statuses.items()}
     listing = "\n".join(f"{name} {sizes[path]}" for path, name in files)
     documents: Documents
     if not tables:
