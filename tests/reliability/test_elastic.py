@@ -208,6 +208,6 @@ def sum_over_ranks() -> AbstractContextManager:
     ],
 )
 def test_fault_changes_results(ranks: RankPool, fault: Fault, seen_in: str) -> None:
-    """Which weights round otherwise depends on the CPU's vectors."""
+    """The weights that round otherwise depend on the CPU's vectors."""
     keys = {"name": "llama3", "training": FLOAT32, "faults": (fault,), "steps": 2}
     assert any(name.endswith(seen_in) for name in differences(ranks, (1, 4), **keys))
