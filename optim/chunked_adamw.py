@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.optim.adamw import adamw
 
+from optim.local_adamw import LocalAdamW, update_fused
 from optim.one_pass_adamw import CHUNK, ParameterState, one_pass_adamw
-from runtime.dtensor import to_local
 
 # No known CPU has wider vector registers.
 VECTOR_BYTES = 64
@@ -18,7 +17,7 @@ VECTOR_BYTES = 64
 Segment = tuple[torch.Tensor, ...]
 
 
-class ChunkedAdamW(torch.optim.AdamW):
+class ChunkedAdamW(LocalAdamW):
     """Fused AdamW whose result does not depend on where shards end.
 
     ``moment_dtype``: dtype of both moments between steps; None: that of the weights. They are
@@ -39,37 +38,28 @@ class ChunkedAdamW(torch.optim.AdamW):
         **options: Any,
     ) -> None:
         self.moment_dtype, self.has_remainders = moment_dtype, has_remainders
+        if has_remainders:
+            self.state_names = (*self.state_names, "remainder")
         super().__init__(params, **options)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters. Mutates parameters and state; obeys ``found_inf``, if set."""
-        found_inf = getattr(self, "found_inf", None)
         for group in self.adamw_groups():
-            states = list(self._param_states(group))
+            states = list(self.param_states(group))
             if states and (self.has_remainders or states[0].step.is_cuda):
-                one_pass_adamw(states, group, found_inf)
+                one_pass_adamw(states, group, self.skip_flag)
             else:
                 for segments in _chunks(states):
-                    _update(segments, group, found_inf)
+                    _update(segments, group, self.skip_flag)
 
     def adamw_groups(self) -> list[dict[str, Any]]:
         """Parameter groups that AdamW updates."""
         return self.param_groups
 
-    def _param_states(self, group: Mapping[str, Any]) -> Iterator[ParameterState]:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
-                self.init_remainder(parameter)
-            names = ["exp_avg", "exp_avg_sq", *(["remainder"] if self.has_remainders else [])]
-            sharded = [parameter, parameter.grad, *(state[name] for name in names)]
-            yield ParameterState(state["step"], [to_local(tensor) for tensor in sharded])
+    def init_state(self, parameter: nn.Parameter) -> None:
+        super().init_state(parameter)
+        self.init_remainder(parameter)
 
     def init_remainder(self, parameter: nn.Parameter) -> None:
         """Start a parameter whose state is new from its bfloat16 value."""
@@ -97,25 +87,7 @@ def _update(
     """Update segments (parameter, gradient, exp_avg, exp_avg_sq, step), all but the step 1-D."""
     *stored, steps = (list(tensors) for tensors in zip(*segments, strict=True))
     padded = [[_pad(t.to(p.dtype)) for t, p in zip(ts, stored[0], strict=True)] for ts in stored]
-    beta1, beta2 = group["betas"]
-    parameters, gradients, exp_avgs, exp_avg_sqs = padded
-    adamw(
-        parameters,
-        gradients,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        fused=True,
-        found_inf=found_inf,
-        lr=group["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
+    update_fused(padded, steps, group, found_inf)
     # Index 1, the gradients, was only read.
     for tensor, copy in chain.from_iterable(
         map(zip, stored[::2] + stored[3:], padded[::2] + padded[3:])

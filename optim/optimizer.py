@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from config.job_config import Optimizer
 from optim.chunked_adamw import ChunkedAdamW
+from optim.local_adamw import LocalAdamW
 from optim.muon import Muon
 from optim.outside import build_outside
 
@@ -61,4 +62,4 @@ def build_optimizer(
         return Muon(groups, weight_mesh=weight_mesh, **own, **options)
     if any(own.values()) or is_elastic:
         return ChunkedAdamW(groups, **own, **options)
-    return torch.optim.AdamW(groups, **options)
+    return LocalAdamW(groups, **options)
