@@ -87,7 +87,7 @@ class RunLog:
         self._plan, self._last_unplanned = None, max(resumed_step or 0, ramp_steps) + FIRST_STEPS
         if self._is_writer and model.device.type == "cuda":
             self._plan = start_plan(
-                run.folder / "config.toml",
+                dump_toml(run.config),
                 world_size=dist.get_world_size(),
                 device_name=device_name(model.device),
             )

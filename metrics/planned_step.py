@@ -27,7 +27,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def start_plan(config: Path, *, world_size: int, device_name: str) -> "PlannedStep | None":
+def start_plan(config: str, *, world_size: int, device_name: str) -> "PlannedStep | None":
     """Return ``PlannedStep`` of these; None, with a line in the log, if it cannot start."""
     try:
         return PlannedStep(config, world_size=world_size, device_name=device_name)
@@ -39,12 +39,18 @@ def start_plan(config: Path, *, world_size: int, device_name: str) -> "PlannedSt
 class PlannedStep:
     """Plans the step of a run in a process of low priority, and compares the two once."""
 
-    def __init__(self, config: Path, *, world_size: int, device_name: str) -> None:
-        """Start ``shardloom plan`` for ``config``. ``device_name``: of the GPU, as CUDA has it."""
+    def __init__(self, config: str, *, world_size: int, device_name: str) -> None:
+        """Start ``shardloom plan`` for ``config``. ``device_name``: of the GPU, as CUDA has it.
+
+        ``config``: TOML of this process, because that of a run's folder may be anyone's, and name
+        code.
+        """
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
+        folder = Path(self._folder.name)
+        self._out, self._err, path = (folder / name for name in ("out", "err", "config.toml"))
+        path.write_text(config, encoding="utf-8")
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        arguments = [str(config), "--json", f"--world-size={world_size}", "--device", device_name]
+        arguments = [str(path), "--json", f"--world-size={world_size}", "--device", device_name]
         python = [sys.executable, "-c", PROGRAM, str(os.getpid())]
         command = ["nice", "-n", str(NICE), *python, *arguments]
         with self._out.open("wb") as out, self._err.open("wb") as err:

@@ -17,7 +17,7 @@ from runtime.devices import is_model
 from tests.lib.patience import wait_until
 from tests.lib.processes import is_running
 
-CONFIG = Path("train_configs/debug_model.toml")
+CONFIG = Path("train_configs/debug_model.toml").read_text()
 MEASURED = {"tokens_per_second": 1e6, "memory_gib": 1.5}
 
 
@@ -38,9 +38,8 @@ def text_of(planned: PlannedStep) -> str:
     return text
 
 
-def test_plan_and_measurement_are_compared(tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text("[model]\nvocab_size = 320\n")
+def test_plan_and_measurement_are_compared() -> None:
+    config = "[model]\nvocab_size = 320\n"
     text = text_of(PlannedStep(config, world_size=2, device_name="NVIDIA H100 80GB HBM3"))
     pattern = (
         r"([\d,]+) tokens/s on NVIDIA H100 80GB SXM, measured 1,000,000 \(-(\d+) %\);"
@@ -81,16 +80,15 @@ def test_a_schedule_of_one_s_own_may_print(tmp_path: Path, monkeypatch: pytest.M
     own = "print('Hello')\ndef up(step, total):\n    return step / total\n"
     (tmp_path / "printing_schedule.py").write_text(own)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    config = tmp_path / "config.toml"
     scheduler = '[lr_scheduler]\ndecay_type = "printing_schedule:up"\n'
-    config.write_text(f"[model]\nvocab_size = 320\n{scheduler}")
+    config = f"[model]\nvocab_size = 320\n{scheduler}"
     text = text_of(PlannedStep(config, world_size=1, device_name="NVIDIA H100 80GB HBM3"))
     assert "measured 1,000,000" in text
 
 
 @pytest.mark.parametrize("content", [None, "Hello", "{}"])
-def test_a_plan_that_cannot_be_read_is_none(tmp_path: Path, content: str | None) -> None:
-    planned = PlannedStep(tmp_path / "no.toml", world_size=1, device_name="Tesla V100")
+def test_a_plan_that_cannot_be_read_is_none(content: str | None) -> None:
+    planned = PlannedStep("", world_size=1, device_name="Tesla V100")
     planned._process.kill()
     planned._process.wait()
     planned._process.returncode = 0
@@ -112,9 +110,8 @@ def test_a_plan_that_cannot_start_is_none(
     assert "plan: none: " in captured_log.text
 
 
-def test_why_there_is_no_plan(tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text("[model]\nvocab_size = 320\n")
+def test_why_there_is_no_plan() -> None:
+    config = "[model]\nvocab_size = 320\n"
     text = text_of(PlannedStep(config, world_size=1, device_name="Tesla V100"))
     assert text.startswith("none: --device: Tesla V100 is none of a100, ")
 
