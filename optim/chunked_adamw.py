@@ -44,14 +44,14 @@ class ChunkedAdamW(LocalAdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters. Mutates parameters and state; obeys ``found_inf``, if set."""
+        """Update the parameters. Mutates parameters and state."""
         for group in self.adamw_groups():
             states = list(self.param_states(group))
             if states and (self.has_remainders or states[0].step.is_cuda):
-                one_pass_adamw(states, group, self.skip_flag)
+                one_pass_adamw(states, group, self.found_inf)
             else:
                 for segments in _chunks(states):
-                    _update(segments, group, self.skip_flag)
+                    _update(segments, group, self.found_inf)
 
     def adamw_groups(self) -> list[dict[str, Any]]:
         """Parameter groups that AdamW updates."""

@@ -22,20 +22,17 @@ class LocalAdamW(torch.optim.AdamW):
     """Of both moments between updates; None: that of the weights."""
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     """Of tensors that have the parameter's shape."""
+    found_inf: torch.Tensor | None = None
+    """0-d, not 0 if the next update is skipped (as in ``torch.amp.GradScaler``)."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters. Mutates parameters and state; obeys ``found_inf``, if set."""
+        """Update the parameters. Mutates parameters and state."""
         for group in self.param_groups:
             if states := list(self.param_states(group)):
                 tensors = zip(*(state.tensors for state in states), strict=True)
                 steps = [state.step for state in states]
-                update_fused([list(each) for each in tensors], steps, group, self.skip_flag)
-
-    @property
-    def skip_flag(self) -> torch.Tensor | None:
-        """0-d, not 0 if this update is skipped (as in ``torch.amp.GradScaler``)."""
-        return getattr(self, "found_inf", None)
+                update_fused([list(each) for each in tensors], steps, group, self.found_inf)
 
     def param_states(self, group: Mapping[str, Any]) -> Iterator[ParameterState]:
         """Local tensors of the parameters that have a gradient; starts state that is missing."""

@@ -200,7 +200,10 @@ class Muon(ChunkedAdamW):
         Mutates parameters and state; obeys ``found_inf``, if set. Never waits for the device.
         """
         super().step()
-        is_skipped = getattr(self, "found_inf", torch.zeros((), device=self._device)) != 0
+        found_inf = self.found_inf
+        if found_inf is None:
+            found_inf = torch.zeros((), device=self._device)
+        is_skipped = found_inf != 0
         groups = self._groups()
         for tasks in self._rounds:
             # As AdamW does, skip what took no part in the loss, on all ranks alike.

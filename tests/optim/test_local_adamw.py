@@ -32,7 +32,7 @@ def digests(layout: Layout, step: Callable[[Any], None]) -> dict[str, str]:
     """Digests of weights and states after updates by ``step``, the last of which is skipped."""
     model = shard_debugmodel("qwen3", small_args("qwen3", "debugmodel"), layout).module
     materialize(model, CPU, seed=3)
-    optimizer: Any = build_optimizer(model, Optimizer(lr=1e-2))
+    optimizer = build_optimizer(model, Optimizer(lr=1e-2))
     assert type(optimizer) is LocalAdamW
     for number in range(STEPS):
         for parameter in model.parameters():
