@@ -69,8 +69,6 @@ class TrainStep:
         self._graph: UpdateGraph | None = None
         if recorder is not None:
             self._graph = UpdateGraph(self._update, recorder)
-            for group in self.optimizer.param_groups:
-                group["capturable"] = True
         # Also where this pipeline stage has none: their metrics are collective.
         self._has_moes = model.has_moes
 

@@ -53,6 +53,8 @@ RENDEZVOUS_SECONDS = 900
 # Seconds that a launcher with a wrong configuration waits for others to tell them, and that all
 # launchers wait for each other before they exit because of one.
 MISTAKE_SECONDS, READ_SECONDS = 30, 5.0
+# Key of a store whose launchers of all nodes have met.
+HAS_MET = "launchers have met"
 ABORT_POLL_SECONDS = 1.0
 # Seconds that ranks have to exit after another rank, or the head node's launcher, exited.
 SHUTDOWN_GRACE_SECONDS = 30.0
@@ -191,8 +193,13 @@ def _rendezvous(
     """Wait for the launchers of all nodes; return the ranks of each, and the head's start time.
 
     Raises ``ConfigError`` if any node has a ``mistake``. One of a node with ranks counts only if
-    all nodes have as many. Raises ``dist.DistError`` if a launcher does not come.
+    all nodes have as many. Raises ``dist.DistError`` if a launcher does not come, or if the head
+    has met those of all nodes before.
     """
+    if store.check([HAS_MET]):
+        where = f"{nodes.address}:{nodes.port}"
+        text = f"{where} has all its nodes: another job has MASTER_PORT, or another node NODE_RANK"
+        raise dist.DistStoreError(f"{text} {nodes.rank}")
     text = f"node {nodes.rank} ({socket.gethostname()}): {mistake}" if mistake else ""
     own = [n_ranks, time.strftime("%Y%m%d-%H%M%S"), text]
     keys = [f"launcher/{node}" for node in range(nodes.count)]
@@ -205,6 +212,7 @@ def _rendezvous(
             who = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
             raise dist.DistStoreError(f"{who} did not join within {seconds} s")
         time.sleep(POLL_SECONDS)
+    store.set(HAS_MET, "")
     entries = [json.loads(store.get(key)) for key in keys]
     counts = [count for count, *_ in entries]
     are_equal = len(set(counts)) == 1

@@ -749,6 +749,17 @@ def test_launchers_exit_together_unless_one_gets_a_signal():
     assert time.monotonic() - begin < PATIENCE_SECONDS
 
 
+def test_node_of_another_job_does_not_join() -> None:
+    store = dist.HashStore()
+    nodes = [Nodes(count=2, rank=rank, address="head", port=29500) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda node: agent._rendezvous(store, node, 60, 4, ""), nodes))
+    assert [counts for counts, _ in found] == [[4, 4], [4, 4]]
+    with pytest.raises(dist.DistError, match=r"head:29500 .* another job has MASTER_PORT"):
+        agent._rendezvous(store, nodes[1], 60, 8, "")
+    assert json.loads(store.get("launcher/1"))[0] == 4
+
+
 def test_signal_before_handlers_exits_as_preempted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
