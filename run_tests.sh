@@ -6,8 +6,8 @@
 #   ./run_tests.sh --torch VERSION [--lowest|--newest] [pytest arguments]
 #   ./run_tests.sh --gpu-stub [pytest arguments]
 #
-# As many files of tests run at a time as there are CPU cores, 2 to 8 (pytest-xdist); -n 0 runs one,
-# as --pdb needs.
+# One file of tests more than there are CPU cores runs at a time, because many tests wait: 3 to 8
+# (pytest-xdist); -n 0 runs one, as --pdb needs.
 #
 # --torch runs only the tests, with that PyTorch in a persistent environment. Other packages have the
 # versions of constraints.txt, with --lowest the lowest that pyproject.toml allows, with --newest the
@@ -47,7 +47,7 @@ else
 fi
 # Tests start run_train.sh, which tries PYTHON first.
 export PYTHON
-workers=$("$PYTHON" -c 'import os; print(max(2, min(8, len(os.sched_getaffinity(0)))))')
+workers=$("$PYTHON" -c 'import os; print(max(3, min(8, 1 + len(os.sched_getaffinity(0)))))')
 code=0
 OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || code=$?
 if [[ -n $types ]]; then

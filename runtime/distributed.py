@@ -10,7 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from config.job_config import Comm, Debug, Training
 from runtime.compat import limit_gloo_to_one_thread, set_default_timeout
 from runtime.log import show_phase
-from runtime.machine import cpu_has_bfloat16, gpu_has_bfloat16, loopback_interface
+from runtime.machine import (
+    cpu_has_bfloat16,
+    gpu_has_bfloat16,
+    loopback_interface,
+    schedule_as_batch,
+)
 
 
 def init_distributed(comm: Comm) -> torch.device:
@@ -35,6 +40,7 @@ def init_distributed(comm: Comm) -> torch.device:
     else:
         device = torch.device("cpu")
         backend = "gloo"
+        schedule_as_batch()
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

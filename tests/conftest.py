@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import signal
@@ -49,6 +50,12 @@ FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {file: number for number, file in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.location[0], len(order)))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays; collections need not visit it again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

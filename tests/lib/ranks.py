@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.compat import limit_gloo_to_one_thread
+from runtime.machine import schedule_as_batch
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.settings import restored_settings
 
@@ -114,6 +115,7 @@ def _start_worker() -> tuple[BaseProcess, Connection]:
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     limit_gloo_to_one_thread()
+    schedule_as_batch()
     clear_caches = list(_found(CACHES))
     while True:
         try:
