@@ -72,7 +72,7 @@ def raise_open_file_limit() -> None:
 
 
 def schedule_as_batch() -> None:
-    """Let Linux treat this thread, and those that it starts, as batch work (SCHED_BATCH).
+    """Make this thread, and those that it starts, batch work of Linux (SCHED_BATCH).
 
     A batch thread that wakes up does not preempt the one that runs. Gloo's thread polls without a
     pause while another thread has the lock of a connection; if it has preempted that thread, both

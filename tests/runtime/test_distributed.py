@@ -1,5 +1,6 @@
 """Process groups have the configured timeout, and each rank a GPU that it can see."""
 
+import os
 import subprocess
 import sys
 
@@ -27,6 +28,32 @@ def test_all_groups_have_the_configured_timeout() -> None:
     command = [sys.executable, "-c", TIMEOUTS]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert found.split() == ["77.0", "77.0"]
+
+
+SCHEDULING = """
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from config.job_config import Comm
+from runtime.distributed import init_distributed
+
+os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+init_distributed(Comm())
+dist.all_reduce(torch.ones(1))  # A thread gets its name when it starts.
+tasks = Path("/proc/self/task").iterdir()
+gloo = [int(task.name) for task in tasks if "gloo" in (task / "comm").read_text()]
+print(len(gloo), {os.sched_getscheduler(thread) for thread in gloo} == {os.SCHED_BATCH})
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+def test_threads_of_gloo_preempt_nobody() -> None:
+    command = [sys.executable, "-c", SCHEDULING]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found == "2 True\n"
 
 
 @pytest.mark.parametrize(("visible", "index"), [(8, 3), (1, 0), (2, 1)])

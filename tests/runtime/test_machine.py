@@ -51,6 +51,32 @@ def test_open_files_are_limited_by_the_hard_limit() -> None:
     assert found.stdout == "True\n"
 
 
+SCHEDULING = """
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from runtime.machine import schedule_as_batch
+
+os.sched_setscheduler(0, getattr(os, sys.argv[1]), os.sched_param(0))
+schedule_as_batch()
+names = {os.SCHED_BATCH: "SCHED_BATCH", os.SCHED_IDLE: "SCHED_IDLE"}
+with ThreadPoolExecutor(1) as pool:
+    started = pool.submit(os.sched_getscheduler, 0).result()
+print(names[os.sched_getscheduler(0)], names[started])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
+@pytest.mark.parametrize(
+    ("before", "after"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")]
+)
+def test_threads_are_batch_work_unless_a_policy_was_chosen(before: str, after: str) -> None:
+    command = [sys.executable, "-c", SCHEDULING, before]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [after, after]
+
+
 FAULTS = """
 import resource
 import sys
