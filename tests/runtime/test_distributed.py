@@ -42,10 +42,12 @@ from runtime.distributed import init_distributed
 
 os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 init_distributed(Comm())
-dist.all_reduce(torch.ones(1))  # A thread gets its name when it starts.
-tasks = Path("/proc/self/task").iterdir()
-gloo = [int(task.name) for task in tasks if "gloo" in (task / "comm").read_text()]
-print(len(gloo), {os.sched_getscheduler(thread) for thread in gloo} == {os.SCHED_BATCH})
+dist.all_reduce(torch.ones(1))
+gloo = []
+while not gloo:  # A thread gets its name when it runs.
+    tasks = Path("/proc/self/task").iterdir()
+    gloo = [int(task.name) for task in tasks if "gloo" in (task / "comm").read_text()]
+print({os.sched_getscheduler(thread) for thread in gloo} == {os.SCHED_BATCH})
 """
 
 
@@ -53,7 +55,7 @@ print(len(gloo), {os.sched_getscheduler(thread) for thread in gloo} == {os.SCHED
 def test_threads_of_gloo_preempt_nobody() -> None:
     command = [sys.executable, "-c", SCHEDULING]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert found == "2 True\n"
+    assert found == "True\n"
 
 
 @pytest.mark.parametrize(("visible", "index"), [(8, 3), (1, 0), (2, 1)])
