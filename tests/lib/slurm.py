@@ -174,7 +174,8 @@ def _namespace(process: int) -> str:
 
 
 def _configure(folder: Path, nodes: list[str]) -> None:
-    base = 20000 + os.getpid() % 10000
+    # Another cluster may be on this machine, started at the same moment by the next process id.
+    base = 20000 + os.getpid() % 100 * 100
     addresses = {node: f"127.0.0.{10 + i}" for i, node in enumerate(nodes)}
     names = {"localhost": "127.0.0.1", "ctl": "127.0.0.1"} | addresses
     hosts = "".join(f"{address} {name}\n" for name, address in names.items())
@@ -185,7 +186,7 @@ def _configure(folder: Path, nodes: list[str]) -> None:
         "SlurmctldHost": "ctl(127.0.0.1)",
         "SlurmUser": "root",
         "SlurmctldPort": str(base),
-        # The ports of jobs follow from their numbers, and another cluster may be on this machine.
+        # The ports of jobs follow from their numbers.
         "FirstJobId": str(base),
         "CommunicationParameters": "NoCtldInAddrAny",
         # A requeued job waits for the lifetime of a credential, two minutes by default.
