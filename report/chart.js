@@ -1,5 +1,7 @@
 // One chart: an SVG that is drawn again for each size, zoom, axis and smoothing.
 
+// Styles of the curves that say where the cursor is, the best first.
+const PLACED = ["line", "points", "undone", "text", "plan"];
 const MARGIN = { left: 50, right: 12, top: 12, bottom: 24 };
 
 class Chart {
@@ -57,7 +59,8 @@ class Chart {
       svg("line", { class: `${curve.color} ${curve.style}`, x1: 0, x2: 20, y1: 4, y2: 4, "stroke-width": 2 }),
     );
     if (curve.style === "points") line.append(svg("circle", { class: curve.color, cx: 10, cy: 4, r: 3.2 }));
-    const button = element("button", { type: "button", "aria-pressed": "true" }, line, curve.name);
+    const isShown = !this.hidden.has(curve.name),
+      button = element("button", { type: "button", "aria-pressed": isShown }, line, curve.name);
     button.onclick = () => {
       if (!this.hidden.delete(curve.name)) this.hidden.add(curve.name);
       button.setAttribute("aria-pressed", !this.hidden.has(curve.name));
@@ -155,11 +158,12 @@ class Chart {
     const { x, y, width, height } = this,
       nodes = [],
       bottom = height - MARGIN.bottom;
-    for (const tick of y.ticks(Math.max(2, height / 48))) {
+    const levels = y.ticks(Math.max(2, height / 48));
+    for (const tick of levels) {
       const at = y.at(tick).toFixed(1);
       nodes.push(
         svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: at, y2: at }),
-        svg("text", { x: MARGIN.left - 8, y: at, dy: ".35em", "text-anchor": "end" }, shortNumber(tick)),
+        svg("text", { x: MARGIN.left - 8, y: at, dy: ".35em", "text-anchor": "end" }, shortNumber(tick, digitsOf(tick, stepOf(levels)))),
       );
     }
     nodes.push(
@@ -167,10 +171,9 @@ class Chart {
     );
     const kind = this.page.axis,
       ticks = x.ticks(Math.max(2, Math.min(8, width / 95)), kind === "time" ? TIME_STEPS : null);
-    const step = ticks.length > 1 ? ticks.at(-1) - ticks.at(-2) : 1;
     let free = -Infinity;
     for (const tick of ticks) {
-      const text = placeTick(kind, tick, x.isLog ? tick : step),
+      const text = placeTick(kind, tick, stepOf(ticks), x.isLog),
         half = text.length * 3.4;
       if (x.at(tick) - half < free) continue;
       free = x.at(tick) + half + 8;
@@ -300,7 +303,9 @@ class Chart {
       );
       table.append(element("tr", {}, name, element("td", {}, shortNumber(value) + spread)));
     }
-    const head = found.length ? found[0][0].where(found[0][1]) : placeText(this.page.axis, this.page.cursor);
+    // The place of what was measured: a limit has points at its ends only.
+    const placed = PLACED.map((style) => found.find(([curve]) => curve.style === style)).find(Boolean);
+    const head = placed ? placed[0].where(placed[1]) : placeText(this.page.axis, this.page.cursor);
     const near = this.page.marks().filter((mark) => Math.abs(this.x.at(mark.place()) - at) < 6);
     const texts = near
       .slice(0, 4)
@@ -342,8 +347,8 @@ class Chart {
     this.svg.addEventListener("pointermove", (event) => {
       if (!this.x) return;
       this.page.moveCursor(this, this.x.inverse(inside(at(event))));
-      if (begin === null || Math.abs(at(event) - begin) < 5) return;
       const end = inside(at(event));
+      if (begin === null || Math.abs(end - begin) < 5) return;
       this.hover.prepend(
         svg("rect", {
           class: "select",
@@ -356,12 +361,9 @@ class Chart {
     });
     this.svg.addEventListener("pointerup", (event) => {
       if (begin === null) return;
-      const [low, high] = [begin, inside(at(event))]
-        .sort((a, b) => a - b)
-        .map((pixel) => this.x.inverse(pixel));
-      const isDrag = Math.abs(at(event) - begin) >= 5;
+      const [from, to] = [begin, inside(at(event))].sort((a, b) => a - b);
       begin = null;
-      if (isDrag) this.page.zoom([low, high]);
+      if (to - from >= 5) this.page.zoom([this.x.inverse(from), this.x.inverse(to)]);
     });
     this.svg.addEventListener("pointercancel", () => {
       begin = null;

@@ -16,6 +16,7 @@ from report.history import (
     edges_of,
     interpolate,
     keys_of,
+    points_at,
     points_of,
     since,
     times_of,
@@ -230,7 +231,12 @@ def _curves_of(
         for key in group:
             values = [line.get(key) for line in lines]
             if any(values if key in COUNTS else (value is not None for value in values)):
-                yield key, Series(number, key, style, axis, points_of(values, edges))
+                points = points_of(values, edges)
+                if key == "slowest_rank":
+                    # Not the mean, which may be a rank that was never slow.
+                    ratios = [line.get("slowest_over_median") for line in lines]
+                    points = points_at(values, ratios, edges)
+                yield key, Series(number, key, style, axis, points)
 
 
 def _planned(chart: str, number: int, run: Run) -> Iterator[Series]:

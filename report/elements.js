@@ -16,6 +16,24 @@ function fill(node, attributes, children) {
   return node;
 }
 
+// Make `box` have a child for each key, in their order. `build` gets the child that it has, or undefined. What stays
+// is not moved: a moved control loses the focus.
+function arrange(box, parts, last = null) {
+  const known = new Map([...box.children].map((node) => [node.dataset.key, node]));
+  for (const [key, build] of parts) {
+    const old = known.get(key),
+      node = build(old);
+    known.delete(key);
+    if (node !== old) {
+      node.dataset.key = key;
+      if (last) last.after(node);
+      else box.prepend(node);
+    }
+    last = node;
+  }
+  for (const [key, node] of known) if (key !== undefined) node.remove();
+}
+
 const SYMBOLS = {
   checkpoint: "M0 -4 L4 3 L-4 3 Z",
   restart: "M-4 -4 L4 0 L-4 4 Z",

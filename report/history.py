@@ -55,6 +55,17 @@ def points_of(values: Sequence[float | None], edges: Sequence[int]) -> Points:
     return Points(mean, low, high)
 
 
+def points_at(
+    values: Sequence[float | None], ranks: Sequence[float | None], edges: Sequence[int]
+) -> Points:
+    """Summarize values as points: each has the value of its line with the largest rank."""
+    chosen: list[float | None] = []
+    for begin, end in pairwise(edges):
+        known = [i for i in range(begin, end) if values[i] is not None and ranks[i] is not None]
+        chosen.append(values[max(known, key=lambda i: ranks[i] or 0.0)] if known else None)
+    return Points(chosen, chosen, chosen)
+
+
 def axis_of(lines: Sequence[Line], edges: Sequence[int], training: Sequence[Line]) -> Axis:
     """Places of the points of ``lines``; tokens are those of ``training`` at the same steps."""
     last = [end - 1 for end in edges[1:]]
@@ -76,9 +87,9 @@ def times_of(lines: Sequence[Line]) -> list[float] | None:
     return times
 
 
-def since(axis: Axis, begin: float) -> Axis:
-    """Count the seconds of ``axis`` from the time ``begin``."""
-    if axis.seconds is None:
+def since(axis: Axis, begin: float | None) -> Axis:
+    """Count the seconds of ``axis`` from the time ``begin``; None if no line has a time."""
+    if axis.seconds is None or begin is None:
         return axis
     return Axis(axis.steps, axis.tokens, [max(value - begin, 0.0) for value in axis.seconds])
 

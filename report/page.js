@@ -160,6 +160,9 @@ const page = {
         least = Math.min(least, place.find((value) => value > 0) ?? Infinity);
       }
     }
+    // The last failure and the end come after the last line.
+    if (this.axis === "time")
+      for (const mark of this.allMarks) if (mark.place() > high) high = mark.place();
     this.range = low <= high ? [low, high] : [0, 1];
     this.leastPlace = Number.isFinite(least) ? least : 1;
   },
@@ -178,9 +181,12 @@ const page = {
     return this.data.runs.length > 1 ? `${this.data.runs[mark.run].name}: ${mark.text}` : mark.text;
   },
 
+  // Show a part, moved to where there are data; all if it is not a part, or empty.
   zoom(view) {
-    const isPart = ([low, high]) => view?.every(Number.isFinite) && (view[0] > low || view[1] < high);
-    this.view = this.shownCharts().some((chart) => isPart(chart.whole())) ? view : null;
+    const wholes = this.shownCharts().map((chart) => chart.whole());
+    const low = Math.min(...wholes.map((whole) => whole[0])),
+      high = Math.max(...wholes.map((whole) => whole[1]));
+    this.view = view && within(view, low, high, this.isLogX);
     this.draw();
   },
 
@@ -198,13 +204,23 @@ const page = {
     const known = this.runAxes.find((found) => found?.[this.axis] && found[axis]);
     this.view =
       this.view && known ? this.view.map((place) => between(known[this.axis], known[axis], place)) : null;
-    if (this.view && !(this.view[1] > this.view[0])) this.view = null;
     this.axis = axis;
     this.cursor = null;
     this.measure();
-    this.draw();
+    this.zoom(this.view);
   },
 };
+
+// The range of that width that is nearest to `view` between low and high; null if it is all, or empty.
+function within(view, low, high, isLog) {
+  const [a, b, least, most] = isLog ? [...view, low, high].map(Math.log10) : [...view, low, high];
+  // The logarithm of 0.
+  const begin = Math.max(a, isLog && a === -Infinity ? least : a);
+  if (!(b > begin) || b - begin >= most - least) return null;
+  const shift = Math.max(least - begin, 0) || Math.min(most - b, 0);
+  if (shift === 0) return [isLog ? 10 ** begin : begin, view[1]];
+  return [begin + shift, b + shift].map((place) => (isLog ? 10 ** place : place));
+}
 
 // Values from their consecutive differences, which count parts of a unit.
 function sums(differences, unit) {

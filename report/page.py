@@ -74,7 +74,7 @@ def build_data(runs: Sequence[Run], now: float) -> dict[str, Any]:
         "axes": places,
         "charts": [_chart(chart, axes) for chart in charts],
         "marks": [
-            asdict(mark) | {"run": i, "time": mark.time and round(mark.time - run.begin, 2)}
+            asdict(mark) | {"run": i, "time": _since(run, mark.time)}
             for i, run in enumerate(runs)
             for mark in run.marks
         ],
@@ -84,6 +84,11 @@ def build_data(runs: Sequence[Run], now: float) -> dict[str, Any]:
         "notes": notes,
         "problems": [text for run in runs for text in run.problems],
     }
+
+
+def _since(run: Run, time: float | None) -> float | None:
+    """Seconds since the first line of ``run``; None if ``time`` is, or no line has a time."""
+    return None if time is None or run.begin is None else round(time - run.begin, 2)
 
 
 def _config(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -84,7 +84,11 @@ def _plot(axes: Any, series: Series, look: dict[str, Any]) -> None:
     points, steps = series.points, series.axis.steps
     values = [float("nan") if value is None else value for value in points.mean]
     label = f"{series.run}\n{series.label}"
-    axes.plot(steps, values, label=label, **STYLES[series.style] | look)
+    around = [None, *points.mean, None]
+    alone = [i for i in range(len(values)) if around[i] is None and around[i + 2] is None]
+    # A line of one point is not drawn.
+    dots = {"marker": ".", "markevery": alone} if alone else {}
+    axes.plot(steps, values, label=label, **dots | STYLES[series.style] | look)
     if points.low != points.high:
         bounds = [
             [float("nan") if value is None else value for value in bound]

@@ -51,8 +51,8 @@ class Run:
     facts: list[tuple[str, str, str]]
     """Name, value, and what the value is of or at."""
     history: History
-    begin: float
-    """Unix time of the first line, in seconds."""
+    begin: float | None
+    """Unix time of the first line, in seconds; None if no line has a time."""
     marks: list[Mark]
     config: dict[str, str]
     """Values by key, such as ``training.steps``."""
@@ -92,7 +92,7 @@ def read_run(folder: Path, name: str, now: float, state_of: StateOf) -> Run:
         why=printable(why),
         facts=facts,
         history=history,
-        begin=min((line["time"] for line in timed), default=0.0),
+        begin=min((line["time"] for line in timed), default=None),
         marks=marks,
         config={printable(key): _short(shown(value)) for key, value in by_key(tables).items()},
         max_norm=max_norm,

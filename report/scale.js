@@ -69,8 +69,19 @@ class Scale {
   }
 }
 
+// Least difference of consecutive ticks; 0 if there is one tick.
+function stepOf(ticks) {
+  return ticks.length > 1 ? Math.min(...ticks.slice(1).map((tick, i) => tick - ticks[i])) : 0;
+}
+
+// Digits that tell a tick from the next one.
+function digitsOf(value, step) {
+  const needed = step > 0 && value !== 0 ? Math.floor(Math.log10(Math.abs(value) / step)) + 2 : 0;
+  return Math.min(Math.max(needed, 4), 15);
+}
+
 function shortNumber(value, digits = 4) {
-  if (value === null || value === undefined) return "not finite";
+  if (value === null || value === undefined) return "no finite value";
   const size = Math.abs(value);
   if (size === 0) return "0";
   for (const [unit, name] of [
@@ -108,12 +119,13 @@ const TIME_STEPS = [
   ...[1, 2, 5, 10, 20, 50, 100].map((d) => d * DAY),
 ];
 
-function placeTick(kind, value, step) {
-  if (kind !== "time") return shortNumber(value);
+function placeTick(kind, value, step, isLog) {
+  if (kind !== "time") return shortNumber(value, digitsOf(value, step));
   if (value === 0) return "0";
-  const [unit, name] =
-    step >= DAY ? [DAY, "d"] : step >= HOUR ? [HOUR, "h"] : step >= MINUTE ? [MINUTE, "min"] : [1, "s"];
-  return `${+(value / unit).toPrecision(4)} ${name}`;
+  const least = isLog ? value : step || 1,
+    [unit, name] =
+      least >= DAY ? [DAY, "d"] : least >= HOUR ? [HOUR, "h"] : least >= MINUTE ? [MINUTE, "min"] : [1, "s"];
+  return `${+(value / unit).toPrecision(digitsOf(value, step))} ${name}`;
 }
 
 function placeText(kind, value) {

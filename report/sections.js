@@ -86,25 +86,23 @@ const sections = {
   },
 
   kinds(data) {
-    const labels = Object.entries(KINDS)
-      .filter(([kind]) => data.marks.some((mark) => mark.kind === kind))
-      .map(([kind, name]) => {
-        const input = element("input", { type: "checkbox" });
-        input.checked = !page.off.has(kind);
-        input.onchange = () => {
-          if (input.checked) page.off.delete(kind);
-          else page.off.add(kind);
-          page.draw();
-        };
-        return element(
-          "label",
-          { class: "check" },
-          input,
-          svg("svg", { viewBox: "-5 -5 10 10", "aria-hidden": "true" }, symbol(kind)),
-          name,
-        );
-      });
-    byId("kinds").replaceChildren(byId("kinds").firstElementChild, ...labels);
+    const label = (kind, name) => {
+      const input = element("input", { type: "checkbox" });
+      input.checked = !page.off.has(kind);
+      input.onchange = () => {
+        if (input.checked) page.off.delete(kind);
+        else page.off.add(kind);
+        page.draw();
+      };
+      const image = svg("svg", { viewBox: "-5 -5 10 10", "aria-hidden": "true" }, symbol(kind));
+      return element("label", { class: "check" }, input, image, name);
+    };
+    const shown = Object.entries(KINDS).filter(([kind]) => data.marks.some((mark) => mark.kind === kind));
+    arrange(
+      byId("kinds"),
+      shown.map(([kind, name]) => [kind, (old) => old ?? label(kind, name)]),
+      byId("kinds").firstElementChild,
+    );
   },
 
   samples(data, isAlone) {
@@ -115,14 +113,10 @@ const sections = {
     if (section.hidden) return;
     // A reader of the newest samples goes on to newer ones.
     const chosen = old && +old.value < +old.max ? Math.min(+old.value, steps.length - 1) : steps.length - 1;
-    const input = element("input", {
-      type: "range",
-      min: 0,
-      max: steps.length - 1,
-      value: chosen,
-      "aria-label": "Step of the samples",
-    });
-    const label = element("output"),
+    const input = old ?? element("input", { type: "range", min: 0, "aria-label": "Step of the samples" });
+    input.max = steps.length - 1;
+    input.value = chosen;
+    const label = section.querySelector("output") ?? element("output"),
       boxes = data.runs.map(() => element("pre", { tabindex: "0" }));
     const show = () => {
       const step = steps[+input.value];
@@ -142,11 +136,8 @@ const sections = {
     const runs = data.runs.map((run, i) =>
       element("div", {}, ...(isAlone ? [] : [element("h3", {}, ...runName(run, i))]), boxes[i]),
     );
-    section.replaceChildren(
-      section.firstElementChild,
-      element("p", { class: "row slider" }, input, label),
-      element("div", { class: "samples" }, ...runs),
-    );
+    if (!old) section.append(element("p", { class: "row slider" }, input, label), element("div", { class: "samples" }));
+    section.lastElementChild.replaceChildren(...runs);
     show();
   },
 
@@ -214,16 +205,17 @@ const sections = {
         const lines = Object.entries(rows).map(([key, value]) =>
           row(element("code", {}, key), [element("td", { class: "value" }, value)]),
         );
-        return element(
-          "details",
-          {},
-          element("summary", {}, ...(isAlone ? [] : runName(data.runs[i], i)), isAlone ? file : ` ${file}`),
-          element("table", {}, element("tbody", {}, ...lines)),
-        );
+        const name = isAlone ? [file] : [...runName(data.runs[i], i), ` ${file}`];
+        const build = (old) => old ?? element("details", {}, element("summary", {}, ...name), element("table"));
+        const fillIn = (details) => {
+          details.lastElementChild.replaceChildren(element("tbody", {}, ...lines));
+          return details;
+        };
+        return [`${i} ${file}`, (old) => fillIn(build(old))];
       }),
     );
     byId("provenance").hidden = files.length === 0;
-    byId("provenance").lastElementChild.replaceChildren(...files);
+    arrange(byId("provenance").lastElementChild, files);
   },
 
   problems(data) {

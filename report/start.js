@@ -49,7 +49,9 @@ async function follow() {
     seconds = 2;
   for (;;) {
     try {
-      const answer = await fetch(`data?${version}`);
+      const answer = await fetch(`data?${version}`).catch(() => {
+        throw new Error("the server does not answer");
+      });
       if (!answer.ok) throw new Error(await answer.text());
       if (answer.status === 200) {
         const data = await answer.json();
@@ -59,7 +61,7 @@ async function follow() {
       byId("message").textContent = "";
     } catch (error) {
       byId("message").textContent = page.data
-        ? "The report is not updated: the server does not answer."
+        ? `The report is not updated: ${error.message}.`
         : `No data: ${error.message}`;
     }
     await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));

@@ -53,8 +53,9 @@ class Source:
 
     def _read(self) -> None:
         # Before the files: what is written meanwhile is read the next time.
-        self._seen, begin = self._stamps(), time.monotonic()
+        stamps, begin = self._stamps(), time.monotonic()
         data = self._build()
+        self._seen = stamps
         self._version = time.monotonic()
         self._wait = max(SECONDS, TIMES * (self._version - begin))
         data["watch"] = {"version": str(self._version), "seconds": self._wait}

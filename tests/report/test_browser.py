@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from launcher.failures import record_failure
 from report.charts import KINDS
 from report.watch import Source, build_server
 from runtime import exit_codes
@@ -150,6 +152,87 @@ def test_keys_move_the_cursor_and_zoom(page: Page, folder: Path) -> None:
     assert view(page) is not None
     page.press("Escape")
     assert view(page) is None
+
+
+def test_limit_and_plan_do_not_say_where_the_cursor_is(page: Page, folder: Path) -> None:
+    page.open(written(folder))
+    for chart in ("grad_norm", "lr"):
+        page.evaluate(f"page.moveCursor(page.charts.get('{chart}'), 100)")
+        text = page.evaluate(f"page.charts.get('{chart}').tip.textContent")
+        assert text.startswith("step 100 "), text
+
+
+def test_click_beside_the_plot_zooms_nothing(page: Page, folder: Path) -> None:
+    page.open(written(folder))
+    left, top, width, _ = page.box(PLOT)
+    for x in (left + 20, left + width - 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            page.mouse(kind, x, top + 90, button="left", clickCount=1)
+        assert view(page) is None
+    # A view without width is none.
+    page.evaluate("page.zoom([40, 40])")
+    assert view(page) is None
+
+
+def test_view_does_not_leave_the_data(page: Page, folder: Path) -> None:
+    page.open(written(folder))
+    # The planned learning rate goes on after the last line.
+    low, high = page.evaluate(
+        "page.shownCharts().map((c) => c.whole())"
+        ".reduce(([a, b], [c, d]) => [Math.min(a, c), Math.max(b, d)])"
+    )
+    for shift in (5000, -5000):
+        page.evaluate(f"page.zoom([{shift + 100}, {shift + 200}])")
+        assert view(page) == ([high - 100, high] if shift > 0 else [low, low + 100])
+    page.evaluate(f"document.querySelector({json.dumps(PLOT)}).focus()")
+    page.press("ArrowLeft")
+    assert view(page) == [low, low + 100]
+
+
+@pytest.mark.parametrize("isLog", [False, True])
+def test_ticks_of_a_small_part_differ(page: Page, tmp_path: Path, isLog: bool) -> None:
+    lines = [
+        training_line(step, random.Random(step), loss=2.3451 + 1e-5 * (step % 80))
+        for step in range(54_000, 54_400)
+    ]
+    page.open(written(write_run(tmp_path / "run", lines)))
+    if isLog:
+        page.evaluate("document.getElementById('log-x').click()")
+    for axis in ("step", "tokens", "time"):
+        page.evaluate(f"document.querySelector('input[value={axis}]').click()")
+        page.evaluate("{const [a, b] = page.charts.get('loss').whole();"
+                      " page.zoom([a + (b - a) * 0.5, a + (b - a) * 0.6])}")  # fmt: skip
+        texts = page.evaluate(
+            "[...document.querySelectorAll('#charts figure:first-child .plot text')]"
+            ".map((t) => t.textContent)"
+        )
+        assert len(texts) == len(set(texts)) > 4, texts
+
+
+def test_logarithm_of_the_first_time_is_not_drawn(page: Page, folder: Path) -> None:
+    page.open(written(folder))
+    page.evaluate("document.getElementById('log-x').click()")
+    page.evaluate("page.zoom([1, 100])")
+    page.evaluate("document.querySelector('input[value=time]').click()")
+    assert view(page) == [pytest.approx(0.5), pytest.approx(49.5, abs=1)]
+    assert "NaN" not in page.evaluate("document.getElementById('charts').innerHTML")
+
+
+def test_last_failure_is_within_the_time_axis(page: Page, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", list(lines_of(400)))
+    # As if its lines were of some minutes ago.
+    record_failure(folder / "control", lines=["planted"], codes={0: 1})
+    begin = time.time() - 320
+    lines = [
+        training_line(step, random.Random(step), time=begin + step / 2) for step in range(1, 401)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page.open(written(folder))
+    page.evaluate("document.querySelector('input[value=time]').click()")
+    marks = page.evaluate("page.allMarks.filter((m) => m.kind === 'failure').map((m) => m.place())")
+    assert len(marks) == 1
+    assert marks[0] > 250
+    assert page.evaluate("document.querySelectorAll('#charts .k-failure').length") > 5
 
 
 def test_smoothing_and_logarithms(page: Page, folder: Path) -> None:
@@ -393,3 +476,46 @@ def test_watch_keeps_focus_and_what_is_scrolled(page: Page, folder: Path, tmp_pa
             page.wait(f"page.charts.get('loss').curves[0].mean.length > {n_lines}")
             assert page.evaluate(f"document.activeElement === {focused}"), selector
         assert page.evaluate("document.querySelector('#facts .scroll').scrollLeft") == 20
+
+
+def test_watch_keeps_controls_that_get_more(page: Page, folder: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", list(lines_of(20)))
+    shutil.copy(folder / "samples.jsonl", run)
+    (run / "provenance").mkdir()
+    (run / "provenance" / "start-1.json").write_text('{"argv": "a"}')
+    with watched(run) as address:
+        page.open(address)
+        page.evaluate("document.querySelector('#charts .legend button')?.click()")
+        page.evaluate("document.querySelector('#provenance details').open = true")
+        for selector in ("#samples input", "#kinds input"):
+            focused = f"document.querySelector({json.dumps(selector)})"
+            page.evaluate(f"window.before = {focused}; before.focus()")
+            n_kinds = page.evaluate("document.querySelectorAll('#kinds input').length")
+            name, line = {
+                "#samples input": ("samples.jsonl", {"step": 500, "prompt": "a", "text": "b"}),
+                "#kinds input": ("metrics.jsonl", training_line(19, random.Random(0), restarts=1)),
+            }[selector]
+            with (run / name).open("a") as file:
+                print("", json.dumps(line | {"seed": 1}), sep="\n", file=file)
+            if name == "samples.jsonl":
+                page.wait(f"{focused}.max === '2'")
+            else:
+                page.wait(f"document.querySelectorAll('#kinds input').length > {n_kinds}")
+            assert page.evaluate("document.activeElement === before")
+        (run / "provenance" / "start-2.json").write_text('{"argv": "b"}')
+        page.wait("document.querySelectorAll('#provenance details').length > 1")
+        assert page.evaluate("document.querySelector('#provenance details').open")
+
+
+def test_watch_keeps_what_is_hidden_named_so(page: Page, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", list(lines_of(20, validation_freq=10)))
+    with watched(folder) as address:
+        page.open(address)
+        button = "document.querySelector('#charts .legend button')"
+        page.evaluate(f"{button}.click()")
+        n_buttons = page.evaluate("document.querySelectorAll('#charts .legend button').length")
+        with (folder / "metrics.jsonl").open("a") as file:
+            print(json.dumps(training_line(15, random.Random(0), restarts=1)), file=file)
+        page.wait(f"document.querySelectorAll('#charts .legend button').length > {n_buttons}")
+        assert page.evaluate(f"{button}.getAttribute('aria-pressed')") == "false"
+        assert page.evaluate("page.charts.get('loss').hidden.size") == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from config import load_config
+from launcher.failures import record_failure
 from report.charts import build_charts
 from report.page import build_data, compressed
 from report.run import MAX_FILES, MAX_SAMPLES, MAX_TEXT, Run, read_run
@@ -64,6 +65,28 @@ def test_curves_by_source_and_unknown_metrics(folder: Path) -> None:
     assert charts["shares"] == ["a"]
     assert charts["skipped"] == ["updates"]
     assert charts["other:z_loss"] == ["z_loss"]
+
+
+def test_slowest_rank_of_a_point_is_one_that_was_slow(folder: Path) -> None:
+    lines = [
+        training_line(
+            step, random.Random(step), slowest_rank=(3, 60)[step % 2],
+            slowest_over_median=1.0 + 0.5 * (step % 2),
+        )
+        for step in range(1, 9001)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    charts, _ = build_charts([read(folder)])
+    (series,) = (s for chart in charts for s in chart.series if s.style == "text")
+    assert len(series.points.mean) < 9000
+    assert set(series.points.mean) == {60}
+
+
+def test_marks_of_a_run_without_a_time_have_none(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text("")
+    record_failure(folder / "control", lines=["planted"], codes={0: 1})
+    marks = build_data([read(folder)], now=2e9)["marks"]
+    assert [mark["time"] for mark in marks if mark["kind"] == "failure"] == [None]
 
 
 def test_what_no_run_recorded_is_named(folder: Path) -> None:

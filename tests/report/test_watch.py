@@ -132,9 +132,25 @@ def test_a_run_that_disappears_is_an_error_of_the_answer(
     monkeypatch.setattr("report.watch.MOST_SECONDS", 0.0)
     for name in ("metrics.jsonl", "config.toml"):
         (folder / name).unlink()
-    status, body = ask(port, "/token/data")
-    assert status == 500
-    assert b"not a run" in body
+    for _ in range(2):
+        status, body = ask(port, "/token/data")
+        assert status == 500
+        assert b"not a run" in body
+
+
+def test_a_run_that_disappears_stays_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("report.watch.SECONDS", 0.0)
+    monkeypatch.setattr("report.watch.TIMES", 0.0)
+    source = Source(lambda: report.page_data([folder]), [folder])
+    data = source.newer_than("")
+    assert data is not None
+    for name in ("metrics.jsonl", "config.toml"):
+        (folder / name).unlink()
+    for _ in range(3):
+        with pytest.raises(OSError, match="not a run"):
+            source.newer_than(json.loads(gzip.decompress(data))["watch"]["version"])
 
 
 def test_command_serves_until_it_is_interrupted(folder: Path) -> None:
