@@ -86,7 +86,7 @@ def _plot(axes: Any, series: Series, look: dict[str, Any]) -> None:
     label = f"{series.run}\n{series.label}"
     around = [None, *points.mean, None]
     alone = [i for i in range(len(values)) if around[i] is None and around[i + 2] is None]
-    # A line of one point is not drawn.
+    # A line of one point has no length.
     dots = {"marker": ".", "markevery": alone} if alone else {}
     axes.plot(steps, values, label=label, **dots | STYLES[series.style] | look)
     if points.low != points.high:
