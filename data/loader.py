@@ -84,8 +84,8 @@ class MicrobatchLoader:
         self._next_row, self._rows_per_microbatch = 0, size * dp_degree
         zeros = (0,) * len(mixture.sources)
         start = RowState(zeros, zeros, bad=0, source=0, token=0)
-        self._delivered: dict[int, RowState] = {}
         self._committed = {row: start for rows in self._own_rows() for row in rows}
+        self._n_bad = dict.fromkeys(self._committed, 0)
         self._microbatches = self._build_microbatches()
         self._prefetched: deque[Future[Microbatch]] = deque()
         # The thread holds no reference to the loader, so it also ends when the loader is deleted,
@@ -112,13 +112,13 @@ class MicrobatchLoader:
         self.start()
         batch = self._prefetched[0].result()
         self._prefetched.popleft()
-        self._delivered |= {span.row: span.end for span in batch.spans}
+        self._n_bad |= {span.row: span.n_bad for span in batch.spans}
         return batch
 
     @property
     def n_bad(self) -> int:
         """Number of unreadable records so far in this rank's rows, uncommitted steps included."""
-        return sum(state.bad for state in (self._committed | self._delivered).values())
+        return sum(self._n_bad.values())
 
     def commit(self, microbatches: list[Microbatch]) -> None:
         """Mark a finished step's microbatches as consumed; the state includes only these."""
@@ -158,6 +158,7 @@ class MicrobatchLoader:
         self._next_row = state.get("next_row", 0)
         rows = [row for rows in self._own_rows() for row in rows]
         self._committed = {row: RowState.from_json(state["rows"][str(row)]) for row in rows}
+        self._n_bad = {row: start.bad for row, start in self._committed.items()}
         self._microbatches = self._build_microbatches()
 
     def consumed(self) -> list[tuple[int, int]]:

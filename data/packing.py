@@ -18,6 +18,8 @@ class RowSpan(NamedTuple):
     row: int
     start: RowState
     end: RowState
+    n_bad: int
+    """Unreadable records of the row so far, with those of documents that are read ahead."""
 
 
 class PackedSequence(NamedTuple):
@@ -83,7 +85,7 @@ class ConcatPacker:
         tokens[filled:] = self._padding_id
         sequence.mark(filled, len(tokens), self._state.document)
         self._state = self._state._replace(token=token)
-        return RowSpan(self._documents.row, start, self._state)
+        return RowSpan(self._documents.row, start, self._state, self._state.bad)
 
     def _begin_document(self, token: int) -> bool:
         found = self._documents.read()
@@ -129,7 +131,7 @@ class BestFitPacker:
             self._read_ahead(min(start.token + 1, WINDOW_SEQUENCES), len(tokens))
         else:
             self._state, self._window = self._next_state, []
-        return RowSpan(self._documents.row, start, self._state)
+        return RowSpan(self._documents.row, start, self._state, self._documents.state.bad)
 
     def _pack(self, seq_len: int) -> None:
         """Pack the next window's chunks into sequences; none at the end of the data."""

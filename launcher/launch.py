@@ -38,7 +38,7 @@ from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
 from runtime.log import error_text, escape_on_stdout, red, report, say, unless_closed
 from runtime.machine import available_cpus, enable_expandable_segments, machine_facts
-from runtime.run_folder import OLD_STOP, list_checkpoints, read_text, stop_file_id
+from runtime.run_folder import OLD_STOP, list_checkpoints, read_text, step_of, stop_file_id
 from runtime.run_lock import is_locked
 
 end_imports(was_announced=IS_PROGRAM)
@@ -143,7 +143,8 @@ def next_commands(
     folder = config.job.folder
     ranks = f"NGPU={environment['NGPU']} " if environment.get("NGPU") else ""
     # Before the first step there is nothing to save.
-    has_checkpoints = config.checkpoint.enable and bool(list_checkpoints(folder / "checkpoints"))
+    checkpoints = list_checkpoints(folder / "checkpoints") if config.checkpoint.enable else []
+    has_checkpoints = bool(checkpoints)
     is_whole = outcome == exit_codes.FINISHED.outcome
     # The resolved configuration: the one that was named may be a pipe, or change.
     resolved = folder / "config.toml"
@@ -152,8 +153,10 @@ def next_commands(
     # A run that consumed its data would end at once.
     if can_start and is_alone and outcome != exit_codes.DATA_ENDED.outcome:
         planned = config.lr_scheduler.total_steps or 0
-        is_part = planned > config.training.steps
-        steps = planned if is_part else 2 * config.training.steps
+        # It may have been trained on before, and started again with fewer steps.
+        reached = max([config.training.steps, *map(step_of, checkpoints[:1])])
+        is_part = planned > reached
+        steps = planned if is_part else 2 * reached
         longer = ["--training.steps", steps] if is_whole else []
         if is_whole and not is_part:
             # The resolved configuration has the former number of steps.

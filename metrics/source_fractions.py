@@ -22,10 +22,12 @@ def source_fractions(
     if len(sources) == 1:
         return {}
     total = sum_over(torch.tensor(consumed), batch_mesh).tolist()
-    n_tokens = max(1, sum(tokens for _, tokens in total))
+    n_tokens = sum(tokens for _, tokens in total)
     metrics = {}
     for (label, n_documents), (documents, tokens) in zip(sources, total, strict=True):
-        metrics[f"data_share/{label}"] = tokens / n_tokens
+        # With best_fit, no token counts before the end of the first window.
+        if n_tokens:
+            metrics[f"data_share/{label}"] = tokens / n_tokens
         if n_documents is not None:
             metrics[f"data_epochs/{label}"] = documents / n_documents
     return metrics

@@ -322,13 +322,11 @@ def test_bad_records_are_skipped_and_counted_on_any_ranks(tmp_path: Path, suffix
     assert n_bad == {len(BAD_LINES)}
 
 
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_only_bad_records_are_counted(tmp_path: Path, packing: str) -> None:
-    for i in range(10):
-        (tmp_path / f"{i}.txt").write_bytes(b"caf\xe9")
-    once = DataSource(path=str(tmp_path / "*"), repeat=False)
-    config = Data(on_bad_record="skip", validation_percent=0.0, sources=[once])
-    loader = MicrobatchLoader(Mixture(build_sources(config, 0)[0]), UNIQUE, LoaderConfig(
+def loader_of_text(path: Path, packing: str, *, repeat: bool) -> MicrobatchLoader:
+    """Loader that skips bad records of the files ``path``/*."""
+    source = DataSource(path=str(path / "*"), repeat=repeat)
+    config = Data(on_bad_record="skip", validation_percent=0.0, sources=[source])
+    return MicrobatchLoader(Mixture(build_sources(config, 0)[0]), UNIQUE, LoaderConfig(
 vocab_size=UNIQUE.n_vocab,
 seq_len=4,
 microbatch_size=2,
@@ -339,8 +337,34 @@ document_mask=False,
 prefetch=1,
 packing=packing,
 ))  # fmt: skip
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_only_bad_records_are_counted(tmp_path: Path, packing: str) -> None:
+    for i in range(10):
+        (tmp_path / f"{i}.txt").write_bytes(b"caf\xe9")
+    loader = loader_of_text(tmp_path, packing, repeat=False)
     assert (next(loader).labels == IGNORE_INDEX).all()
     assert loader.n_bad == 10
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_bad_records_are_counted_when_they_are_read(tmp_path: Path, packing: str) -> None:
+    """Best fit reads them long before its window of documents ends."""
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_bytes(b"caf\xe9" if i % 4 == 0 else b"%d %d" % (i, i))
+    loader = loader_of_text(tmp_path, packing, repeat=True)
+    counts = list[int]()
+    for _ in range(20):
+        batch = next(loader)
+        loader.commit([batch])
+        counts.append(loader.n_bad)
+    assert counts == sorted(counts)
+    assert counts[7] > 2
+    again = loader_of_text(tmp_path, packing, repeat=True)
+    again.load_state_dict(loader.state_dict())
+    next(loader), next(again)
+    assert again.n_bad == loader.n_bad
 
 
 @pytest.mark.parametrize("policy", ["error", "skip"])

@@ -914,6 +914,15 @@ def test_longer_run_has_a_longer_schedule(tmp_path: Path) -> None:
         assert ("--lr_scheduler.total_steps 2000" in line) == is_raised
 
 
+def test_longer_run_is_longer_than_what_was_trained(tmp_path: Path) -> None:
+    config = run_with_checkpoint(tmp_path)
+    config = config.model_copy(
+        update={"training": config.training.model_copy(update={"steps": 30})}
+    )
+    line = launch.next_commands(config, "done", {}, is_alone=True)[0]
+    assert "--training.steps 200 --lr_scheduler.total_steps 200" in line
+
+
 def run_with_checkpoint(folder: Path, **lr_scheduler: int | None) -> JobConfig:
     given = {"job": {"output_dir": str(folder)}, "lr_scheduler": lr_scheduler}
     config = JobConfig.model_validate(given)
