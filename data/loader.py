@@ -31,6 +31,8 @@ class Microbatch(NamedTuple):
     """Document of each token, to mask attention; None: plain causal attention."""
     spans: tuple[RowSpan, ...] = ()
     """The span of its row that each sequence holds."""
+    n_bad: tuple[int, ...] = ()
+    """Unreadable records of each sequence's row so far."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -112,7 +114,8 @@ class MicrobatchLoader:
         self.start()
         batch = self._prefetched[0].result()
         self._prefetched.popleft()
-        self._n_bad |= {span.row: span.n_bad for span in batch.spans}
+        rows = (span.row for span in batch.spans)
+        self._n_bad |= dict(zip(rows, batch.n_bad, strict=True))
         return batch
 
     @property
@@ -228,4 +231,5 @@ def _read_microbatch(
         batch[3] if document_mask else None,
         batch[2] if document_mask else None,
         tuple(spans),
+        tuple(reader.n_bad for reader in readers),
     )

@@ -18,8 +18,6 @@ class RowSpan(NamedTuple):
     row: int
     start: RowState
     end: RowState
-    n_bad: int
-    """Unreadable records of the row so far, with those of documents that are read ahead."""
 
 
 class PackedSequence(NamedTuple):
@@ -45,6 +43,11 @@ class RowReader(Protocol):
 
     def read(self, sequence: PackedSequence) -> RowSpan:
         """Fill ``sequence`` with the row's next one and return its span. Mutates ``sequence``."""
+        ...
+
+    @property
+    def n_bad(self) -> int:
+        """Unreadable records of the row so far, with those before documents that are read ahead."""
         ...
 
 
@@ -85,7 +88,11 @@ class ConcatPacker:
         tokens[filled:] = self._padding_id
         sequence.mark(filled, len(tokens), self._state.document)
         self._state = self._state._replace(token=token)
-        return RowSpan(self._documents.row, start, self._state, self._state.bad)
+        return RowSpan(self._documents.row, start, self._state)
+
+    @property
+    def n_bad(self) -> int:
+        return self._state.bad
 
     def _begin_document(self, token: int) -> bool:
         found = self._documents.read()
@@ -131,7 +138,11 @@ class BestFitPacker:
             self._read_ahead(min(start.token + 1, WINDOW_SEQUENCES), len(tokens))
         else:
             self._state, self._window = self._next_state, []
-        return RowSpan(self._documents.row, start, self._state, self._documents.state.bad)
+        return RowSpan(self._documents.row, start, self._state)
+
+    @property
+    def n_bad(self) -> int:
+        return self._documents.state.bad
 
     def _pack(self, seq_len: int) -> None:
         """Pack the next window's chunks into sequences; none at the end of the data."""

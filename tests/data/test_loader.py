@@ -49,7 +49,7 @@ def take_step(loaders: list[MicrobatchLoader], n_rows: int = ROWS) -> Microbatch
     for loader, batches in zip(loaders, of_ranks, strict=True):
         loader.commit(batches)
     in_order = [batch for microbatch in zip(*of_ranks, strict=True) for batch in microbatch]
-    *tensors, spans = zip(*in_order, strict=True)
+    *tensors, spans, _ = zip(*in_order, strict=True)
     whole = (None if parts[0] is None else torch.cat(parts) for parts in tensors)
     return Microbatch(*whole, sum(spans, ()))
 

@@ -64,7 +64,7 @@ def batches() -> Iterable[Microbatch]:
     while True:
         ids = torch.randint(0, 64, (BATCH, SEQ_LEN + 1), generator=generator)
         start, end = RowState((0,), (0,), 0, 0, 0), RowState((0,), (0,), 0, 0, SEQ_LEN)
-        spans = tuple(RowSpan(row, start, end, 0) for row in range(BATCH))
+        spans = tuple(RowSpan(row, start, end) for row in range(BATCH))
         yield Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, None, spans)
 
 
