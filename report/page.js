@@ -214,8 +214,8 @@ const page = {
 // The range of that width that is nearest to `view` between low and high; null if it is all, or empty.
 function within(view, low, high, isLog) {
   const [a, b, least, most] = isLog ? [...view, low, high].map(Math.log10) : [...view, low, high];
-  // The logarithm of 0.
-  const begin = Math.max(a, isLog && a === -Infinity ? least : a);
+  // The logarithm of 0 is at no place.
+  const begin = a === -Infinity ? least : a;
   if (!(b > begin) || b - begin >= most - least) return null;
   const shift = Math.max(least - begin, 0) || Math.min(most - b, 0);
   if (shift === 0) return [isLog ? 10 ** begin : begin, view[1]];
