@@ -158,12 +158,17 @@ class Chart {
     const { x, y, width, height } = this,
       nodes = [],
       bottom = height - MARGIN.bottom;
-    const levels = y.ticks(Math.max(2, height / 48));
+    const levels = y.ticks(Math.max(2, height / 48)),
+      difference = stepOf(levels);
     for (const tick of levels) {
       const at = y.at(tick).toFixed(1);
       nodes.push(
         svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: at, y2: at }),
-        svg("text", { x: MARGIN.left - 8, y: at, dy: ".35em", "text-anchor": "end" }, shortNumber(tick, digitsOf(tick, stepOf(levels)))),
+        svg(
+          "text",
+          { x: MARGIN.left - 8, y: at, dy: ".35em", "text-anchor": "end" },
+          shortNumber(tick, digitsOf(tick, difference)),
+        ),
       );
     }
     nodes.push(

@@ -16,7 +16,7 @@ from report.history import (
     edges_of,
     interpolate,
     keys_of,
-    points_at,
+    points_at_largest,
     points_of,
     since,
     times_of,
@@ -231,12 +231,15 @@ def _curves_of(
         for key in group:
             values = [line.get(key) for line in lines]
             if any(values if key in COUNTS else (value is not None for value in values)):
-                points = points_of(values, edges)
-                if key == "slowest_rank":
-                    # Not the mean, which may be a rank that was never slow.
-                    ratios = [line.get("slowest_over_median") for line in lines]
-                    points = points_at(values, ratios, edges)
-                yield key, Series(number, key, style, axis, points)
+                yield key, Series(number, key, style, axis, _points(key, lines, edges))
+
+
+def _points(key: str, lines: Sequence[Line], edges: Sequence[int]) -> Points:
+    values = [line.get(key) for line in lines]
+    if key != "slowest_rank":
+        return points_of(values, edges)
+    # Not the mean, which may be a rank that was never slow.
+    return points_at_largest(values, [line.get("slowest_over_median") for line in lines], edges)
 
 
 def _planned(chart: str, number: int, run: Run) -> Iterator[Series]:

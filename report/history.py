@@ -55,14 +55,14 @@ def points_of(values: Sequence[float | None], edges: Sequence[int]) -> Points:
     return Points(mean, low, high)
 
 
-def points_at(
-    values: Sequence[float | None], ranks: Sequence[float | None], edges: Sequence[int]
+def points_at_largest(
+    values: Sequence[float | None], by: Sequence[float | None], edges: Sequence[int]
 ) -> Points:
-    """Summarize values as points: each has the value of its line with the largest rank."""
+    """Summarize values as points: each has the value of its line with the largest ``by``."""
     chosen: list[float | None] = []
     for begin, end in pairwise(edges):
-        known = [i for i in range(begin, end) if values[i] is not None and ranks[i] is not None]
-        chosen.append(values[max(known, key=lambda i: ranks[i] or 0.0)] if known else None)
+        known = [i for i in range(begin, end) if values[i] is not None and by[i] is not None]
+        chosen.append(values[max(known, key=lambda i: by[i] or 0.0)] if known else None)
     return Points(chosen, chosen, chosen)
 
 

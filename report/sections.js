@@ -136,7 +136,10 @@ const sections = {
     const runs = data.runs.map((run, i) =>
       element("div", {}, ...(isAlone ? [] : [element("h3", {}, ...runName(run, i))]), boxes[i]),
     );
-    if (!old) section.append(element("p", { class: "row slider" }, input, label), element("div", { class: "samples" }));
+    if (!old) {
+      const slider = element("p", { class: "row slider" }, input, label);
+      section.append(slider, element("div", { class: "samples" }));
+    }
     section.lastElementChild.replaceChildren(...runs);
     show();
   },
@@ -206,12 +209,12 @@ const sections = {
           row(element("code", {}, key), [element("td", { class: "value" }, value)]),
         );
         const name = isAlone ? [file] : [...runName(data.runs[i], i), ` ${file}`];
-        const build = (old) => old ?? element("details", {}, element("summary", {}, ...name), element("table"));
-        const fillIn = (details) => {
+        const build = (old) => {
+          const details = old ?? element("details", {}, element("summary", {}, ...name), element("table"));
           details.lastElementChild.replaceChildren(element("tbody", {}, ...lines));
           return details;
         };
-        return [`${i} ${file}`, (old) => fillIn(build(old))];
+        return [`${i} ${file}`, build];
       }),
     );
     byId("provenance").hidden = files.length === 0;

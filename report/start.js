@@ -52,7 +52,7 @@ async function follow() {
       const answer = await fetch(`data?${version}`).catch(() => {
         throw new Error("the server does not answer");
       });
-      if (!answer.ok) throw new Error(await answer.text());
+      if (!answer.ok) throw new Error((await answer.text()).trim());
       if (answer.status === 200) {
         const data = await answer.json();
         ({ version, seconds } = data.watch);

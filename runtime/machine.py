@@ -78,8 +78,8 @@ def schedule_as_batch() -> None:
     pause while another thread has the lock of a connection; if it has preempted that thread, both
     lose their time. A policy that somebody chose stays.
     """
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with suppress(OSError):  # Some sandboxes forbid it.
+    with suppress(OSError):  # Some sandboxes forbid it.
+        if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -189,14 +189,14 @@ def test_view_does_not_leave_the_data(page: Page, folder: Path) -> None:
     assert view(page) == [low, low + 100]
 
 
-@pytest.mark.parametrize("isLog", [False, True])
-def test_ticks_of_a_small_part_differ(page: Page, tmp_path: Path, isLog: bool) -> None:
+@pytest.mark.parametrize("is_log", [False, True])
+def test_ticks_of_a_small_part_differ(page: Page, tmp_path: Path, is_log: bool) -> None:
     lines = [
         training_line(step, random.Random(step), loss=2.3451 + 1e-5 * (step % 80))
         for step in range(54_000, 54_400)
     ]
     page.open(written(write_run(tmp_path / "run", lines)))
-    if isLog:
+    if is_log:
         page.evaluate("document.getElementById('log-x').click()")
     for axis in ("step", "tokens", "time"):
         page.evaluate(f"document.querySelector('input[value={axis}]').click()")

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from report.charts import build_charts
 from report.page import MARKER
@@ -120,6 +122,19 @@ def test_pictures_are_written(folder: Path, capsys: pytest.CaptureFixture[str]) 
         for name in ("loss", "grad_norm", "lr", "rate", "mfu", "memory"):
             assert (pictures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert f"picture: {pictures / 'loss.png'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("losses", [[2.0], [2.0, None, 3.0, None, 4.0]])
+def test_points_without_a_neighbor_are_in_the_picture(
+    tmp_path: Path, losses: list[float | None]
+) -> None:
+    lines = [training_line(i, random.Random(i), loss=loss) for i, loss in enumerate(losses, 1)]
+    folder = write_run(tmp_path / "run", lines)
+    arguments = ["-o", str(tmp_path / "r.html"), "--png", str(tmp_path / "pictures")]
+    assert report.main([str(folder), *arguments]) == exit_codes.DONE
+    pixels = imread(tmp_path / "pictures" / "loss.png")[..., :3]
+    blue = np.abs(pixels - np.array([0, 0x72, 0xB2]) / 255).max(axis=2) < 0.05
+    assert np.count_nonzero(blue) > 10 * len([loss for loss in losses if loss is not None])
 
 
 def test_each_chart_has_a_picture(folder: Path) -> None:
