@@ -47,7 +47,8 @@ def check_replicas(
             minority = _minority(dict(zip(ranks, columns[different[0]], strict=True)))
             differences.append(f"replicas along {dim} differ, first in {different[0]}: {minority}")
         else:
-            agreed.append(f"{len(local_tensors)} tensors on {mesh.size()} ranks of {dim}")
+            count = len(local_tensors)
+            agreed.append(f"{count} tensor{'s' * (count > 1)} on {mesh.size()} ranks of {dim}")
     # Raise last, because ranks that see no difference would wait for this one in the next dim.
     if differences:
         raise RuntimeError("; ".join(differences))

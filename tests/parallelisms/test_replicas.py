@@ -185,9 +185,9 @@ def test_summary_counts_tensors_per_dim(ranks: RankPool) -> None:
     count = 2 * 9 + 3
     before, after = (ranks.run(summary, 4, FSDP2, stepped) for stepped in (False, True))
     # The RoPE buffer is replicated on all ranks, and after a step so are the step counts.
-    want = "{} tensors on 2 ranks of dp_replicate, {} tensors on 2 ranks of dp_shard_cp"
-    assert set(before) == {want.format(count + 1, 1)}
-    assert set(after) == {want.format(4 * count + 1, 1 + count)}
+    want = "{} tensors on 2 ranks of dp_replicate, {} on 2 ranks of dp_shard_cp"
+    assert set(before) == {want.format(count + 1, "1 tensor")}
+    assert set(after) == {want.format(4 * count + 1, f"{1 + count} tensors")}
     assert ranks.run(summary, 1, Layout(1), True) == [""]
 
 
