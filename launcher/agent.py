@@ -5,11 +5,9 @@ and also ranks that hang, 30 seconds; it dies of SIGUSR1 and listens on all inte
 """
 
 import errno
-import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,6 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
@@ -35,26 +32,27 @@ from launcher.post_mortem import (
     silent_ranks,
 )
 from launcher.rank_output import RankOutput
+from launcher.rendezvous import (
+    POLL_SECONDS,
+    READ_SECONDS,
+    Nodes,
+    PortTaken,
+    exit_barrier,
+    open_store,
+    rendezvous,
+)
 from runtime import exit_codes
 from runtime.filesystem import make_folder, parse_object, reject_link
 from runtime.imports import import_variables
 from runtime.log import logger, show_phase
-from runtime.machine import raise_open_file_limit
 from runtime.printable import first_line
 from runtime.signals import handle_signals
 
-POLL_SECONDS = 0.1
-HEAD_POLL_SECONDS = 0.5
 # Seconds that ranks have to save after a signal, before SIGKILL.
 SHUTDOWN_SECONDS = 120
 # A process blocked in a driver or on a disk does not react even to SIGKILL.
 KILL_SECONDS = 5
 RENDEZVOUS_SECONDS = 900
-# Seconds that a launcher with a wrong configuration waits for others to tell them, and that all
-# launchers wait for each other before they exit because of one.
-MISTAKE_SECONDS, READ_SECONDS = 30, 5.0
-# Key of a store whose launchers of all nodes have met.
-HAS_MET = "launchers have met"
 ABORT_POLL_SECONDS = 1.0
 # Seconds that ranks have to exit after another rank, or the head node's launcher, exited.
 SHUTDOWN_GRACE_SECONDS = 30.0
@@ -67,20 +65,6 @@ INTENDED_CODES = {
     exit_codes.PREEMPTED,
     exit_codes.DO_NOT_REQUEUE,
 }
-
-
-class PortTaken(ConfigError):
-    """A mistake that a later start may not have."""
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Number of nodes, this node's rank, and the address of the head node's store."""
-
-    count: int
-    rank: int
-    address: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +114,7 @@ def run_ranks(
     parents = [] if logs is None else [f for f in (logs, *logs.parents) if not f.exists()]
     try:
         store = open_store(nodes, RENDEZVOUS_SECONDS)
-        counts, started = _rendezvous(store, nodes, RENDEZVOUS_SECONDS, n_ranks, mistake)
+        counts, started = rendezvous(store, nodes, RENDEZVOUS_SECONDS, n_ranks, mistake)
         if logs is not None:
             logs = _make_logs_everywhere(store, nodes, logs / started, parents)
     except (dist.DistError, PortTaken) as error:
@@ -158,9 +142,9 @@ def run_ranks(
         message = _config_error(error_files, codes)
     received = requests[0] if requests else None
     if exit_codes.BAD_CONFIG in codes.values():
-        _exit_barrier(store, nodes, requests, READ_SECONDS)
+        exit_barrier(store, nodes, requests, READ_SECONDS)
     elif received is None and agent.failure is None and set(codes.values()) == {exit_codes.DONE}:
-        _exit_barrier(store, nodes, requests, EXIT_BARRIER_SECONDS)
+        exit_barrier(store, nodes, requests, EXIT_BARRIER_SECONDS)
     if logs is not None and nodes.rank == 0:
         _remove_empty_folders([logs, *parents])
     # Only the head shows why.
@@ -174,52 +158,6 @@ def _show_waiting(nodes: Nodes, n_ranks: int, mistake: str) -> None:
         text = f"waiting for {nodes.count} nodes at {nodes.address}:{nodes.port}"
         doubt = f"; with {n_ranks} ranks on each: {'; '.join(mistake.splitlines())}"
         show_phase(text + doubt * bool(mistake))
-
-
-def end_other_nodes(nodes: Nodes, mistake: str) -> None:
-    """Report the user's ``mistake`` on this node to other launchers, which would wait for it.
-
-    Waits at most ``MISTAKE_SECONDS`` for them.
-    """
-    if nodes.count > 1:
-        with suppress(dist.DistError, ConfigError):
-            store = open_store(nodes, MISTAKE_SECONDS)
-            _rendezvous(store, nodes, MISTAKE_SECONDS, 0, mistake)
-
-
-def _rendezvous(
-    store: dist.Store, nodes: Nodes, seconds: float, n_ranks: int, mistake: str
-) -> tuple[list[int], str]:
-    """Wait for the launchers of all nodes; return the ranks of each, and the head's start time.
-
-    Raises ``ConfigError`` if any node has a ``mistake``. One of a node with ranks counts only if
-    all nodes have as many. Raises ``dist.DistError`` if a launcher does not come, or if the head
-    has met those of all nodes before.
-    """
-    if store.check([HAS_MET]):
-        where = f"{nodes.address}:{nodes.port}"
-        text = f"{where} has all its nodes: another job has MASTER_PORT, or another node NODE_RANK"
-        raise dist.DistStoreError(f"{text} {nodes.rank}")
-    text = f"node {nodes.rank} ({socket.gethostname()}): {mistake}" if mistake else ""
-    own = [n_ranks, time.strftime("%Y%m%d-%H%M%S"), text]
-    keys = [f"launcher/{node}" for node in range(nodes.count)]
-    store.set(keys[nodes.rank], json.dumps(own))
-    deadline = time.monotonic() + seconds
-    # A call that waits would not return for Ctrl-C.
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = [str(node) for node, key in enumerate(keys) if not store.check([key])]
-            who = f"node{'s' * (len(missing) > 1)} {', '.join(missing)}"
-            raise dist.DistStoreError(f"{who} did not join within {seconds} s")
-        time.sleep(POLL_SECONDS)
-    store.set(HAS_MET, "")
-    entries = [json.loads(store.get(key)) for key in keys]
-    counts = [count for count, *_ in entries]
-    are_equal = len(set(counts)) == 1
-    if mistakes := [text for count, _, text in entries if text and (are_equal or count == 0)]:
-        _exit_barrier(store, nodes, [], READ_SECONDS)
-        raise ConfigError(mistakes)
-    return counts, entries[0][1]
 
 
 def _config_error(error_files: Mapping[int, Path], codes: Mapping[int, int]) -> str:
@@ -237,21 +175,6 @@ def _failed_rendezvous(nodes: Nodes, error: dist.DistError | PortTaken) -> End:
     if nodes.rank > 0:  # The head reports it as a failure of the run.
         logger.error("launcher: %s", text)
     return End({}, "", None, FailureReport([text], traceback="", silent=[]))
-
-
-def _exit_barrier(
-    store: dist.Store, nodes: Nodes, requests: list[signal.Signals], seconds: float
-) -> None:
-    """Wait until all nodes are done. The head node serves the store, so it exits last."""
-    deadline = time.monotonic() + seconds
-    expected = nodes.count if nodes.rank > 0 else 2 * nodes.count - 1
-    with suppress(dist.DistError):
-        count = store.add("launcher/done", 1)
-        while count < expected and not requests and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            count = store.add("launcher/done", 0)
-        # Every node but the head counts twice: when it is done, and when it exits.
-        store.add("launcher/done", 1)
 
 
 def _environment(
@@ -326,7 +249,7 @@ def _make_logs_everywhere(
     try:
         if nodes.count > 1:
             own = dist.PrefixStore("logs", store)
-            _rendezvous(own, nodes, RENDEZVOUS_SECONDS, 0, mistake)
+            rendezvous(own, nodes, RENDEZVOUS_SECONDS, 0, mistake)
     except ConfigError:
         if nodes.rank == 0:
             _remove_empty_folders([logs, *parents])
@@ -358,57 +281,6 @@ def _remove_empty_folders(new: list[Path]) -> None:
             folder.rmdir()
 
 
-def open_store(nodes: Nodes, seconds: int) -> dist.TCPStore:
-    """Connect to the TCPStore of ranks and launchers, which the head node's launcher serves.
-
-    Raises ``ConfigError`` on the head node if it cannot listen on the port.
-    """
-    address, port, listener = nodes.address, nodes.port, None
-    if nodes.rank > 0:
-        _wait_for_head(nodes, seconds)
-    else:
-        # Every rank and every launcher opens two connections to the store.
-        raise_open_file_limit()
-    if nodes.count == 1:
-        # By default the store would listen on all interfaces.
-        server = socket.create_server(("127.0.0.1", 0))
-        (address, port), listener = server.getsockname(), server.detach()
-    try:
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=nodes.rank == 0,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener,
-        )
-    except dist.DistNetworkError as error:
-        if "failed to listen" not in str(error):
-            raise
-        reason = first_line(str(error)).rpartition("message: ")[2]
-        text = f"MASTER_PORT={port}: cannot listen on this port: {reason}; set another"
-        raise PortTaken([text]) from None
-
-
-def _wait_for_head(nodes: Nodes, seconds: float) -> None:
-    """Return when the head node listens; TCPStore, which waits too, would not return for Ctrl-C.
-
-    Raises ``dist.DistNetworkError`` if it does not within ``seconds``.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            left = max(POLL_SECONDS, deadline - time.monotonic())
-            socket.create_connection((nodes.address, nodes.port), left).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                reason = f"{error.strerror or error} for {seconds} s"
-                raise dist.DistNetworkError(reason) from None
-        time.sleep(HEAD_POLL_SECONDS)
-
-
 class Agent:
     """Supervises this node's ranks: diagnoses failures, forwards signals, kills ranks that hang."""
 
@@ -424,6 +296,7 @@ class Agent:
         self._processes, self._store, self._world_size = processes, store, world_size
         self._is_head = is_head
         self._console, self._is_stop_asked = console, False
+        self._n_forwarded, self._deadline = 0, math.inf
         self._is_aborted, self._is_finished = threading.Event(), threading.Event()
         self.failure: FailureReport | None = None
 
@@ -441,33 +314,22 @@ class Agent:
         if has_others:
             listener.start()
         signal.signal(signal.SIGTSTP, self._ask_to_stop)
-        n_forwarded, deadline = 0, math.inf
-        while (
-            None in self.exit_codes().values() and time.monotonic() < deadline and len(requests) < 3
-        ):
+        while self._running() and time.monotonic() < self._deadline and len(requests) < 3:
             if self._is_stop_asked:
                 self._stop_until_continued()
-            if n_forwarded < len(requests):
-                logger.info("launcher: %s, forwarded to the ranks", requests[n_forwarded].name)
-                self._send(signal.SIGTERM if n_forwarded else requests[0], self._processes)
-                n_forwarded += 1
-                deadline = time.monotonic() + SHUTDOWN_SECONDS
-            elif n_forwarded == 1 and self._is_before_training(requests[0]):
+            if self._n_forwarded < len(requests):
+                self._forward(requests[self._n_forwarded])
+            elif self._n_forwarded == 1 and self._is_before_training(requests[0]):
                 # The other ranks wait for the one that is dead, so that they cannot save.
-                deadline = min(deadline, time.monotonic() + SHUTDOWN_GRACE_SECONDS)
-            elif deadline == math.inf:
-                # Before the diagnosis: a rank that fails meanwhile is diagnosed in the next round.
-                has_exited = not set(self.exit_codes().values()) <= {None, exit_codes.DONE}
-                self._diagnose_failure()
-                if has_exited or self.failure is not None:
-                    self._send(signal.SIGTERM, self._processes)
-                    deadline = time.monotonic() + SHUTDOWN_GRACE_SECONDS
+                self._deadline = min(self._deadline, time.monotonic() + SHUTDOWN_GRACE_SECONDS)
+            elif self._deadline == math.inf:
+                self._end_after_failure()
             time.sleep(POLL_SECONDS)
-        late = [rank for rank, code in self.exit_codes().items() if code is None]
+        late = self._running()
         may_save = 0 < len(requests) < 3 and not self._is_before_training(requests[0])
-        if late and n_forwarded > 0 and may_save:
+        if late and self._n_forwarded > 0 and may_save:
             text = "launcher: ranks %s did not end within %d s of %s: killed without a save"
-            logger.error(text, late, SHUTDOWN_SECONDS, requests[n_forwarded - 1].name)
+            logger.error(text, late, SHUTDOWN_SECONDS, requests[self._n_forwarded - 1].name)
         self._send(signal.SIGKILL, self._processes)
         with suppress(subprocess.TimeoutExpired):
             for process in self._processes.values():
@@ -478,6 +340,24 @@ class Agent:
         self._is_finished.set()
         if has_others:
             listener.join(2 * ABORT_POLL_SECONDS)
+
+    def _running(self) -> list[int]:
+        return [rank for rank, code in self.exit_codes().items() if code is None]
+
+    def _forward(self, request: signal.Signals) -> None:
+        logger.info("launcher: %s, forwarded to the ranks", request.name)
+        self._send(signal.SIGTERM if self._n_forwarded else request, self._processes)
+        self._n_forwarded += 1
+        self._deadline = time.monotonic() + SHUTDOWN_SECONDS
+
+    def _end_after_failure(self) -> None:
+        """End the ranks if one has failed, here or on another node, or has exited on purpose."""
+        # Before the diagnosis: a rank that fails meanwhile is diagnosed in the next round.
+        has_exited = not set(self.exit_codes().values()) <= {None, exit_codes.DONE}
+        self._diagnose_failure()
+        if has_exited or self.failure is not None:
+            self._send(signal.SIGTERM, self._processes)
+            self._deadline = time.monotonic() + SHUTDOWN_GRACE_SECONDS
 
     def _is_before_training(self, forwarded: signal.Signals) -> bool:
         """True if the signal killed a rank, which had no handlers yet."""

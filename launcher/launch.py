@@ -25,10 +25,11 @@ import torch
 from config import ConfigError, JobConfig, find_run_folder, load_config
 from config.auto import auto_keys, candidates
 from config.hub_names import CONFIG_FILES
-from launcher.agent import End, Nodes, end_other_nodes, run_ranks
+from launcher.agent import End, run_ranks
 from launcher.auto import decide_auto
 from launcher.console import Console, PlainScreen, is_terminal
 from launcher.failures import MOST_ATTEMPTS, newest_saved_step, record_end, record_failure
+from launcher.rendezvous import Nodes, end_other_nodes
 from launcher.screen import TerminalScreen
 from models import find_model
 from parallelisms.constraints import check_constraints

@@ -21,9 +21,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from config import ConfigError, load_config
-from launcher.agent import Nodes, open_store, run_ranks
+from launcher.agent import run_ranks
 from launcher.console import Console, PlainScreen
 from launcher.launch import check_run, find_nodes, ranks_per_node, set_thread_defaults
+from launcher.rendezvous import Nodes, open_store
 from runtime import exit_codes
 from runtime.hub_paths import pin_names
 from runtime.log import report, say

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from config import ConfigError, JobConfig, load_config
 from launcher import agent, launch
-from launcher.agent import End, Nodes, open_store
+from launcher.agent import End
 from launcher.console import Console, PlainScreen
 from launcher.failures import MOST_ATTEMPTS
 from launcher.launch import (
@@ -35,6 +35,7 @@ from launcher.launch import (
     ranks_per_node,
     shown_ranks,
 )
+from launcher.rendezvous import POLL_SECONDS, Nodes, exit_barrier, open_store, rendezvous
 from runtime import exit_codes
 from runtime.machine import available_cpus
 from runtime.run_lock import lock_run
@@ -161,7 +162,7 @@ import resource
 
 import torch.distributed as dist
 
-from launcher.agent import Nodes, open_store
+from launcher.rendezvous import Nodes, open_store
 
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
@@ -739,13 +740,13 @@ def test_launchers_exit_together_unless_one_gets_a_signal():
     nodes = [Nodes(count=2, rank=rank, address="", port=0) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
         store = dist.HashStore()
-        head = pool.submit(agent._exit_barrier, store, nodes[0], [], 60.0)
+        head = pool.submit(exit_barrier, store, nodes[0], [], 60.0)
         with pytest.raises(TimeoutError):
-            head.result(3 * agent.POLL_SECONDS)
-        agent._exit_barrier(store, nodes[1], [], 60.0)
+            head.result(3 * POLL_SECONDS)
+        exit_barrier(store, nodes[1], [], 60.0)
         head.result(10)
     begin = time.monotonic()
-    agent._exit_barrier(dist.HashStore(), nodes[0], [signal.SIGTERM], PATIENCE_SECONDS)
+    exit_barrier(dist.HashStore(), nodes[0], [signal.SIGTERM], PATIENCE_SECONDS)
     assert time.monotonic() - begin < PATIENCE_SECONDS
 
 
@@ -753,10 +754,10 @@ def test_node_of_another_job_does_not_join() -> None:
     store = dist.HashStore()
     nodes = [Nodes(count=2, rank=rank, address="head", port=29500) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda node: agent._rendezvous(store, node, 60, 4, ""), nodes))
+        found = list(pool.map(lambda node: rendezvous(store, node, 60, 4, ""), nodes))
     assert [counts for counts, _ in found] == [[4, 4], [4, 4]]
     with pytest.raises(dist.DistError, match=r"head:29500 .* another job has MASTER_PORT"):
-        agent._rendezvous(store, nodes[1], 60, 8, "")
+        rendezvous(store, nodes[1], 60, 8, "")
     assert json.loads(store.get("launcher/1"))[0] == 4
 
 

@@ -410,8 +410,8 @@ OPTIM = [
     Mutation(
         "second-moment-of-copies-not-stored",
         "optim/chunked_adamw.py",
-        before="map(zip, stored[::2] + stored[3:], padded[::2] + padded[3:])",
-        after="map(zip, stored[::2], padded[::2])",
+        before="del stored[1], padded[1]",
+        after="del stored[1], padded[1], stored[2], padded[2]",
         tests=("tests/optim/test_chunked_adamw.py",),
     ),
     Mutation(
@@ -890,15 +890,15 @@ LAUNCHER_AND_RUNTIME = [
     Mutation(
         "every-signal-forwarded-as-sigterm",
         "launcher/agent.py",
-        before="self._send(signal.SIGTERM if n_forwarded else requests[0], self._processes)",
+        before="self._send(signal.SIGTERM if self._n_forwarded else request, self._processes)",
         after="self._send(signal.SIGTERM, self._processes)",
         tests=("tests/launcher/test_launch.py",),
     ),
     Mutation(
         "second-signal-does-not-restart-the-time-limit",
         "launcher/agent.py",
-        before="deadline = time.monotonic() + SHUTDOWN_SECONDS",
-        after="deadline = min(deadline, time.monotonic() + SHUTDOWN_SECONDS)",
+        before="self._deadline = time.monotonic() + SHUTDOWN_SECONDS",
+        after="self._deadline = min(self._deadline, time.monotonic() + SHUTDOWN_SECONDS)",
         tests=("tests/launcher/test_launch.py",),
     ),
     Mutation(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from config import load_config
 from config.job_config import Parallelism
-from launcher.agent import Nodes
+from launcher.rendezvous import Nodes
 from parallelisms.parallel_dims import ParallelDims
 from runtime.exit_codes import BAD_CONFIG, DONE, FAILED
 from tests.lib.forked import CONFIG
