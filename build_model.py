@@ -19,6 +19,7 @@ from models.gated_delta_net import InnerDeltaNet
 from models.meta import build_on_meta
 from models.transformer import InnerAttention
 from parallelisms.comm_volume import warn_if_comm_bound
+from parallelisms.constraints import not_in_cuda_graphs
 from parallelisms.elastic import PairwiseGradientAccumulator, apply_elastic
 from parallelisms.materialize import materialize
 from parallelisms.mixed_precision import mixed_precision_policy
@@ -31,7 +32,7 @@ from runtime.object_collectives import run_on_rank0
 from runtime.outside import mistakes_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardedModel:
     """A model after ``parallelize``, on the meta device until ``materialize``."""
 
@@ -108,53 +109,23 @@ class ShardedModel:
         """Why microbatches do not run as CUDA graphs; "" if they do."""
         config, mode = self.config, self.config.compile.cuda_graphs
         always, is_auto = 'compile.cuda_graphs = "always"', mode == "auto"
-        n_ranks = self.dims.weight_mesh.size()
+        if mode == "never":
+            return "compile.cuda_graphs"
+        unsupported = not_in_cuda_graphs(
+            config,
+            self.dims.degrees,
+            has_gpu=self.device.type == "cuda",
+            has_experts=self.has_moes,
+        )
         reasons = {
-            "no GPU": self.device.type != "cuda",
-            "compile.cuda_graphs": mode == "never",
-            "pipeline parallel": self.dims.degrees.pp > 1,
-            "experts": self.has_moes,
-            "ddp": config.parallelism.data_parallel == "ddp" and n_ranks > 1,
-            "parallelism.fsdp_cpu_offload": config.parallelism.fsdp_cpu_offload,
-            # FSDP2 waits in a later step for what the resharding of one recorded.
-            "parallelism.fsdp_reshard_after_forward = N": _reshards_in_part(config),
-            "debug.deterministic": config.debug.is_elastic,
-            "metrics.straggler_window": config.metrics.straggler_window > 0,
-            # The compiler then keeps states of a random generator that a capture does not know.
-            "compiled recomputation of attention": _recomputes_attention(config),
-            # Each recomputation takes states of the generator, which a capture does not allow.
-            "recomputation in a model of your own": _recomputes_own(config),
+            unsupported: unsupported != "",
             # A graph would repeat the first value of a number that their forward changes.
             f"models of your own: {always}": is_auto and config.model.is_own,
             # The next replay overwrites gradients, of which an optimizer may keep one.
             f"optimizers of your own: {always}": is_auto and config.optimizer.is_own,
-            f"several GPUs: {always}": is_auto and n_ranks > 1,
+            f"several GPUs: {always}": is_auto and self.dims.weight_mesh.size() > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")
-
-
-def _reshards_in_part(config: JobConfig) -> bool:
-    return type(config.parallelism.fsdp_reshard_after_forward) is int
-
-
-def _recomputes_own(config: JobConfig) -> bool:
-    """True if backward may run parts of a model again whose random ops are not known."""
-    is_simple = config.parallelism.data_parallel == "simple_fsdp"
-    recomputes = is_simple or config.activation_checkpoint.mode != "none"
-    return recomputes and config.model.is_own
-
-
-def _recomputes_attention(config: JobConfig) -> bool:
-    """True if compiled blocks may run attention again in backward."""
-    checkpointing = config.activation_checkpoint
-    is_recomputed = {
-        "none": False,
-        "selective": checkpointing.selective != "op",
-        # With half of the memory or more, the compiler kept it.
-        "memory_budget": checkpointing.memory_budget < 0.5,
-        "full": True,
-    }
-    return config.compile.enable and is_recomputed[checkpointing.mode]
 
 
 def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
@@ -243,8 +214,9 @@ def build_sharded_model(
         if config.debug.is_elastic:
             apply_elastic(module)
         return ShardedModel(
-            spec, args, config, dims, device, mp_policy, module, stages,
-            fqns, tied, has_moes, flops,
+            spec=spec, args=args, config=config, dims=dims, device=device, mp_policy=mp_policy,
+            module=module, stages=stages, fqns=fqns, tied=tied, has_moes=has_moes,
+            flops_per_token=flops,
         )  # fmt: skip
 
 

@@ -184,7 +184,7 @@ class PipelineRunner:
         return losses
 
     def forget_graphs(self) -> None:
-        """Nothing: schedules look them up."""
+        """Do nothing: pipelines run without CUDA graphs."""
 
     @torch.no_grad()
     def evaluate(self, batches: list[Microbatch]) -> torch.Tensor:

@@ -160,10 +160,12 @@ class RunSpec:
         Not with zero bubble, whose backward runs each graph twice; compiled graphs forbid that.
         """
         parallelism = self.config.parallelism
-        has_context = parallelism.context_parallel_degree > 1
-        gathers = has_context and parallelism.context_parallel_method == "allgather"
-        is_skipped = self.config.data.document_mask or gathers
-        return is_skipped and parallelism.pipeline_parallel_schedule != "InterleavedZeroBubble"
+        gathers = (
+            parallelism.context_parallel_degree > 1
+            and parallelism.context_parallel_method == "allgather"
+        )
+        has_mask = self.config.data.document_mask or gathers
+        return has_mask and parallelism.pipeline_parallel_schedule != "InterleavedZeroBubble"
 
 
 def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) -> RunSpec:
@@ -193,7 +195,7 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
             "training.batch_size_ramp has %d steps, training.steps is %d: global_batch_size is"
             " never reached", ramp_steps, config.training.steps,
         )  # fmt: skip
-    if ":" in config.optimizer.name:
+    if config.optimizer.is_own:
         outside_optimizer(config.optimizer)
     one_microbatch = config.training.decided_local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch

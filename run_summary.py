@@ -60,7 +60,7 @@ def log_plan(
             " them from about %d on: raise training.local_batch_size", n_microbatches,
             MOST_BFLOAT16_SUMS,
         )  # fmt: skip
-    state_bytes = None if ":" in run.config.optimizer.name else optimizer_bytes(optimizer)
+    state_bytes = None if run.config.optimizer.is_own else optimizer_bytes(optimizer)
     logger.info("memory: %s", memory_text(model.module, state_bytes, model.device))
     lines = plan_lines(
         run,
@@ -111,7 +111,7 @@ def learning_rate_text(run: RunSpec) -> str:
     config, steps = run.config.lr_scheduler, run.config.training.steps
     peak, total = run.config.optimizer.lr, config.total_steps or steps
     end = f"{peak * run.lr_factor(steps):g} at step {steps}"
-    if ":" in config.decay_type:
+    if config.is_own:
         return f"{peak:g} times {config.decay_type}, {end}"
     if config.warmup_steps >= steps:
         return f"warmup to {end}"

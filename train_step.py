@@ -76,7 +76,8 @@ class TrainStep:
         """Make optimizer step ``step``, 1-based. Collective.
 
         Waits for the device only where ``NonfiniteGuard.step`` does, where statistics of layers are
-        observed, with CPU offload, and with expert parallel, whose sizes depend on tokens.
+        observed, with CPU offload, and where sizes depend on tokens: with expert parallel, and in
+        MoE layers without grouped matmuls.
         """
         run, config = self._run, self._run.config
         self._expert_balancer.set_batch_fraction(batch.n_sequences / run.global_batch_size)

@@ -145,7 +145,7 @@ def _has_muon(config: JobConfig) -> bool:
 
 
 def _has_outside_schedule(config: JobConfig) -> bool:
-    return ":" in config.lr_scheduler.decay_type
+    return config.lr_scheduler.is_own
 
 
 def _only_with_own_optimizer(name: str) -> Constraint[JobConfig]:

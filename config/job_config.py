@@ -305,6 +305,11 @@ class LrScheduler(Section):
     """Length of the schedule in steps, at least training.steps. Set it to extend a run later on the
     same curve. Absent: training.steps."""
 
+    @property
+    def is_own(self) -> bool:
+        """True for the user's own function."""
+        return ":" in self.decay_type
+
 
 ContextParallelMethod = Literal["ulysses", "allgather"]
 PipelineSchedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"]
@@ -386,7 +391,7 @@ class Compile(Section):
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
     """Record forward and backward of a microbatch once as a CUDA graph, which the host launches at
     once, and the update as another; with compile.enable or without. auto: on one GPU. always: also
-    on several."""
+    on several; an error if something prevents it."""
 
 
 class Float8(Section):

@@ -88,10 +88,8 @@ def _update(
     *stored, steps = (list(tensors) for tensors in zip(*segments, strict=True))
     padded = [[_pad(t.to(p.dtype)) for t, p in zip(ts, stored[0], strict=True)] for ts in stored]
     update_fused(padded, steps, group, found_inf)
-    # Index 1, the gradients, was only read.
-    for tensor, copy in chain.from_iterable(
-        map(zip, stored[::2] + stored[3:], padded[::2] + padded[3:])
-    ):
+    del stored[1], padded[1]  # The gradients were only read.
+    for tensor, copy in chain.from_iterable(map(zip, stored, padded)):
         if copy is not tensor:
             tensor.copy_(copy[: tensor.numel()])
 

@@ -256,7 +256,7 @@ class Muon(ChunkedAdamW):
     ) -> torch.Tensor:
         """Update this rank's shard of the momentum; return the Nesterov update (e, rows, columns).
 
-        The update is 0 if it is masked, so that only finite values are communicated.
+        The update is 0 if ``is_skipped``, so that only finite values are communicated.
         """
         parameter = stack.parameter
         assert parameter.grad is not None, "a task without a gradient"

@@ -43,8 +43,8 @@ def warn_if_comm_bound(
 ) -> None:
     """Warn if ``n_tokens`` per rank and microbatch are too few to hide communication. Collective.
 
-    Measures the bandwidth. A microbatch communicates 8 bytes per parameter whatever its size, and
-    computes 6 FLOPs per parameter and token.
+    Measures the bandwidth. What a microbatch communicates does not depend on its size; what it
+    computes does: 6 FLOPs per parameter and token.
     """
     # Tensor parallel divides both the communication and the compute.
     tp = dims.degrees.tp

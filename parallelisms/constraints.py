@@ -76,6 +76,46 @@ def check_constraints(
     return degrees
 
 
+def not_in_cuda_graphs(
+    config: JobConfig, degrees: Degrees, *, has_gpu: bool, has_experts: bool
+) -> str:
+    """Part of this run that CUDA graphs do not support; "" if they support all of it."""
+    recomputation, mode = config.activation_checkpoint, config.parallelism.data_parallel
+    recomputes_attention = {
+        "none": False,
+        "selective": recomputation.selective != "op",
+        # With half of the memory or more, the compiler kept it.
+        "memory_budget": recomputation.memory_budget < 0.5,
+        "full": True,
+    }[recomputation.mode]
+    recomputes = mode == "simple_fsdp" or recomputation.mode != "none"
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    reasons = {
+        "no GPU": not has_gpu,
+        "pipeline parallel": degrees.pp > 1,
+        "experts": has_experts,
+        "ddp": mode == "ddp" and degrees.batch * degrees.cp * degrees.tp > 1,
+        "parallelism.fsdp_cpu_offload": config.parallelism.fsdp_cpu_offload,
+        # FSDP2 waits in a later step for what the resharding of one recorded.
+        "parallelism.fsdp_reshard_after_forward = N": type(reshard) is int,
+        "debug.deterministic": config.debug.is_elastic,
+        "metrics.straggler_window": config.metrics.straggler_window > 0,
+        # The compiler then keeps states of a random generator that a capture does not know.
+        "compiled recomputation of attention": config.compile.enable and recomputes_attention,
+        # Each recomputation takes states of the generator, which a capture does not allow.
+        "recomputation in a model of your own": config.model.is_own and recomputes,
+    }
+    return next((reason for reason, is_true in reasons.items() if is_true), "")
+
+
+def _prevents_graphs(run: RunContext) -> str:
+    """``not_in_cuda_graphs`` of a run whose configuration asks for them."""
+    has_gpu, has_experts = run.has_gpu, _has_experts(run)
+    wanted = run.config.compile.cuda_graphs == "always"
+    found = not_in_cuda_graphs(run.config, run.degrees, has_gpu=has_gpu, has_experts=has_experts)
+    return found if wanted else ""
+
+
 def _tp_must_divide(name: str, size: Callable[[RunContext], int]) -> Constraint[RunContext]:
     return Constraint(
         "parallelism.tensor_parallel_degree",
@@ -472,6 +512,9 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             lambda run: run.config.compile.enable and run.config.compile.backend != "inductor"
             and run.config.compile.backend not in torch.compiler.list_backends(exclude_tags=()),
             lambda run: run.config.compile.backend),
+    Constraint("compile.cuda_graphs",
+            '"always" is not possible: CUDA graphs do not support all of this run',
+            lambda run: _prevents_graphs(run) != "", _prevents_graphs),
     Constraint("float8.recipe",
             "requires a GPU of CUDA capability 8.9 or higher; tests elsewhere can use"
             " float8.emulate",

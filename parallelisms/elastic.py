@@ -1,10 +1,9 @@
 """Elastic determinism: add gradients in the same order on any number of data-parallel ranks.
 
 Microbatch ``a`` of rank ``r`` is slot a * degree + r of the step, and slots are added pairwise:
-((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). The microbatches that ranks run at the same
-time are neighboring slots, so the lower levels of that tree are between ranks and the upper ones
-between microbatches. Degrees and
-numbers of microbatches are powers of two.
+((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). The microbatches that ranks run at the same time are
+neighboring slots, so the lower levels of that tree are between ranks and the upper ones between
+microbatches. Degrees and numbers of microbatches are powers of two.
 """
 
 from collections.abc import Sequence
@@ -67,7 +66,7 @@ class PairwiseReduceScatter:
 
 
 class PairwiseGradientAccumulator:
-    """Adds the microbatches' gradients as a binary tree; FSDP2 adds each to the running sum.
+    """Adds the microbatches' gradients as a binary tree; FSDP2 would add each to a running sum.
 
     Keeps one partial sum, as large as the sharded gradients, for each level of the tree.
     """

@@ -156,7 +156,7 @@ class Float8Linear(nn.Linear):
         """(..., k) to (..., n), both DTensors under tensor parallel. Each rank then scales what it
         multiplies, which is finer than one scale for the whole tensor."""
         if not isinstance(self.weight, DTensor):
-            return self._local_linear(input, self.weight)
+            return self.multiply(input, self.weight)
         assert isinstance(input, DTensor), "tensor parallel passes DTensors to sharded linears"
         features: Placement = Shard(input.ndim - 1)
         # Colwise: x is replicated and out sharded. Rowwise: x is sharded and out a partial sum.
@@ -169,11 +169,8 @@ class Float8Linear(nn.Linear):
         if input.placements != (x_placement,):
             input = input.redistribute(placements=[x_placement])
         x = input.to_local(grad_placements=[grad_placement])
-        out = self._local_linear(x, self.weight.to_local())
+        out = self.multiply(x, self.weight.to_local())
         return DTensor.from_local(out, self.weight.device_mesh, [out_placement], run_check=False)
-
-    def _local_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.multiply(x, weight)
 
 
 @cache

@@ -34,7 +34,7 @@ UNPLANNED: tuple[Constraint[RunSpec], ...] = (
             lambda run: run.config.parallelism.pipeline_parallel_degree > 1
             and run.config.parallelism.pipeline_parallel_schedule == "InterleavedZeroBubble"),
     _unless("optimizer.name", "code outside of this repository",
-            lambda run: ":" in run.config.optimizer.name),
+            lambda run: run.config.optimizer.is_own),
     _unless("debug.deterministic", '"elastic"', lambda run: run.config.debug.is_elastic),
 )  # fmt: skip
 

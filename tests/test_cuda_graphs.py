@@ -1,5 +1,6 @@
 """Recorded microbatches: equal to eager ones bit for bit, whatever changes between steps."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from build_model import ShardedModel
-from config import JobConfig
+from config import ConfigError, JobConfig
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer
 from cuda_graphs import CudaRecorder, Inputs, MicrobatchGraphs, UpdateGraph
 from data.step_batches import StepBatch
+from parallelisms.constraints import check_constraints
 from parallelisms.materialize import materialize
 from tests.lib.layouts import (
     CP,
@@ -130,20 +132,24 @@ def reasons(changes: list[dict[str, dict[str, Any]]]) -> list[str]:
     return found
 
 
+UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
+    "parallelism.fsdp_cpu_offload": {"parallelism": {"fsdp_cpu_offload": True}},
+    "parallelism.fsdp_reshard_after_forward = N": {
+        "parallelism": {"fsdp_reshard_after_forward": 2}
+    },
+    "debug.deterministic": {"debug": {"deterministic": "elastic"}},
+    "metrics.straggler_window": {"metrics": {"straggler_window": 5}},
+    "compiled recomputation of attention": {
+        "compile": {"enable": True},
+        "activation_checkpoint": {"mode": "full"},
+    },
+}
+
+
 def test_what_runs_without_graphs_says_why(ranks: RankPool) -> None:
-    wanted: dict[str, dict[str, dict[str, Any]]] = {
+    wanted = UNSUPPORTED | {
         "": {},
         "compile.cuda_graphs": {"compile": {"cuda_graphs": "never"}},
-        "parallelism.fsdp_cpu_offload": {"parallelism": {"fsdp_cpu_offload": True}},
-        "parallelism.fsdp_reshard_after_forward = N": {
-            "parallelism": {"fsdp_reshard_after_forward": 2}
-        },
-        "debug.deterministic": {"debug": {"deterministic": "elastic"}},
-        "metrics.straggler_window": {"metrics": {"straggler_window": 5}},
-        "compiled recomputation of attention": {
-            "compile": {"enable": True},
-            "activation_checkpoint": {"mode": "full"},
-        },
         'models of your own: compile.cuda_graphs = "always"': {
             "model": {"name": "my:model"},
             "activation_checkpoint": {"mode": "none"},
@@ -159,6 +165,31 @@ def test_what_runs_without_graphs_says_why(ranks: RankPool) -> None:
     assert ranks.run(reasons, 1, [own | without, own]) == [
         ["", "recomputation in a model of your own"]
     ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        *UNSUPPORTED.items(),
+        ("pipeline parallel", {"parallelism": {"pipeline_parallel_degree": 2}}),
+        ("ddp", {"parallelism": {"data_parallel": "ddp"}}),
+        ("experts", {"model": {"name": "qwen3_moe"}}),
+        ("recomputation in a model of your own", {"model": {"name": "my:model"}}),
+    ],
+)
+def test_graphs_are_rejected_where_they_are_not_possible(
+    reason: str, change: dict[str, dict[str, Any]]
+) -> None:
+    asked = {"compile": change.get("compile", {}) | {"cuda_graphs": "always"}}
+    config = JobConfig.model_validate(change | asked)
+    args = args_of(config.model.name if reason == "experts" else "llama3")
+    with pytest.raises(ConfigError, match=re.escape(f"all of this run ({reason})")):
+        check_constraints(config, args, 2, has_gpu=True)
+
+
+def test_graphs_of_several_gpus_can_be_asked_for() -> None:
+    config = JobConfig.model_validate({"compile": {"cuda_graphs": "always"}})
+    check_constraints(config, args_of("llama3"), 2, has_gpu=True)
 
 
 GPU_LAYOUTS = [Layout(1), Layout(1, recompute=SELECTIVE), Layout(1, compile=Compile(enable=True))]

@@ -254,6 +254,7 @@ BAD = [
     Bad("parallelism.data_parallel", f"{MOE} --{EP} 2 {SIMPLE}", says="fsdp2"),
     Bad("parallelism.fsdp_reshard_after_forward", f"{MOE} --{EP} 2 {RESHARD} 2",
         says="expert parallel", ranks=4),
+    Bad("compile.cuda_graphs", "--compile.cuda_graphs always", says="no GPU"),
     Bad("metrics.straggler_window", f"{MOE} --{EP} 2 --metrics.straggler_window 9", says="tokens"),
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble", says="recompute twice"),

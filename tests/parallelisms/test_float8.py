@@ -333,7 +333,7 @@ def split_gemms(model: nn.Module, n_shards: int) -> None:
     for fqn, linear in model.named_modules():
         if isinstance(linear, Float8Linear):
             is_rowwise = fqn.endswith(("wo", "w2"))
-            linear._local_linear = partial(split_gemm, linear._local_linear, n_shards, is_rowwise)  # type: ignore[method-assign]
+            linear.multiply = partial(split_gemm, linear.multiply, n_shards, is_rowwise)
 
 
 def split_gemm(
