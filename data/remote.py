@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import unquote
 
 from data.remote_errors import StorageError, masked, repeated
+from runtime.commands import install_text
 
 # Bytes of the first request of a reader. Each following one, if it reads on, has twice as many.
 MIN_RANGE_BYTES, MAX_RANGE_BYTES = 1 << 16, 1 << 23
@@ -270,4 +271,4 @@ def _missing_package(scheme: str, error: ImportError) -> str:
     cause = error.__cause__
     name = cause.name if isinstance(cause, ImportError) and cause.name else ""
     # Of a module that is there, but lacks a package of its own, fsspec's text says more.
-    return f"needs a package: pip install {name.partition('.')[0]}" if name else str(error)
+    return f"needs a package: {install_text(name.partition('.')[0])}" if name else str(error)

@@ -26,6 +26,7 @@ from data.markers import (
 )
 from data.rank_files import load_rank_file
 from data.tokenizer_json import build_codec, check_reading, mark_special
+from runtime.commands import install_text
 from runtime.filesystem import open_input
 from runtime.hub_paths import local_path
 
@@ -250,7 +251,8 @@ def load_sentence_piece(path: Path) -> "SentencePieceModel":
         # Imported here, because the package is optional.
         from data.sentence_piece import load_model
     except Exception as error:  # protobuf raises its own if it is too old
-        text = f"a SentencePiece model needs packages: pip install sentencepiece protobuf ({error})"
+        command = install_text("sentencepiece", "protobuf")
+        text = f"a SentencePiece model needs packages: {command} ({error})"
         raise ValueError(f"data.tokenizer: {path}: {text}") from None
     return load_model(path)
 

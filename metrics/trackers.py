@@ -5,7 +5,6 @@ delays no step and ends no run: that is an alarm, and what it did not take is co
 """
 
 import queue
-import sys
 import threading
 import time
 import uuid
@@ -16,6 +15,7 @@ from typing import Any
 from metrics.alarms import AlarmHandler
 from metrics.tensorboard_tracker import TensorBoardTracker
 from metrics.tracker import FINISH_SECONDS, TrackedRun, Tracker
+from runtime.commands import install_text
 from runtime.compat import is_installed
 from runtime.filesystem import atomic_write_text
 from runtime.log import logger
@@ -134,8 +134,7 @@ def check_installed(names: Sequence[str]) -> None:
     """Raise ``ValueError``, with the command that helps, if a tracker's package is missing."""
     for name in names:
         if not is_installed(name):
-            command = f"{sys.executable} -m pip install {name}"
-            raise ValueError(f"metrics.trackers: {name} is not installed: {command}")
+            raise ValueError(f"metrics.trackers: {name} is not installed: {install_text(name)}")
 
 
 def tracker_classes(names: Sequence[str]) -> dict[str, Callable[[], Tracker]]:

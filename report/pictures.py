@@ -6,6 +6,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from runtime.commands import install_text
+
 try:
     import matplotlib
     from matplotlib import pyplot
@@ -13,7 +15,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "matplotlib":
         raise
-    raise ValueError("--png needs matplotlib: pip install 'matplotlib>=3.9'") from None
+    raise ValueError(f"--png needs matplotlib: {install_text('matplotlib>=3.9')}") from None
 
 from report.charts import Chart, Series, is_shown
 from report.run import Run

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import sys
 
 from runtime.imports import ROOT
 
@@ -12,6 +13,11 @@ COMMAND_VARIABLE = "LAUNCHER_COMMAND"
 def command_text(*words: object) -> str:
     """Text of a command: ``command_text("status", folder)`` is ``./shardloom status outputs/x``."""
     return shlex.join([program(), *map(str, words)])
+
+
+def install_text(*packages: str) -> str:
+    """Text of the command that installs packages where this program finds them."""
+    return shlex.join([sys.executable, "-m", "pip", "install", *packages])
 
 
 def program() -> str:

@@ -5,6 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from runtime.commands import install_text
 from runtime.log import say
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +20,7 @@ def build_site(folder: Path) -> None:
 
 if __name__ == "__main__":
     if find_spec("material") is None:
-        sys.exit("the site needs: pip install '.[docs]'")
+        sys.exit(f"the site needs: {install_text('.[docs]')}")
     target = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else SITE
     build_site(target)
     say(str(target / "index.html"))

@@ -266,7 +266,7 @@ def test_names_of_copies_fit_into_the_limit_of_bytes(long_file: RemoteFile) -> N
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     remote._file_system.cache_clear()
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ValueError, match=r"data.path: gs://: .*pip install gcsfs"):
+    with pytest.raises(ValueError, match=r"data.path: gs://: .* -m pip install gcsfs"):
         open_documents(DataSource(path="gs://bucket/*.txt"))
 
 

@@ -228,5 +228,5 @@ def test_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pytest.M
     path = train(tmp_path, **FORMS["llama"]) / "tokenizer.model"
     monkeypatch.delitem(sys.modules, "data.sentence_piece", raising=False)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ValueError, match=rf"{path}: .*: pip install sentencepiece"):
+    with pytest.raises(ValueError, match=rf"{path}: .*: \S+ -m pip install sentencepiece"):
         load_tokenizer(str(path))

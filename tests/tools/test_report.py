@@ -181,4 +181,5 @@ def test_missing_matplotlib_is_named(folder: Path) -> None:
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == exit_codes.BAD_CONFIG
-    assert done.stderr == "--png needs matplotlib: pip install 'matplotlib>=3.9'\n"
+    command = f"{sys.executable} -m pip install 'matplotlib>=3.9'"
+    assert done.stderr == f"--png needs matplotlib: {command}\n"
