@@ -28,7 +28,7 @@ def run_nodes(folder: Path, nodes: list[Mapping[str, Any]]) -> tuple[list[int], 
     """
     port = free_port()
     # Ranks compare the packages that they have imported, so all start in one way.
-    is_warm = not any({"root", "environment"} & node.keys() for node in nodes)
+    is_warm = not any("root" in node for node in nodes)
     processes: list[subprocess.Popen[str]] = []
     try:
         for number, node in enumerate(nodes):
