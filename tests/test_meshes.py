@@ -520,13 +520,13 @@ def test_stages_of_equal_blocks_have_equal_speed(tmp_path: Path, layout: Layout)
 
 
 def slow_blocks() -> None:
-    """Delay each block of the last rank."""
+    """Delay each block of the last rank, by more than a busy machine delays the others'."""
     original = stragglers.Stragglers.__init__
 
     def init(self: Any, blocks: Any, **keys: Any) -> None:
         original(self, blocks, **keys)
         for block in blocks:
-            block.register_forward_pre_hook(lambda *args: time.sleep(0.05))
+            block.register_forward_pre_hook(lambda *args: time.sleep(0.3))
 
     if os.environ["RANK"] == "1":
         stragglers.Stragglers.__init__ = init

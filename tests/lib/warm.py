@@ -2,17 +2,21 @@
 
 A zygote, a process that has imported PyTorch and this repository, forks them. They are children of
 the process that starts them, as any others: their own process id, exit code, signals and death with
-their parent. A test of what happens before a program's first line needs ``subprocess`` instead.
+their parent. Those of a shell are children of a server, and the shell's child is its client. A test
+of what happens before a program's first line needs ``subprocess`` instead.
 """
 
+import atexit
 import inspect
 import json
 import os
 import platform
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,8 +24,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.lib.patience import wait_until
+
 ROOT = Path(__file__).absolute().parents[2]
 TRAINER = ROOT / "train.py"
+CLIENT = ROOT / "tests" / "lib" / "warm_client.py"
 ZYGOTE = "zygote"
 """Its name in ``/proc/PID/comm``, by which tests tell it from a launcher's ranks."""
 FLAGS = ("-u", "-P")
@@ -58,7 +65,7 @@ class WarmPopen(subprocess.Popen[Any]):
     def _execute_child(self, *parameters: Any) -> None:
         execute = super()._execute_child  # type: ignore[misc]
         given = inspect.signature(execute).bind(*parameters).arguments
-        program = _program(given) if IS_POSSIBLE else None
+        program = _program_of_popen(given) if IS_POSSIBLE else None
         if program is None:
             execute(*parameters)
             return
@@ -71,23 +78,42 @@ class WarmPopen(subprocess.Popen[Any]):
 
 
 FORKING_PYTHON = """#!/bin/sh
-if [ "$1 $2" = "-m launcher.launch" ] || [ "$1 $2" = "-m tools.preflight" ]; then
-  shift
-  exec {python} -m tests.lib.zygote "$@"
-fi
+case "$1 $2" in
+  "-m launcher.launch" | "-m tools.preflight" | "-m tools.slurm_begin")
+    exec {python} -ESs {client} {address} "$@" ;;
+esac
 exec {python} "$@"
 """
 
 
 def write_forking_python(folder: Path) -> str:
-    """Write an interpreter for shells, which starts ranks warm; return its path."""
+    """Write an interpreter for shells, by which long programs start warm; return its path."""
+    words = {"python": sys.executable, "client": CLIENT, "address": server_address()}
     path = folder / "python"
-    path.write_text(FORKING_PYTHON.format(python=shlex.quote(sys.executable)))
+    path.write_text(FORKING_PYTHON.format(**{k: shlex.quote(str(v)) for k, v in words.items()}))
     path.chmod(0o755)
     return str(path)
 
 
-def _program(given: Mapping[str, Any]) -> Program | None:
+@cache
+def server_address() -> str:
+    """Address of a server for shells, which is started on first use and ends with this process."""
+    folder = tempfile.mkdtemp(prefix="warm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    address = Path(folder, "socket")
+    process = WarmPopen(
+        [sys.executable, "-m", "tests.lib.warm_server", str(address)],
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    # Kept, because it ends when its standard input does.
+    atexit.register(process.kill)
+    wait_until(address.exists)
+    return str(address)
+
+
+def _program_of_popen(given: Mapping[str, Any]) -> Program | None:
     """Program of Popen's arguments; None if no zygote can fork it."""
     plain = {"preexec_fn": None, "pass_fds": (), "shell": False, "executable": None, "umask": -1}
     plain |= {"gid": None, "gids": None, "uid": None, "process_group": -1}
@@ -95,18 +121,31 @@ def _program(given: Mapping[str, Any]) -> Program | None:
     if any(given[name] != value for name, value in plain.items()) or isinstance(command, str):
         return None
     executable, *words = map(os.fspath, command)
-    flags = []
+    return (
+        None
+        if executable != sys.executable
+        else program_of(
+            words,
+            environment=dict(os.environ if given["env"] is None else given["env"]),
+            folder=os.fspath(given["cwd"] or os.getcwd()),
+            is_session_leader=given["start_new_session"],
+        )
+    )
+
+
+def program_of(
+    words: list[str], environment: dict[str, str], folder: str, *, is_session_leader: bool
+) -> Program | None:
+    """Program of Python's arguments ``words``; None if no zygote can fork it."""
+    words, flags = [*words], []
     while words and words[0] in FLAGS:
         flags.append(words.pop(0))
-    environment = dict(os.environ if given["env"] is None else given["env"])
-    folder = os.fspath(given["cwd"] or os.getcwd())
     entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if "-P" not in flags and not environment.get("PYTHONSAFEPATH") and words[:1] == ["-m"]:
         entries.insert(0, folder)
     is_module = words[:1] == ["-m"] and (ROOT / words[1].partition(".")[0]).is_dir()
     if (
-        executable != sys.executable
-        or not (is_module or words[:1] == [str(TRAINER)])
+        not (is_module or words[:1] == [str(TRAINER)])
         or entries[:1] != [str(ROOT)]
         or read_at_start(environment) != read_at_start(ENVIRONMENT)
     ):
@@ -114,7 +153,7 @@ def _program(given: Mapping[str, Any]) -> Program | None:
     module, *arguments = words[is_module:]
     return Program(
         module, arguments, environment, folder, entries, is_unbuffered="-u" in flags,
-        is_session_leader=given["start_new_session"],
+        is_session_leader=is_session_leader,
     )  # fmt: skip
 
 

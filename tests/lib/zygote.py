@@ -3,8 +3,7 @@
 Programs that start others, as the launcher starts ranks, have zygotes of their own: so each process
 is a child of the one that started it.
 
-    python -m tests.lib.zygote DESCRIPTOR             for the process at the other end of a socket
-    python -m tests.lib.zygote MODULE [arguments]     run MODULE, whose ranks are forked
+    python -m tests.lib.zygote DESCRIPTOR     for the process at the other end of a socket
 """
 
 import atexit
@@ -31,10 +30,10 @@ from tests.lib.warm import ZYGOTE, Program, WarmPopen, receive
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 CLONE_PARENT = 0x8000
 PR_SET_NAME = 15
-RANKS = ("train", "torch._dynamo")
-# Those of tests, and what compilations, pipelines, and JSON or CSV files import besides.
+# Those of tests and ranks, and what compilations, pipelines, and JSON or CSV files import besides.
 PROGRAMS = (
     "tests.lib.forked",
+    "tests.lib.warm_server",
     "data.hub",
     "launcher.launch",
     "tools.convert",
@@ -143,18 +142,19 @@ def give_zygote() -> Program | None:
     return None
 
 
-def main(word: str, *arguments: str) -> None:
-    for name in PROGRAMS if word.isdecimal() else (*RANKS, word):
+def main(descriptor: str) -> None:
+    for name in PROGRAMS:
         import_module(name)
     # They are kept, for all that is forked.
     builtin_files()
     gc.freeze()
-    if word.isdecimal():
-        program = serve(socket.socket(fileno=int(word)))
-        become(program)
-    else:
-        program = Program(word, list(arguments), dict(os.environ), folder=os.getcwd())
-        sys.argv = [word, *arguments]
+    perform(serve(socket.socket(fileno=int(descriptor))))
+
+
+def perform(program: Program) -> NoReturn:
+    """Run ``program`` in the place of this process."""
+    become(program)
+    subprocess.Popen = POPEN  # type: ignore[misc]
     if not program.is_rank and (started := give_zygote()) is not None:
         program = started
         become(program)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from runtime.imports import import_variables
+from shardloom import command_line
 from tests.lib.forked import QUICK, checkpoints, log, run
 from tests.lib.launch import curve, small_keys
 from tests.lib.patience import PATIENCE_SECONDS, wait_until
-from tests.lib.repository import ROOT
 from tests.lib.warm import write_forking_python
 
 HOSTS = ("a", "b")
@@ -59,8 +60,11 @@ def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subproce
     """Start a run with one rank per host; host i writes to ``folder/host-i.log``."""
     keys = small_keys(folder, QUICK | overrides)
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
-    python = write_forking_python(folder)
-    environment = os.environ | {"PYTHON": python, "NGPU": "1", "OMP_NUM_THREADS": "1"}
+    # What run_train.sh starts, in shells that know nothing of zygotes.
+    _, *program = command_line("train", arguments)
+    command = [write_forking_python(folder), *program]
+    environment = os.environ | import_variables(os.environ)
+    environment |= {"NGPU": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"NNODES": "2", "MASTER_ADDR": "10.213.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"LOG_RANK": "0"}
     launchers = []
@@ -68,7 +72,7 @@ def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subproce
         with (folder / f"host-{i}.log").open("ab") as output:
             launchers.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", f"{name}-{host}", ROOT / "run_train.sh", *arguments],
+                    ["ip", "netns", "exec", f"{name}-{host}", *command],
                     env=environment | {"NODE_RANK": str(i)},
                     stdout=output,
                     stderr=subprocess.STDOUT,
