@@ -23,10 +23,9 @@ import shardloom
 from config import load_config
 from launcher.launch import check_run, ranks_per_node
 from run_spec import resolve
-from runtime.imports import import_variables
 from tests.lib.launch import run
 from tests.lib.repository import ROOT
-from tests.lib.warm import WarmPopen
+from tests.lib.warm import write_forking_python
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Its commands need each other: tests/test_tutorial.py.
@@ -49,8 +48,6 @@ STANDS_FOR = {
     "benchmarks.run NAME": "benchmarks.run --help",
 }
 OPTIONAL = re.compile(r" \[[^]]*\]")
-# Those that import PyTorch. The README's start in a shell, others by a process that has it.
-IMPORTS_TORCH = re.compile(r"\./shardloom (convert|generate|plan|preflight) [^$|&;<>~#]*")
 # Run elsewhere, or not here, and where or why.
 ELSEWHERE = {
     "./run_tests.sh": "this test suite",
@@ -179,20 +176,14 @@ def call(command: Documented, folder: Path) -> None:
     text = command.text
     for words, others in STANDS_FOR.items():
         text = text.replace(words, others)
-    own = {"PYTHON": sys.executable, "PYTHONPATH": str(folder / "folder_of_my_models")}
-    environment = os.environ | own
-    program, popen = ["bash", "-c", text], subprocess.Popen
-    if command.page != "README.md" and IMPORTS_TORCH.fullmatch(text):
-        _, name, *arguments = shlex.split(text)
-        program, popen = shardloom.command_line(name, arguments), WarmPopen
-        environment |= import_variables(environment)
-    process = popen(
-        program,
-        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    # Those of the README import PyTorch, as a user's do.
+    python = sys.executable if command.page == "README.md" else write_forking_python(folder)
+    own = {"PYTHON": python, "PYTHONPATH": str(folder / "folder_of_my_models")}
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=folder, env=os.environ | own, capture_output=True,
         text=True, errors="replace",
     )  # fmt: skip
-    output, errors = process.communicate()
-    assert process.returncode == 0, f"{output[-2000:]}\n{errors}"
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("command", RUN_HERE, ids=lambda c: f"{c.page}: {c.text[:60]}")

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ from run_spec import resolve
 from runtime import exit_codes
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
+from tests.lib.warm import write_forking_python
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -97,21 +97,21 @@ def test_commands_run_in_their_order(workspace: Path, request: pytest.FixtureReq
 
 def call(text: str, folder: Path) -> str:
     done = subprocess.run(
-        ["bash", "-c", text], cwd=folder, env=environment(), capture_output=True, text=True
+        ["bash", "-c", text], cwd=folder, env=environment(folder), capture_output=True, text=True
     )
     assert done.returncode == exit_codes.DONE, f"{text}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHON": sys.executable}
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"PYTHON": write_forking_python(folder)}
 
 
 def train_and_kill(train: str, kill: str, folder: Path) -> None:
     """Train until the first checkpoint is there, then kill the rank as the page does."""
     assert kill.startswith(KILL)
     process = subprocess.Popen(
-        shlex.split(train), cwd=folder, env=environment(), text=True,
+        shlex.split(train), cwd=folder, env=environment(folder), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     checkpoint = folder / "outputs" / "tutorial" / "checkpoints" / "step-00000020"

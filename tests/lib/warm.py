@@ -27,7 +27,7 @@ from typing import Any
 from tests.lib.patience import wait_until
 
 ROOT = Path(__file__).absolute().parents[2]
-TRAINER = ROOT / "train.py"
+TRAINER, SHARDLOOM = ROOT / "train.py", ROOT / "shardloom.py"
 CLIENT = ROOT / "tests" / "lib" / "warm_client.py"
 ZYGOTE = "zygote"
 """Its name in ``/proc/PID/comm``, by which tests tell it from a launcher's ranks."""
@@ -45,7 +45,7 @@ class Program:
     """Command line, environment and folder of a program that a zygote can fork."""
 
     module: str
-    """Module, or path of ``train.py``."""
+    """Module, or path of a script."""
     arguments: list[str]
     environment: dict[str, str]
     folder: str
@@ -78,16 +78,15 @@ class WarmPopen(subprocess.Popen[Any]):
 
 
 FORKING_PYTHON = """#!/bin/sh
-case "$1 $2" in
-  "-m launcher.launch" | "-m tools.preflight" | "-m tools.slurm_begin")
-    exec {python} -ESs {client} {address} "$@" ;;
+case "$1" in
+  -m | */shardloom.py) exec {python} -ESs {client} {address} "$@" ;;
 esac
 exec {python} "$@"
 """
 
 
 def write_forking_python(folder: Path) -> str:
-    """Write an interpreter for shells, by which long programs start warm; return its path."""
+    """Write an interpreter for shells, by which programs of ours start warm; return its path."""
     words = {"python": sys.executable, "client": CLIENT, "address": server_address()}
     path = folder / "python"
     path.write_text(FORKING_PYTHON.format(**{k: shlex.quote(str(v)) for k, v in words.items()}))
@@ -145,7 +144,7 @@ def program_of(
         entries.insert(0, folder)
     is_module = words[:1] == ["-m"] and (ROOT / words[1].partition(".")[0]).is_dir()
     if (
-        not (is_module or words[:1] == [str(TRAINER)])
+        not (is_module or words[:1] in ([str(TRAINER)], [str(SHARDLOOM)]))
         or entries[:1] != [str(ROOT)]
         or read_at_start(environment) != read_at_start(ENVIRONMENT)
     ):

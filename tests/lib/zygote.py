@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from data.text_files import builtin_files
 from tests.lib import warm
-from tests.lib.warm import ZYGOTE, Program, WarmPopen, receive
+from tests.lib.warm import ZYGOTE, Program, WarmPopen, program_of, receive
 
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 CLONE_PARENT = 0x8000
@@ -43,7 +43,7 @@ PROGRAMS = (
     "tools.preflight_rank",
     "tools.slurm_begin",
 )
-POPEN = subprocess.Popen
+POPEN, EXECVE = subprocess.Popen, os.execve
 
 
 def serve(connection: socket.socket) -> Program:
@@ -154,6 +154,7 @@ def main(descriptor: str) -> None:
 def perform(program: Program) -> NoReturn:
     """Run ``program`` in the place of this process."""
     become(program)
+    os.execve = _execve
     subprocess.Popen = POPEN  # type: ignore[misc]
     if not program.is_rank and (started := give_zygote()) is not None:
         program = started
@@ -162,10 +163,20 @@ def perform(program: Program) -> NoReturn:
     leave(run(program))
 
 
+def _execve(path: str, words: list[str], environment: dict[str, str]) -> NoReturn:
+    """``os.execve``; a program of ours runs in this process, without another Python."""
+    program = None
+    if path == sys.executable:
+        program = program_of(words[1:], environment, os.getcwd(), is_session_leader=False)
+    if program is None:
+        EXECVE(path, words, environment)
+    perform(program)
+
+
 def run(program: Program) -> int:
     """Run ``program``; return its exit code, if it does not exit by itself."""
     try:
-        if program.is_rank:
+        if os.sep in program.module:
             runpy.run_path(program.module, run_name="__main__")
         else:
             sys.modules.pop(program.module, None)
