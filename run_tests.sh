@@ -47,6 +47,8 @@ else
 fi
 # Tests start run_train.sh, which tries PYTHON first.
 export PYTHON
+# Each program that they start would compile the sources again.
+unset PYTHONDONTWRITEBYTECODE
 workers=$("$PYTHON" -c 'import os; print(max(3, min(8, 1 + len(os.sched_getaffinity(0)))))')
 code=0
 OMP_NUM_THREADS=1 "$PYTHON" -m pytest "${marks[@]}" -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || code=$?
