@@ -20,7 +20,7 @@ from parallelisms.context_parallel import SequenceSharder
 from parallelisms.elastic import PairwiseGradientAccumulator
 from parallelisms.fsdp import FSDPPolicy, reshard, set_gradient_sync
 from parallelisms.parallel_dims import ParallelDims
-from parallelisms.pipeline_parallel import all_reduce_tied_gradients, build_schedule
+from parallelisms.pipeline_parallel import all_reduce_tied_gradients, build_pipeline_schedule
 
 
 class ModelRunner(Protocol):
@@ -260,7 +260,7 @@ class PipelineRunner:
             tokens = torch.empty((rows, seq_len // degrees.cp), dtype=torch.int64)
             hidden = torch.empty(hidden_shape, dtype=self._dtype, requires_grad=is_training)
             logits = torch.empty(logits_shape, dtype=self._dtype)
-        return build_schedule(
+        return build_pipeline_schedule(
             self._stages,
             self._dims.pp_mesh,
             parallelism=self._parallelism,

@@ -21,7 +21,7 @@ from data.validation_sources import build_validation_sources
 from metrics.trackers import check_installed
 from models import ModelSpec, TransformerArgs, find_model
 from optim.outside import outside_optimizer
-from optim.schedule import build_schedule
+from optim.schedule import build_lr_schedule
 from parallelisms.constraints import check_constraints
 from parallelisms.parallel_dims import ParallelDims
 from runtime.control import RunControl
@@ -220,7 +220,7 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
         else config.training.decided_local_batch_size,
         global_batch_size=batch_size,
         ramp=[(p.steps, p.global_batch_size) for p in config.training.batch_size_ramp],
-        lr_factor=build_schedule(config.lr_scheduler, total_steps),
+        lr_factor=build_lr_schedule(config.lr_scheduler, total_steps),
     )
 
 

@@ -82,10 +82,10 @@ def build_outside(
     parameters = [parameter for group in groups for parameter in group["params"]]
     local = to_local(parameters[0])
     dtype = local.dtype
-    is_divided = has_stages or any(map(_is_divided, parameters))
+    is_split = has_stages or any(map(_is_split, parameters))
     trial = Trial(build, local.device, decays=config.weight_decay > 0)
     try:
-        problem = find_problem(trial, dtype, must_be_elementwise=is_divided)
+        problem = find_problem(trial, dtype, must_be_elementwise=is_split)
         problem = problem or _problem_on_mesh(build(groups, config.lr), parameters)
     except ConfigError:
         raise
@@ -254,8 +254,8 @@ def _problem_on_mesh(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
 
     Makes a step with gradients of 0, which changes no weight.
     """
-    divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if not divided:
+    dtensors = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if not dtensors:
         return ""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -263,7 +263,7 @@ def _problem_on_mesh(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    for parameter in divided:
+    for parameter in dtensors:
         for name, value in optimizer.state[parameter].items():
             is_alike = isinstance(value, DTensor) and value.placements == parameter.placements
             if isinstance(value, torch.Tensor) and value.numel() > 1 and not is_alike:
@@ -271,7 +271,7 @@ def _problem_on_mesh(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
     return ""
 
 
-def _is_divided(parameter: nn.Parameter) -> bool:
+def _is_split(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and any(
         is_sharded(placement) and parameter.device_mesh.size(dim) > 1
         for dim, placement in enumerate(parameter.placements)

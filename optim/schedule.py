@@ -18,7 +18,7 @@ SHAPE_KEYS = ("warmup_steps", "decay_ratio", "min_lr_factor")
 TRIED_STEPS = 1000
 
 
-def build_schedule(config: LrScheduler, total_steps: int) -> Callable[[int], float]:
+def build_lr_schedule(config: LrScheduler, total_steps: int) -> Callable[[int], float]:
     """Return the factor on the peak learning rate as a function of the optimizer step, 1-based.
 
     Raises ``ValueError`` for a function outside that cannot be one; the result, for a factor that

@@ -154,7 +154,7 @@ def stage_layers(n_layers: int, n_stages: int, *, less_first: int, less_last: in
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
-def build_schedule(
+def build_pipeline_schedule(
     stages: list[nn.Module],
     pp_mesh: DeviceMesh,
     *,

@@ -14,7 +14,7 @@ from config import ConfigError
 from config.job_config import LrScheduler, Optimizer
 from optim.optimizer import build_optimizer
 from optim.outside import Trial, find_problem, outside_optimizer
-from optim.schedule import build_schedule
+from optim.schedule import build_lr_schedule
 
 CPU = torch.device("cpu")
 
@@ -190,7 +190,7 @@ def test_other_optimizers_may_train_whole_weights() -> None:
     [
         ({"name": "zoo:nn"}, "optimizer.name: 'zoo:nn' is not a torch"),
         ({"name": "zoo:Trial"}, "optimizer.name: 'zoo:Trial' is not a torch.optim.Optimizer"),
-        ({"name": "zoo:build_schedule"}, "'zoo:build_schedule' has no argument lr"),
+        ({"name": "zoo:build_lr_schedule"}, "'zoo:build_lr_schedule' has no argument lr"),
         ({"name": "torch.optim:Rprop"}, "optimizer.weight_decay: has no effect"),
         ({"args": {"lr": 1.0}}, "optimizer.args.lr: set optimizer.lr instead"),
         ({"args": {"betas": [0.9, "x"]}}, "optimizer.args.betas: .*valid number.*got"),
@@ -248,7 +248,7 @@ def test_idle_optimizer_is_rejected_when_it_is_built() -> None:
 
 def schedule(function: Any, zoo: ModuleType, **keys: Any) -> list[float]:
     zoo.factor = function  # type: ignore[attr-defined]
-    factor = build_schedule(LrScheduler(decay_type="zoo:factor", **keys), 4)
+    factor = build_lr_schedule(LrScheduler(decay_type="zoo:factor", **keys), 4)
     return [factor(step) for step in range(1, 5)]
 
 
