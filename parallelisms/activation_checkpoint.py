@@ -47,10 +47,6 @@ class Recompute:
         """Return keyword arguments of ``torch.utils.checkpoint.checkpoint``."""
         options: dict[str, Any] = {"preserve_rng_state": is_random}
         if self.save_every:
-            ignored = find("torch.utils.checkpoint:SAC_IGNORED_OPS")
-            if ignored is not None:
-                ignored |= _resolve_ops(IGNORED)
-            silence_context_fn()
             options["context_fn"] = partial(_selective_contexts, self.save_every)
         return options
 
@@ -86,6 +82,8 @@ def apply_activation_checkpoint(
         configure(budget, config.memory_budget, key="activation_checkpoint.mode")
         text = "activation checkpoint: %d compiled blocks, memory budget = %g"
         logger.info(text, len(blocks), config.memory_budget)
+    if config.mode == "selective" or frees_weights:
+        _prepare_selective()
     counts = Counter[str]()
     for position, (name, block) in enumerate(blocks.items()):
         # Names are layer indices in the whole model, also in a pipeline stage. A user's own model
@@ -104,6 +102,14 @@ def apply_activation_checkpoint(
     for label, count in counts.items():
         text = "activation checkpoint: %d of %d blocks recompute %s"
         logger.info(text, count, len(blocks), label)
+
+
+def _prepare_selective() -> None:
+    """Complete PyTorch's list of ops that selective recomputation ignores; silence its warning."""
+    ignored = find("torch.utils.checkpoint:SAC_IGNORED_OPS")
+    if ignored is not None:
+        ignored |= _resolve_ops(IGNORED)
+    silence_context_fn()
 
 
 def _checkpointed(options: dict[str, Any], method: Callable[..., Any]) -> Callable[..., Any]:
