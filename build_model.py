@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from config import JobConfig
+from config import ConfigError, JobConfig
 from config.job_config import Model
 from cuda_graphs import CudaRecorder, Recorder
 from forward_backward import ModelRunner, PipelineRunner, SPMDRunner
@@ -205,6 +205,9 @@ def build_sharded_model(
                 is_own=config.model.is_own,
             )
         has_moes = bool(spec.moes(module))
+        if has_moes and config.compile.cuda_graphs == "always":
+            text = '"always" is not possible: the model has experts'
+            raise ConfigError([f"compile.cuda_graphs: {text}"])
         _log_size(config.model, module)
         flops = training_flops(spec, args, module, config.training.seq_len)
         mp_policy = mixed_precision_policy(config.training, device)

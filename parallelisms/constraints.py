@@ -110,10 +110,11 @@ def not_in_cuda_graphs(
 
 def _prevents_graphs(run: RunContext) -> str:
     """``not_in_cuda_graphs`` of a run whose configuration asks for them."""
-    has_gpu, has_experts = run.has_gpu, _has_experts(run)
-    wanted = run.config.compile.cuda_graphs == "always"
-    found = not_in_cuda_graphs(run.config, run.degrees, has_gpu=has_gpu, has_experts=has_experts)
-    return found if wanted else ""
+    if run.config.compile.cuda_graphs != "always":
+        return ""
+    # Experts of the user's own model are known once it is built.
+    has_experts = _has_experts(run) and not run.config.model.is_own
+    return not_in_cuda_graphs(run.config, run.degrees, has_gpu=run.has_gpu, has_experts=has_experts)
 
 
 def _tp_must_divide(name: str, size: Callable[[RunContext], int]) -> Constraint[RunContext]:

@@ -107,7 +107,8 @@ def _explained(name: HubName, error: Exception) -> Exception:
     """Error that says what to do about ``error``, from a connection to the hub or from the disk."""
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    login = "set HF_TOKEN, or run `hf auth login`"
+    command = command_text("python", "-m", "huggingface_hub.cli.hf", "auth", "login")
+    login = f"set HF_TOKEN, or run `{command}`"
     match error:
         case GatedRepoError():
             page = f"{constants.ENDPOINT}/{name.repository}"

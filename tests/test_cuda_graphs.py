@@ -35,7 +35,7 @@ from tests.lib.layouts import (
 from tests.lib.marks import slow
 from tests.lib.op_recorder import OpRecorder, as_on_devices
 from tests.lib.parity import global_batch, rows_of
-from tests.lib.ranks import RankPool
+from tests.lib.ranks import RankError, RankPool
 from train_step import TrainStep
 
 # Number of microbatches of each step: kinds of steps repeat, change and return. The last step
@@ -185,6 +185,12 @@ def test_graphs_are_rejected_where_they_are_not_possible(
     args = args_of(config.model.name if reason == "experts" else "llama3")
     with pytest.raises(ConfigError, match=re.escape(f"all of this run ({reason})")):
         check_constraints(config, args, 2, has_gpu=True)
+
+
+def test_graphs_are_rejected_with_experts_that_only_the_model_shows(ranks: RankPool) -> None:
+    layout = Layout(1, compile=Compile(cuda_graphs="always"))
+    with pytest.raises(RankError, match=r"compile\.cuda_graphs: .*: the model has experts"):
+        ranks.run(shard_debugmodel, 1, "qwen3_moe", args_of("qwen3_moe"), layout)
 
 
 def test_graphs_of_several_gpus_can_be_asked_for() -> None:

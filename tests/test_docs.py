@@ -60,6 +60,7 @@ ELSEWHERE = {
     "pip download": "needs the package index",
     "shardloom ": "an installed package: tests/test_shardloom.py",
     "./shardloom python -m pip install": "needs the package index",
+    "./shardloom python -m huggingface_hub": "needs the Hub",
     "./shardloom python -m benchmarks.run": "takes minutes: tests/benchmarks",
     "./shardloom python -m benchmarks.table": "writes docs/benchmarks: tests/benchmarks",
     "./shardloom python -m config schema": "writes a file: tests/config/test_describe.py",

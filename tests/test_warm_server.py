@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,7 +14,7 @@ from runtime import exit_codes
 from runtime.imports import import_variables
 from tests.lib.launch import LONG, records, small_keys
 from tests.lib.patience import PATIENCE_SECONDS, wait_until
-from tests.lib.warm import IS_POSSIBLE, write_forking_python
+from tests.lib.warm import IS_POSSIBLE, server_address, write_forking_python
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="needs Linux")
 
@@ -43,6 +44,15 @@ def test_output_and_exit_code_are_the_program_s(tmp_path: Path, variables: dict[
     assert (process.returncode, output) == (exit_codes.BAD_CONFIG, "")
     assert "no" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("sent", [b"", (100).to_bytes(8) + b"{"], ids=["nothing", "a part"])
+def test_client_that_is_killed_early_harms_no_other(tmp_path: Path, sent: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(server_address())
+        client.sendall(sent)
+    process = start(tmp_path, "-m", "tools.slurm_begin")
+    assert "sbatch --nodes=N" in process.communicate(timeout=PATIENCE_SECONDS)[1]
 
 
 def test_other_words_are_python_s(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if nodes.count > 1:
         try:
             store = open_store(nodes, seconds)
-            findings = rendezvous(store, nodes, n_ranks=n_ranks, seconds=seconds)
+            findings = meet(store, nodes, n_ranks=n_ranks, seconds=seconds)
         except ConfigError as error:
             report(error)
             return exit_codes.BAD_CONFIG
@@ -78,7 +78,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     return exit_codes.FAILED
 
 
-def rendezvous(store: dist.Store, nodes: Nodes, *, n_ranks: int, seconds: float) -> list[str]:
+def meet(store: dist.Store, nodes: Nodes, *, n_ranks: int, seconds: float) -> list[str]:
     """Wait up to ``seconds`` for all nodes; return the same findings on every node that joined."""
     store = dist.PrefixStore("preflight", store)
     arrival = store.add(f"joined/{nodes.rank}", 1)

@@ -87,6 +87,8 @@ exec {python} "$@"
 
 def write_forking_python(folder: Path) -> str:
     """Write an interpreter for shells, by which programs of ours start warm; return its path."""
+    if not IS_POSSIBLE:
+        return sys.executable
     words = {"python": sys.executable, "client": CLIENT, "address": server_address()}
     path = folder / "python"
     path.write_text(FORKING_PYTHON.format(**{k: shlex.quote(str(v)) for k, v in words.items()}))
@@ -108,7 +110,8 @@ def server_address() -> str:
     )
     # Kept, because it ends when its standard input does.
     atexit.register(process.kill)
-    wait_until(address.exists)
+    wait_until(lambda: address.exists() or process.poll() is not None)
+    assert address.exists(), "the server for shells did not start"
     return str(address)
 
 

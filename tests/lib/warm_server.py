@@ -2,9 +2,10 @@
 
     python -m tests.lib.warm_server ADDRESS
 
-A program has its client's arguments, environment, folder, streams and namespaces. Signals reach it
-through the client, which ends as it does; if the client is killed, so is the program. The server
-ends when its standard input does.
+A program has its client's arguments, environment, folder and streams, and its namespaces of the
+network, host name and mounts. It is this server's child: signals reach it through the client, which
+ends as it does; if the client is killed, so is the program. The server ends when its standard input
+does, and with it all programs.
 """
 
 import ctypes
@@ -18,6 +19,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
+from runtime.signals import die_with_parent
 from tests.lib import zygote
 from tests.lib.warm import Program, program_of, receive
 
@@ -61,11 +63,17 @@ class Server:
     def _accept(self) -> Program | None:
         """Fork for the next client; return its program in the child, else None."""
         client, _ = self._listener.accept()
-        header, streams, _, _ = socket.recv_fds(client, 8, maxfds=3)
-        request = json.loads(receive(client, int.from_bytes(header)))
-        program = program_of(**request, is_session_leader=True)
-        pid = 0 if program is None else os.fork()
+        streams: list[int] = []
+        try:
+            header, streams, _, _ = socket.recv_fds(client, 8, maxfds=3)
+            request = json.loads(receive(client, int.from_bytes(header)))
+        except (OSError, EOFError):  # It was killed meanwhile.
+            program, pid = None, 0
+        else:
+            program, server = program_of(**request, is_session_leader=True), os.getpid()
+            pid = 0 if program is None else os.fork()
         if pid == 0 and program is not None:
+            die_with_parent(server)
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
@@ -74,7 +82,9 @@ class Server:
             return program
         for stream in streams:
             os.close(stream)
-        client.sendall(pid.to_bytes(8))
+        # If it was killed, the next event of the socket is its end.
+        with suppress(OSError):
+            client.sendall(pid.to_bytes(8))
         if program is not None:
             child = Child(pid, os.pidfd_open(pid), client)
             for end in (child.pidfd, child.client):

@@ -60,7 +60,7 @@ def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subproce
     """Start a run with one rank per host; host i writes to ``folder/host-i.log``."""
     keys = small_keys(folder, QUICK | overrides)
     arguments = [part for key, value in keys.items() for part in (f"--{key}", value)]
-    # What run_train.sh starts, in shells that know nothing of zygotes.
+    # What run_train.sh executes.
     _, *program = command_line("train", arguments)
     command = [write_forking_python(folder), *program]
     environment = os.environ | import_variables(os.environ)

@@ -1,6 +1,7 @@
 """Jobs on a real Slurm cluster: they train, are requeued and resumed, and end when they should."""
 
 import json
+import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -142,7 +143,9 @@ def test_dead_node_is_replaced_and_stop_file_ends_job(slurm: Cluster, tmp_path: 
 def test_preempted_job_resumes_and_cancelled_job_saves(
     slurm: Cluster, finished_jobs: list[tuple[Job, str, int]], tmp_path: Path
 ) -> None:
-    job = submit(slurm, tmp_path, "--nodelist=n0", **LONG)
+    # Slurm signals all processes of a job, of which a forked launcher and its ranks are none.
+    python = {"PYTHON": sys.executable}
+    job = submit(slurm, tmp_path, "--nodelist=n0", environment=python, **LONG)
     job.wait_for_steps(0)
     urgent = ["--partition=high", "--nodelist=n0", "--exclusive", "--output=/dev/null"]
     slurm.sbatch(*urgent, "--wrap", "sleep 1", cwd=ROOT)

@@ -29,7 +29,7 @@ from tests.lib.ranks import RankPool
 from tests.lib.repository import ROOT
 from tests.lib.warm import WarmPopen
 from tools import preflight, preflight_rank, preflight_speed
-from tools.preflight import rendezvous
+from tools.preflight import meet
 from tools.preflight_rank import below, unequal
 from tools.preflight_speed import bus_bandwidth, mesh_groups, n_rounds, partner
 
@@ -193,7 +193,7 @@ def test_rendezvous_reports_missing_and_duplicate_nodes() -> None:
         store = dist.HashStore()
         with ThreadPoolExecutor(len(claims)) as pool:
             futures = [
-                pool.submit(rendezvous, store, Nodes(3, node, "", 0), n_ranks=n, seconds=1.0)
+                pool.submit(meet, store, Nodes(3, node, "", 0), n_ranks=n, seconds=1.0)
                 for node, n in claims
             ]
         return [future.result() for future in futures]
