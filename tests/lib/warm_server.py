@@ -67,7 +67,7 @@ class Server:
         try:
             header, streams, _, _ = socket.recv_fds(client, 8, maxfds=3)
             request = json.loads(receive(client, int.from_bytes(header)))
-        except (OSError, EOFError):  # It was killed meanwhile.
+        except (OSError, EOFError, json.JSONDecodeError):  # It was killed meanwhile.
             program, pid = None, 0
         else:
             program, server = program_of(**request, is_session_leader=True), os.getpid()
