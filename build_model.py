@@ -19,7 +19,7 @@ from models.gated_delta_net import InnerDeltaNet
 from models.meta import build_on_meta
 from models.transformer import InnerAttention
 from parallelisms.comm_volume import warn_if_comm_bound
-from parallelisms.constraints import not_in_cuda_graphs
+from parallelisms.constraints import cuda_graph_obstacle
 from parallelisms.elastic import PairwiseGradientAccumulator, apply_elastic
 from parallelisms.materialize import materialize
 from parallelisms.mixed_precision import mixed_precision_policy
@@ -108,22 +108,19 @@ class ShardedModel:
     def without_cuda_graphs(self) -> str:
         """Why microbatches do not run as CUDA graphs; "" if they do."""
         config, mode = self.config, self.config.compile.cuda_graphs
-        always, is_auto = 'compile.cuda_graphs = "always"', mode == "auto"
         if mode == "never":
             return "compile.cuda_graphs"
-        unsupported = not_in_cuda_graphs(
-            config,
-            self.dims.degrees,
-            has_gpu=self.device.type == "cuda",
-            has_experts=self.has_moes,
-        )
+        has_gpu, degrees = self.device.type == "cuda", self.dims.degrees
+        obstacle = cuda_graph_obstacle(config, degrees, has_gpu=has_gpu, has_experts=self.has_moes)
+        if obstacle or mode == "always":
+            return obstacle
+        always = 'compile.cuda_graphs = "always"'
         reasons = {
-            unsupported: unsupported != "",
             # A graph would repeat the first value of a number that their forward changes.
-            f"models of your own: {always}": is_auto and config.model.is_own,
+            f"models of your own: {always}": config.model.is_own,
             # The next replay overwrites gradients, of which an optimizer may keep one.
-            f"optimizers of your own: {always}": is_auto and config.optimizer.is_own,
-            f"several GPUs: {always}": is_auto and self.dims.weight_mesh.size() > 1,
+            f"optimizers of your own: {always}": config.optimizer.is_own,
+            f"several GPUs: {always}": self.dims.weight_mesh.size() > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")
 

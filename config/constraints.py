@@ -144,10 +144,6 @@ def _has_muon(config: JobConfig) -> bool:
     return config.optimizer.name == "muon"
 
 
-def _has_outside_schedule(config: JobConfig) -> bool:
-    return config.lr_scheduler.is_own
-
-
 def _only_with_own_optimizer(name: str) -> Constraint[JobConfig]:
     return _only_with(
         f"optimizer.{name}",
@@ -171,7 +167,7 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     _only_with("optimizer.args", "optimizer.name is module:attribute",
                lambda config: config.optimizer.is_own),
     _only_with("lr_scheduler.args", "lr_scheduler.decay_type is module:attribute",
-               _has_outside_schedule),
+               lambda config: config.lr_scheduler.is_own),
     _only_with("optimizer.muon_momentum", 'optimizer.name = "muon"', _has_muon),
     Constraint("optimizer.muon_momentum", f"must be at most 0.99609375{BFLOAT16_MOMENTS}",
             lambda config: _has_bfloat16_moments(config)

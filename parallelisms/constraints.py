@@ -76,10 +76,10 @@ def check_constraints(
     return degrees
 
 
-def not_in_cuda_graphs(
+def cuda_graph_obstacle(
     config: JobConfig, degrees: Degrees, *, has_gpu: bool, has_experts: bool
 ) -> str:
-    """Part of this run that CUDA graphs do not support; "" if they support all of it."""
+    """Return what CUDA graphs do not support in this run; "" if they support all of it."""
     recomputation, mode = config.activation_checkpoint, config.parallelism.data_parallel
     recomputes_attention = {
         "none": False,
@@ -108,13 +108,15 @@ def not_in_cuda_graphs(
     return next((reason for reason, is_true in reasons.items() if is_true), "")
 
 
-def _prevents_graphs(run: RunContext) -> str:
-    """``not_in_cuda_graphs`` of a run whose configuration asks for them."""
+def _obstacle_to_always(run: RunContext) -> str:
+    """``cuda_graph_obstacle`` of a run whose ``compile.cuda_graphs`` is "always"; else ""."""
     if run.config.compile.cuda_graphs != "always":
         return ""
     # Experts of the user's own model are known once it is built.
     has_experts = _has_experts(run) and not run.config.model.is_own
-    return not_in_cuda_graphs(run.config, run.degrees, has_gpu=run.has_gpu, has_experts=has_experts)
+    return cuda_graph_obstacle(
+        run.config, run.degrees, has_gpu=run.has_gpu, has_experts=has_experts
+    )
 
 
 def _tp_must_divide(name: str, size: Callable[[RunContext], int]) -> Constraint[RunContext]:
@@ -515,7 +517,7 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             lambda run: run.config.compile.backend),
     Constraint("compile.cuda_graphs",
             '"always" is not possible: CUDA graphs do not support all of this run',
-            lambda run: _prevents_graphs(run) != "", _prevents_graphs),
+            lambda run: _obstacle_to_always(run) != "", _obstacle_to_always),
     Constraint("float8.recipe",
             "requires a GPU of CUDA capability 8.9 or higher; tests elsewhere can use"
             " float8.emulate",

@@ -123,15 +123,13 @@ def _program_of_popen(given: Mapping[str, Any]) -> Program | None:
     if any(given[name] != value for name, value in plain.items()) or isinstance(command, str):
         return None
     executable, *words = map(os.fspath, command)
-    return (
-        None
-        if executable != sys.executable
-        else program_of(
-            words,
-            environment=dict(os.environ if given["env"] is None else given["env"]),
-            folder=os.fspath(given["cwd"] or os.getcwd()),
-            is_session_leader=given["start_new_session"],
-        )
+    if executable != sys.executable:
+        return None
+    return program_of(
+        words,
+        environment=dict(os.environ if given["env"] is None else given["env"]),
+        folder=os.fspath(given["cwd"] or os.getcwd()),
+        is_session_leader=given["start_new_session"],
     )
 
 

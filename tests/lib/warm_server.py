@@ -120,10 +120,13 @@ def _process_of(client: socket.socket) -> int:
 def _join_namespaces(pid: int) -> None:
     """Enter those of process ``pid`` that this process is not in."""
     setns = ctypes.CDLL(None, use_errno=True).setns
-    paths = [f"/proc/{pid}/ns/{name}" for name in NAMESPACES]
-    others = [p for p in paths if os.readlink(p) != os.readlink(p.replace(str(pid), "self"))]
+    own, others = (
+        [f"/proc/{process}/ns/{name}" for name in NAMESPACES] for process in ("self", pid)
+    )
+    pairs = zip(own, others, strict=True)
+    entered = [other for mine, other in pairs if os.readlink(mine) != os.readlink(other)]
     # Opened first, because /proc may be another one after the last.
-    for number in [os.open(path, os.O_RDONLY) for path in others]:
+    for number in [os.open(path, os.O_RDONLY) for path in entered]:
         if setns(number, 0):
             raise OSError(ctypes.get_errno(), "setns")
         os.close(number)
