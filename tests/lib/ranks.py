@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.compat import limit_gloo_to_one_thread
-from runtime.machine import schedule_as_batch
+from runtime.machine import disable_malloc_trim, schedule_as_batch
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.settings import restored_settings
 
@@ -117,6 +117,8 @@ def _serve(connection: Connection) -> None:
     limit_gloo_to_one_thread()
     schedule_as_batch()
     clear_caches = list(_found(CACHES))
+    gc.disable()  # as in train.py
+    disable_malloc_trim()
     while True:
         try:
             function, rank, world_size, store, args = connection.recv()
