@@ -15,6 +15,9 @@ from tests.lib.warm import WarmPopen
 # Shells make background jobs ignore SIGINT, and processes started by tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Most of what imports and tests make stays: Python's 700, 10, 10 would visit it again and again.
+gc.set_threshold(10_000, 10, 100)
+
 # As in run_tests.sh. A process with threads of OpenMP cannot be forked.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nor one with the thread that pyarrow's allocator has.

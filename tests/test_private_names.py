@@ -48,7 +48,7 @@ def violations(tree: ast.Module, own: set[str]) -> Iterator[str]:
             names = [alias.name for alias in node.names if alias.name.startswith("torch")]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
             text = ast.unparse(node)
             # A method that PyTorch calls, or a private name of PyTorch.
             is_foreign = text.startswith(("super()", "torch.")) or node.attr not in own
