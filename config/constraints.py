@@ -44,7 +44,8 @@ class Constraint(Generic[T]):
 
 def is_set(section: BaseModel, *keys: str) -> bool:
     """True if any of these keys differs from its default."""
-    return any(getattr(section, key) != getattr(type(section)(), key) for key in keys)
+    fields = type(section).model_fields
+    return any(getattr(section, key) != fields[key].get_default() for key in keys)
 
 
 def _only_with(
