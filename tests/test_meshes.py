@@ -192,10 +192,12 @@ LAYOUTS = [
     Layout(8, {PP: 2, CP: 2, TP: 2}),
     Layout(8, INTERLEAVED | GATHERED | {TP: 2}),
 ]
+# Runs below change to and from the others.
 QUICK = [
-    *((UNTIED, layout) for layout in LAYOUTS[:5]),
-    (UNTIED, Layout(2, {CP: 2})),
-    (TIED, Layout(2, GATHERED)),
+    (UNTIED, Layout(1)),
+    (UNTIED, Layout(2, {MODE: "ddp"})),
+    (UNTIED, Layout(4, {REPLICATE: 2})),
+    (UNTIED, Layout(4, {TP: 2})),
     (TIED, Layout(2, {PP: 2}, recompute=SELECTIVE)),
     (TIED, Layout(2, INTERLEAVED)),
     (UNTIED, Layout(4, {PP: 2, CP: 2})),

@@ -17,6 +17,8 @@ from runtime.devices import is_model
 from tests.lib.patience import wait_until
 from tests.lib.processes import is_running
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 CONFIG = Path("train_configs/debug_model.toml").read_text()
 MEASURED = {"tokens_per_second": 1e6, "memory_gib": 1.5}
 

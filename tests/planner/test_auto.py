@@ -16,6 +16,8 @@ from planner.auto import decide, rank_memory
 from planner.step_plan import TIGHT, plan_step
 from run_spec import RunSpec, resolve
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 N_RANKS = 2
 SMALL = {
     "model.args.n_layers": 1, "model.args.dim": 64, "model.args.head_dim": 16,

@@ -29,7 +29,7 @@ LAYERS = "model.args.n_layers"
 
 
 def test_a_model_with_a_layer_that_is_named_is_simulated_whole() -> None:
-    keys = {LAYERS: 12, FLOAT8: "tensorwise", "float8.skip": '["layers.11"]'} | EMULATED
+    keys = {LAYERS: 5, FLOAT8: "tensorwise", "float8.skip": '["layers.4"]'} | EMULATED
     run = run_of(keys, 1)
     run = replace(run, config=planned_config(run.config))
     found = depth.simulate_layers(run, 1, 0, weights=[1.0])
@@ -39,8 +39,8 @@ def test_a_model_with_a_layer_that_is_named_is_simulated_whole() -> None:
 @pytest.mark.parametrize(
     ("world_size", "rank", "keys"),
     [
-        (2, 0, {LAYERS: 6, TP: 2, FLOAT8: "tensorwise", RECOMPUTE: "selective"} | EMULATED),
-        (2, 1, {LAYERS: 12, PP: 2, BATCH: 4}),
+        (2, 0, {LAYERS: 5, TP: 2, FLOAT8: "tensorwise", RECOMPUTE: "selective"} | EMULATED),
+        (2, 1, {LAYERS: 10, PP: 2, BATCH: 4}),
         (2, 0, NEXT | {LAYERS: 8, EP: 2}),
     ],
     ids=str,
