@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # FSDP imports it, in each rank
 import torch._inductor.compile_fx  # compilation imports it, whatever the backend
 import torch.distributed.pipelining
+import torch.distributed.tensor.experimental  # compilation imports it
 
 import train
 from checkpoint.manifest import read_manifest, sizes_of
