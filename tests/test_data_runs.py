@@ -69,33 +69,17 @@ def test_mixture_gives_the_same_run_on_every_mesh(tmp_path: Path, packing: str) 
     assert bits < validation["validation_bits_per_byte"] < 1.2 * bits
     assert last["data_share/sun"] + last["data_share/moon"] == pytest.approx(1.0)
     assert last["bad_records"] == 3
+    # Its own validation sources change no step of a run.
+    own, sizes = validation_sources(tmp_path)
+    found = []
     for number, layout in enumerate(MESHES):
         folder = tmp_path / f"mesh-{number}"
-        run(folder, layout.world_size, **data, **keys_of(layout, packing))
+        run(folder, layout.world_size, **data, **own, **keys_of(layout, packing))
         assert list(curve(folder)) == list(losses)
         for step, values in losses.items():
             assert curve(folder)[step] == pytest.approx(values, rel=1e-9), step
         runs = [str(path / "debug_model") for path in (folder, expected)]
         assert check_ledger.main([runs[0], "--against", runs[1]]) == 0
-
-
-def test_validation_sources_give_the_same_loss_on_every_mesh(tmp_path: Path) -> None:
-    texts = {"short": [f"{i} " * 9 for i in range(11)], "long": ["a text of some length. " * 20]}
-    for name, documents in texts.items():
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    sources = ", ".join(f'{{name = "{n}", path = "{tmp_path}/{n}.jsonl"}}' for n in texts)
-    keys = mixture(tmp_path) | {
-        "training.steps": "1",
-        "validation.sources": f"[{sources}]",
-        "validation.steps": "all",
-    }
-    # Each byte and marker is a label, but the first of each of the 4 rows that has a document.
-    sizes = {name: sum(len(t) + 2 for t in ts) - min(4, len(ts)) for name, ts in texts.items()}
-    found = []
-    for number, layout in enumerate([Layout(2), *MESHES]):
-        folder = tmp_path / f"mesh-{number}"
-        run(folder, layout.world_size, **keys, **keys_of(layout, "concat"))
         assert f"target tokens = short {sizes['short']}, long {sizes['long']}\n" in log(folder)
         *_, last = records(folder)
         found.append({key: last[key] for key in last if key.startswith("validation")})
@@ -105,15 +89,28 @@ def test_validation_sources_give_the_same_loss_on_every_mesh(tmp_path: Path) -> 
     assert all(other == pytest.approx(found[0], rel=1e-9) for other in found)
     # The name stands for these documents.
     (tmp_path / "long.jsonl").write_text('{"text": "another"}\n')
-    with started(folder, 2, **keys, **keys_of(Layout(2), "concat")) as processes:
+    folder = tmp_path / "mesh-0"
+    with started(folder, 1, **data, **own, **keys_of(MESHES[0], packing)) as processes:
         assert codes(processes) == {exit_codes.BAD_CONFIG}
     assert "validation.sources, long: its documents changed since the checkpoint" in log(folder)
+
+
+def validation_sources(folder: Path) -> tuple[dict[str, str], dict[str, int]]:
+    """Keys of a run that validates on two sources, and their numbers of target tokens."""
+    texts = {"short": [f"{i} " * 9 for i in range(11)], "long": ["a text of some length. " * 20]}
+    for name, documents in texts.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
+        (folder / f"{name}.jsonl").write_text(lines)
+    sources = ", ".join(f'{{name = "{n}", path = "{folder}/{n}.jsonl"}}' for n in texts)
+    # Each byte and marker is a label, but the first of each of the 4 rows that has a document.
+    sizes = {name: sum(len(t) + 2 for t in ts) - min(4, len(ts)) for name, ts in texts.items()}
+    return {"validation.sources": f"[{sources}]", "validation.steps": "all"}, sizes
 
 
 def test_mixture_resumes_on_other_ranks(tmp_path: Path) -> None:
     data = mixture(tmp_path)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(whole, 2, **data, **keys_of(Layout(2), "best_fit"))
+    run(whole, 1, **data, **keys_of(Layout(1), "best_fit"))
     first = data | {"training.steps": "4"}
     run(parts, 2, **first, **keys_of(Layout(2), "best_fit"))
     run(parts, 1, **data, **keys_of(Layout(1), "best_fit"))
