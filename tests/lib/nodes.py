@@ -21,14 +21,15 @@ DIFFERENCE = re.compile(
 QUICK = {"training.steps": "1", "validation.enable": "false"}
 
 
-def run_nodes(folder: Path, nodes: list[Mapping[str, Any]]) -> tuple[list[int], list[str]]:
+def run_nodes(
+    folder: Path, nodes: list[Mapping[str, Any]], *, is_warm: bool = True
+) -> tuple[list[int], list[str]]:
     """Run a launcher with one rank for each of ``nodes``, keywords of ``start``.
 
-    Returns their exit codes and outputs.
+    Returns their exit codes and outputs. ``is_warm``: as that of ``start``; of all nodes, because
+    ranks compare the packages that they have imported.
     """
     port = free_port()
-    # Ranks compare the packages that they have imported, so all start in one way.
-    is_warm = not any("root" in node for node in nodes)
     processes: list[subprocess.Popen[str]] = []
     try:
         for number, node in enumerate(nodes):

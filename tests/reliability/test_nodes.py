@@ -40,8 +40,9 @@ def test_nodes_with_differences_are_rejected(
     one = other_node(tmp_path / "a", root=ROOT, lr="0.1", text="one " * 500, package="9.0.0")
     copy = copy_repository(tmp_path / "copy")
     two = other_node(tmp_path / "b", root=copy, lr="0.5", text="two " * 500, package="9.0.1")
+    two["training.max_norm"] = "7.0"
     two["environment"]["NVIDIA_TF32_OVERRIDE"] = "0"
-    codes, outputs = run_nodes(tmp_path / "out", [one, two | {"training.max_norm": "7.0"}])
+    codes, outputs = run_nodes(tmp_path / "out", [one, two], is_warm=False)
     assert codes == [BAD_CONFIG] * 2, "\n".join(outputs)
     values = {
         "training.max_norm": ("1.0", "7.0"),
