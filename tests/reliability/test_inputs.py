@@ -171,10 +171,13 @@ class Corruption:
 BROKEN = b'{"text": "no end\n'
 PARQUET = table(["a", "b", "c"])
 # pyarrow reads blocks of 10 MiB and restarts its line count in each.
-FAR = lines(1) * 600_000
+N_FAR = 11_000
+FAR = (json.dumps({"text": "a" * 1000}).encode() + b"\n") * N_FAR
 CORRUPTIONS = {
     "broken JSON": Corruption("x.jsonl", lines(2) + BROKEN + lines(2), "line 3, byte 38: "),
-    "broken JSON far down": Corruption("x.jsonl", FAR + BROKEN, f"line 600001, byte {len(FAR)}: "),
+    "broken JSON far down": Corruption(
+        "x.jsonl", FAR + BROKEN, f"line {N_FAR + 1}, byte {len(FAR)}: "
+    ),
     "cut off": Corruption("x.jsonl", lines(3)[:-4], "line 3, byte 38: "),
     "not an object": Corruption("x.jsonl", lines(2) + b"[1]\n", "line 3, byte 38: "),
     "zeros": Corruption("x.jsonl", lines(1) + bytes(100) + b"\n", "line 2, byte 19: "),
