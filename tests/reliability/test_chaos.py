@@ -32,6 +32,8 @@ KEYS = {
 }
 STEPS = ("training.steps", "lr_scheduler.total_steps")
 STEPS_PER_KILL = 4
+# With --full and without.
+KILLS = 30, 2
 
 
 def kill_one(folder: Path, processes: list[BaseProcess], rng: random.Random) -> None:
@@ -80,9 +82,9 @@ def chaos(folder: Path, n_kills: int, seed: int, **overrides: str) -> tuple[int,
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, trials: Callable[[int], int]) -> Path:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, trials: Callable[..., int]) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    steps = str(STEPS_PER_KILL * (trials(30) + 1))
+    steps = str(STEPS_PER_KILL * (trials(*KILLS) + 1))
     run(folder, 2, **KEYS, **dict.fromkeys(STEPS, steps))
     return folder
 
@@ -91,10 +93,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, trials: Callable[[in
 def test_killed_run_equals_uninterrupted_run(
     uninterrupted: Path,
     tmp_path: Path,
-    trials: Callable[[int], int],
+    trials: Callable[..., int],
     record_result: Callable[[str], None],
 ) -> None:
-    kills, worlds = chaos(tmp_path, trials(30), seed=1)
+    kills, worlds = chaos(tmp_path, trials(*KILLS), seed=1)
     ledgers = [replay(folder / "debug_model") for folder in (tmp_path, uninterrupted)]
     assert not [text for ledger in ledgers for text in ledger.violations]
     unequal, text = compare(*ledgers)
@@ -108,9 +110,7 @@ def test_killed_run_equals_uninterrupted_run(
 
 # test_data_runs.py compares the same mixture with concat packing.
 @pytest.mark.parametrize("packing", [slow("concat"), "best_fit"])
-def test_killed_run_on_a_mixture(
-    tmp_path: Path, trials: Callable[[int], int], packing: str
-) -> None:
+def test_killed_run_on_a_mixture(tmp_path: Path, trials: Callable[..., int], packing: str) -> None:
     """A mixture of JSON lines and text files, with bad records and a source that ends early."""
     rng = random.Random(2)
     lines = [{"text": f"line {i} " * rng.randint(0, 9)} if i % 9 else [i] for i in range(80)]
@@ -123,7 +123,7 @@ def test_killed_run_on_a_mixture(
         f' {{path = "{tmp_path}/files/*"}}]'
     )
     data = {"data.sources": sources, "data.packing": packing, "data.on_bad_record": "skip"}
-    n_kills, folders = trials(20), (tmp_path / "killed", tmp_path / "whole")
+    n_kills, folders = trials(20, 1), (tmp_path / "killed", tmp_path / "whole")
     chaos(folders[0], n_kills, 2, **data)
     steps = str(STEPS_PER_KILL * (n_kills + 1))
     run(folders[1], 2, **KEYS, **data, **dict.fromkeys(STEPS, steps))
