@@ -33,6 +33,7 @@ from tools.status import read_status
 STEPS = {
     "training.steps": "8",
     "training.dtype": "float32",
+    "training.global_batch_size": "4",
     "checkpoint.interval": "2",
     "checkpoint.keep_latest_k": "0",
     "lr_scheduler.total_steps": "12",
@@ -48,8 +49,7 @@ def nonfinite_loss_in_step_5() -> None:
     def cross_entropy_sum(*args: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        # Two microbatches per step.
-        return original(*args) * (float("nan") if calls == 9 else 1.0)
+        return original(*args) * (float("nan") if calls == 5 else 1.0)
 
     forward_backward.cross_entropy_sum = cross_entropy_sum
 
@@ -61,8 +61,8 @@ def preempted_in_a_nonfinite_step() -> None:
     def cross_entropy_sum(*args: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        # Four microbatches per step.
-        if calls != 5:
+        # Two microbatches per step.
+        if calls != 3:
             return original(*args)
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*args) * float("nan")
@@ -90,27 +90,27 @@ def spikes_in_the_first_steps() -> None:
 
 
 def invalid_ids() -> None:
-    """Make the ids of rank 1's third document invalid."""
+    """Make the ids of rank 1's second document invalid."""
     if os.environ["RANK"] == "1":
         original, calls = RowStream._encode, 0
 
         def encode(self: RowStream, *arguments: Any) -> Any:
             nonlocal calls
             calls += 1
-            return original(self, *arguments) + (100_000 if calls == 3 else 0)
+            return original(self, *arguments) + (100_000 if calls == 2 else 0)
 
         RowStream._encode = encode  # type: ignore[method-assign]
 
 
 def unreadable_file() -> None:
-    """Raise ``OSError`` on rank 1 in the 20th read."""
+    """Raise ``OSError`` on rank 1 in the 10th read."""
     if os.environ["RANK"] == "1":
         original, calls = ConcatPacker.read, 0
 
         def read(self: ConcatPacker, sequence: PackedSequence) -> Any:
             nonlocal calls
             calls += 1
-            if calls == 20:
+            if calls == 10:
                 raise OSError("books/1.txt: stale file handle")
             return original(self, sequence)
 
