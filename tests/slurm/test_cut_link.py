@@ -13,7 +13,7 @@ import pytest
 from runtime.imports import import_variables
 from shardloom import command_line
 from tests.lib.forked import QUICK, checkpoints, log, run
-from tests.lib.launch import curve, small_keys
+from tests.lib.launch import LONG, curve, small_keys
 from tests.lib.patience import PATIENCE_SECONDS, wait_until
 from tests.lib.warm import write_forking_python
 
@@ -89,8 +89,9 @@ def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subproce
 def test_cut_link_ends_both_hosts_and_run_resumes(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     cut.mkdir()
-    keys = {"training.steps": "40", "lr_scheduler.total_steps": "40"}
-    keys |= {"checkpoint.interval": "5", "checkpoint.keep_latest_k": "2"}
+    # Steps that take time, so that few are left when the link is cut.
+    keys = LONG | {"training.steps": "16", "lr_scheduler.total_steps": "16"}
+    keys |= {"checkpoint.interval": "2", "checkpoint.keep_latest_k": "2"}
     keys |= {"training.global_batch_size": "4"}
     keys |= {"comm.train_timeout_seconds": str(TIMEOUT_SECONDS)}
     with hosts() as name:
@@ -101,7 +102,7 @@ def test_cut_link_ends_both_hosts_and_run_resumes(tmp_path: Path) -> None:
             codes = [launcher.wait(BOUND_SECONDS) for launcher in launchers]
             print(f"exited with {codes} after {time.monotonic() - begin:.1f} seconds")
             assert 0 not in codes
-            assert max(curve(cut)) < 40
+            assert max(curve(cut)) < 16
         ip("-n", f"{name}-switch", "link", "set", "port-b", "up")
         with started(name, cut, **keys) as launchers:
             assert [launcher.wait(PATIENCE_SECONDS) for launcher in launchers] == [0, 0]
