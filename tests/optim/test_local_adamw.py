@@ -20,6 +20,7 @@ from tests.lib.layouts import (
     TP,
     Layout,
     digest,
+    set_gradients,
     shard_debugmodel,
     small_args,
 )
@@ -35,8 +36,7 @@ def digests(layout: Layout, step: Callable[[Any], None]) -> dict[str, str]:
     optimizer = build_optimizer(model, Optimizer(lr=1e-2))
     assert type(optimizer) is LocalAdamW
     for number in range(STEPS):
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach() * (number - 0.5) + parameter.detach().square()
+        set_gradients(model, lambda weight, n=number: weight * (n - 0.5) + weight.square())
         if number == STEPS - 1:
             optimizer.found_inf = torch.ones(())
         step(optimizer)
