@@ -41,6 +41,11 @@ def microbatches_of(layout: Layout) -> int:
     return 4 if PP in layout.parallelism else 2
 
 
+def counts(layout: Layout, depths: list[int]) -> list[Calls]:
+    """Calls with each number of layers."""
+    return [count(layout, n_layers) for n_layers in depths]
+
+
 def count(layout: Layout, n_layers: int) -> Calls:
     sharded = shard_debugmodel("llama3", args_of(n_layers), layout, compute_dtype="float32")
     materialize(sharded.module, CPU, seed=1)
@@ -151,9 +156,9 @@ def test_step_collectives_match_closed_form(ranks: RankPool, layout: Layout) -> 
     # As many layers as stages, and twice as many.
     fewest = layout.parallelism.get(PP, 1) * (2 if SCHEDULE in layout.parallelism else 1)
     n_microbatches = microbatches_of(layout)
-    for n_layers in (fewest, 2 * fewest):
-        found = ranks.run(count, layout.world_size, layout, n_layers)
-        for rank, calls in enumerate(found):
+    depths = [fewest, 2 * fewest]
+    for rank, found in enumerate(ranks.run(counts, layout.world_size, layout, depths)):
+        for n_layers, calls in zip(depths, found, strict=True):
             wanted = expected(layout, n_layers, rank)
             assert calls == {key: n_microbatches * n for key, n in wanted.items()}, f"rank {rank}"
 
