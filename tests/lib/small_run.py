@@ -11,7 +11,7 @@ from models import TransformerArgs
 from optim.muon import hidden_matrices
 from optim.optimizer import build_optimizer
 from parallelisms.materialize import materialize
-from tests.lib.layouts import CPU, Layout, digest, shard_debugmodel, small_args
+from tests.lib.layouts import CPU, Layout, digest, on_shards, shard_debugmodel, small_args
 
 ARGS = replace(small_args("qwen3", "debugmodel"), n_layers=1, dim=32, hidden_dim=48, head_dim=8)
 
@@ -77,7 +77,7 @@ class Run:
             for fqn, parameter in self.model.named_parameters():
                 if fqn == unused:
                     continue
-                parameter.grad = parameter.detach() - 0.1 * step
+                parameter.grad = on_shards(lambda x, step=step: x - 0.1 * step, parameter)
             for group in self.optimizer.param_groups:
                 group["lr"] = 1e-3 / step
             self.optimizer.step()
@@ -92,6 +92,5 @@ class Run:
         for fqn, parameter in self.model.named_parameters():
             found[fqn] = digest(parameter)
             for name, value in self.optimizer.state[parameter].items():
-                # Gloo gathers no int16.
-                found[f"{fqn}.{name}"] = digest(value.int() if name == "remainder" else value)
+                found[f"{fqn}.{name}"] = digest(value)
         return found

@@ -20,7 +20,7 @@ from tests.lib.layouts import (
     TP,
     Layout,
     digest,
-    set_gradients,
+    on_shards,
     shard_debugmodel,
     small_args,
 )
@@ -36,7 +36,8 @@ def digests(layout: Layout, step: Callable[[Any], None]) -> dict[str, str]:
     optimizer = build_optimizer(model, Optimizer(lr=1e-2))
     assert type(optimizer) is LocalAdamW
     for number in range(STEPS):
-        set_gradients(model, lambda weight, n=number: weight * (n - 0.5) + weight.square())
+        for weight in model.parameters():
+            weight.grad = on_shards(lambda x, n=number: x * (n - 0.5) + x.square(), weight)
         if number == STEPS - 1:
             optimizer.found_inf = torch.ones(())
         step(optimizer)
