@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Layout:
         return "-".join([*parts, *[self.float8.recipe] * (self.float8.recipe != "none")])
 
 
+@cache
 def args_of(name: str, n_layers: int = 2) -> TransformerArgs:
     """Shape of a debug model of few layers, with a balance loss and both kinds of layers."""
     args = find_model(name, "debugmodel")[1]
