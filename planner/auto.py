@@ -17,7 +17,7 @@ from config import ConfigError, JobConfig
 from config.auto import MODE, SIZE, auto_keys, candidates, with_values
 from config.job_config import Data, Validation
 from parallelisms.parallel_dims import resolve_degrees
-from planner.step_plan import TIGHT, plan_step, without_bfloat16
+from planner.step_plan import TIGHT, StepPlan, plan_step, without_bfloat16
 from run_spec import resolve
 from runtime.log import error_text
 from runtime.machine import gpu_has_bfloat16, host_memory
@@ -37,10 +37,15 @@ class Decision:
 
     values: dict[str, Any]
     """Values by key."""
-    peak: int
-    """Bytes of a rank's tensors at the peak."""
+    plan: StepPlan
+    """Of a step with them."""
     memory: float
     """Bytes of a rank."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a rank's tensors at the peak."""
+        return peak_of(self.plan)
 
     @property
     def text(self) -> str:
@@ -70,13 +75,13 @@ def decide(config: JobConfig, world_size: int, memory: float, *, has_gpu: bool) 
         except ConfigError as error:
             refused.append(error)
             continue
-        needed = min(needed, *peaks.known.values())
+        needed = min(needed, *map(peak_of, peaks.plans.values()))
         if index < 0:
             continue
         chosen = peaks.configs[index]
         size = chosen.training.decided_local_batch_size
         values = {SIZE: size, MODE: chosen.activation_checkpoint.mode}
-        decision = Decision({key: values[key] for key in keys}, peaks.known[index], memory)
+        decision = Decision({key: values[key] for key in keys}, peaks.plans[index], memory)
         found.append((size, decision))
         if size * config.training.seq_len >= enough or index == len(peaks) - 1:
             return decision
@@ -99,17 +104,21 @@ class Peaks:
 
     def __init__(self, configs: list[JobConfig], world_size: int, *, has_gpu: bool) -> None:
         self.configs, self._world_size, self._has_gpu = configs, world_size, has_gpu
-        self.known: dict[int, int] = {}
+        self.plans: dict[int, StepPlan] = {}
 
     def __len__(self) -> int:
         return len(self.configs)
 
     def __getitem__(self, index: int) -> int:
-        if index not in self.known:
+        if index not in self.plans:
             run = resolve(self.configs[index], self._world_size, has_gpu=self._has_gpu)
-            plan = plan_step(run, self._world_size, has_gpu=self._has_gpu)
-            self.known[index] = max(stage.record.peak for stage in plan.stages)
-        return self.known[index]
+            self.plans[index] = plan_step(run, self._world_size, has_gpu=self._has_gpu)
+        return peak_of(self.plans[index])
+
+
+def peak_of(plan: StepPlan) -> int:
+    """Bytes of a rank's tensors at the peak, of the stage that needs the most."""
+    return max(stage.record.peak for stage in plan.stages)
 
 
 def legal_sizes(smallest: JobConfig, world_size: int, *, has_gpu: bool) -> list[JobConfig]:

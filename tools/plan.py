@@ -11,6 +11,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def step_lines(
     if config.model.vocab_size is not None:
         config = without_data(config)
     # Afterwards: a tokenizer that is not needed may be missing from the cache of the Hub.
-    config, decided = pin_names(config), []
+    config, decision = pin_names(config), None
     if options.search:
         report = partial(say, file=sys.stderr)
         answer = Search(config, n_ranks, hardware, held).run(available_cpus(), report)
@@ -133,14 +134,17 @@ def step_lines(
         return as_json if options.json else search_text(answer, n_ranks)
     if auto_keys(config):
         decision = decide(config, n_ranks, hardware.device.memory_gib * GIB, has_gpu=True)
-        config, decided = with_values(config, decision.values), [decision.text]
-    plan = plan_step(resolve(config, n_ranks, has_gpu=True), n_ranks)
+        config = with_values(config, decision.values)
+    # Also what was decided without data is rejected if training would reject them.
+    run = resolve(config, n_ranks, has_gpu=True)
+    plan = replace(decision.plan, run=run) if decision else plan_step(run, n_ranks)
     if options.picture is not None:
         with replaced_file(options.picture) as scratch:
             scratch.write_text(picture(plan, step_time(plan, hardware), hardware))
     if options.json:
         return json.dumps(plan_json(plan, hardware), indent=1).splitlines()
-    return decided + plan_text(plan, hardware, options.price or hardware.device.usd_per_hour)
+    text = plan_text(plan, hardware, options.price or hardware.device.usd_per_hour)
+    return [decision.text, *text] if decision else text
 
 
 def print_run(config: JobConfig, n_ranks: int) -> None:
