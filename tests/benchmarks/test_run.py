@@ -4,13 +4,14 @@ import json
 import multiprocessing
 import re
 import signal
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import published, run, step, table
+from benchmarks import loss, published, run, step, table
 from benchmarks.peers import PACKAGES, PEERS
 from benchmarks.rows import (
     MEASURED,
@@ -24,6 +25,7 @@ from benchmarks.rows import (
 )
 from benchmarks.run import load_cases, main
 from benchmarks.turns import Loop, LoopError, Turn, Turns
+from config.job_config import Compile
 from planner.roofline import FIT
 from tests.lib.marks import slow
 from tests.lib.patience import PATIENCE_SECONDS
@@ -88,7 +90,11 @@ def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFix
         slow("data", ["--turns", "2", "--documents", "50", "--waiting_steps", "2"]),
     ],
 )  # fmt: skip
-def test_every_column_is_measured(name: str, overrides: list[str], tmp_path: Path) -> None:
+def test_every_column_is_measured(
+    name: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Inductor compiles the loss for ten seconds, as in tests/optim/test_loss.py.
+    monkeypatch.setattr(loss, "Compile", partial(Compile, backend="aot_eager"))
     out = tmp_path / "rows.jsonl"
     assert main([name, "--out", str(out), *overrides]) == 0
     rows = read_rows(out)
