@@ -35,9 +35,7 @@ def started_run(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(
-    "variables", [{}, {"HF_HOME": "elsewhere"}], ids=["forked", "read at start"]
-)
+@pytest.mark.parametrize("variables", [{}, {"LC_TIME": "C"}], ids=["forked", "read at start"])
 def test_output_and_exit_code_are_the_program_s(tmp_path: Path, variables: dict[str, str]) -> None:
     process = start(tmp_path, "-m", "tools.slurm_begin", "no\udcff.toml", **variables)
     output, errors = process.communicate(timeout=PATIENCE_SECONDS)

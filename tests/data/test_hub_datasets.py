@@ -16,22 +16,7 @@ from tests.lib.launch import curve, start
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 
-# Pins the dataset for a run in the folder of the first argument; with the other as its revision.
-OPEN = """if True:
-    import json, sys
-    from config.job_config import Data, Job, JobConfig
-    from data.hub import hub_streams, pin_datasets
-    from data.sources import open_documents
-    folder, revision = sys.argv[1:]
-    data = Data(source="huggingface", path="owner/data", revision=revision)
-    config = pin_datasets(JobConfig(job=Job(output_dir=folder), data=data))
-    (source,) = config.data.mixture
-    stream, _ = hub_streams(source, False, 0.0, skips_bad=False)
-    table, fingerprint = open_documents(source)
-    print(json.dumps([
-        source.revision, stream.fingerprint, next(stream.documents(0, 1, 0)), fingerprint, table[0]
-    ]))
-"""
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
 @pytest.fixture
@@ -47,7 +32,7 @@ def files(word: str) -> dict[str, bytes]:
 def opened(hub: Hub, folder: Path, revision: str = "", **variables: str) -> list[str]:
     """(commit, fingerprint, first text) of the stream, (fingerprint, first text) of the table."""
     environment = os.environ | hub.environment(folder / "home") | variables
-    command = [sys.executable, "-c", OPEN, str(folder), revision]
+    command = [sys.executable, "-m", "tests.lib.open_hub", str(folder), revision]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
@@ -75,10 +60,9 @@ def test_run_keeps_the_commit_of_its_first_start(hub: Hub, tmp_path: Path) -> No
     }  # fmt: skip
 
     def train(name: str, steps: int, **more: str) -> tuple[int, str]:
-        process = start(
-            tmp_path / name, 1, is_warm=False, environment=hub.environment(tmp_path / "home"),
-            **keys | {"training.steps": str(steps)} | more,
-        )  # fmt: skip
+        more |= keys | {"training.steps": str(steps)}
+        environment = hub.environment(tmp_path / "home")
+        process = start(tmp_path / name, 1, environment=environment, **more)
         output, _ = process.communicate(timeout=PATIENCE_SECONDS)
         return process.returncode, output
 

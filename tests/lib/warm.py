@@ -33,10 +33,8 @@ ZYGOTE = "zygote"
 """Its name in ``/proc/PID/comm``, by which tests tell it from a launcher's ranks."""
 FLAGS = ("-u", "-P")
 # What Python and libraries read while they start: with other values a program starts by itself.
-READ_AT_START = (
-    "LD_", "LC_", "LANG", "OMP_", "MKL_", "PYTHON", "TORCH_LOGS", "TORCHINDUCTOR_", "HF_",
-)  # fmt: skip
-TOLD_APART = ("PYTHON", "PYTHONPATH", "PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR", "HF_TOKEN")
+READ_AT_START = ("LD_", "LC_", "LANG", "OMP_", "MKL_", "PYTHON", "TORCH_LOGS", "TORCHINDUCTOR_")
+TOLD_APART = ("PYTHON", "PYTHONPATH", "PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR")
 IS_POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
 

@@ -30,11 +30,12 @@ from tests.lib.warm import ZYGOTE, Program, WarmPopen, program_of, receive
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 CLONE_PARENT = 0x8000
 PR_SET_NAME = 15
-# Those of tests and ranks, and what compilations, pipelines, and JSON or CSV files import besides.
+# Those of tests and ranks, what compilations and pipelines import besides, and half of the time
+# that ``datasets`` takes. The other half, huggingface_hub, reads its variables when it is imported.
 PROGRAMS = (
     "tests.lib.forked",
     "tests.lib.warm_server",
-    "data.hub",
+    "pandas",
     "launcher.launch",
     "tools.convert",
     "tools.generate",
@@ -145,6 +146,7 @@ def give_zygote() -> Program | None:
 def main(descriptor: str) -> None:
     for name in PROGRAMS:
         import_module(name)
+    assert "huggingface_hub" not in sys.modules, "programs have other HF_ variables"
     # They are kept, for all that is forked.
     builtin_files()
     gc.freeze()
