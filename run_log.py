@@ -28,8 +28,8 @@ from run_spec import RunSpec
 from runtime.distributed import sum_in_order
 from runtime.filesystem import atomic_write_text
 from runtime.log import logger
-from runtime.machine import device_name
 from runtime.run_folder import WriteAlarm
+from runtime.torch_device import device_name
 from train_step import StepResult
 from validation import Sample
 

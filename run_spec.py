@@ -28,7 +28,7 @@ from runtime.control import RunControl
 from runtime.distributed import compute_dtype
 from runtime.hub_paths import local_path
 from runtime.log import logger
-from runtime.machine import machine_facts
+from runtime.torch_device import machine_facts
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from report.schedule_plan import MAX_STEPS, plan_schedule
 from run_spec import RunSpec
 from runtime.dtensor import to_local
 from runtime.log import logger, plain_number
-from runtime.machine import available_cpus, device_name
+from runtime.machine import available_cpus
 from runtime.release import warn_if_untested
+from runtime.torch_device import device_name
 
 # A bfloat16 sum loses addends that it exceeds by 2^8 or more.
 MOST_BFLOAT16_SUMS = 128

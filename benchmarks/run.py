@@ -32,8 +32,8 @@ from benchmarks.rows import (
     read_rows,
 )
 from benchmarks.table import CONFIGS, table_of
-from runtime.machine import enable_expandable_segments
 from runtime.printable import error_line
+from runtime.torch_device import enable_expandable_segments
 
 BENCHMARKS = ("ceilings", "checkpoint", "data", "loss", "sharding", "spinning", "startup", "step")
 

@@ -131,7 +131,7 @@ def _workers(
 ) -> Iterator[list[Connection]]:
     """Start workers that receive shard numbers; on exit, end them and delete unfinished files."""
     context = get_context("forkserver")
-    # Workers are forked from a process that has imported torch, and share its memory.
+    # Workers are forked from a process that has imported what they need, and share its memory.
     context.set_forkserver_preload(["checkpoint.manifest", "data.sources", "data.tokenizer"])
     processes, workers = [], []
     # A terminal sends Ctrl-C to all its processes, but only this one may act on it.

@@ -38,9 +38,10 @@ from runtime.commands import COMMAND_VARIABLE, command_text, program
 from runtime.filesystem import check_run_folder
 from runtime.hub_paths import local_path, pin_names
 from runtime.log import error_text, escape_on_stdout, red, report, say, unless_closed
-from runtime.machine import available_cpus, enable_expandable_segments, machine_facts
+from runtime.machine import available_cpus
 from runtime.run_folder import OLD_STOP, list_checkpoints, read_text, step_of, stop_file_id
 from runtime.run_lock import is_locked
+from runtime.torch_device import enable_expandable_segments, machine_facts
 
 end_imports(was_announced=IS_PROGRAM)
 

@@ -19,7 +19,7 @@ from optim.chunked_adamw import ChunkedAdamW
 from optim.one_pass_adamw import read_weight, write_weight
 from runtime.dtensor import shard_slices, to_local
 from runtime.log import logger
-from runtime.machine import gpu_has_bfloat16
+from runtime.torch_device import gpu_has_bfloat16
 
 # Newton-Schulz polynomial and iterations, which move all singular values near 1 (Keller Jordan,
 # https://kellerjordan.github.io/posts/muon).

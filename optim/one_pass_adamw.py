@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.compat import foreach
-from runtime.machine import gpu_has_bfloat16
+from runtime.torch_device import gpu_has_bfloat16
 
 # Elements updated at once without a compiler: each operation makes a copy, in float32 of 64 MiB.
 CHUNK = 1 << 24

@@ -20,8 +20,9 @@ from parallelisms.parallel_dims import resolve_degrees
 from planner.step_plan import TIGHT, StepPlan, plan_step, without_bfloat16
 from run_spec import resolve
 from runtime.log import error_text
-from runtime.machine import gpu_has_bfloat16, host_memory
+from runtime.machine import host_memory
 from runtime.outside import prints_to_stderr
+from runtime.torch_device import gpu_has_bfloat16
 
 GIB = 1 << 30
 # Tokens of a microbatch from which matmuls are about as fast as they get. With fewer, a larger

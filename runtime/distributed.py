@@ -10,12 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from config.job_config import Comm, Debug, Training
 from runtime.compat import limit_gloo_to_one_thread, set_default_timeout
 from runtime.log import show_phase
-from runtime.machine import (
-    cpu_has_bfloat16,
-    gpu_has_bfloat16,
-    loopback_interface,
-    schedule_as_batch,
-)
+from runtime.machine import loopback_interface, schedule_as_batch
+from runtime.torch_device import cpu_has_bfloat16, gpu_has_bfloat16
 
 
 def init_distributed(comm: Comm) -> torch.device:

@@ -1,4 +1,4 @@
-"""Tools that only read a run's folder start at once: they import no torch."""
+"""Tools that train and compute nothing start at once: they import no torch."""
 
 import json
 import os
@@ -27,6 +27,8 @@ COMMANDS = {
     "tools.profile_summary --help": set(),
     "tools.report RUN -o RUN/report.html": {"pydantic"},
     "tools.report RUN -o RUN/report.html --png RUN": {"matplotlib", "numpy", "pydantic"},
+    # Also in its workers.
+    "tools.prepare RUN/tokens --data.source=files --data.path=RUN/*.toml": {"numpy", "pydantic"},
     "config help": {"pydantic"},
 }
 SLOW = {"torch", "numpy", "pydantic", "matplotlib", "transformers", "datasets", "tensorboard"}

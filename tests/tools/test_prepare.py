@@ -42,7 +42,7 @@ SHARDS = ["--shard_tokens", SHARD_TOKENS]
 
 @contextmanager
 def started(*arguments: object, log: Path) -> Iterator[BaseProcess]:
-    """Run the tool in another process, forked from one that has imported torch."""
+    """Run the tool in another process, forked from one that has imported it."""
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     process = context.Process(target=_main, args=([str(part) for part in arguments], log))
@@ -504,7 +504,6 @@ def test_next_command_trains_the_configuration_on_the_tokens(
     assert [row.message(config) for row in CONFIG_CONSTRAINTS if row.violated(config)] == []
 
 
-@pytest.mark.usefixtures("warm_starts")
 def test_table_is_prepared_from_the_command_line(tmp_path: Path) -> None:
     # Some shards have only empty documents.
     counts = [0 if 1000 <= number < 2000 else number % 3 for number in range(3000)]
