@@ -325,7 +325,6 @@ def test_tools_take_names(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("warm_starts")
-@pytest.mark.usefixtures("warm_starts")
 def test_variables_of_the_library_are_followed(hub: Hub, tmp_path: Path) -> None:
     """As a user sees it: without network, with it, and without it again."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
