@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,12 +17,14 @@ import pytest
 
 from config import load_config
 from optim.schedule import lr_factor
+from runtime.imports import import_variables
 from runtime.provenance import attempt_numbers, read_attempt, read_content
 from tests.lib import forked
 from tests.lib.launch import LONG, curve, records, run, start, wait_for_steps
 from tests.lib.marks import slow
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
+from tests.lib.warm import SHARDLOOM
 from tools.status import read_status
 
 # Forked ranks with these keys train as those of run_train.sh.
@@ -96,13 +99,13 @@ def test_finished_run_does_nothing(uninterrupted: Path) -> None:
     assert records(uninterrupted) == before
 
 
+@pytest.mark.usefixtures("warm_starts")
 def test_resolved_config_runs_again(uninterrupted: Path, tmp_path: Path) -> None:
-    environment = os.environ | {
-        "PYTHON": sys.executable,
-        "NGPU": "2",
-        "CONFIG_FILE": str(uninterrupted / "debug_model" / "config.toml"),
-    }
-    command = [ROOT / "run_train.sh", "--job.output_dir", str(tmp_path)]
+    config = uninterrupted / "debug_model" / "config.toml"
+    environment = os.environ | import_variables(os.environ)
+    environment |= {"NGPU": "2", "CONFIG_FILE": str(config)}
+    # As run_train.sh does.
+    command = [sys.executable, SHARDLOOM, "train", "--job.output_dir", str(tmp_path)]
     subprocess.run(
         command, env=environment, check=True, capture_output=True, timeout=PATIENCE_SECONDS
     )
@@ -155,13 +158,24 @@ def test_stop_file_of_before_is_deleted_and_one_written_while_ranks_start_is_obe
     assert (control / "outcome").read_text() == "done\n"
 
 
+VALIDATED = LONG | {"validation.enable": "true", "validation.freq": "2"}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_steps")
+    run(folder, 2, **VALIDATED | {"training.steps": "2"})
+    return folder
+
+
 @pytest.mark.parametrize("total", [4, 6])
-def test_stop_ends_a_validation_that_the_next_start_repeats(tmp_path: Path, total: int) -> None:
-    keys = LONG | {"validation.enable": "true", "validation.freq": "2"}
-    run(tmp_path, 2, **keys | {"training.steps": "2"})
+def test_stop_ends_a_validation_that_the_next_start_repeats(
+    two_steps: Path, tmp_path: Path, total: int
+) -> None:
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     # A minute and more for the validation after step 4.
     longer = {"training.steps": str(total), "validation.steps": "1000"}
-    process = start(tmp_path, 2, **keys | longer)
+    process = start(tmp_path, 2, **VALIDATED | longer)
     # Two validations and four steps.
     wait_for_steps(tmp_path, process, n_lines=6)
     control = tmp_path / "debug_model" / "control"
@@ -171,7 +185,7 @@ def test_stop_ends_a_validation_that_the_next_start_repeats(tmp_path: Path, tota
     assert "validation: stopped" in output
     assert (control / "outcome").read_text() == "stopped stop file\n"
     assert (control / "progress").read_text() == "4\n"
-    run(tmp_path, 2, **keys | {"training.steps": str(total)})
+    run(tmp_path, 2, **VALIDATED | {"training.steps": str(total)})
     assert (control / "outcome").read_text() == "done\n"
     events = [(r["step"], "validation_loss" in r) for r in records(tmp_path)]
     validations = [(step, True) for step in range(0, total + 1, 2)]
