@@ -130,14 +130,13 @@ def test_programs_import_nothing_of_the_current_folder(
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": ":"}
     programs = [
         ([ROOT / "run_train.sh", "--help"], environment),
-        ([ROOT / "run_train.sh", "--no.key"], environment),
         ([ROOT / "shardloom", "status", run], environment),
         ([ROOT / "shardloom", "generate", run, "--tokens", "1"], environment),
     ]
     for command, variables in programs:
         done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
         assert "planted" not in done.stderr
-        assert done.returncode == (exit_codes.BAD_CONFIG if "--no.key" in command else 0)
+        assert done.returncode == 0, done.stderr
         assert imported_modules(folder) == []
     # The modules are seen by a Python that looks for them.
     plain = [sys.executable, "-c", "import tomli"]
