@@ -258,12 +258,13 @@ def test_export_and_import_round_trip_bit_for_bit(
     assert all(t.dtype == torch.bfloat16 and t.equal(want[fqn]) for fqn, t in found.items())
 
 
-def first_steps(folder: Path, name: str, initial: Path) -> Any:
-    """Losses of a new run on another mesh, started from the weights of ``initial``."""
+def first_step(folder: Path, name: str, initial: Path) -> Any:
+    """Loss and gradient norm of a new run on another mesh, from the weights of ``initial``."""
     folder.mkdir()
     tokenizer = write_tokenizer(folder / "words.json")
-    keys = {"model.name": name, "data.tokenizer": tokenizer} | RUNS[name][1]
-    run(folder, 2, **STEPS, **keys, **{"checkpoint.initial_load_path": str(initial)})
+    keys = STEPS | {"training.steps": "1"} | RUNS[name][1]
+    keys |= {"model.name": name, "data.tokenizer": tokenizer}
+    run(folder, 2, **keys, **{"checkpoint.initial_load_path": str(initial)})
     assert f"weights from {initial}" in log(folder)
     assert "is not the tokenizer of" not in log(folder)
     return curve(folder)
@@ -273,11 +274,13 @@ def first_steps(folder: Path, name: str, initial: Path) -> Any:
 def test_run_starts_from_checkpoint_export_or_import(
     name: str, checkpoint: Path, exported: Path, imported: Path, tmp_path: Path
 ) -> None:
-    sources = {"checkpoint": checkpoint, "exported": exported, "imported": imported}
-    curves = {kind: first_steps(tmp_path / kind, name, path) for kind, path in sources.items()}
-    assert curves["checkpoint"] == curves["exported"] == curves["imported"]
+    sources = {"checkpoint": checkpoint, "exported": exported}
+    # Its weights are those of the checkpoint, bit for bit: one family less has to start from it.
+    sources |= {} if name == "qwen3_next" else {"imported": imported}
+    curves = [first_step(tmp_path / kind, name, path) for kind, path in sources.items()]
+    assert all(found == curves[0] for found in curves)
     before = curve(checkpoint.parents[2])
-    assert curves["exported"][1] != before[1], "the initial weights were not loaded"
+    assert curves[0][1] != before[1], "the initial weights were not loaded"
 
 
 @of_families(slow("llama3"), "qwen3")
