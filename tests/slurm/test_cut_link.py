@@ -89,7 +89,7 @@ def started(name: str, folder: Path, **overrides: str) -> Iterator[list[subproce
 def test_cut_link_ends_both_hosts_and_run_resumes(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     cut.mkdir()
-    # Steps that take time, so that few are left when the link is cut.
+    # Each step takes a while, so that some are left when the link is cut.
     keys = LONG | {"training.steps": "16", "lr_scheduler.total_steps": "16"}
     keys |= {"checkpoint.interval": "2", "checkpoint.keep_latest_k": "2"}
     keys |= {"training.global_batch_size": "4"}

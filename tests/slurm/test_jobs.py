@@ -100,8 +100,8 @@ def submit(
 
 
 def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -> None:
-    # Steps that take time, so that few are left when the job is stopped.
-    steps = LONG | {"training.steps": "24", "lr_scheduler.total_steps": "24"}
+    # Each step takes a while, so that some are left whenever the job is stopped.
+    steps = LONG | {"training.steps": "30", "lr_scheduler.total_steps": "30"}
     steps["training.global_batch_size"] = "4"
     # As from a task of an array that was requeued, whose environment sbatch passes on.
     others = {"SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "0", "SLURM_RESTART_COUNT": "1"}
@@ -121,7 +121,7 @@ def test_requeued_job_equals_uninterrupted_run(slurm: Cluster, tmp_path: Path) -
     assert "mesh: dp_shard 2\n" in log
     forked.run(tmp_path / "whole", 2, **steps)
     assert curve(job.folder) == curve(tmp_path / "whole")
-    assert len(curve(job.folder)) == 24
+    assert len(curve(job.folder)) == 30
 
 
 def test_dead_node_is_replaced_and_stop_file_ends_job(slurm: Cluster, tmp_path: Path) -> None:
