@@ -192,7 +192,7 @@ LAYOUTS = [
     Layout(8, {PP: 2, CP: 2, TP: 2}),
     Layout(8, INTERLEAVED | GATHERED | {TP: 2}),
 ]
-# Runs below change to and from the others.
+# Runs below change to and from most of the others.
 QUICK = [
     (UNTIED, Layout(1)),
     (UNTIED, Layout(2, {MODE: "ddp"})),
@@ -260,7 +260,7 @@ def test_fault_changes_the_run(
 
 
 QUICK_CHAIN = [
-    Layout(2),
+    Layout(2, {MODE: "simple_fsdp"}),
     Layout(2, {PP: 2}),
     Layout(2, GATHERED),
     Layout(4, {PP: 2, TP: 2}),
