@@ -1,5 +1,7 @@
-"""Properties and settings of this machine. Besides ``torch_device.py``, which imports PyTorch, no
-other file probes hardware or the OS."""
+"""Properties and settings of this machine, without PyTorch; ``torch_device.py`` has the others.
+
+No third file probes hardware or the OS.
+"""
 
 import ctypes
 import math

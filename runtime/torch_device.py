@@ -1,4 +1,4 @@
-"""Properties of this machine's GPU and CPU that PyTorch knows; ``machine.py`` has the others."""
+"""Properties and settings of this machine that need PyTorch; ``machine.py`` has the others."""
 
 import os
 import platform

@@ -93,7 +93,7 @@ def test_interrupted_benchmark_resumes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_every_column_is_measured(
     name: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Inductor compiles the loss for ten seconds, as in tests/optim/test_loss.py.
+    # Inductor, which tests/optim/test_loss.py compiles the loss with, would take ten seconds.
     monkeypatch.setattr(loss, "Compile", partial(Compile, backend="aot_eager"))
     out = tmp_path / "rows.jsonl"
     assert main([name, "--out", str(out), *overrides]) == 0

@@ -127,25 +127,21 @@ LAYOUTS = [
 
 
 def check_faults(layout: Layout) -> list[str]:
-    """Bad steps between good ones, compared with a clean run; return the reports.
-
-    Two bad steps follow each other: the guard stops a run at the third.
-    """
+    """Bad steps between good ones, compared with a clean run; return the reports."""
     faulty, clean = Training(layout), Training(layout)
     reports = []
-    for step, fault in enumerate([*FAULTS, None]):
-        if step % 2 == 0:
-            faulty.step(step)
-            clean.step(step)
-            assert states_equal(faulty.state(), clean.state()), f"before {fault}"
-        if fault is None:
-            break
-        before = faulty.snapshot()
-        faulty.step(1000, fault)
-        assert states_equal(faulty.state(), before), f"{fault} changed something"
-        with patch("optim.nonfinite.logger") as logger:
-            assert not faulty.guard.should_stop()
-        reports.append(logger.warning.call_args.args[2])
+    for start in range(0, len(FAULTS) + 2, 2):
+        faulty.step(start)
+        clean.step(start)
+        assert states_equal(faulty.state(), clean.state()), f"after {FAULTS[:start][-2:]}"
+        # The guard stops a run at the third bad step in a row.
+        for fault in FAULTS[start : start + 2]:
+            before = faulty.snapshot()
+            faulty.step(1000, fault)
+            assert states_equal(faulty.state(), before), f"{fault} changed something"
+            with patch("optim.nonfinite.logger") as logger:
+                assert not faulty.guard.should_stop()
+            reports.append(logger.warning.call_args.args[2])
     return reports
 
 
