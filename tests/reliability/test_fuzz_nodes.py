@@ -216,5 +216,5 @@ def test_nodes_that_differ_in_one_thing(
         differing, wrong = run_trial(seed, tmp_path)
         assert not wrong, wrong
         named, free = named + bool(differing), free + (not differing)
-    text = f"{named + free} pairs of nodes: {named} named their difference and ended with 2"
+    text = f"{named} of {named + free} pairs of nodes named their difference and ended with 2"
     record_result(text + (f"; {free} with a free one trained the same weights" if free else ""))
