@@ -134,9 +134,8 @@ def test_simple_fsdp_differs_from_fsdp2_only_by_addition_order(
 def test_casts_on_one_rank_are_bitwise_equal_to_fsdp2(
     ranks: RankPool, name: str, is_tied: bool, keys: dict[str, Any]
 ) -> None:
-    # aot_eager runs the operators of eager code.
-    eager = Layout(1, {RESHARD: "always"}, **keys | {"compile": Compile()})
-    layouts = [Layout(1, **keys), eager]
+    # Compiled code adds in another order than eager code on some CPUs, so both are compiled.
+    layouts = [Layout(1, **keys), Layout(1, {RESHARD: "always"}, **keys)]
     cast, fsdp2 = ranks.run(train_curves, 1, name, is_tied, layouts, "bfloat16", 2)[0]
     assert len(set(cast)) == STEPS
     assert cast == fsdp2
