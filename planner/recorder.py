@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.autograd import Function
 
 from config import ConfigError
-from planner.fake_operators import KEY, FakeOperators, FakeTensor
+from planner.fake_operators import KEY, FakeTensor, fake_operators
 from planner.operators import Call, flops_of
 from planner.step_record import (
     ACTIVATIONS,
@@ -40,6 +40,8 @@ from runtime.compat import require
 DispatchMode: Any = require("torch.utils._python_dispatch:TorchDispatchMode", key=KEY)
 tree_leaves: Any = require("torch.utils._pytree:tree_leaves", key=KEY)
 current_graph_task: Any = require("torch._C:_current_graph_task_id", key=KEY)
+active_mode: Any = require("torch._C:_get_dispatch_mode", key=KEY)
+FAKE: Any = require("torch._C:_TorchDispatchModeKey.FAKE", key=KEY)
 
 # Bytes to which CUDA's allocator rounds.
 GRANULARITY = 512
@@ -84,7 +86,7 @@ class StepRecorder(DispatchMode):
         """``groups``: of the mesh dims that share a process group, by its name. ``vocab_size``: the
         last dim of logits."""
         super().__init__()
-        self._fake = FakeOperators()
+        self._fake = fake_operators()
         self._has_stages, self._is_real = has_stages, is_real
         self.weight = 1.0
         """Times that what runs now counts."""
@@ -166,7 +168,10 @@ class StepRecorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # Half of all calls.
+        # Half of all calls, marks for profilers, and DTensor's own mode, in which it runs operators
+        # on whole shapes to learn those of results.
+        is_device = func is torch.ops.prim.device.default
+        if is_device or func.namespace == "profiler" or active_mode(FAKE) is not None:
             return func(*args, **kwargs)
         if any(not is_plain(t) for t in types):
             return NotImplemented  # A DTensor comes again as local tensors.

@@ -179,6 +179,8 @@ PRIVATE: Mapping[str, PrivateName] = {
     ),
     "torch.utils._pytree:tree_leaves": PrivateName(UNSUPPORTED, lambda found: found([1])),
     "torch._C:_current_graph_task_id": PrivateName(UNSUPPORTED, _check_no_task),
+    "torch._C:_get_dispatch_mode": PrivateName(UNSUPPORTED),
+    "torch._C:_TorchDispatchModeKey.FAKE": PrivateName(UNSUPPORTED),
     # Benchmarks
     "torch.testing._internal.distributed.fake_pg:FakeStore": PrivateName(
         UNSUPPORTED, lambda cls: cls()

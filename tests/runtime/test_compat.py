@@ -101,6 +101,8 @@ NOT_IN_A_RUN = {
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
     "torch.utils._pytree:tree_leaves",
     "torch._C:_current_graph_task_id",
+    "torch._C:_get_dispatch_mode",
+    "torch._C:_TorchDispatchModeKey.FAKE",
     "torch._C._distributed_c10d:_dump_fr_trace",
     "torch.testing._internal.distributed.fake_pg:FakeStore",
     "torch._dynamo.utils:calculate_time_spent",
