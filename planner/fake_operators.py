@@ -24,17 +24,23 @@ class Allocated(NamedTuple):
     dtype: torch.dtype
 
 
+class Input(NamedTuple):
+    """An input that an operator returns, such as what it changed in place."""
+
+    number: int
+
+
 class View(NamedTuple):
-    """A view of the input number ``base``, or, without a ``size``, that input itself."""
+    """A view of the input number ``base`` that an operator returns."""
 
     base: int
-    size: torch.Size | None
+    size: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
 
 
-Output = Allocated | View | int | None
+Output = Allocated | Input | View | int | None
 
 
 class FakeOperators:
@@ -70,11 +76,11 @@ class FakeOperators:
             size, stride, dtype = output
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         elif isinstance(output, View):
-            base = inputs[output.base]
-            if output.size is None:
-                return base
+            storage = inputs[output.base].untyped_storage()
             meta = torch.empty(0, dtype=output.dtype, device="meta")
-            meta.set_(base.untyped_storage(), output.offset, output.size, output.stride)
+            meta.set_(storage, output.offset, output.size, output.stride)
+        elif isinstance(output, Input):
+            return inputs[output.number]
         else:
             return output
         made: torch.Tensor = FakeTensor(self._mode, meta, torch.device("cpu"))
@@ -127,7 +133,7 @@ def _output(result: torch.Tensor, base: int | None, inputs: list[torch.Tensor]) 
     if base is None:
         return Allocated(size, stride, result.dtype)
     if inputs[base] is result:
-        return View(base, None, (), 0, result.dtype)
+        return Input(base)
     return View(base, size, stride, int(result.storage_offset()), result.dtype)
 
 

@@ -191,7 +191,7 @@ def record_step(
 ) -> StepRecord:
     """Run the first two steps of ``model``; return the record of the second.
 
-    The first allocates lasting state and fills DTensor's cache of shardings, which runs operators.
+    The first allocates lasting state.
     """
     recorder.label(map(to_local, model.module.parameters()), PARAMETERS)
     recorder.label(map(to_local, model.module.buffers()), BUFFERS)
