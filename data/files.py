@@ -1,5 +1,6 @@
 """Helpers shared by document readers: relative names, hashes per record, shard lookup, sampling."""
 
+import errno
 import hashlib
 import os
 import re
@@ -9,19 +10,39 @@ from collections.abc import Sequence
 import numpy as np
 
 from data.storage import DataPath
+from runtime.printable import reason_of
 
 # Number of evenly spaced documents whose contents a fingerprint hashes.
 FINGERPRINT_SAMPLES = 64
 # In each folder of prepared tokens.
 TOKEN_INDEX_FILE = "index.json"
 WILDCARD = re.compile(r"[*?[]")
+# Of an ``OSError`` that says what a path is. Others, such as a stale handle of NFS or a server that
+# does not answer, may not come after a restart.
+MISTAKES = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL,
+    errno.ENODEV, errno.ENXIO, errno.EACCES, errno.EPERM,
+}  # fmt: skip
+
+
+def path_error(path: object, error: OSError) -> ValueError | OSError:
+    """Return the error that names ``path``: ``ValueError`` if the user must change something."""
+    kind = ValueError if error.errno in MISTAKES else OSError
+    return kind(f"data.path: {path}: {reason_of(error)}")
 
 
 def relative_names(pattern: str, paths: Sequence[DataPath]) -> list[tuple[DataPath, str]]:
-    """(path, name) of each path that a glob found; names are relative to the glob's fixed part."""
+    """(path, name) of each path that a glob found; names are relative to the glob's fixed part.
+
+    Raises ``ValueError`` for a name that is not UTF-8.
+    """
     # Paths that begin with two slashes are others to pathlib, though not to Linux.
     root = re.sub(r"^//+", "/", os.path.dirname(WILDCARD.split(pattern)[0]))
-    return [(path, path.relative_to(root).as_posix()) for path in paths]
+    names = [path.relative_to(root).as_posix() for path in paths]
+    for name in names:
+        if name != name.encode(errors="ignore").decode():
+            raise ValueError(f"data.path: the name {name!r} is not UTF-8")
+    return list(zip(paths, names, strict=True))
 
 
 def name_hash(name: str) -> int:

@@ -20,13 +20,15 @@ from data.columns import check_column, check_no_null
 from data.files import record_hashes
 from data.formats import Format
 from data.records import read_records
-from data.remote_errors import StorageError
+from data.remote_errors import TRANSIENT, StorageError
 from data.storage import DataPath, version_keys, versioned_path
 
 S = TypeVar("S", bound=DocumentSource)
 
 COMMIT = re.compile("[0-9a-f]{40}")
 C4 = ("allenai/c4", "en", "text")
+# Of Python, requests and httpx, by name because either library may be installed.
+NETWORK_ERRORS = {"ConnectionError", "TimeoutError", "Timeout", "TransportError"}
 
 
 class Part(NamedTuple):
@@ -51,7 +53,6 @@ class HubTable:
     """Split "train" of a hub dataset, downloaded completely and memory-mapped."""
 
     groups = None
-    paths: Sequence[DataPath] = ()
 
     def __init__(self, config: DocumentSource, *, skips_bad: bool = False) -> None:
         name, subset, text_key = _hub_name(config)
@@ -64,7 +65,8 @@ class HubTable:
         if not skips_bad:
             check_no_null(self._column, text_key, name)
         self.name, self._key = f"{name}/{subset}/{text_key}", name
-        self.commit = "" if os.path.isdir(name) else builder.hash
+        self.paths = _local_files(builder, name, "train")
+        self.identity = f"{_identity(builder, name, self.paths)}/{subset}/{text_key}"
 
     def __len__(self) -> int:
         return len(self._column)
@@ -102,20 +104,19 @@ class HubStream:
         name, subset, text_key = _hub_name(config)
         self._text_key, self._repeat, self._skips_bad = text_key, repeat, skips_bad
         self._part = part
-        self._folder = Path(name) if os.path.isdir(name) else None
         with _loading(f"{name} ({split})"):
             builder = _builder(config)
             self._dataset = builder.as_streaming_dataset(split=split)
-        commit = "" if self._folder else f"@{builder.hash}"
+        self.paths = _local_files(builder, name, split)
+        commit = "" if os.path.isdir(name) else f"@{builder.hash}"
         self.description = f"{name}{commit} {subset} ({split}{part or ''}), streamed"
-        parts = f"{name}{commit}/{subset}/{split}{part or ''}/{text_key}"
+        parts = f"{_identity(builder, name, self.paths)}/{subset}/{split}{part or ''}/{text_key}"
         parts += "" if repeat else "/once"
         self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
 
     def changed_since(self, seconds: float) -> list[DataPath]:
         """Files of a local copy; a dataset of the Hub stays at its commit."""
-        files = [] if self._folder is None else sorted(self._folder.rglob("*"))
-        return [path for path in files if path.is_file() and path.stat().st_ctime > seconds]
+        return [path for path in self.paths if path.stat().st_ctime > seconds]
 
     def place(self, row: int, n_rows: int, number: int) -> str:
         return ""
@@ -215,7 +216,9 @@ def _commit(config: DocumentSource, saved: Iterable[DocumentSource]) -> str:
         if config.revision:
             raise ValueError(f"data.revision: has no effect for the folder {name}")
         return ""
-    before = (s.revision for s in saved if s.is_on_hub and _hub_name(s)[:2] == (name, subset))
+    # Another source of the dataset may have another revision: first the one that is this one.
+    ordered = sorted(saved, key=lambda s: (type(s), s.label) != (type(config), config.label))
+    before = (s.revision for s in ordered if s.is_on_hub and _hub_name(s)[:2] == (name, subset))
     revision = config.revision or next(before, "")
     with _loading(name):
         return _builder(config.model_copy(update={"revision": revision})).hash
@@ -230,6 +233,21 @@ def _builder(config: DocumentSource) -> Any:
         text = f"the cache has only commit {found.hash}, not {config.revision}"
         raise ConnectionError(f"no network, and {text}")
     return found
+
+
+def _local_files(builder: Any, name: str, split: str) -> list[Path]:
+    """Sorted files of a split of a local copy; [] for a dataset of the Hub."""
+    if not os.path.isdir(name):
+        return []
+    return sorted(map(Path, builder.config.data_files[split]))
+
+
+def _identity(builder: Any, name: str, paths: Sequence[Path]) -> str:
+    """Text that is equal for the same version of a dataset: its commit, or sizes of local files."""
+    if not os.path.isdir(name):
+        return f"{name}@{builder.hash}"
+    folder = os.path.realpath(name)
+    return "\n".join(f"{os.path.relpath(path, folder)} {path.stat().st_size}" for path in paths)
 
 
 def check_is_not_trained_on(config: DocumentSource, trained: Iterable[DataSource]) -> None:
@@ -313,8 +331,19 @@ def _loading(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # datasets raises its own and the network's errors
         _raise_cache_error(error)
-        kind = OSError if isinstance(error, ConnectionError) else ValueError
+        kind = OSError if _may_pass(error) else ValueError
         raise kind(f"data.path: cannot load {what}: {error}") from error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """True if ``error``, or one that it came from, is of the network or of a busy server."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        names = {base.__name__ for base in type(error).__mro__}
+        if names & NETWORK_ERRORS or status in TRANSIENT or status >= 500:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _raise_cache_error(error: Exception) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from config.paths import is_url
 from data import remote_matching
-from data.files import TOKEN_INDEX_FILE, WILDCARD, relative_names
+from data.files import TOKEN_INDEX_FILE, WILDCARD, path_error, relative_names
 from data.remote_matching import match_urls, name_matches
 from data.storage import DataPath, Facts, RemoteFile
 from runtime.log import logger
@@ -81,8 +81,8 @@ def match_paths(pattern: str, *, folder_file: str = "") -> Sequence[DataPath]:
     """Sorted paths that a glob matches. Unlike ``glob.glob``, ``**`` visits each folder once.
 
     A path with the very name of the pattern is its only match. Of remote folders only those match
-    that have a file named ``folder_file``. Raises ``ValueError`` for a folder that cannot be read,
-    which ``glob.glob`` would omit.
+    that have a file named ``folder_file``. Raises ``ValueError`` for a folder that cannot be read
+    and a link to nothing, which ``glob.glob`` would omit.
     """
     if is_url(pattern):
         return match_urls(pattern, folder_file=folder_file)
@@ -94,7 +94,7 @@ def match_paths(pattern: str, *, folder_file: str = "") -> Sequence[DataPath]:
     try:
         return sorted({*map(Path, _expand("/" if pattern.startswith("/") else "", parts))})
     except OSError as error:
-        raise ValueError(f"data.path: {error.filename}: {error.strerror}") from None
+        raise path_error(error.filename, error) from None
 
 
 def unmatched_hint(pattern: str) -> str:
@@ -134,14 +134,14 @@ def _expand(folder: str, parts: list[str]) -> Iterator[str]:
         for name in _names(folder):
             if name_matches(name, part):
                 yield from _expand(os.path.join(folder, name), rest)
-    elif os.path.lexists(path := os.path.join(folder, part)):
+    elif _exists(path := os.path.join(folder, part)):
         yield from _expand(path, rest)
 
 
 def _folders(folder: str) -> Iterator[str]:
     """``folder`` and all below it, each once. Links are followed last, so that real names win."""
     seen: set[FileId] = set()
-    links = [folder] if os.path.isdir(folder or ".") else []
+    links = [folder] if _is_folder(folder) else []
     while links:
         pending, links = sorted(links, reverse=True), []
         while pending:
@@ -152,24 +152,44 @@ def _folders(folder: str) -> Iterator[str]:
             seen.add(folder_id)
             yield current
             paths = [os.path.join(current, n) for n in _names(current) if not n.startswith(".")]
-            below = [path for path in paths if os.path.isdir(path)]
+            below = [path for path in paths if _is_folder(path)]
             links += filter(os.path.islink, below)
             pending += reversed([path for path in below if not os.path.islink(path)])
 
 
 def _names(folder: str) -> list[str]:
-    return sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+    return sorted(os.listdir(folder or ".")) if _is_folder(folder) else []
+
+
+# Unlike those of os.path, these raise ``OSError`` where the file system does not answer.
+def _exists(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _is_folder(path: str) -> bool:
+    """True for a folder, through links. Raises ``ValueError`` for a link to nothing."""
+    try:
+        return stat.S_ISDIR(os.stat(path or ".").st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):
+            raise ValueError(f"data.path: {path} is a link to nothing") from None
+        return False
 
 
 def file_status(path: DataPath) -> os.stat_result | Facts:
-    """Status of the file at ``path``. Raises ``ValueError``, which names it."""
+    """Status of the file at ``path``; errors as of ``path_error``."""
     if isinstance(path, RemoteFile):
         return path.stat()
     try:
         return path.stat()
     except OSError as error:
-        what = "is a link to nothing" if path.is_symlink() else f"cannot be read: {error.strerror}"
-        raise ValueError(f"data.path: {path} {what}") from None
+        if isinstance(error, FileNotFoundError) and path.is_symlink():
+            raise ValueError(f"data.path: {path} is a link to nothing") from None
+        raise path_error(path, error) from None
 
 
 def file_id(path: DataPath) -> FileId:

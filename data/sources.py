@@ -7,7 +7,7 @@ of an endless shuffled order, so a step's data depend only on the seed and the s
 import hashlib
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple, Protocol
@@ -42,6 +42,7 @@ Owners = dict[FileId, str]
 # Owners of the columns of tables; those of text and of token ids own the column WHOLE_FILE.
 ColumnOwners = defaultdict[str, Owners]
 WHOLE_FILE = ""
+READ_WHOLE = 'a dataset is read whole: type = "files" reads the files of a local copy'
 
 
 class Reserved(NamedTuple):
@@ -264,7 +265,8 @@ def build_sources(
     percent, skips_bad = config.validation_percent, config.on_bad_record == "skip"
     check_tokens = partial(check_tokenizer, tokenizer=tokenizer, config=config)
     for source in config.mixture:
-        with with_source_name(source, config):
+        label = f"data.sources, {source.label}"
+        with named_errors(label) if config.sources else nullcontext():
             train_source, held_out_source = _build_source(
                 source,
                 percent,
@@ -317,16 +319,13 @@ def _other_markers(saved: Mapping[str, Any], name: str) -> tuple[str | None, str
 
 
 @contextmanager
-def with_source_name(source: DataSource, config: Data) -> Iterator[None]:
-    """Prefix errors with the label of ``source``, if there are several sources."""
+def named_errors(source: str) -> Iterator[None]:
+    """Prefix errors with the name of the source."""
     try:
         yield
     except (ValueError, OSError) as error:
-        if not config.sources:
-            raise
         kind = ValueError if isinstance(error, ValueError) else OSError
-        text = f"data.sources, {source.label}: {str(error).removeprefix('data.')}"
-        raise kind(text) from None
+        raise kind(f"{source}: {str(error).removeprefix('data.')}") from None
 
 
 def _build_source(
@@ -344,7 +343,12 @@ def _build_source(
         # Imported here, because datasets takes a second to import.
         from data.hub import hub_streams
 
-        return hub_streams(config, with_held_out, percent, skips_bad=skips_bad)
+        streams = hub_streams(config, with_held_out, percent, skips_bad=skips_bad)
+        paths = streams[0].paths
+        taken = ChainMap(reserved.files, owners[WHOLE_FILE], owners[config.text_key])
+        _check_no_owner(paths, taken, READ_WHOLE)
+        owners[config.text_key].update((file_id(path), config.label) for path in paths)
+        return streams
     documents, fingerprint = open_documents(
         config, owners, reserved=reserved, skips_bad=skips_bad, check_tokens=check_tokens
     )
@@ -396,11 +400,16 @@ def open_documents(
     reserved = reserved or Reserved({}, {})
     owners = _first_owners(reserved) if owners is None else owners
     documents, fingerprint = _open_documents(config, owners, skips_bad, check_tokens)
-    for path in documents.paths if reserved.files else ():
-        if owner := reserved.files.get(file_id(path)):
-            text = f"{path} is also a file of {owner}; see its key exclude_from_training"
-            raise ValueError(f"data.path: {text}")
+    hint = READ_WHOLE if config.is_on_hub else "see its key exclude_from_training"
+    _check_no_owner(documents.paths, reserved.files, hint)
     return documents, fingerprint
+
+
+def _check_no_owner(paths: Sequence[DataPath], owners: Mapping[FileId, str], hint: str) -> None:
+    """Raise ``ValueError`` for a path that another source has."""
+    for path in paths if owners else ():
+        if owner := owners.get(file_id(path)):
+            raise ValueError(f"data.path: {path} is also a file of {owner}; {hint}")
 
 
 def _first_owners(reserved: Reserved) -> ColumnOwners:
@@ -426,7 +435,7 @@ def _open_documents(
         from data.hub import HubTable
 
         table = HubTable(config, skips_bad=skips_bad)
-        fingerprint = _fingerprint(table.name + table.commit, table)
+        fingerprint = _fingerprint(table.identity, table)
         return SkipBadRecords(table) if skips_bad else table, fingerprint
     is_builtin = config.type == "builtin"
     # A table may have several columns of text.

@@ -30,6 +30,8 @@ CACHED_BYTES = 1 << 30
 # Largest row group that is decoded, because all of it must be in memory.
 MAX_GROUP_BYTES = 1 << 32
 MAX_OPEN_FILES = 64
+# The column that data.text_key names if it is not set.
+DEFAULT_COLUMN = "text"
 
 
 class RowGroup(NamedTuple):
@@ -128,12 +130,17 @@ class Tables:
 
     @property
     def footers(self) -> str:
-        """Hash of the metadata of the Parquet files: sizes, statistics, places; "" without any."""
+        """Hash of the column's name and the metadata of Parquet files; "" if there is none.
+
+        Metadata are sizes, statistics and places of all columns.
+        """
         if self.groups is None:
             return ""
         paths = [path for path, _, file_format in self._files if file_format == "parquet"]
         footers = for_each(_read_footer, paths, of=paths[0])
-        return hashlib.sha256(b"".join(footers)).hexdigest()
+        # The default column adds nothing: runs whose checkpoints are older must resume.
+        column = b"" if self._text_key == DEFAULT_COLUMN else self._text_key.encode()
+        return hashlib.sha256(b"".join(footers) + column).hexdigest()
 
     def _parquet_groups(self, index: int) -> list[RowGroup]:
         path = self._files[index][0]

@@ -25,6 +25,7 @@ from data.files import (
     WILDCARD,
     evenly_spaced,
     find_shard,
+    path_error,
     record_hashes,
     relative_names,
 )
@@ -41,7 +42,6 @@ from data.storage import (
 )
 from runtime.filesystem import open_input
 from runtime.machine import open_file_limit
-from runtime.printable import reason_of
 
 BEGUN_FILE = "begun.json"
 FORMAT = 1
@@ -226,7 +226,9 @@ def read_index(folder: DataPath) -> dict[str, Any]:
         begun = (folder / BEGUN_FILE).exists()
         hint = f"shardloom prepare {'has not finished it' if begun else 'writes it, from text'}"
         raise ValueError(f"data.path: {folder} has no {TOKEN_INDEX_FILE}; {hint}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise path_error(path, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"data.path: {path}: not an index: {error!r}") from None
     if version != FORMAT:
         raise ValueError(f"data.path: {path}: format is {version!r}, not {FORMAT}")
@@ -343,7 +345,7 @@ def _megatron_shard(path: DataPath, name: str) -> TokenShard:
     except StorageError:
         raise
     except OSError as error:
-        raise ValueError(f"data.path: {path}: {error.strerror}") from None
+        raise path_error(path, error) from None
     if len(header) < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
         raise ValueError(f"data.path: {path}: not a Megatron-LM index (MMIDIDX)")
     _, version, code, n_sequences, n_indices = MEGATRON_HEADER.unpack(header)
@@ -419,13 +421,13 @@ def _check_size(path: DataPath, size: int) -> None:
     except StorageError:
         raise
     except OSError as error:
-        raise ValueError(f"data.path: {path}: {error.strerror}") from None
+        raise path_error(path, error) from None
     if actual != size:
         raise ValueError(f"data.path: {path} has {actual} bytes, not {size}")
 
 
 def _map_file(path: DataPath, dtype: np.dtype) -> np.ndarray:
-    """Memory-map the file read-only; raise ``ValueError`` if that fails."""
+    """Memory-map the file read-only; errors as of ``path_error``."""
     local = local_path(path)
     try:
         # np.memmap takes twice the system calls, and slicing it is slow.
@@ -437,5 +439,7 @@ def _map_file(path: DataPath, dtype: np.dtype) -> np.ndarray:
             return np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), dtype)
         finally:
             os.close(descriptor)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data.path: {path}: {reason_of(error)}") from error
+    except OSError as error:
+        raise path_error(path, error) from error
+    except ValueError as error:
+        raise ValueError(f"data.path: {path}: {error}") from error

@@ -1,7 +1,5 @@
 """Documents of ``[[validation.sources]]``, which are evaluated and never trained on."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ from data.sources import (
     ShuffledDocuments,
     Source,
     check_tokenizer,
+    named_errors,
     open_documents,
 )
 from data.tokenizer import Tokenizer
@@ -35,7 +34,7 @@ def build_validation_sources(
     """
     found = ValidationData({}, Reserved({}, {}))
     for config in configs:
-        with _with_name(config):
+        with named_errors(f"validation.sources, {config.name}"):
             found.sources[config.name] = _build(config, data, seed, tokenizer, found.reserved)
     return found
 
@@ -48,7 +47,7 @@ def reserved_files(configs: list[ValidationSource], data: Data) -> Reserved:
     """
     reserved = Reserved({}, {})
     for config in configs:
-        with _with_name(config):
+        with named_errors(f"validation.sources, {config.name}"):
             _check_is_apart(config, data)
             if config.type != "tokens" and not config.is_on_hub and not config.is_outside:
                 documents, _ = open_documents(config, skips_bad=data.on_bad_record == "skip")
@@ -101,14 +100,3 @@ def _reserve(config: ValidationSource, documents: Documents, reserved: Reserved)
     reserved.files.update(files)
     if config.exclude_from_training:
         reserved.excluded.update(files)
-
-
-@contextmanager
-def _with_name(config: ValidationSource) -> Iterator[None]:
-    """Prefix errors with the name of the source."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        kind = ValueError if isinstance(error, ValueError) else OSError
-        text = str(error).removeprefix("data.")
-        raise kind(f"validation.sources, {config.name}: {text}") from None

@@ -6,9 +6,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from config import JobConfig, dump_toml
+from config.job_config import (
+    Data,
+    DataSource,
+    DocumentSource,
+    Job,
+    Validation,
+    ValidationSource,
+)
+from data.hub import pin_datasets
 from runtime import exit_codes
 from tests.lib.formats import lines
 from tests.lib.hub import Hub, serve
@@ -51,6 +64,31 @@ def test_commit_is_part_of_the_fingerprints(hub: Hub, tmp_path: Path) -> None:
     assert after[2::2] == before[2::2], "the same texts"
     assert not {*after[1::2]} & {*before[1::2]}
     assert opened(hub, tmp_path, first) == before
+
+
+def test_each_source_keeps_its_own_commit(tmp_path: Path) -> None:
+    """Of one dataset, of which only training names a revision; the newest is another later."""
+    commits = {"v1": "1" * 40, "": "2" * 40}
+
+    def builder(source: DocumentSource) -> SimpleNamespace:
+        return SimpleNamespace(hash=commits.get(source.revision, source.revision))
+
+    keys: dict[str, Any] = {"path": "owner/data", "type": "huggingface"}
+    validation = Validation(sources=[ValidationSource(**keys, name="own", split="test")])
+    for revisions in (("v1",), ("v1", "")):
+        sources = [DataSource(**keys, revision=r, name=f"source {r}") for r in revisions]
+        folder = tmp_path / str(len(revisions))
+        config = JobConfig(
+            job=Job(output_dir=str(folder)), data=Data(sources=sources), validation=validation
+        )
+        with patch("data.hub._builder", builder):
+            pinned = pin_datasets(config)
+            found = [s.revision for s in (*pinned.data.mixture, *pinned.validation.sources)]
+            assert found == [commits[r] for r in (*revisions, "")]
+            pinned.job.folder.mkdir(parents=True)
+            (pinned.job.folder / "config.toml").write_text(dump_toml(pinned))
+            with patch.dict(commits, {"": "3" * 40}):
+                assert pin_datasets(config) == pinned
 
 
 def test_run_keeps_the_commit_of_its_first_start(hub: Hub, tmp_path: Path) -> None:

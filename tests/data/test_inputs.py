@@ -176,6 +176,9 @@ INPUTS = [
     Input({"a.txt": b"a", "link.txt": "a.txt", "again.txt": "link.txt"}, ["a"]),
     Input({"v2/a.txt": b"b", "latest": "v2"}, ["b"], "latest/*.txt"),
     Input({"a.txt": b"a", "gone.txt": "nothing"}, r"gone\.txt is a link to nothing"),
+    *(Input({"a/a.txt": b"a", "more": "nothing"}, "more is a link to nothing", path)
+      for path in ("**/*.txt", "*/*.txt")),
+    Input({"a.txt": b"a", "more": "more"}, "more: Too many levels of symbolic links", "**/*.txt"),
     Input({"a.txt": b"a", ".hidden.txt": b"h", ".git/b.txt": b"g"}, ["a"]),
     Input({".hidden.txt": b"h"}, ["h"], ".*.txt"),
     Input({"a[1].txt": b"a"}, ["a"], "a[1].txt"),

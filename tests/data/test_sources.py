@@ -15,7 +15,7 @@ from data.sources import (
     ShuffledDocuments,
     Source,
     build_sources,
-    with_source_name,
+    named_errors,
 )
 from data.tokenizer import load_tokenizer
 from tests.lib.corpora import DOCUMENTS, both, write_prepared
@@ -285,10 +285,9 @@ def test_ids_of_another_tokenizer_name_the_source(tmp_path: Path) -> None:
 
 
 def test_read_error_of_a_source_stays_an_oserror() -> None:
-    source = DataSource(path="*.txt", name="books")
     with (
         pytest.raises(OSError, match=r"^data\.sources, books: disk on fire"),
-        with_source_name(source, Data(sources=[source])),
+        named_errors("data.sources, books"),
     ):
         raise OSError("disk on fire")
 

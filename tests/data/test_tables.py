@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import pyarrow as pa
@@ -14,13 +15,15 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from huggingface_hub.errors import HfHubHTTPError
 
-from config.job_config import Data, DataSource
+from config.job_config import Data, DataSource, ValidationSource
 from data import tables
 from data.formats import format_of
 from data.hub import HubStream, check_is_not_trained_on, hub_streams
 from data.sources import build_sources, open_documents
 from data.tables import Tables
+from data.validation_sources import reserved_files
 from tests.lib.corpora import both
 
 TEXTS = ["plain", "", "two\nlines", "\N{WAVING HAND SIGN} caf\u00e9", "\0", "<|end_of_text|>"]
@@ -257,8 +260,8 @@ def test_rows_of_the_batch_share_the_stream(tmp_path: Path, n_rows: int, suffix:
 def test_files_of_a_local_copy_that_changed_are_named(tmp_path: Path) -> None:
     hub(tmp_path / "data", [3], ".jsonl")
     stream = train_stream(tmp_path / "data")
-    training, _ = paths = sorted((tmp_path / "data").iterdir())
-    assert stream.changed_since(0.0) == paths
+    training, _ = sorted((tmp_path / "data").iterdir())
+    assert stream.changed_since(0.0) == [training]
     assert stream.changed_since(training.stat().st_ctime + 60.0) == []
 
 
@@ -417,6 +420,86 @@ def test_hub_dataset_can_be_read_by_index(tmp_path: Path) -> None:
     documents, other = open_documents(source, skips_bad=True)
     assert documents[4] is None
     assert other != fingerprint
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_fingerprint_changes_with_the_column(tmp_path: Path, suffix: str) -> None:
+    rows = [{"text": "a", "content": "b"}, {"text": "c", "content": "d"}]
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = files(tmp_path)
+    found = [both(config.model_copy(update={"text_key": key}), 0)[0] for key in rows[0]]
+    assert len({source.fingerprint for source in found}) == 2
+
+
+def identities(folder: Path) -> tuple[str, str]:
+    """Fingerprints of a hub dataset: as a stream, and by index."""
+    source = DataSource(type="huggingface", path=str(folder))
+    return train_stream(folder).fingerprint, open_documents(source)[1]
+
+
+def test_files_of_a_local_copy_are_part_of_the_fingerprints(tmp_path: Path) -> None:
+    hub(tmp_path / "data", [3, 3, 3], ".jsonl")
+    before = identities(tmp_path / "data")
+    (tmp_path / "data" / "README.md").write_text("# About")
+    (tmp_path / "data").rename(tmp_path / "moved")
+    assert identities(tmp_path / "moved") == before
+    (tmp_path / "moved" / "train-00002-of-00003.jsonl").unlink()
+    for first, second in zip(before, identities(tmp_path / "moved"), strict=True):
+        assert first != second
+
+
+@pytest.mark.parametrize("is_excluded", [False, True])
+def test_file_of_a_local_copy_is_not_read_by_two_sources(tmp_path: Path, is_excluded: bool) -> None:
+    hub(tmp_path / "data", [3, 3], ".jsonl")
+    file = str(tmp_path / "data" / "train-00001-of-00002.jsonl")
+    copy = DataSource(type="huggingface", path=str(tmp_path / "data"), name="copy")
+    one = DataSource(type="files", path=file, name="one")
+    with pytest.raises(ValueError, match=r"00001-of-00002\.jsonl is also a file of one; .*whole"):
+        build_sources(Data(sources=[one, copy], validation_percent=0.0), 0)
+    config = ValidationSource(name="own", path=file, exclude_from_training=is_excluded)
+    reserved = reserved_files([config], Data())
+    data = Data(source="huggingface", path=str(tmp_path / "data"))
+    text = r"also a file of validation\.sources, own; a dataset is read whole"
+    with pytest.raises(ValueError, match=text):
+        build_sources(data, 0, reserved=reserved)
+    with pytest.raises(ValueError, match=text):
+        open_documents(copy, reserved=reserved)
+
+
+def test_error_of_the_network_or_a_busy_server_may_pass(tmp_path: Path) -> None:
+    """Whatever ``datasets`` makes of it: a restart may help, and nothing else may."""
+    # Releases of huggingface_hub use httpx or httpx2.
+    httpx: Any = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
+    request = httpx.Request("GET", "https://huggingface.co")
+    answers = {code: httpx.Response(code, request=request) for code in (404, 429, 503)}
+    errors = {code: HfHubHTTPError("no", response=answer) for code, answer in answers.items()} | {
+        0: httpx.ConnectTimeout("no answer")
+    }
+    for code, error in errors.items():
+        for wrapped in (error, _caused_by(error), _met_by(error)):
+            kind = ValueError if code == 404 else OSError
+            with (
+                patch("datasets.load_dataset_builder", side_effect=wrapped),
+                pytest.raises(kind, match=r"^data\.path: cannot load owner/data") as caught,
+            ):
+                HubStream(DataSource(type="huggingface", path="owner/data"), "train")
+            assert isinstance(caught.value, OSError) == (code != 404)
+
+
+def _caused_by(error: Exception) -> Exception:
+    found = ValueError("no splits")
+    found.__cause__ = error
+    return found
+
+
+def _met_by(error: Exception) -> Exception:
+    found = FileNotFoundError("no data file")
+    found.__context__ = error
+    return found
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
