@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from config import ConfigError, JobConfig
 from config.job_config import Model
-from cuda_graphs import CudaRecorder, Recorder
+from cuda_graphs import CudaGraphPool, GraphPool
 from forward_backward import ModelRunner, PipelineRunner, SPMDRunner
 from kernels.choose import choose_kernels
 from metrics.flops import flops_per_token, peak_flops
@@ -62,7 +62,7 @@ class ShardedModel:
 
     def materialize(self) -> None:
         """Allocate this rank's shards, and fill them by ``debug.seed``. Mutates ``module``."""
-        with _mistakes_of_own(self.config.model):
+        with _mistakes_outside(self.config.model):
             materialize(
                 self.module,
                 self.device,
@@ -96,13 +96,13 @@ class ShardedModel:
             device=self.device,
             accumulator=accumulator,
             # No family of Shardloom skips layers.
-            may_skip_layers=config.model.is_own,
-            recorder=self.recorder(),
+            may_skip_layers=config.model.is_outside,
+            graph_pool=self.graph_pool(),
         )
 
-    def recorder(self) -> Recorder | None:
-        """Return what records CUDA graphs, unless ``without_cuda_graphs`` says why not."""
-        return None if self.without_cuda_graphs else CudaRecorder()
+    def graph_pool(self) -> GraphPool | None:
+        """Return a pool for CUDA graphs, unless ``without_cuda_graphs`` says why not."""
+        return None if self.without_cuda_graphs else CudaGraphPool()
 
     @property
     def without_cuda_graphs(self) -> str:
@@ -117,9 +117,9 @@ class ShardedModel:
         always = 'compile.cuda_graphs = "always"'
         reasons = {
             # A graph would repeat the first value of a number that their forward changes.
-            f"models of your own: {always}": config.model.is_own,
+            f"models of your own: {always}": config.model.is_outside,
             # The next replay overwrites gradients, of which an optimizer may keep one.
-            f"optimizers of your own: {always}": config.optimizer.is_own,
+            f"optimizers of your own: {always}": config.optimizer.is_outside,
             f"several GPUs: {always}": self.dims.weight_mesh.size() > 1,
         }
         return next((reason for reason, is_true in reasons.items() if is_true), "")
@@ -154,10 +154,10 @@ def build_model(run: RunSpec, dims: ParallelDims, device: torch.device) -> Shard
             run.config.parallelism,
             model.mp_policy,
             n_tokens=run.microbatch_size * run.config.training.seq_len // dims.degrees.cp,
-            microbatches=run.n_microbatches(dims.degrees.batch),
+            n_microbatches=run.n_microbatches(dims.degrees.batch),
             flops_per_token=model.flops_per_token[0],
             peak_flops=peak,
-            may_skip_layers=run.config.model.is_own,
+            may_skip_layers=run.config.model.is_outside,
         )
     return model
 
@@ -188,7 +188,7 @@ def build_sharded_model(
     ``apply_kernels``: called with the module and the compute dtype, before parallelisms wrap it.
     Raises ``ConfigError`` for a mistake in the user's own model.
     """
-    with _mistakes_of_own(config.model):
+    with _mistakes_outside(config.model):
         module = build_on_meta(spec, args, getattr(torch, config.training.dtype))
         _check_dtypes(module, config.training.dtype)
         # What follows shards, splits and wraps the module: count and name its parameters first.
@@ -199,7 +199,7 @@ def build_sharded_model(
                 dims.degrees.pp,
                 split=spec,
                 parallelism=config.parallelism,
-                is_own=config.model.is_own,
+                is_outside=config.model.is_outside,
             )
         has_moes = bool(spec.moes(module))
         if has_moes and config.compile.cuda_graphs == "always":
@@ -228,9 +228,9 @@ def _check_dtypes(module: nn.Module, dtype: str) -> None:
             raise ValueError(f"{text}: parameters need one dtype; convert activations instead")
 
 
-def _mistakes_of_own(model: Model) -> AbstractContextManager[None]:
+def _mistakes_outside(model: Model) -> AbstractContextManager[None]:
     """Context that names the user's own model in the errors of its spec; none for others."""
-    return mistakes_of("model.name", model.name) if model.is_own else nullcontext()
+    return mistakes_of("model.name", model.name) if model.is_outside else nullcontext()
 
 
 def _log_size(model: Model, module: nn.Module) -> None:

@@ -30,27 +30,27 @@ def run_step(run: RunMicrobatch, microbatches: Sequence[Inputs]) -> list[torch.T
     return [run(inputs, is_last=i == n - 1) for i, inputs in enumerate(microbatches)]
 
 
-class Recorder(Protocol):
-    """Records what a function does on a device, and repeats it."""
+class GraphPool(Protocol):
+    """Captures what functions do on a device, to replay it."""
 
     n_bytes: int
-    """Memory that recordings have taken from the device so far."""
+    """Memory that captures have taken from the device so far."""
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
-        """Call ``function`` as ``record`` will. It may compile, choose kernels, and allocate."""
+        """Call ``function`` as ``capture`` will. It may compile, choose kernels, and allocate."""
 
-    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Return the result of ``function``, and a call that computes it again in its memory.
 
         The result has no values before that call.
         """
 
-    def forget(self) -> None:
-        """Free all recordings, which nobody may repeat any more."""
+    def reset(self) -> None:
+        """Free all graphs, which nobody may replay any more."""
 
 
-class CudaRecorder:
-    """Records CUDA graphs, which share one pool of memory because they run one after the other.
+class CudaGraphPool:
+    """CUDA graphs, which share one pool of memory because they run one after the other.
 
     It owns them: a graph that anyone else held would hold its memory, and NCCL's communicators.
     """
@@ -59,10 +59,10 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self.n_bytes = 0
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        # A new pool: one without graphs cannot be recorded to while a tensor lives in it, such as
+    def reset(self) -> None:
+        # A new pool: one without graphs cannot be captured to while a tensor lives in it, such as
         # a scale of float8.
         for graph in self._graphs:
             graph.reset()
@@ -77,7 +77,7 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(self._stream)
         return result
 
-    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         # Other threads load data and save checkpoints meanwhile.
         capture: AbstractContextManager[None] = torch.cuda.graph(
@@ -97,14 +97,11 @@ class _Graph(NamedTuple):
 
 
 class _Graphs(NamedTuple):
-    """Graphs of all steps of one kind: the shapes, and whether there are one, two or more."""
+    """Graphs of all steps with one, two, or at least three microbatches."""
 
-    kind: tuple[Any, ...]
     buffers: Inputs
-    first: _Graph
-    middle: _Graph | None
-    last: _Graph | None
-    """None if a step has one microbatch."""
+    captured: list[_Graph]
+    """Of the first microbatch, those between, and the last: one, two or three."""
     gradients: list[torch.Tensor | None]
     """Of each parameter after a step."""
 
@@ -119,44 +116,51 @@ class MicrobatchGraphs:
     """
 
     def __init__(
-        self, run: RunMicrobatch, parameters: Sequence[nn.Parameter], recorder: Recorder
+        self, run: RunMicrobatch, parameters: Sequence[nn.Parameter], pool: GraphPool
     ) -> None:
-        self._run, self._parameters, self._recorder = run, parameters, recorder
-        self._warm: set[tuple[Any, ...]] = set()
+        """All microbatches have the same shapes."""
+        self._run, self._parameters, self._pool = run, parameters, pool
+        self._warm: set[int] = set()
         self._graphs: _Graphs | None = None
-        self._n_recorded = 0
-        self.recording: int | None = None
-        """Number of the recording whose memory has the gradients; None if they are elsewhere."""
+        self._n_captures = 0
+        self.capture_id: int | None = None
+        """Number of the capture whose memory has the gradients; None if they are elsewhere."""
 
     def __call__(self, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
         """Accumulate the gradients of a step; return the loss of each microbatch, 0-d."""
-        shapes = {tuple(None if t is None else t.shape for t in each) for each in microbatches}
         # All microbatches between the first and the last are alike.
-        kind = (*shapes, min(len(microbatches), 3))
-        if kind not in self._warm or len(shapes) > 1:
-            self._warm.add(kind)
+        n_graphs = min(len(microbatches), 3)
+        if n_graphs not in self._warm:
+            self._warm.add(n_graphs)
             # Of a phase that has ended. The step would need their memory a second time.
-            self.forget()
-            self.recording = None
-            return self._recorder.warm_up(lambda: run_step(self._run, microbatches))
-        if self._graphs is None or self._graphs.kind != kind:
-            self.forget()
-            self._graphs = self._record(microbatches, kind)
-            self._n_recorded += 1
-        self.recording = self._n_recorded
+            self._free()
+            self.capture_id = None
+            return self._pool.warm_up(lambda: run_step(self._run, microbatches))
+        if self._graphs is None or len(self._graphs.captured) != n_graphs:
+            self._free()
+            self._graphs = self._capture(microbatches[0], n_graphs)
+            self._n_captures += 1
+        self.capture_id = self._n_captures
         return self._replay(self._graphs, microbatches)
 
-    def forget(self) -> None:
-        """Free the graphs; the next step records again. Weights may be elsewhere in memory."""
+    def reset(self) -> None:
+        """Free the graphs; the next step of each kind runs eagerly.
+
+        Call after loading: weights may be elsewhere in memory, and an update that makes state of
+        the optimizer must not be captured, because a replay would make it again.
+        """
+        self._warm.clear()
+        self._free()
+
+    def _free(self) -> None:
         self._graphs = None
-        self._recorder.forget()
+        self._pool.reset()
 
     def _replay(self, graphs: _Graphs, microbatches: Sequence[Inputs]) -> list[torch.Tensor]:
         losses = []
         for index, inputs in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
-            graph = graphs.first if index == 0 else graphs.last if is_last else graphs.middle
-            assert graph is not None
+            graph = graphs.captured[-1 if is_last else min(index, 1)]
             for buffer, tensor in zip(graphs.buffers, inputs, strict=True):
                 if buffer is not None and tensor is not None:
                     buffer.copy_(tensor)
@@ -167,50 +171,47 @@ class MicrobatchGraphs:
             parameter.grad = gradient
         return losses
 
-    def _record(self, microbatches: Sequence[Inputs], kind: tuple[Any, ...]) -> _Graphs:
-        """Record a step of such microbatches, in order: each continues from the one before it."""
-        n, before = len(microbatches), self._recorder.n_bytes
-        buffers = tuple(None if t is None else t.clone() for t in microbatches[0])
+    def _capture(self, inputs: Inputs, n_graphs: int) -> _Graphs:
+        """Capture microbatches like ``inputs``, in order: each continues from the one before it."""
+        before = self._pool.n_bytes
+        buffers = tuple(None if t is None else t.clone() for t in inputs)
 
-        def record(*, is_last: bool) -> _Graph:
-            loss, replay = self._recorder.record(lambda: self._run(buffers, is_last=is_last))
+        def capture(*, is_last: bool) -> _Graph:
+            loss, replay = self._pool.capture(lambda: self._run(buffers, is_last=is_last))
             return _Graph(replay, loss)
 
-        first = record(is_last=n == 1)
-        middle = record(is_last=False) if n > 2 else None
-        last = record(is_last=True) if n > 1 else None
-        gib = (self._recorder.n_bytes - before) / 2**30
-        logger.info("CUDA graphs: recorded a step of %d microbatches, in %.2f GiB", n, gib)
-        gradients = [parameter.grad for parameter in self._parameters]
-        return _Graphs(kind, buffers, first, middle, last, gradients)
+        captured = [capture(is_last=i == n_graphs - 1) for i in range(n_graphs)]
+        gib = (self._pool.n_bytes - before) / 2**30
+        logger.info("CUDA graphs: captured a step in %d graphs, which take %.2f GiB", n_graphs, gib)
+        return _Graphs(buffers, captured, [parameter.grad for parameter in self._parameters])
 
 
 class UpdateGraph:
     """Runs the update of the weights: as a graph where ``MicrobatchGraphs`` has the gradients."""
 
-    def __init__(self, update: Callable[..., torch.Tensor], recorder: Recorder) -> None:
+    def __init__(self, update: Callable[..., torch.Tensor], pool: GraphPool) -> None:
         """``update`` takes 0-d tensors, and returns one."""
-        self._update, self._recorder = update, recorder
-        self._recording: int | None = None
+        self._update, self._pool = update, pool
+        self._capture_id: int | None = None
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._result = torch.empty(())
         self._replay: Callable[[], None] = lambda: None
 
-    def __call__(self, recording: int | None, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``update(*inputs)``. ``recording``: that of the gradients."""
-        if recording is None:  # As in the first step, which also makes the optimizer's state.
-            return self._recorder.warm_up(lambda: self._update(*inputs))
-        if recording != self._recording:
-            self.forget()
-            self._recording, self._inputs = recording, tuple(each.clone() for each in inputs)
-            self._result, self._replay = self._recorder.record(lambda: self._update(*self._inputs))
+    def __call__(self, capture_id: int | None, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return ``update(*inputs)``. ``capture_id``: that of the gradients."""
+        if capture_id is None:  # As in the first step, which also makes the optimizer's state.
+            return self._pool.warm_up(lambda: self._update(*inputs))
+        if capture_id != self._capture_id:
+            self.reset()
+            self._capture_id, self._inputs = capture_id, tuple(each.clone() for each in inputs)
+            self._result, self._replay = self._pool.capture(lambda: self._update(*self._inputs))
         for buffer, tensor in zip(self._inputs, inputs, strict=True):
             buffer.copy_(tensor)
         self._replay()
         # The next replay overwrites it.
         return self._result.clone()
 
-    def forget(self) -> None:
-        """Free the graph; the next step with gradients of a recording records again."""
-        self._recording = None
-        self._recorder.forget()
+    def reset(self) -> None:
+        """Free the graph; the next step whose gradients a capture has captures again."""
+        self._capture_id = None
+        self._pool.reset()

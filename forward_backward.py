@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from config.job_config import Compile, Parallelism
-from cuda_graphs import Inputs, MicrobatchGraphs, Recorder, run_step
+from cuda_graphs import GraphPool, Inputs, MicrobatchGraphs, run_step
 from data.loader import Microbatch
 from optim.loss import cross_entropy_sum
 from parallelisms.context_parallel import SequenceSharder
@@ -30,14 +30,15 @@ class ModelRunner(Protocol):
     """Tied parameters of this rank that an earlier stage has too, and whose norm it counts."""
 
     @property
-    def recording(self) -> int | None:
-        """Number of the graphs in whose memory the gradients are; None if they are elsewhere."""
+    def capture_id(self) -> int | None:
+        """Number of the capture in whose memory the gradients are; None if they are elsewhere."""
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
         """Accumulate gradients; return the loss of each microbatch on this rank (n,).
 
         Summed over microbatches and over pp, cp and batch ranks it is the step's loss; tp ranks
-        have equal values. ``n_tokens``: target tokens of the whole step, by which it is divided.
+        have equal values. ``n_tokens``: target tokens of the whole step, at least 1, by which it
+        is divided.
         """
 
     def evaluate(self, microbatches: list[Microbatch]) -> torch.Tensor:
@@ -46,8 +47,8 @@ class ModelRunner(Protocol):
     def logits(self, microbatch: Microbatch) -> torch.Tensor:
         """Return the logits (b, s, vocab_size), unsharded on every rank."""
 
-    def forget_graphs(self) -> None:
-        """Call after loading weights between steps, which may have moved them."""
+    def reset_graphs(self) -> None:
+        """Free all CUDA graphs. Call after loading, and before the process group is destroyed."""
 
 
 class SPMDRunner:
@@ -63,9 +64,9 @@ class SPMDRunner:
         compile: Compile | None = None,
         accumulator: PairwiseGradientAccumulator | None = None,
         may_skip_layers: bool = False,
-        recorder: Recorder | None = None,
+        graph_pool: GraphPool | None = None,
     ) -> None:
-        """``may_skip_layers``: not every microbatch uses every weight. ``recorder``: microbatches
+        """``may_skip_layers``: not every microbatch uses every weight. ``graph_pool``: microbatches
         run as graphs."""
         self._model, self._accumulator = model, accumulator
         self._policy = FSDPPolicy.of(parallelism, may_skip_layers=may_skip_layers)
@@ -73,17 +74,15 @@ class SPMDRunner:
         self._sharder = SequenceSharder(cp_mesh, parallelism, device)
         self.tied_duplicates: list[nn.Parameter] = []
         self._graphs: MicrobatchGraphs | None = None
-        if recorder is not None:
+        if graph_pool is not None:
             parameters = list(model.parameters())
-            self._graphs = MicrobatchGraphs(self._run_microbatch, parameters, recorder)
+            self._graphs = MicrobatchGraphs(self._run_microbatch, parameters, graph_pool)
 
     @property
-    def recording(self) -> int | None:
-        return None if self._graphs is None else self._graphs.recording
+    def capture_id(self) -> int | None:
+        return None if self._graphs is None else self._graphs.capture_id
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
-        # A step without target tokens has a loss of 0.
-        n_tokens = max(n_tokens, 1)
         divisor = torch.full((), n_tokens, dtype=torch.float64, device=self._device)
         inputs = [(*self._place(each), divisor) for each in microbatches]
         run = self._graphs or partial(run_step, self._run_microbatch)
@@ -97,21 +96,21 @@ class SPMDRunner:
         return losses
 
     @torch.no_grad()
-    def logits(self, batch: Microbatch) -> torch.Tensor:
-        tokens, options = self._sharder.inputs(*batch.inputs)
+    def logits(self, microbatch: Microbatch) -> torch.Tensor:
+        tokens, options = self._sharder.inputs(*microbatch.inputs)
         with _eval_mode(self._model):
             logits = self._sharder.unshard(self._model(tokens, **options))
         self._end_inference()
         return logits
 
     def _end_inference(self) -> None:
-        """Free the last unit's weights, as the next backward does unless it is a recording."""
+        """Free the last unit's weights, as the next backward does unless it is a replay."""
         if self._graphs is not None:
             reshard(self._model)
 
-    def forget_graphs(self) -> None:
+    def reset_graphs(self) -> None:
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.reset()
 
     def _place(self, batch: Microbatch) -> Inputs:
         """This rank's tokens, labels, positions and document ids, on the device."""
@@ -142,7 +141,7 @@ class SPMDRunner:
 class PipelineRunner:
     """Runs the stages of a pipeline by one of PyTorch's schedules."""
 
-    recording = None
+    capture_id = None
 
     def __init__(
         self,
@@ -167,46 +166,44 @@ class PipelineRunner:
         self._sharder = SequenceSharder(dims.cp_mesh, parallelism, device, needs_positions=True)
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
         self.tied_duplicates = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
-        self._training: dict[tuple[torch.Size, int], Any] = {}
-        """The latest training schedule, by the shape and number of its microbatches."""
+        self._training: dict[int, Any] = {}
+        """The latest training schedule, by the number of its microbatches."""
         # P2P as the first operation of a group hangs unless all of its ranks take part.
         dist.all_reduce(torch.zeros(1, device=device), group=dims.pp_mesh.get_group())
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
-        # A step without target tokens has a loss of 0.
-        self._n_tokens = max(n_tokens, 1)
-        key = (microbatches[0].tokens.shape, len(microbatches))
-        if key not in self._training:
+        self._n_tokens, n = n_tokens, len(microbatches)
+        if n not in self._training:
             # Only one: a schedule keeps its receive buffers, and phases of a ramp do not return.
-            self._training = {key: self._build(*key, self._loss, is_training=True)}
-        losses = self._losses(self._training[key].step, microbatches)
+            shape = microbatches[0].tokens.shape
+            self._training = {n: self._build(shape, n, self._loss, is_training=True)}
+        losses = self._losses(self._training[n].step, microbatches)
         all_reduce_tied_gradients(self._tied, self._dims.pp_mesh)
         return losses
 
-    def forget_graphs(self) -> None:
+    def reset_graphs(self) -> None:
         """Do nothing: pipelines run without CUDA graphs."""
 
     @torch.no_grad()
-    def evaluate(self, batches: list[Microbatch]) -> torch.Tensor:
+    def evaluate(self, microbatches: list[Microbatch]) -> torch.Tensor:
         self._n_tokens, n = 1, len(self._stages) * self._dims.pp_mesh.size()
         # Groups share a schedule, because a new one makes FSDP reshard. It goes after this call,
         # because it keeps its last outputs.
-        schedules: dict[tuple[torch.Size, int], Any] = {}
+        schedules: dict[int, Any] = {}
         losses = []
         # Just enough to fill the pipeline: a schedule keeps every stage's outputs of all.
-        for start in range(0, len(batches), n):
-            group = batches[start : start + n]
-            key = (group[0].tokens.shape, len(group))
-            if key not in schedules:
-                schedules[key] = self._build(*key, self._loss)
+        for start in range(0, len(microbatches), n):
+            group = microbatches[start : start + n]
+            if len(group) not in schedules:
+                schedules[len(group)] = self._build(group[0].tokens.shape, len(group), self._loss)
             with _eval_mode(*self._stages):
-                losses.append(self._losses(schedules[key].eval, group))
+                losses.append(self._losses(schedules[len(group)].eval, group))
         return torch.cat(losses)
 
     @torch.no_grad()
-    def logits(self, batch: Microbatch) -> torch.Tensor:
-        tokens, options = self._inputs([batch])
-        schedule = self._build(batch.tokens.shape, 1, None)
+    def logits(self, microbatch: Microbatch) -> torch.Tensor:
+        tokens, options = self._inputs([microbatch])
+        schedule = self._build(microbatch.tokens.shape, 1, None)
         with _eval_mode(*self._stages):
             found = schedule.step(tokens, **options)
         shape = (*tokens.shape, self._args.vocab_size)

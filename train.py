@@ -58,7 +58,7 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     raise_if_unequal(run.facts(device) | (program := program_facts()))
     control.acquire_lock()
     alarms = AlarmsFile(run.folder / "alarms.jsonl") if dist.get_rank() == 0 else None
-    recorder = AttemptRecorder(run.folder, dump_toml(config), program)
+    provenance = AttemptRecorder(run.folder, dump_toml(config), program)
     dims = ParallelDims.build(config.parallelism, dist.get_world_size(), device.type)
     set_seed(config.debug)
     if device.type == "cpu":
@@ -81,13 +81,12 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
         run, model, train_step, control, loader=loader, spikes=spikes, state=state
     )
     resumed_step = restore(run, checkpointer, model)
-    recorder.finish(resumed_step)
+    provenance.finish(resumed_step)
     control.clear_previous_outcome()
     agreed = check_replicas(model.module, dims.weight_mesh, tied=model.tied)
     logger.info("replica check: %s", agreed or "skipped (no rank has a replica)")
 
     # --- Observers
-    # The loader of training first: the first thread that tokenizes is the fastest.
     loader.start()
     validator = Validator(run, dims, device, control) if run.held_out else None
     sampler = Sampler(run, dims, control) if config.validation.sample_tokens > 0 else None
@@ -103,8 +102,9 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
         closing(StepProfiler(run.folder, config.profiling, rank=dist.get_rank())) as profiler,
     ):
         loop = TrainLoop(
-            run, control, loader, batches, model, train_step, spikes, state,
-            checkpointer, log, validator, sampler, heartbeat, profiler,
+            run, control, batches=batches, train_step=train_step, spikes=spikes, state=state,
+            checkpointer=checkpointer, log=log, validator=validator, sampler=sampler,
+            heartbeat=heartbeat, profiler=profiler,
         )  # fmt: skip
         stop = loop.run_steps()
 

@@ -3,18 +3,16 @@
 import gc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from build_model import ShardedModel
 from checkpoint.checkpointer import Checkpointer
 from config import ConfigError
-from data.loader import MicrobatchLoader
-from data.step_batches import StepBatches, StepSync
+from data.step_batches import StepBatch, StepBatches, StepSync
 from launcher.post_mortem import RankHeartbeat
 from metrics.memory_report import explained_out_of_memory
 from metrics.profiling import StepProfiler
@@ -41,9 +39,8 @@ class TrainLoop:
 
     run: RunSpec
     control: RunControl
-    loader: MicrobatchLoader
+    _: KW_ONLY
     batches: StepBatches
-    model: ShardedModel
     train_step: TrainStep
     spikes: LossSpikeDetector
     state: TrainState
@@ -58,10 +55,10 @@ class TrainLoop:
 
     def run_steps(self) -> StopReason:
         """Train until a reason to stop, and close the loader. Collective."""
-        run, optimizer = self.run, self.train_step.optimizer
+        run, model, optimizer = self.run, self.train_step.model, self.train_step.optimizer
         with (
-            closing(self.loader),
-            explained_out_of_memory(self.model.module, optimizer, run.config, run.allows),
+            closing(self.batches.loader),
+            explained_out_of_memory(model.module, optimizer, run.config, run.allows),
         ):
             return self._run_steps()
 
@@ -72,27 +69,13 @@ class TrainLoop:
             self.validate(is_last=state.step == config.training.steps)
         self.show("first step" + ", compiling" * config.compile.enable)
         while state.step < config.training.steps:
-            with self.log.metrics.exclude_from_throughput(waits=False):
-                self.profiler.begin_step(state.step + 1)
-            # May this step start? All ranks read the answer off the same all-reduce.
-            batch, sync = self.batches.next(state.step + 1, is_writing=checkpointer.is_writing)
-            self.profiler.request(sync.wanted)
-            if sync.n_writing == 0:
-                # Commit an async save once all ranks have written it.
-                checkpointer.finish()
+            batch, sync = self.next_batch()
             if sync.stop is not None:
                 # The batch was taken, but not committed: a resumed run takes it again.
                 return self.stopped()
             if batch.is_end_of_data:
                 return self.end_of_data()
-
-            state.step += 1
-            self.heartbeat.step = state.step
-            result = self.train_step(state.step, batch)
-            # After the update, so that a checkpoint never counts a batch that was not trained on.
-            self.loader.commit(batch.taken)
-            state.tokens += batch.n_tokens
-
+            result = self.train(batch)
             # The host waits for the device on steps that are logged or saved; with a ledger or
             # spike detection, on all.
             save_is_due = checkpointer.is_due(state.step)
@@ -101,11 +84,11 @@ class TrainLoop:
             metrics = partial(self.metrics, sync, result)
             values = self.log.step(state.step, batch, result, metrics=metrics)
             # Before must_stop, because a rollback undoes nonfinite steps too.
-            if self.is_spike(values):
-                if self.spikes.exhausted:
-                    return exit_codes.SPIKES
-                if self.roll_back():
-                    continue
+            is_spike = self.is_spike(values)
+            if is_spike and self.spikes.exhausted:
+                return exit_codes.SPIKES
+            if is_spike and self.roll_back():
+                continue
             if must_stop:
                 return exit_codes.NOT_FINITE
             if state.step == first_step:
@@ -119,6 +102,29 @@ class TrainLoop:
             if checkpointer.is_overdue(state.step):
                 return exit_codes.NOT_SAVED
         return self.stopped_in_validation() or exit_codes.FINISHED
+
+    def next_batch(self) -> tuple[StepBatch, StepSync]:
+        """Return the next step's batch, and what ranks agreed on before that step. Collective."""
+        step = self.state.step + 1
+        with self.log.metrics.exclude_from_throughput(waits=False):
+            self.profiler.begin_step(step)
+        # May this step start? All ranks read the answer off the same all-reduce.
+        batch, sync = self.batches.next(step, is_writing=self.checkpointer.is_writing)
+        self.profiler.request(sync.wanted)
+        if sync.n_writing == 0:
+            # Commit an async save once all ranks have written it.
+            self.checkpointer.finish()
+        return batch, sync
+
+    def train(self, batch: StepBatch) -> StepResult:
+        """Make the next step, and count its batch as trained on. Collective."""
+        self.state.step += 1
+        self.heartbeat.step = self.state.step
+        result = self.train_step(self.state.step, batch)
+        # After the update, so that a checkpoint never counts a batch that was not trained on.
+        self.batches.loader.commit(batch.taken)
+        self.state.tokens += batch.n_tokens
+        return result
 
     def stopped_in_validation(self) -> StopReason | None:
         is_stopped = self.state.lacks_validation and self.control.stop is not None
@@ -151,9 +157,8 @@ class TrainLoop:
 
     def metrics(self, sync: StepSync, result: StepResult) -> dict[str, float]:
         """Return the metrics of this step besides loss and gradient norm. Collective."""
-        sources = source_fractions(
-            self.loader.consumed(), self.run.sources, self.model.dims.batch_mesh
-        )
+        batch_mesh = self.train_step.model.dims.batch_mesh
+        sources = source_fractions(self.batches.loader.consumed(), self.run.sources, batch_mesh)
         return {
             "lr": result.lr,
             "tokens": self.state.tokens,
@@ -164,7 +169,7 @@ class TrainLoop:
 
     def periodic_work(self) -> None:
         """Do the work that is due only every so many steps, except saving. Collective."""
-        step, config, model = self.state.step, self.run.config, self.model
+        step, config, model = self.state.step, self.run.config, self.train_step.model
         is_writing = self.profiler.is_writing(step)
         with self.log.profiling(is_writing=is_writing):
             self.profiler.end_step(step)
@@ -216,12 +221,11 @@ class TrainLoop:
             if self.checkpointer.load_latest(skip={"data"}) is None:
                 logger.warning("rollback: there is no checkpoint to load")
                 return False
-            self.train_step.forget_graphs()
+            self.train_step.reset_graphs()
             self.spikes.rollbacks += 1
             logger.info("rollback: from step %d to step %d", spiked, self.state.step)
-            self.log.new_attempt(
-                attempt_of(self.checkpointer, self.run, self.model.dims, data_after=spiked)
-            )
+            dims = self.train_step.model.dims
+            self.log.new_attempt(attempt_of(self.checkpointer, self.run, dims, data_after=spiked))
             return True
 
     def end_of_data(self) -> StopReason:
@@ -258,7 +262,7 @@ class TrainLoop:
         if stop != exit_codes.NOT_SAVED:
             self.control.end(stop.outcome)
         # NCCL waits for graphs that have its collectives.
-        self.train_step.forget_graphs()
+        self.train_step.reset_graphs()
         dist.barrier()
         dist.destroy_process_group()
         checkpointer.close()
@@ -269,9 +273,9 @@ def log_outcome(run: RunSpec, step: int, stop: StopReason) -> None:
     """Log why the run ended, and where its files are."""
     enabled, folder = run.config.checkpoint.enable, run.folder / "checkpoints"
     has_checkpoints = enabled and bool(list_checkpoints(folder))
-    hint = stop.hint if has_checkpoints or not stop.is_worth_saving else "nothing was saved"
+    shows_hint = has_checkpoints or (enabled and not stop.is_worth_saving)
     what = f"stopped by {stop.reason} after step {step}" if stop.reason else f"done: {step} steps"
-    logger.info("%s; %s", what, hint if enabled else "nothing was saved")
+    logger.info("%s; %s", what, stop.hint if shows_hint else "nothing was saved")
     logger.info("metrics: %s", run.folder / "metrics.jsonl")
     if has_checkpoints:
         logger.info("checkpoints: %s", folder)

@@ -35,7 +35,7 @@ class TrainStep:
     def __init__(self, run: RunSpec, model: ShardedModel) -> None:
         """Collective."""
         spec, module, dims, config = model.spec, model.module, model.dims, run.config
-        self._run, self._dims = run, dims
+        self._run, self.model = run, model
         self._parameters = list(module.parameters())
         moes = spec.moes(module)
         self.runner = model.runner()
@@ -65,12 +65,8 @@ class TrainStep:
             compiled=model.stages if config.compile.enable else [],
         )
         # Muon and optimizers of your own take numbers from the host in each step.
-        recorder = model.recorder() if config.optimizer.name == "adamw" else None
-        self._graph: UpdateGraph | None = None
-        if recorder is not None:
-            self._graph = UpdateGraph(self._update, recorder)
-        # Also where this pipeline stage has none: their metrics are collective.
-        self._has_moes = model.has_moes
+        pool = model.graph_pool() if config.optimizer.name == "adamw" else None
+        self._graph = None if pool is None else UpdateGraph(self._update, pool)
 
     def __call__(self, step: int, batch: StepBatch) -> StepResult:
         """Make optimizer step ``step``, 1-based. Collective.
@@ -95,11 +91,11 @@ class TrainStep:
         self._expert_balancer.update(self.nonfinite.found_inf)
         return StepResult(losses, grad_norm, lr, layers)
 
-    def forget_graphs(self) -> None:
-        """Free all CUDA graphs. The next steps record again."""
-        self.runner.forget_graphs()
+    def reset_graphs(self) -> None:
+        """Free all CUDA graphs, as ``ModelRunner.reset_graphs`` does."""
+        self.runner.reset_graphs()
         if self._graph is not None:
-            self._graph.forget()
+            self._graph.reset()
 
     def _run_update(self, loss: torch.Tensor, lr: float, step: int) -> torch.Tensor:
         """``_update``, as a graph if there is one."""
@@ -108,7 +104,7 @@ class TrainStep:
         # A graph would repeat numbers. PyTorch's AdamW reads a learning rate of float32.
         lr_tensor = torch.full((), lr, dtype=torch.float32, device=loss.device)
         step_tensor = torch.full((), step, device=loss.device)
-        grad_norm = self._graph(self.runner.recording, loss, lr_tensor, step_tensor)
+        grad_norm = self._graph(self.runner.capture_id, loss, lr_tensor, step_tensor)
         self._set_lr(lr)
         return grad_norm
 
@@ -129,7 +125,7 @@ class TrainStep:
             self._run.config.training.max_norm,
             norms=norms,
             is_exact=self._run.config.debug.is_elastic,
-            pp_mesh=self._dims.pp_mesh,
+            pp_mesh=self.model.dims.pp_mesh,
             tied_duplicates=tied,
         )
         self.nonfinite.update_found_inf(step, loss=loss, norms=norms, grad_norm=grad_norm)
@@ -148,5 +144,6 @@ class TrainStep:
 
     def metrics(self) -> dict[str, float]:
         """Return the expert load of the last step and the updates skipped so far. Collective."""
-        load = self._expert_balancer.max_load_ratio() if self._has_moes else {}
+        # Also where this pipeline stage has no experts: their metrics are collective.
+        load = self._expert_balancer.max_load_ratio() if self.model.has_moes else {}
         return {**load, "skipped_steps": self.nonfinite.skipped}

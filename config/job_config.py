@@ -101,7 +101,7 @@ class Model(Section):
     64."""
 
     @property
-    def is_own(self) -> bool:
+    def is_outside(self) -> bool:
         """True for the user's own model, of which nothing is known but its ``ModelSpec``."""
         return ":" in self.name
 
@@ -283,7 +283,7 @@ class Optimizer(Section):
     small updates are not lost. 2 bytes per parameter."""
 
     @property
-    def is_own(self) -> bool:
+    def is_outside(self) -> bool:
         """True for the user's own optimizer."""
         return ":" in self.name
 
@@ -306,7 +306,7 @@ class LrScheduler(Section):
     same curve. Absent: training.steps."""
 
     @property
-    def is_own(self) -> bool:
+    def is_outside(self) -> bool:
         """True for the user's own function."""
         return ":" in self.decay_type
 
@@ -389,7 +389,7 @@ class Compile(Section):
     backend: Annotated[str, Field(min_length=1)] = "inductor"
     """Backend of torch.compile."""
     cuda_graphs: Literal["auto", "always", "never"] = "auto"
-    """Record forward and backward of a microbatch once as a CUDA graph, which the host launches at
+    """Capture forward and backward of a microbatch once as a CUDA graph, which the host launches at
     once, and the update as another; with compile.enable or without. auto: on one GPU. always: also
     on several; an error if something prevents it."""
 

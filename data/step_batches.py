@@ -73,7 +73,7 @@ class StepBatches:
         n_readers: int,
         max_bad_records: int,
     ) -> None:
-        self._loader, self._control = loader, control
+        self.loader, self._control = loader, control
         self._batch_size, self._global_batch_size = batch_size, global_batch_size
         self._n_readers, self._max_bad_records = n_readers, max_bad_records
 
@@ -85,11 +85,11 @@ class StepBatches:
         does, and ``ConfigError`` after more than ``max_bad_records``.
         """
         n_sequences = self._batch_size(step)
-        count = self._loader.n_microbatches * n_sequences // self._global_batch_size
+        count = self.loader.n_microbatches * n_sequences // self._global_batch_size
         data_wait, n_rows, skipped = 0.0, 0, list[Microbatch]()
         while True:
             microbatches, seconds, sums = next_microbatches(
-                self._loader, count, self._control, is_writing=is_writing
+                self.loader, count, self._control, is_writing=is_writing
             )
             data_wait += seconds
             n_bad = sums["bad"] // self._n_readers

@@ -73,7 +73,7 @@ class NonfiniteGuard:
     ) -> None:
         """Skip the next update if any value is not finite on any rank. Collective.
 
-        ``step``: 1-based; a tensor if this is recorded. ``loss``: this rank's, 0-d.
+        ``step``: 1-based; a tensor if this is captured. ``loss``: this rank's, 0-d.
         ``norms``: ``local_norms`` of all parameters. ``grad_norm``: result of
         ``clip_grad_norm_``, 0-d.
         """

@@ -1,4 +1,4 @@
-"""Recorded microbatches: equal to eager ones bit for bit, whatever changes between steps."""
+"""Captured microbatches: equal to eager ones bit for bit, whatever changes between steps."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 from build_model import ShardedModel
 from config import ConfigError, JobConfig
 from config.job_config import ActivationCheckpoint, Compile, Float8, Optimizer
-from cuda_graphs import CudaRecorder, Inputs, MicrobatchGraphs, UpdateGraph
+from cuda_graphs import CudaGraphPool, Inputs, MicrobatchGraphs, UpdateGraph
 from data.step_batches import StepBatch
 from parallelisms.constraints import check_constraints
 from parallelisms.materialize import materialize
@@ -63,30 +63,19 @@ LAYOUTS = [
 def train(
     model: str,
     layout: Layout,
-    recorder: Callable[[], Any],
+    pool: Callable[[], Any],
     *,
     documents: bool,
     device: torch.device = CPU,
 ) -> list[Any]:
     """Losses, norms, and digests of the weights after STEPS. Collective."""
-    dtype = "float32" if layout.float8.recipe != "none" else "float64"
-    sharded = shard_debugmodel(model, args_of(model), layout, dtype=dtype, device=device)
-    module = sharded.module
-    materialize(module, device, seed=3)
-    training = sharded.config.training.model_copy(update={"max_norm": 0.05})
-    changes = {"optimizer": Optimizer(lr=LR), "training": training}
-    config = sharded.config.model_copy(update=changes)
-    run: Any = SimpleNamespace(
-        config=config, global_batch_size=1, lr_factor=lambda step: 1 - step / 16
-    )
-    with patch.object(ShardedModel, "recorder", lambda _: recorder()):
-        train_step = TrainStep(run, sharded)
-    batch = global_batch(sharded.args.vocab_size, documents)
+    train_step = build(model, layout, pool, device)
+    batch = global_batch(train_step.model.args.vocab_size, documents)
     found: list[Any] = []
     for step, count in enumerate(STEPS):
         rows = [(step + index) % len(batch.tokens) for index in range(count)]
         microbatches = [rows_of(batch, slice(row, row + 1)) for row in rows]
-        # Before a step that is recorded, and before one that is only replayed.
+        # Before a step that is captured, and before one that is only replayed.
         if step in (5, 6):
             found += train_step.runner.evaluate(microbatches).tolist()
         # As if other ranks had other numbers of tokens in each step.
@@ -95,30 +84,62 @@ def train(
             step + 1, StepBatch(microbatches, 0.0, count, n_tokens, is_end_of_data=False)
         )
         found += [*result.losses.tolist(), result.grad_norm.item(), result.lr]
-    return [*found, *(digest(p.detach().cpu()) for p in module.parameters())]
+    return [*found, *(digest(p.detach().cpu()) for p in train_step.model.module.parameters())]
+
+
+def build(model: str, layout: Layout, pool: Callable[[], Any], device: torch.device) -> TrainStep:
+    dtype = "float32" if layout.float8.recipe != "none" else "float64"
+    sharded = shard_debugmodel(model, args_of(model), layout, dtype=dtype, device=device)
+    materialize(sharded.module, device, seed=3)
+    training = sharded.config.training.model_copy(update={"max_norm": 0.05})
+    changes = {"optimizer": Optimizer(lr=LR), "training": training}
+    config = sharded.config.model_copy(update=changes)
+    run: Any = SimpleNamespace(
+        config=config, global_batch_size=1, lr_factor=lambda step: 1 - step / 16
+    )
+    with patch.object(ShardedModel, "graph_pool", lambda _: pool()):
+        return TrainStep(run, sharded)
+
+
+def steps_after_loading() -> float:
+    """Steps of a parameter's state that a rollback's checkpoint lacks, three steps after it."""
+    train_step = build("llama3", Layout(1), OpRecorder, CPU)
+    batch = rows_of(global_batch(train_step.model.args.vocab_size, False), slice(0, 1))
+    parameter = next(train_step.model.module.parameters())
+    with as_on_devices():
+        for step in range(1, 6):
+            if step == 3:
+                train_step.optimizer.state[parameter].clear()
+                train_step.reset_graphs()
+            train_step(step, StepBatch([batch], 0.0, 1, SEQ_LEN, is_end_of_data=False))
+    return train_step.optimizer.state[parameter]["step"].item()
+
+
+def test_missing_state_is_made_once_after_a_rollback(ranks: RankPool) -> None:
+    assert ranks.run(steps_after_loading, 1) == [3.0]
 
 
 def compare(model: str, layout: Layout, documents: bool) -> None:
-    recorders: list[OpRecorder] = []
+    pools: list[OpRecorder] = []
 
-    def recorder() -> OpRecorder:
-        recorders.append(OpRecorder())
-        return recorders[-1]
+    def pool() -> OpRecorder:
+        pools.append(OpRecorder())
+        return pools[-1]
 
     want = train(model, layout, lambda: None, documents=documents)
     with as_on_devices():
-        got = train(model, layout, recorder, documents=documents)
-    assert sum(each.n_recorded for each in recorders) > 100
+        got = train(model, layout, pool, documents=documents)
+    assert sum(each.n_captured for each in pools) > 100
     assert got == want
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_recorded_steps_equal_eager_ones(ranks: RankPool, layout: Layout) -> None:
+def test_captured_steps_equal_eager_ones(ranks: RankPool, layout: Layout) -> None:
     ranks.run(compare, layout.world_size, "llama3", layout, False)
 
 
 @pytest.mark.parametrize(("model", "world_size"), [("llama3", 2), ("qwen3", 1)])
-def test_recorded_documents_equal_eager_ones(ranks: RankPool, model: str, world_size: int) -> None:
+def test_captured_documents_equal_eager_ones(ranks: RankPool, model: str, world_size: int) -> None:
     ranks.run(compare, world_size, model, Layout(world_size), True)
 
 
@@ -212,14 +233,14 @@ def test_cuda_graphs_equal_eager_steps(ranks: RankPool, layout: Layout, document
 def compare_on_gpu(layout: Layout, documents: bool) -> None:
     device = torch.device("cuda", 0)
     want, got = (
-        train("llama3", layout, recorder, documents=documents, device=device)
-        for recorder in (lambda: None, CudaRecorder)
+        train("llama3", layout, pool, documents=documents, device=device)
+        for pool in (lambda: None, CudaGraphPool)
     )
     assert got == want
 
 
-def test_recording_freezes_what_is_no_tensor() -> None:
-    """The recorder finds a number that should change: these tests can fail."""
+def test_capture_freezes_what_is_no_tensor() -> None:
+    """The stand-in finds a number that should change: these tests can fail."""
     numbers = iter([1.0, 2.0, 3.0])
     run = MicrobatchGraphs(
         lambda inputs, *, is_last: cast(torch.Tensor, inputs[0]) * next(numbers), [], OpRecorder()
@@ -227,25 +248,25 @@ def test_recording_freezes_what_is_no_tensor() -> None:
     one = torch.ones(())
     assert [run([(one,)])[0].item() for _ in range(3)] == [1.0, 2.0, 2.0]
     # After a rollback, weights may have moved.
-    run.forget()
+    run.reset()
     assert run([(one,)])[0].item() == 3.0
 
 
 def test_graphs_of_a_phase_that_has_ended_hold_no_memory() -> None:
-    recorder, one, live = OpRecorder(), torch.ones(()), list[int]()
+    pool, one, live = OpRecorder(), torch.ones(()), list[int]()
 
     def double(inputs: Inputs, *, is_last: bool) -> torch.Tensor:
-        live.append(recorder.n_live)
+        live.append(pool.n_live)
         return 2 * cast(torch.Tensor, inputs[0])
 
-    run = MicrobatchGraphs(double, [], recorder)
+    run = MicrobatchGraphs(double, [], pool)
     for n_microbatches in (1, 1, 2, 2, 3, 3, 4):
         run([(one,)] * n_microbatches)
-    # Eager, recorded once, and so on: before an eager step nothing is held.
+    # Eager, captured once, and so on: before an eager step nothing is held.
     assert live == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 2]
-    update = UpdateGraph(lambda each: each + 1, recorder := OpRecorder())
-    for recording in (None, 1, 1, 2):
-        assert update(recording, one).item() == 2.0
-        assert recorder.n_live == (recording is not None)
-    update.forget()
-    assert recorder.n_live == 0
+    update = UpdateGraph(lambda each: each + 1, pool := OpRecorder())
+    for capture_id in (None, 1, 1, 2):
+        assert update(capture_id, one).item() == 2.0
+        assert pool.n_live == (capture_id is not None)
+    update.reset()
+    assert pool.n_live == 0

@@ -83,11 +83,11 @@ def test_compiled_block_is_as_many_kernels_as_expected(step: Step) -> None:
 )
 def test_a_graph_takes_little_of_the_host(keys: dict[str, str], tmp_path: Path) -> None:
     """A launch per microbatch and one of the update; besides them the host launches batches."""
-    ((_, _, recorded, *steps, _),) = train_on_stub(tmp_path, **GRAPHS, **keys)
+    ((_, _, captured, *steps, _),) = train_on_stub(tmp_path, **GRAPHS, **keys)
     # The random generator's own, of which the models use nothing.
     n_graphs = int(keys.get("training.global_batch_size", "8")) // 8
-    assert recorded.count("recorded sync") <= min(n_graphs, 3) + 1
-    assert recorded.count("recorded kernel") > 100
+    assert captured.count("captured sync") <= min(n_graphs, 3) + 1
+    assert captured.count("captured kernel") > 100
     for step in steps:
         assert step.count("graph", "launch") == n_graphs + 1
         assert step.count("kernel") < 30

@@ -1,4 +1,4 @@
-"""Stands in for a CUDA graph on CPUs: repeats recorded operations on the storages they used.
+"""Stands in for CUDA graphs on CPUs: repeats recorded operations on the storages they used.
 
 What a graph would freeze has its effect here too: a number that was a Python value, the address of
 a tensor that is made again in each step, a collective that was skipped.
@@ -19,36 +19,36 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]
 
 
 class OpRecorder:
-    """A ``Recorder`` of cuda_graphs.py."""
+    """A ``GraphPool`` of cuda_graphs.py."""
 
     n_bytes = 0
 
     def __init__(self) -> None:
-        self.n_recorded = 0
+        self.n_captured = 0
         self._tapes: list[_Tape] = []
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         with _Tape() as tape:
             result = function()
         tape.undo()
-        self.n_recorded += len(tape.calls)
+        self.n_captured += len(tape.calls)
         self._tapes.append(tape)
 
         def replay() -> None:
-            assert tape in self._tapes, "the recording was freed"
+            assert tape in self._tapes, "the graph was freed"
             _replay(tape.calls)
 
         return result, replay
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._tapes.clear()
 
     @property
     def n_live(self) -> int:
-        """Recordings that hold memory."""
+        """Graphs that hold memory."""
         return len(self._tapes)
 
 

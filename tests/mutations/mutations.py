@@ -1155,13 +1155,6 @@ ROOT_FILES = [
         tests=(cell(pipeline="1F1B 2", tied=True),),
     ),
     Mutation(
-        "step-without-tokens-divides-by-zero",
-        "forward_backward.py",
-        before="        n_tokens = max(n_tokens, 1)\n        divisor",
-        after="        divisor",
-        tests=("tests/test_ramp.py::test_data_ends_when_all_rows_have_ended",),
-    ),
-    Mutation(
         "graphs-leave-the-last-unit-gathered-after-validation",
         "forward_backward.py",
         before="            reshard(self._model)",
@@ -1171,8 +1164,8 @@ ROOT_FILES = [
     Mutation(
         "graph-of-the-last-microbatch-runs-for-all",
         "cuda_graphs.py",
-        before="graph = graphs.first if index == 0 else graphs.last if is_last else graphs.middle",
-        after="graph = graphs.first if index == 0 else graphs.last",
+        before="-1 if is_last else min(index, 1)",
+        after="-1 if index else 0",
         tests=("tests/test_cuda_graphs.py",),
     ),
     Mutation(
@@ -1197,10 +1190,17 @@ ROOT_FILES = [
         tests=("tests/test_cuda_graphs.py",),
     ),
     Mutation(
-        "graph-updates-with-gradients-of-an-earlier-recording",
+        "graph-updates-with-gradients-of-an-earlier-capture",
         "cuda_graphs.py",
-        before="if recording != self._recording:",
-        after="if self._recording is None:",
+        before="if capture_id != self._capture_id:",
+        after="if self._capture_id is None:",
+        tests=("tests/test_cuda_graphs.py",),
+    ),
+    Mutation(
+        "update-that-makes-optimizer-state-is-captured-after-a-rollback",
+        "cuda_graphs.py",
+        before="        self._warm.clear()\n",
+        after="",
         tests=("tests/test_cuda_graphs.py",),
     ),
 ]

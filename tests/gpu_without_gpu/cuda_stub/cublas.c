@@ -10,7 +10,7 @@ static int gemm(int dtype, size_t m, size_t n, size_t k)
                        : dtype == CUDA_R_8F_E5M2 ? "float8_e5m2" : "other";
     char name[96];
     snprintf(name, sizeof name, "%s %zux%zux%zu", text, m, n, k);
-    return count_call(is_capturing() ? "recorded gemm" : "gemm", name);
+    return count_call(is_capturing() ? "captured gemm" : "gemm", name);
 }
 
 int cublasCreate_v2(void **handle) { return create(handle); }

@@ -1,4 +1,4 @@
-/* Graphs: while a stream captures, all streams do; kernels are then recorded, not launched. */
+/* Graphs: while a stream captures, all streams do; kernels are then captured, not launched. */
 #include "stub.h"
 
 enum { NOT_CAPTURING = 0, CAPTURING = 1 };

@@ -31,7 +31,7 @@ static void name_kernel(const void *function, const char *name)
 static int launch(const void *function)
 {
     const char *name = kernel_slot(function)->name;
-    return count_call(is_capturing() ? "recorded kernel" : "kernel", name ? name : "unnamed");
+    return count_call(is_capturing() ? "captured kernel" : "kernel", name ? name : "unnamed");
 }
 
 static void **__cudaRegisterFatBinary(void *binary)

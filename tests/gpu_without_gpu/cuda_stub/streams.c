@@ -28,7 +28,7 @@ int cudaStreamGetPriority(void *stream, int *priority)
 
 static int wait(const char *name)
 {
-    return count_call(is_capturing() ? "recorded sync" : "sync", name);
+    return count_call(is_capturing() ? "captured sync" : "sync", name);
 }
 
 int cudaStreamSynchronize(void *s) { return wait("cudaStreamSynchronize"); }
