@@ -38,7 +38,7 @@ SHOWN_CHARACTERS = 80
 
 
 class RunLog:
-    """Writes metrics and the ledger. Waits for the device only on steps whose values are read."""
+    """Writes what a run logs. Waits for the device only on steps whose values are read."""
 
     def __init__(
         self,

@@ -195,7 +195,7 @@ def resolve(config: JobConfig, world_size: int, *, has_gpu: bool | None = None) 
             "training.batch_size_ramp has %d steps, training.steps is %d: global_batch_size is"
             " never reached", ramp_steps, config.training.steps,
         )  # fmt: skip
-    if config.optimizer.is_own:
+    if config.optimizer.is_outside:
         outside_optimizer(config.optimizer)
     one_microbatch = config.training.decided_local_batch_size * degrees.batch
     batch_size = config.training.global_batch_size or one_microbatch

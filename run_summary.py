@@ -9,8 +9,8 @@ from build_model import ShardedModel
 from config import JobConfig
 from data.batch_size import sequences_in
 from parallelisms.parallel_dims import ParallelDims
-from report.plan_text import draw_plan
 from report.schedule_plan import MAX_STEPS, plan_schedule
+from report.schedule_text import draw_schedule
 from run_spec import RunSpec
 from runtime.dtensor import to_local
 from runtime.log import logger, plain_number
@@ -61,7 +61,7 @@ def log_plan(
             " them from about %d on: raise training.local_batch_size", n_microbatches,
             MOST_BFLOAT16_SUMS,
         )  # fmt: skip
-    state_bytes = None if run.config.optimizer.is_own else optimizer_bytes(optimizer)
+    state_bytes = None if run.config.optimizer.is_outside else optimizer_bytes(optimizer)
     logger.info("memory: %s", memory_text(model.module, state_bytes, model.device))
     lines = plan_lines(
         run,
@@ -112,7 +112,7 @@ def learning_rate_text(run: RunSpec) -> str:
     config, steps = run.config.lr_scheduler, run.config.training.steps
     peak, total = run.config.optimizer.lr, config.total_steps or steps
     end = f"{peak * run.lr_factor(steps):g} at step {steps}"
-    if config.is_own:
+    if config.is_outside:
         return f"{peak:g} times {config.decay_type}, {end}"
     if config.warmup_steps >= steps:
         return f"warmup to {end}"
@@ -133,7 +133,7 @@ def drawing(run: RunSpec) -> list[str]:
     config = run.config
     if len(run.ramp) > MAX_STEPS:
         return []
-    return draw_plan(
+    return draw_schedule(
         plan_schedule(
             config.training, config.lr_scheduler, config.optimizer.lr, factor=run.lr_factor
         )

@@ -286,6 +286,6 @@ def closed_form(mode: Mode, case: Case, device: torch.device) -> float | None:
         ),
         n_shards=degrees.dp_shard,
         n_replicas=degrees.dp_replicate,
-        microbatches=case.microbatches,
+        n_microbatches=case.microbatches,
     )
     return sum(asdict(traffic).values())

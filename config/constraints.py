@@ -149,7 +149,7 @@ def _only_with_own_optimizer(name: str) -> Constraint[JobConfig]:
     return _only_with(
         f"optimizer.{name}",
         'optimizer.name is "adamw" or "muon"',
-        lambda config: not config.optimizer.is_own,
+        lambda config: not config.optimizer.is_outside,
     )
 
 
@@ -166,9 +166,9 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     *(_only_with_own_optimizer(name)
       for name in ("beta1", "beta2", "eps", "state_dtype", "param_remainders")),
     _only_with("optimizer.args", "optimizer.name is module:attribute",
-               lambda config: config.optimizer.is_own),
+               lambda config: config.optimizer.is_outside),
     _only_with("lr_scheduler.args", "lr_scheduler.decay_type is module:attribute",
-               lambda config: config.lr_scheduler.is_own),
+               lambda config: config.lr_scheduler.is_outside),
     _only_with("optimizer.muon_momentum", 'optimizer.name = "muon"', _has_muon),
     Constraint("optimizer.muon_momentum", f"must be at most 0.99609375{BFLOAT16_MOMENTS}",
             lambda config: _has_bfloat16_moments(config)

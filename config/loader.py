@@ -312,7 +312,7 @@ def _key(location: tuple[int | str, ...]) -> str:
 def _misnamed_arguments(config: JobConfig, origin: Callable[[str], str]) -> list[str]:
     """Return an error for each entry of ``[model.args]`` that has another program's name."""
     # A family of the user's own may have any arguments.
-    names = [] if config.model.is_own else config.model.args
+    names = [] if config.model.is_outside else config.model.args
     keys = {f"model.args.{name}": argument_advice(name) for name in names}
     return [f"{origin(key)}: {key}: unknown argument{hint}" for key, hint in keys.items() if hint]
 

@@ -119,7 +119,7 @@ def check_reading(
     encode: Callable[[str], np.ndarray], decode: Callable[[list[int]], str], path: Path
 ) -> None:
     """Log the first text that the tokenizer changes. Raises ``ValueError`` if its ids vary."""
-    is_told = False
+    is_logged = False
     for text in SAMPLES:
         try:
             ids = encode(text)
@@ -129,8 +129,8 @@ def check_reading(
             text = f"{text[:40]!r} gets other ids at each reading"
             raise ValueError(f"data.tokenizer: {path}: {text}")
         read = decode(ids.tolist())
-        if read != text and not is_told:
-            is_told = True
+        if read != text and not is_logged:
+            is_logged = True
             log = "tokenizer: %s: changes text: %r is read as %r"
             at = next((i for i, (a, b) in enumerate(zip(text, read, strict=False)) if a != b), 0)
             logger.info(log, path, text[at : at + 20], read[at : at + 20])

@@ -116,7 +116,7 @@ def run_ranks(
         store = open_store(nodes, RENDEZVOUS_SECONDS)
         counts, started = rendezvous(store, nodes, RENDEZVOUS_SECONDS, n_ranks, mistake)
         if logs is not None:
-            logs = _make_logs_everywhere(store, nodes, logs / started, parents)
+            logs = _make_logs_on_all_nodes(store, nodes, logs / started, parents)
     except (dist.DistError, PortTaken) as error:
         return _failed_rendezvous(nodes, error)
     requests: list[signal.Signals] = []
@@ -232,7 +232,7 @@ def _start(
     return processes
 
 
-def _make_logs_everywhere(
+def _make_logs_on_all_nodes(
     store: dist.Store, nodes: Nodes, logs: Path, parents: list[Path]
 ) -> Path | None:
     """Call ``_make_logs`` on all nodes; raise ``ConfigError`` on all if one cannot create them.

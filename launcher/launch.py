@@ -168,7 +168,7 @@ def next_commands(
         commands["train on" if is_whole else purpose] = ranks + resume
     if has_checkpoints:
         # A model from outside is imported only if it is named.
-        outside = ["--model", config.model.name] if config.model.is_own else []
+        outside = ["--model", config.model.name] if config.model.is_outside else []
         commands["generate text"] = command_text("generate", folder, *outside)
     has_steps = (folder / "metrics.jsonl").exists()
     if has_steps:

@@ -62,13 +62,16 @@ def local_norms(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _norm(norms_by_group: TensorsByGroups, pp_mesh: DeviceMesh | None) -> torch.Tensor:
-    squares = []
+    squares, dtype = [], torch.float32
     for groups, norms in norms_by_group.items():
-        square = torch.stack(norms).square().sum()
+        dtype = norms[0].dtype
+        # Replicas sum in groups of their own, whose orders NCCL chooses. Rounded from float64, the
+        # norms by which they scale the same gradients are equal.
+        square = torch.stack(norms).double().square().sum()
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
     total = torch.stack(squares).sum()
     if pp_mesh is not None and pp_mesh.size() > 1:
         dist.all_reduce(total, group=pp_mesh.get_group())
-    return total.sqrt()
+    return total.sqrt().to(dtype)

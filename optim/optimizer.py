@@ -45,7 +45,7 @@ def build_optimizer(
         {"params": not_decayed, "weight_decay": 0.0},
     ]
     # A pipeline stage that is frozen gives one outside nothing to update.
-    if config.is_own and trained:
+    if config.is_outside and trained:
         has_stages = weight_mesh is not None and weight_mesh["pp"].size() > 1
         groups = [group for group in groups if group["params"]]
         return build_outside(config, groups, has_stages=has_stages)

@@ -24,7 +24,7 @@ def build_lr_schedule(config: LrScheduler, total_steps: int) -> Callable[[int], 
     Raises ``ValueError`` for a function outside that cannot be one; the result, for a factor that
     is negative or not finite.
     """
-    if not config.is_own:
+    if not config.is_outside:
         if config.warmup_steps > total_steps:
             logger.warning(
                 "lr_scheduler.warmup_steps (%d) > total_steps (%d): lr peaks at %.0f %% of its"

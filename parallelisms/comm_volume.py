@@ -36,7 +36,7 @@ def warn_if_comm_bound(
     mp_policy: MixedPrecisionPolicy,
     *,
     n_tokens: int,
-    microbatches: int,
+    n_microbatches: int,
     flops_per_token: float,
     peak_flops: float,
     may_skip_layers: bool = False,
@@ -44,7 +44,7 @@ def warn_if_comm_bound(
     """Warn if ``n_tokens`` per rank and microbatch are too few to hide communication. Collective.
 
     Measures the bandwidth. What a microbatch communicates does not depend on its size; what it
-    computes does: 6 FLOPs per parameter and token.
+    computes does: ``flops_per_token``.
     """
     # Tensor parallel divides both the communication and the compute.
     tp = dims.degrees.tp
@@ -55,7 +55,7 @@ def warn_if_comm_bound(
         n_float8=gathered_in_float8(model) // tp,
         n_shards=dims.weight_mesh["dp_shard_cp"].size(),
         n_replicas=dims.weight_mesh["dp_replicate"].size(),
-        microbatches=microbatches,
+        n_microbatches=n_microbatches,
         may_skip_layers=may_skip_layers,
     )
     seconds = 0.0
@@ -65,7 +65,7 @@ def warn_if_comm_bound(
     ):
         if sent > 0:
             seconds += sent / _bus_bandwidth(dims.weight_mesh[name])
-    needed = seconds * ASSUMED_MFU * peak_flops / (flops_per_token / tp) / microbatches
+    needed = seconds * ASSUMED_MFU * peak_flops / (flops_per_token / tp) / n_microbatches
     if n_tokens < needed:
         logger.warning(
             "data parallel: communication-bound: %s tokens per rank and microbatch do not hide the "
@@ -82,7 +82,7 @@ def step_comm_volume(
     n_parameters: int,
     n_shards: int,
     n_replicas: int,
-    microbatches: int,
+    n_microbatches: int,
     n_float8: int = 0,
     may_skip_layers: bool = False,
 ) -> CommVolume:
@@ -100,12 +100,12 @@ def step_comm_volume(
     policy = FSDPPolicy.of(parallelism, may_skip_layers=may_skip_layers)
     is_fsdp2, group = mode == "fsdp2", policy.reshard_group_size
     shard_fraction, replica_fraction = 1 - 1 / n_shards, 1 - 1 / n_replicas
-    forward_gathers = microbatches if policy.reshard_units or not is_fsdp2 else 1
-    backward_gathers = microbatches if policy.reshard_units else 0
+    forward_gathers = n_microbatches if policy.reshard_units or not is_fsdp2 else 1
+    backward_gathers = n_microbatches if policy.reshard_units else 0
     # With a reshard group, backward gathers over that group only.
     backward_fraction = 1 - 1 / group if group is not None else shard_fraction
-    scatters = microbatches if policy.reduce_every_microbatch or not is_fsdp2 else 1
-    reductions = microbatches if policy.all_reduce_every_microbatch else 1
+    scatters = n_microbatches if policy.reduce_every_microbatch or not is_fsdp2 else 1
+    reductions = n_microbatches if policy.all_reduce_every_microbatch else 1
     return CommVolume(
         all_gather=weights
         * (forward_gathers * shard_fraction + backward_gathers * backward_fraction),

@@ -103,7 +103,7 @@ def cuda_graph_obstacle(
         # The compiler then keeps states of a random generator that a capture does not know.
         "compiled recomputation of attention": config.compile.enable and recomputes_attention,
         # Each recomputation takes states of the generator, which a capture does not allow.
-        "recomputation in a model of your own": config.model.is_own and recomputes,
+        "recomputation in a model of your own": config.model.is_outside and recomputes,
     }
     return next((reason for reason, is_true in reasons.items() if is_true), "")
 
@@ -113,7 +113,7 @@ def _obstacle_to_always(run: RunContext) -> str:
     if run.config.compile.cuda_graphs != "always":
         return ""
     # Experts of the user's own model are known once it is built.
-    has_experts = _has_experts(run) and not run.config.model.is_own
+    has_experts = _has_experts(run) and not run.config.model.is_outside
     return cuda_graph_obstacle(
         run.config, run.degrees, has_gpu=run.has_gpu, has_experts=has_experts
     )

@@ -91,7 +91,7 @@ def parallelize(
     if spec.moes(model) and parallelism.expert_parallel_degree * dims.degrees.tp > 1:
         expert_mesh = dims.build_expert_mesh(parallelism.expert_parallel_degree)
 
-    if dims.degrees.tp > 1 and config.model.is_own:
+    if dims.degrees.tp > 1 and config.model.is_outside:
         warn_if_unmatched(model, spec.tensor_parallel_plan(cast(Any, model).args))
 
     def parallelize_stage(stage: nn.Module) -> None:
@@ -169,7 +169,7 @@ def _wrap_blocks(
         regions=regions,
         frees_weights=frees_weights,
         # No family of Shardloom has random ops.
-        is_random=config.model.is_own,
+        is_random=config.model.is_outside,
     )
     apply_compile(
         blocks,

@@ -75,15 +75,15 @@ def _check_merged(model: nn.Module, stages: list[nn.Module]) -> None:
 
 
 def tied_across_stages(
-    model: nn.Module, pp: int, *, split: PipelineSplit, parallelism: Parallelism, is_own: bool
+    model: nn.Module, pp: int, *, split: PipelineSplit, parallelism: Parallelism, is_outside: bool
 ) -> list[str]:
     """Return the first FQN of each parameter that the first and the last stage share.
 
-    ``model``: still whole, on the meta device. ``is_own``: the user's own; raises ``ConfigError``
-    if its stages share any other parameter, or ``ValueError`` if none has one.
+    ``model``: still whole, on the meta device. ``is_outside``: the user's own; raises
+    ``ConfigError`` if its stages share any other parameter, or ``ValueError`` if none has one.
     """
     groups = fqns_by_parameter(model)
-    if not is_own:
+    if not is_outside:
         # Embedding and output.
         return [first for first, *others in groups if others]
     stages, owners = list[nn.Module](), defaultdict[str, list[int]](list)

@@ -63,7 +63,7 @@ def decide(config: JobConfig, world_size: int, memory: float, *, has_gpu: bool) 
     """
     config, keys = without_data(config), auto_keys(config)
     found: list[tuple[int, Decision]] = []
-    refused: list[ConfigError] = []
+    rejected: list[ConfigError] = []
     needed = math.inf
     enough = ENOUGH_TOKENS * config.parallelism.context_parallel_degree
     for smallest in candidates(config):
@@ -74,7 +74,7 @@ def decide(config: JobConfig, world_size: int, memory: float, *, has_gpu: bool) 
             fits = peaks[0] <= TIGHT * memory
             index = bisect_right(peaks, TIGHT * memory, lo=1) - 1 if fits else -1
         except ConfigError as error:
-            refused.append(error)
+            rejected.append(error)
             continue
         needed = min(needed, *map(peak_of, peaks.plans.values()))
         if index < 0:
@@ -89,7 +89,7 @@ def decide(config: JobConfig, world_size: int, memory: float, *, has_gpu: bool) 
     if found:
         return max(found, key=lambda pair: pair[0])[1]
     if math.isinf(needed):
-        raise refused[-1]
+        raise rejected[-1]
     raise ConfigError(
         [
             f'{keys[0]}: "auto" finds nothing that fits: a step takes at least'
@@ -131,16 +131,16 @@ def legal_sizes(smallest: JobConfig, world_size: int, *, has_gpu: bool) -> list[
     batch_sizes = [training.global_batch_size or 1]
     batch_sizes += [phase.global_batch_size for phase in training.batch_size_ramp]
     most = math.gcd(*batch_sizes) // resolve_degrees(smallest.parallelism, world_size).batch
-    found, refused = [], None
+    found, rejected = [], None
     for size in [n for n in range(1, most + 1) if most % n == 0] or [1]:
         config = with_values(smallest, {SIZE: size})
         try:
             resolve(config, world_size, has_gpu=has_gpu)
             found.append(config)
         except ConfigError as error:
-            refused = refused or error
-    if refused and not found:
-        raise refused
+            rejected = rejected or error
+    if rejected and not found:
+        raise rejected
     return found
 
 

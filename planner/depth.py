@@ -15,7 +15,7 @@ import torch
 
 from parallelisms.pipeline_parallel import stage_layers, stages_per_rank
 from planner.simulate import simulate_step
-from planner.step_record import CATEGORIES, FORWARD, UPDATE, Collective, StepRecord, Timeline
+from planner.step_record import CATEGORIES, FORWARD, UPDATE, Collective, MemoryTimeline, StepRecord
 from run_spec import RunSpec
 
 # Layers of a stage of the shallower model, at least.
@@ -36,17 +36,14 @@ def simulate_layers(
         return simulate_step(run, world_size, rank, weights=weights)
     shallow = n_layers - spare * period * n_stages
     depths = [shallow, shallow + period * n_stages]
-    for depth, left_out in zip(depths, (spare, spare - 1), strict=True):
-        expected = [length - left_out * period for length in lengths]
+    for depth, n_skipped in zip(depths, (spare, spare - 1), strict=True):
+        expected = [length - n_skipped * period for length in lengths]
         assert stage_lengths(run, depth) == expected, "stages lose equal numbers of layers"
     low, high = (
         simulate_step(_with_layers(run, depth), world_size, rank, weights=weights, n_more=n_more)
         for depth, n_more in zip(depths, (0, period), strict=True)
     )
-    record = extrapolated(low, high, spare)
-    if record is None:
-        return simulate_step(run, world_size, rank, weights=weights)
-    return record
+    return extrapolated(low, high, spare) or simulate_step(run, world_size, rank, weights=weights)
 
 
 def extrapolated(low: StepRecord, high: StepRecord, steps: float) -> StepRecord | None:
@@ -94,7 +91,7 @@ def affine_collectives(low: Any, high: Any, steps: float) -> dict[Collective, fl
     return dict(sorted(result.items()))
 
 
-def _affine_timeline(low: StepRecord, high: StepRecord, steps: float) -> Timeline:
+def _affine_timeline(low: StepRecord, high: StepRecord, steps: float) -> MemoryTimeline:
     """Memory at all moments that both records have."""
     segments = [_segments(record.timeline) for record in (low, high)]
     held: list[torch.Tensor] = []
@@ -106,10 +103,10 @@ def _affine_timeline(low: StepRecord, high: StepRecord, steps: float) -> Timelin
             first, second = (rows[rows.sum(1).argmax()][None] for rows in (first, second))
         marks.append((label[0], sum(map(len, held))))
         held.append(first + round(steps) * (second - first))
-    return Timeline(torch.cat(held), marks)
+    return MemoryTimeline(torch.cat(held), marks)
 
 
-def _segments(timeline: Timeline) -> dict[tuple[str, int], torch.Tensor]:
+def _segments(timeline: MemoryTimeline) -> dict[tuple[str, int], torch.Tensor]:
     """Rows of ``held`` from each mark to the next, by its name and occurrence.
 
     Occurrences of forward, and of the update, are counted from the end: the last forward of a full

@@ -32,8 +32,8 @@ from planner.step_record import (
     UPDATE,
     Collective,
     Group,
+    MemoryTimeline,
     StepRecord,
-    Timeline,
 )
 from runtime.compat import require
 
@@ -116,7 +116,7 @@ class StepRecorder(DispatchMode):
         self._phase, self.weight = FORWARD, 1.0
 
     def mark(self, name: str) -> None:
-        """Note that what follows is ``name``; see ``Timeline``."""
+        """Note that what follows is ``name``; see ``MemoryTimeline``."""
         self._marks.append((name, len(self._changes)))
 
     def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
@@ -138,7 +138,7 @@ class StepRecorder(DispatchMode):
             groups={group.dim: group for group in chain.from_iterable(self._groups.values())},
             flops=dict(sorted(self._flops.items())),
             traffic=dict(self._traffic),
-            timeline=Timeline(held, self._marks),
+            timeline=MemoryTimeline(held, self._marks),
         )
 
     @contextmanager

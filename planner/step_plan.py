@@ -34,7 +34,7 @@ UNPLANNED: tuple[Constraint[RunSpec], ...] = (
             lambda run: run.config.parallelism.pipeline_parallel_degree > 1
             and run.config.parallelism.pipeline_parallel_schedule == "InterleavedZeroBubble"),
     _unless("optimizer.name", "code outside of this repository",
-            lambda run: run.config.optimizer.is_own),
+            lambda run: run.config.optimizer.is_outside),
     _unless("debug.deterministic", '"elastic"', lambda run: run.config.debug.is_elastic),
 )  # fmt: skip
 
@@ -77,8 +77,8 @@ def plan_step(run: RunSpec, world_size: int, *, has_gpu: bool = True) -> StepPla
 def plan_stage(run: RunSpec, world_size: int, stage: int, *, has_gpu: bool = True) -> StepRecord:
     """Simulate a step of the pipeline's rank ``stage``; see ``plan_step``."""
     planned = replace(run, config=planned_config(run.config, has_gpu=has_gpu))
-    if refused := [row.message(planned) for row in UNPLANNED if row.violated(planned)]:
-        raise ConfigError(refused)
+    if rejected := [row.message(planned) for row in UNPLANNED if row.violated(planned)]:
+        raise ConfigError(rejected)
     degrees = resolve_degrees(run.config.parallelism, world_size)
     n = run.n_microbatches(degrees.batch)
     if degrees.pp > 1:

@@ -45,7 +45,7 @@ class Group:
         return RING_PASSES.get(collective.kind, 1.0) * collective.payload * (n - 1) / n
 
 
-class Timeline(NamedTuple):
+class MemoryTimeline(NamedTuple):
     """Memory after each change, and where layers begin and end."""
 
     held: torch.Tensor
@@ -69,11 +69,13 @@ class StepRecord:
     for keys that the causal mask leaves."""
     traffic: Mapping[str, float]
     """Bytes read and written by all other operators, by phase."""
-    timeline: Timeline = field(default=Timeline(torch.empty(0), []), compare=False, repr=False)
+    timeline: MemoryTimeline = field(
+        default=MemoryTimeline(torch.empty(0), []), compare=False, repr=False
+    )
 
     def without_timeline(self) -> "StepRecord":
         """A copy that is small enough to send to another process."""
-        return replace(self, timeline=Timeline(torch.empty(0), []))
+        return replace(self, timeline=MemoryTimeline(torch.empty(0), []))
 
     def without_recomputation(self) -> "StepRecord":
         """A copy with the work of activation checkpointing's mode "none", but not its memory."""

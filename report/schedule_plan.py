@@ -49,7 +49,7 @@ def plan_schedule(
         [(p.steps, p.global_batch_size) for p in training.batch_size_ramp],
     )
     total = lr_scheduler.total_steps or n_steps
-    if factor is None and not lr_scheduler.is_own:
+    if factor is None and not lr_scheduler.is_outside:
         factor = partial(lr_factor, config=lr_scheduler, total_steps=total)
     bounds = [1, n_steps, lr_scheduler.warmup_steps]
     bounds.append(total - round(lr_scheduler.decay_ratio * total))

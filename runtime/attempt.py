@@ -36,6 +36,7 @@ from runtime.provenance import (
     write_content,
 )
 from runtime.run_folder import timestamp
+from runtime.torch_device import device_name
 
 # A file system or git that does not answer holds up no run for longer.
 SECONDS = 10.0
@@ -173,10 +174,8 @@ def _describe_node() -> tuple[str, int, dict[str, str]]:
 
 def describe_machine() -> dict[str, str]:
     """CPU, memory, kernel, and GPUs with their driver, of this node."""
-    cpu, driver = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
-    model = platform.machine()
-    if cpu.exists() and (name := re.search(r"model name\s*: (.*)", cpu.read_text())):
-        model = name[1]
+    driver = Path("/proc/driver/nvidia/version")
+    model = device_name(torch.device("cpu"))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     machine = {"cpu": f"{available_cpus()} x {model}", "memory": f"{memory:.0f} GiB"}
     if torch.cuda.is_available():

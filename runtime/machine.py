@@ -1,7 +1,4 @@
-"""Properties and settings of this machine, without PyTorch; ``torch_device.py`` has the others.
-
-No third file probes hardware or the OS.
-"""
+"""Properties and settings of this machine, without PyTorch; ``torch_device.py`` has the others."""
 
 import ctypes
 import math

@@ -95,8 +95,8 @@ def raise_if_unequal(facts: Mapping[str, str], mistake: str = "") -> None:
     if any(mistakes):
         messages = _by_value(mistakes, hosts)
         messages.pop("", None)
-        is_everywhere = len(set(mistakes)) == 1
-        errors = [mistake] if is_everywhere else [f"{who}: {m}" for m, who in messages.items()]
+        is_on_all_ranks = len(set(mistakes)) == 1
+        errors = [mistake] if is_on_all_ranks else [f"{who}: {m}" for m, who in messages.items()]
     elif len(set(digests)) > 1:
         # Ranks with equal facts need not send them all.
         is_first = digests.index(digest) == dist.get_rank()

@@ -128,7 +128,7 @@ def test_estimated_bytes_match_counted_bytes(keys: dict[str, Any], skipped: floa
         n_parameters=int(MODEL * RANKS / 4),
         n_shards=degrees.dp_shard,
         n_replicas=degrees.dp_replicate,
-        microbatches=MICROBATCHES,
+        n_microbatches=MICROBATCHES,
     )
     group = keys.get(RESHARD) if isinstance(keys.get(RESHARD), int) else degrees.dp_shard
     skipped_bytes = MICROBATCHES * skipped * RANKS * (1 - 1 / group)

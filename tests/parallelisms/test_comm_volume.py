@@ -24,14 +24,14 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 PARAMETERS = 1_000
 
 
-def volume(n_shards: int, n_replicas: int, microbatches: int, **keys: Any) -> CommVolume:
+def volume(n_shards: int, n_replicas: int, n_microbatches: int, **keys: Any) -> CommVolume:
     return step_comm_volume(
         Parallelism(**keys),
         MIXED,
         n_parameters=PARAMETERS,
         n_shards=n_shards,
         n_replicas=n_replicas,
-        microbatches=microbatches,
+        n_microbatches=n_microbatches,
     )
 
 
@@ -63,7 +63,7 @@ def test_volume_matches_closed_form(
     scattered: float,
     reduced: float,
 ) -> None:
-    found = volume(*ranks, microbatches=3, **keys)
+    found = volume(*ranks, n_microbatches=3, **keys)
     want = (PARAMETERS * gathered, PARAMETERS * scattered, PARAMETERS * reduced)
     assert (found.all_gather, found.reduce_scatter, found.all_reduce) == pytest.approx(want)
 
@@ -91,7 +91,7 @@ def warnings(bandwidth: float, n_tokens: int, n_float8: int, tp: int) -> list[st
             parallelism,
             MIXED,
             n_tokens=n_tokens,
-            microbatches=2,
+            n_microbatches=2,
             flops_per_token=6 * 8e9,
             peak_flops=1e15,
         )

@@ -327,7 +327,7 @@ def all_gather_bytes(layout: Layout, enabled: bool) -> tuple[float, int, float]:
             n_float8=n_float8,
             n_shards=layout.world_size,
             n_replicas=1,
-            microbatches=MICROBATCHES,
+            n_microbatches=MICROBATCHES,
         ).all_gather
         for n_float8 in (0, gathered_in_float8(found.module))
     ]

@@ -184,8 +184,9 @@ def test_die_with_parent(kind: str, outlives: bool) -> None:
 
 
 def test_die_with_parent_that_is_already_dead() -> None:
-    # Process 1 is not its parent, as if the launcher died while its ranks started.
-    command = [sys.executable, "-c", ORPHANS, "bound", "1"]
+    # This process is not its parent, as if the launcher died while its ranks started. Process 1
+    # would be, if the parent ended before the child asks.
+    command = [sys.executable, "-c", ORPHANS, "bound", str(os.getpid())]
     child = subprocess.run(command, cwd=ROOT, input="x", capture_output=True, text=True)
     assert child.stdout == ""
 

@@ -1,4 +1,4 @@
-"""A run's plan as a drawing of text: learning rate and batch size over steps and tokens."""
+"""A run's schedule as a drawing of text: learning rate and batch size over steps and tokens."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ COLUMNS, ROWS, NAME_WIDTH = 66, 4, 12
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def draw_plan(plan: SchedulePlan) -> list[str]:
+def draw_schedule(plan: SchedulePlan) -> list[str]:
     """Lines of at most 80 columns: the learning rate, the batch if it ramps, and their axes."""
     first, last = plan.steps[0], plan.steps[-1]
     n_columns = min(COLUMNS, len(plan.steps))

@@ -1,12 +1,12 @@
-"""The drawing of a plan has the plan's values, and fits 80 columns."""
+"""The drawing of a schedule has its values, and fits 80 columns."""
 
 import random
 
 import pytest
 
 from config.job_config import BatchSizePhase, LrScheduler, Training
-from report.plan_text import BLOCKS, COLUMNS, NAME_WIDTH, ROWS, draw_plan
 from report.schedule_plan import SchedulePlan, plan_schedule
+from report.schedule_text import BLOCKS, COLUMNS, NAME_WIDTH, ROWS, draw_schedule
 
 RAMP = [BatchSizePhase(steps=60, global_batch_size=8)]
 
@@ -20,7 +20,7 @@ def heights(lines: list[str]) -> list[int]:
 def test_columns_are_as_high_as_the_schedule() -> None:
     scheduler = LrScheduler(warmup_steps=10, decay_ratio=0.5, min_lr_factor=0.0)
     plan = plan_schedule(Training(steps=COLUMNS, global_batch_size=8), scheduler, 3e-4)
-    lines = draw_plan(plan)
+    lines = draw_schedule(plan)
     assert lines[0].split()[:2] == ["lr", "0.0003"]
     found = heights(lines[:ROWS])
     assert len(found) == len(plan.lr)
@@ -32,7 +32,7 @@ def test_columns_are_as_high_as_the_schedule() -> None:
 
 def test_a_ramp_is_drawn() -> None:
     training = Training(steps=120, seq_len=100, global_batch_size=16, batch_size_ramp=RAMP)
-    lines = draw_plan(plan_schedule(training, LrScheduler(warmup_steps=5), 1.0))
+    lines = draw_schedule(plan_schedule(training, LrScheduler(warmup_steps=5), 1.0))
     assert lines[ROWS].split()[:2] == ["batch", "1,600"]
     found = heights(lines[ROWS : ROWS + 2])
     assert set(found[: COLUMNS // 2 - 1]) == {8}
@@ -50,7 +50,7 @@ def test_any_plan_fits(seed: int) -> None:
         [noise.randint(1, 10**9) for _ in steps],
         [10**6 * step for step in steps],
     )
-    lines = draw_plan(plan)
+    lines = draw_schedule(plan)
     assert max(map(len, lines)) <= 80
     assert all(line.isprintable() for line in lines)
     assert lines[-2].endswith(f"{steps[-1]:,}")
