@@ -211,14 +211,24 @@ def test_first_nonfinite_value_is_logged_with_its_step() -> None:
     assert run.guard.skipped == 3
 
 
-def test_overflowing_gradient_norm_is_nonfinite() -> None:
-    """Each gradient's norm is finite, and their sum of squares overflows."""
+def test_gradients_whose_squares_overflow_together_are_clipped() -> None:
     run = SmallRun()
-    before = run.state()
+    run.step(1, wq=1.5e19, wk=1.5e19, wv=1.5e19)
+    assert not run.guard.should_stop()
+    assert run.guard.skipped == 0
+    gradients = [parameter.grad for parameter in run.parameters.values()]
+    assert all(
+        grad is not None and grad[1, 2].item() == pytest.approx(3**-0.5) for grad in gradients
+    )
+
+
+def test_nonfinite_gradient_norm_is_named() -> None:
+    run = SmallRun()
+    one, infinite = torch.ones(()), torch.tensor(math.inf)
     with captured_logs() as lines:
-        run.step(1, wq=1.5e19, wk=1.5e19, wv=1.5e19)
+        run.guard.update_found_inf(1, loss=one, norms=[one] * 3, grad_norm=infinite)
+        run.guard.step()
         run.guard.should_stop()
-    assert is_equal(run.state()[:1], before[:1])
     assert "the gradient norm (each gradient is finite) is not finite" in lines[0]
 
 
