@@ -163,6 +163,7 @@ class MicrobatchGraphs:
             graph = graphs.captured[-1 if is_last else min(index, 1)]
             for buffer, tensor in zip(graphs.buffers, inputs, strict=True):
                 if buffer is not None and tensor is not None:
+                    assert tensor.shape == buffer.shape, "all microbatches have the same shapes"
                     buffer.copy_(tensor)
             graph.replay()
             # The next replay overwrites it.

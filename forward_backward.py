@@ -166,18 +166,18 @@ class PipelineRunner:
         self._sharder = SequenceSharder(dims.cp_mesh, parallelism, device, needs_positions=True)
         self._tied = [p for fqn, p in model.named_parameters() if fqn in tied]
         self.tied_duplicates = self._tied if dims.pp_mesh.get_local_rank() > 0 else []
-        self._training: dict[int, Any] = {}
-        """The latest training schedule, by the number of its microbatches."""
+        self._training: dict[tuple[torch.Size, int], Any] = {}
+        """The latest training schedule, by the shape and number of its microbatches."""
         # P2P as the first operation of a group hangs unless all of its ranks take part.
         dist.all_reduce(torch.zeros(1, device=device), group=dims.pp_mesh.get_group())
 
     def forward_backward(self, microbatches: list[Microbatch], n_tokens: int) -> torch.Tensor:
-        self._n_tokens, n = n_tokens, len(microbatches)
-        if n not in self._training:
+        self._n_tokens = n_tokens
+        key = (microbatches[0].tokens.shape, len(microbatches))
+        if key not in self._training:
             # Only one: a schedule keeps its receive buffers, and phases of a ramp do not return.
-            shape = microbatches[0].tokens.shape
-            self._training = {n: self._build(shape, n, self._loss, is_training=True)}
-        losses = self._losses(self._training[n].step, microbatches)
+            self._training = {key: self._build(*key, self._loss, is_training=True)}
+        losses = self._losses(self._training[key].step, microbatches)
         all_reduce_tied_gradients(self._tied, self._dims.pp_mesh)
         return losses
 
@@ -189,15 +189,16 @@ class PipelineRunner:
         self._n_tokens, n = 1, len(self._stages) * self._dims.pp_mesh.size()
         # Groups share a schedule, because a new one makes FSDP reshard. It goes after this call,
         # because it keeps its last outputs.
-        schedules: dict[int, Any] = {}
+        schedules: dict[tuple[torch.Size, int], Any] = {}
         losses = []
         # Just enough to fill the pipeline: a schedule keeps every stage's outputs of all.
         for start in range(0, len(microbatches), n):
             group = microbatches[start : start + n]
-            if len(group) not in schedules:
-                schedules[len(group)] = self._build(group[0].tokens.shape, len(group), self._loss)
+            key = (group[0].tokens.shape, len(group))
+            if key not in schedules:
+                schedules[key] = self._build(*key, self._loss)
             with _eval_mode(*self._stages):
-                losses.append(self._losses(schedules[len(group)].eval, group))
+                losses.append(self._losses(schedules[key].eval, group))
         return torch.cat(losses)
 
     @torch.no_grad()
