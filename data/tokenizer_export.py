@@ -46,6 +46,10 @@ COMPANION_FILES = (
     MODEL_FILE,
     "vocab.json",
 )
+# Classes of transformers that follow tokenizer.json. Those of a model, as Qwen2Tokenizer, take only
+# its vocabulary and merges, and have a pattern of their own; without a class, config.json's
+# model_type chooses one of them.
+FILE_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # What the files of a SentencePiece model keep of its tokenizer_config.json.
 KEPT_KEYS = ("chat_template", "model_max_length", "pad_token", "unk_token")
 # More free ids than this are not worth their names.
@@ -189,14 +193,16 @@ def _from_folder(path: Path, tokenizer: Tokenizer) -> TokenizerFiles:
 
     begins, put = bos is not None, _put_before(content)
     puts_bos = put == (bos or "")
-    changes: dict[str, Any] = {}
-    if eos != token_name(config, "eos_token"):
-        changes["eos_token"] = eos
-    if begins and bos != token_name(config, "bos_token"):
-        changes["bos_token"] = bos
-    # Some versions of transformers follow this key, others the post-processor.
-    if config.get("add_bos_token", begins if puts_bos else None) is not begins:
+    own = _decoded(files, TOKENIZER_CONFIG_FILE) if TOKENIZER_CONFIG_FILE in files else {}
+    markers = {"eos_token": eos} | ({"bos_token": bos} if bos is not None else {})
+    changes: dict[str, Any] = {k: name for k, name in markers.items() if token_name(own, k) != name}
+    # Some versions of transformers follow this key, others the post-processor, unless the second
+    # key is there.
+    is_implied = puts_bos and "add_eos_token" not in config
+    if config.get("add_bos_token", begins if is_implied else None) is not begins:
         changes["add_bos_token"] = begins
+    if own.get("tokenizer_class") not in FILE_CLASSES:
+        changes["tokenizer_class"] = FILE_CLASSES[0]
     special = {token["content"] for token in content.get("added_tokens", ()) if token["special"]}
     ids = {tokenizer.bos_id, tokenizer.eos_id}
     ordinary = {name_of[i]: i for i in ids if i is not None and name_of[i] not in special}
@@ -211,11 +217,12 @@ def _from_folder(path: Path, tokenizer: Tokenizer) -> TokenizerFiles:
     if TOKENIZER_CONFIG_FILE not in files:
         files[TOKENIZER_CONFIG_FILE] = _encoded(_own_config(bos, eos))
     elif changes:
-        files[TOKENIZER_CONFIG_FILE] = _encoded(_decoded(files, TOKENIZER_CONFIG_FILE) | changes)
+        files[TOKENIZER_CONFIG_FILE] = _encoded(own | changes)
     if SPECIAL_TOKENS_FILE in files:
         names = _decoded(files, SPECIAL_TOKENS_FILE)
-        if named := {key: name for key, name in changes.items() if key in names}:
-            files[SPECIAL_TOKENS_FILE] = _encoded(names | named)
+        wrong = {k: n for k, n in markers.items() if k in names and token_name(names, k) != n}
+        if wrong:
+            files[SPECIAL_TOKENS_FILE] = _encoded(names | wrong)
     return _with_ids(path.parent, files, tokenizer, begins=put != "")
 
 
@@ -261,7 +268,7 @@ def _with_ids(
 def _own_config(bos: str | None, eos: str) -> dict[str, Any]:
     """tokenizer_config.json of a tokenizer that has none."""
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": FILE_CLASSES[0],
         "bos_token": bos,
         "eos_token": eos,
         "add_bos_token": bos is not None,

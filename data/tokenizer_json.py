@@ -241,8 +241,9 @@ def _build_fast_encode(
             raise _Mismatch("the normalizer is not NFC")
         # Not unicodedata, because its Unicode version may be another.
         normalize = tokenizer.normalizer.normalize_str
-    # Added tokens are matched before text is split into words.
-    added_tokens = [token["content"] for token in content["added_tokens"] if not token["special"]]
+    # Added tokens are matched before text is split into words, by their names or normalized ones.
+    names = [token["content"] for token in content["added_tokens"] if not token["special"]]
+    added_tokens = [*dict.fromkeys([*names, *map(normalize, names)])]
 
     def fast_encode(text: str) -> np.ndarray:
         normal = text if text.isascii() else normalize(text)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -45,12 +46,12 @@ def write_ranks(path: Path, trained: Path, count: int | None = None) -> str:
     return str(path)
 
 
-def write(folder: Path, found: TokenizerFiles) -> Path:
+def write(folder: Path, found: TokenizerFiles, model_type: str = "llama") -> Path:
     folder.mkdir()
     for name, content in found.files.items():
         (folder / name).write_bytes(content)
     # AutoTokenizer reads it.
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **found.ids}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **found.ids}))
     return folder
 
 
@@ -249,6 +250,48 @@ def test_flag_without_post_processor_is_written_for_transformers(tmp_path: Path)
     reference = transformers.AutoTokenizer.from_pretrained(write(tmp_path / "to", found))
     assert reference("a")["input_ids"] == tokenizer.encode_document("a")[:-1].tolist()
     assert found.files["tokenizer_config.json"] == Path(name, "tokenizer_config.json").read_bytes()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", [None, "GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer"])
+def test_class_of_a_model_does_not_replace_the_pattern(
+    tmp_path: Path, trained: Path, name: str | None, model_type: str
+) -> None:
+    """A class that transformers chooses takes only the vocabulary and the merges of the file."""
+    source = tmp_path / "from"
+    shutil.copytree(trained, source)
+    config = {"tokenizer_class": name, "split_special_tokens": True}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(source))
+    found = build_tokenizer_files(str(source), tokenizer)
+    assert_equals_transformers(tokenizer, write(tmp_path / "to", found, model_type))
+
+
+@pytest.mark.parametrize("add_eos_token", [None, False])
+@pytest.mark.parametrize("is_in_map", [False, True])
+def test_begin_of_the_post_processor_is_kept(
+    tmp_path: Path, add_eos_token: bool | None, is_in_map: bool
+) -> None:
+    """Whatever flags and names are absent, which transformers takes for absent markers."""
+    source = Path(qwen(tmp_path / "from"))
+    loaded = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    template = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    loaded.post_processor = template
+    loaded.save(str(source / "tokenizer.json"))
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    config = {} if is_in_map else dict(names)
+    if add_eos_token is not None:
+        config["add_eos_token"] = add_eos_token
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    (source / "special_tokens_map.json").write_text(json.dumps(names if is_in_map else {}))
+    tokenizer = load_tokenizer(str(source))
+    assert tokenizer.bos_id == 1
+    folder = write(tmp_path / "to", build_tokenizer_files(str(source), tokenizer))
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    assert reference("the end")["input_ids"] == tokenizer.encode_document("the end")[:-1].tolist()
+    assert (reference.bos_token_id, reference.eos_token_id) == (1, 2)
 
 
 def test_dropout_is_not_exported(tmp_path: Path) -> None:
