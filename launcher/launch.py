@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +41,7 @@ from runtime.hub_paths import local_path, pin_names
 from runtime.log import error_text, escape_on_stdout, red, report, say, unless_closed
 from runtime.machine import available_cpus
 from runtime.run_folder import OLD_STOP, list_checkpoints, read_text, step_of, stop_file_id
-from runtime.run_lock import is_locked
+from runtime.run_lock import WAIT_SECONDS, is_locked
 from runtime.torch_device import enable_expandable_segments, machine_facts
 
 end_imports(was_announced=IS_PROGRAM)
@@ -102,7 +103,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         return code
     if code == exit_codes.BAD_CONFIG:
         return reject(nodes, control, rejection)
-    code = report_end(end, code, control)
+    code = report_end(end, code, control, n_ranks=n_ranks)
     with unless_closed(sys.stdout):
         if end.signal is not None and end.is_before_training:
             say(f"stopped by {end.signal.name} before it trained: the run is as it was")
@@ -250,13 +251,18 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
 
 def is_running(control: Path) -> bool:
     """True if a run has locked its folder."""
-    return control.exists() and is_locked(control)
+    if not (control.exists() and is_locked(control)):
+        return False
+    # Not only for the moment that another start takes to find out.
+    time.sleep(WAIT_SECONDS)
+    return is_locked(control)
 
 
-def report_end(end: End, code: int, control: Path) -> int:
+def report_end(end: End, code: int, control: Path, *, n_ranks: int) -> int:
     """Report on the head node, and to a scheduler, how the run ended; return the exit code."""
-    if not end.codes and is_running(control):
-        # No rank started, and the launcher of the run that has locked the folder writes there.
+    is_other = code != exit_codes.DONE and len(end.codes) in (0, n_ranks)
+    if is_other and is_running(control):
+        # No rank of this start lives: the launcher of the run that holds the lock writes there.
         say(*(end.verdict.lines if end.verdict is not None else []), is_error=True)
         return code
     if code == exit_codes.FAILED:
@@ -299,14 +305,18 @@ def _outcome(control: Path) -> str:
 def ranks_per_node(environment: Mapping[str, str]) -> int:
     """NGPU, else Slurm's GPUs, else the visible GPUs, else two CPU ranks.
 
-    Raises ``ValueError`` for more ranks than visible GPUs, unless NCCL may share them.
+    Raises ``ValueError`` for more ranks than visible GPUs, unless NCCL may share them, or CPUs are
+    asked for: by NGPU on a machine without GPUs, or by an empty CUDA_VISIBLE_DEVICES.
     """
     name = "NGPU" if environment.get("NGPU") else "SLURM_GPUS_ON_NODE"
     gpus = torch.cuda.device_count()
     if not environment.get(name):
         return gpus or DEFAULT_CPU_RANKS
     count = _number(name, environment[name], at_least=1)
-    if 0 < gpus < count and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+    # Slurm knows of GPUs that the driver lost: CPUs train only if that is asked for.
+    is_asked = name == "NGPU" or environment.get("CUDA_VISIBLE_DEVICES") == ""
+    may_share = gpus > 0 and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if gpus < count and not may_share and not (gpus == 0 and is_asked):
         text = (
             "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU, or"
             " NCCL_MULTI_RANK_GPU_ENABLE=1 to share GPUs (NCCL 2.30, which PyTorch 2.15 has)"

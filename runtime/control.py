@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from config import ConfigError
-from runtime.exit_codes import STOP_FILE
+from runtime.exit_codes import STOP_FILE, clear_exit_code
 from runtime.filesystem import atomic_write_text, make_folder
 from runtime.log import logger
 from runtime.object_collectives import run_on_rank0
@@ -71,6 +71,8 @@ class RunControl:
             dist.barrier()
             raise ConfigError([mistake])
         if self._is_writer:
+            # A start that was rejected before this one locked the run may have written its end.
+            clear_exit_code(self._folder)
             remove_stop_file(self._folder, self._old_stop)
 
     def _lock_folder(self) -> str:

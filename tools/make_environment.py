@@ -279,8 +279,9 @@ def removed_on_failure(folder: Path) -> Iterator[bool]:
     is_new = not folder.exists()
     try:
         yield is_new
-    except BaseException:
-        if is_new and folder.exists():
+    except BaseException as error:
+        # A shared file system may have hidden the one that another node made.
+        if is_new and not isinstance(error, FileExistsError) and folder.exists():
             remove(folder)
         raise
 

@@ -39,13 +39,15 @@ def roll_back(run_folder: Path, step: int) -> None:
     saved = run_folder / "checkpoints"
     if not saved.exists():
         raise ValueError(f"{run_folder}: no checkpoint of step {step}; found: none")
+    chosen = saved / f"step-{step:08d}"
+    # Before the lock, because it reads all bytes, and a job that starts would find the run locked.
+    problems = verify_checkpoint(chosen) if chosen.is_dir() else []
     with lock_run(run_folder / "control"):
         # Not before: a run that is just ending saves, and then releases the lock.
         checkpoints = {step_of(folder): folder for folder in list_checkpoints(saved)}
         if step not in checkpoints:
             found = ", ".join(str(step) for step in sorted(checkpoints)) or "none"
             raise ValueError(f"{run_folder}: no checkpoint of step {step}; found: {found}")
-        problems = verify_checkpoint(checkpoints[step])
         if problems:
             raise ValueError(f"step {step} does not verify: {'; '.join(problems)}")
         abandoned = sorted((number for number in checkpoints if number > step), reverse=True)

@@ -87,6 +87,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     old_stop = stop_file_id(control)
     if not is_restart:
         remove_file(control / "requeues")
+        # Restarts of this job tell it from one that is meant for them.
+        with WriteAlarm().of(control / "old_stop"):
+            atomic_write_text(control / "old_stop", f"{old_stop}\n")
     # Bytes, as bash passed them.
     texts = (folder, port, old_stop, *arguments)
     sys.stdout.buffer.write(b"".join(os.fsencode(f"{text}\0") for text in texts))
@@ -105,7 +108,9 @@ def free_port(ports: Sequence[int]) -> int:
 
 
 def is_obeyed(control: Path) -> bool:
-    """True if ``stop`` has ended the run before, so that it is not meant for this start."""
+    """True if ``stop`` is from before the job, or has ended the run: it is not for this start."""
+    if (old := read_text(control / "old_stop")) and stop_file_id(control) == old:
+        return True
     outcome, stop = control / "outcome", control / "stop"
     if read_text(outcome) != exit_codes.STOP_FILE.outcome:
         return False

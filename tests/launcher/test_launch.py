@@ -87,6 +87,14 @@ def test_more_ranks_than_gpus_are_rejected(name: str, monkeypatch: pytest.Monkey
     assert ranks_per_node({name: "3", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}) == 3
 
 
+def test_gpus_of_slurm_that_the_driver_lost_are_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="SLURM_GPUS_ON_NODE=8: only 0 GPUs are visible"):
+        ranks_per_node({"SLURM_GPUS_ON_NODE": "8", "NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    assert ranks_per_node({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": ""}) == 8
+    assert ranks_per_node({"SLURM_GPUS_ON_NODE": "8", "NGPU": "3"}) == 3
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " "])
 def test_invalid_rank_count_names_ngpu(text: str):
     with pytest.raises(ValueError, match="NGPU"):
@@ -551,6 +559,21 @@ def test_rejected_start_writes_no_exit_code_of_another_run(
 
 
 CRASH = "sys.exit(1)"
+
+
+@pytest.mark.parametrize("source", [CRASH, "os.kill(os.getpid(), signal.SIGINT)"])
+def test_failed_start_writes_no_end_of_another_run(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its ranks ended before they found that another run has the lock."""
+    control = tmp_path / "default" / "control"
+    control.mkdir(parents=True)
+    with lock_run(control):
+        assert run_trainer(source, tmp_path, monkeypatch) == exit_codes.FAILED
+    assert exit_codes.read_exit_code(control) is None
+    assert failures(tmp_path) == []
+
+
 CRASH_AFTER_PREEMPTION = """
 ready = os.path.join(os.path.dirname(__file__), 'ready')
 if rank == '1':

@@ -16,7 +16,16 @@ import torch.distributed as dist
 from config import ConfigError
 from runtime import control
 from runtime.control import RunControl
-from runtime.exit_codes import DONE, FAILED, PREEMPTED, STOP_FILE, stopped_by
+from runtime.exit_codes import (
+    BAD_CONFIG,
+    DONE,
+    FAILED,
+    PREEMPTED,
+    STOP_FILE,
+    read_exit_code,
+    stopped_by,
+    write_rejection,
+)
 from runtime.filesystem import atomic_write_text
 from runtime.log import logger
 from runtime.run_lock import lock_run
@@ -189,6 +198,22 @@ def stop_beside_another_start(folder: Path) -> str | None:
 def test_a_rejected_start_leaves_the_stop_of_the_run(ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "control"
     assert ranks.run(stop_beside_another_start, 1, folder) == [STOP_FILE.reason]
+
+
+def codes_around_the_lock(folder: Path) -> list[int | None]:
+    """Exit code in the folder before and after a start locks it, which was rejected beside it."""
+    with control_of(folder.parent.parent / "other" / "control"):
+        run = RunControl(folder)
+        folder.mkdir(parents=True)
+        write_rejection(folder, "training.step: unknown")
+        found = [read_exit_code(folder)]
+        run.acquire_lock()
+        return [*found, read_exit_code(folder)]
+
+
+def test_a_rejected_start_leaves_no_exit_code_in_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "control"
+    assert ranks.run(codes_around_the_lock, 1, folder) == [[BAD_CONFIG, None]]
 
 
 def make_full_folder(path: Path) -> None:

@@ -117,7 +117,7 @@ def test_only_first_start_clears_exit_code_and_requeues(
 ):
     control = tmp_path / "debug_model" / "control"
     folder = f"--job.output_dir={tmp_path}"
-    for environment, left in (({"SLURM_RESTART_COUNT": "1"}, ["requeues"]), ({}, [])):
+    for environment, left in (({"SLURM_RESTART_COUNT": "1"}, ["requeues"]), ({}, ["old_stop"])):
         control.mkdir(parents=True, exist_ok=True)
         exit_codes.write_exit_code(control, 75)
         (control / "requeues").touch()
@@ -150,6 +150,24 @@ def test_stop_file_ends_a_requeued_job(
     assert (found.state, found.why) == ("stopped", why)
     # A new submission resumes the run.
     assert begin(capsys, folder)[1]
+
+
+@pytest.mark.parametrize("outcome", ["", "stopped SIGUSR1", ROLLED_BACK])
+def test_restart_does_not_obey_a_stop_file_from_before_its_job(
+    outcome: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """Whatever ended the run before; its ranks delete the file, if they get that far."""
+    control = tmp_path / "debug_model" / "control"
+    control.mkdir(parents=True)
+    (control / "stop").touch()
+    (control / "outcome").write_text(outcome)
+    os.utime(control / "outcome", (0, 0))
+    folder = f"--job.output_dir={tmp_path}"
+    assert begin(capsys, folder)[1]
+    assert begin(capsys, folder, SLURM_RESTART_COUNT="1")[1]
+    # Written again, it is meant for the restart.
+    os.utime(control / "stop", (1, 1))
+    assert not begin(capsys, folder, SLURM_RESTART_COUNT="1")[1]
 
 
 def test_restart_does_not_obey_a_stop_file_that_ended_the_run_before(
