@@ -131,7 +131,7 @@ class RunLog:
         """
         if self._alarms is not None:
             self._alarms.end_step(step)
-        self.metrics.count(batch.n_tokens, batch.data_wait)
+        self.metrics.end_step(step, batch.n_tokens, batch.n_sequences, batch.data_wait)
         self._slow_steps.end_step()
         slowest = {} if self._stragglers is None else self._stragglers.end_step()
         is_due = self.is_due(step)
@@ -140,7 +140,9 @@ class RunLog:
         if is_due:
             steps_left = self._run.steps_left(step)
             window = self.metrics.window()
-            gpus = self._slow_steps.end_window(step, window, steps_left=steps_left)
+            # Not those of the latest size: a leak grows with steps.
+            left = self._run.config.training.steps - step
+            gpus = self._slow_steps.end_window(step, window, steps_left=left)
             record = values | slowest | gpus | metrics()
             measured = self.metrics.log(step, steps_left, record)
             if step - window.steps >= self._last_unplanned:

@@ -61,11 +61,15 @@ class MetricsLogger:
     def is_due(self, step: int) -> bool:
         return step == 1 or step % self._config.log_freq == 0
 
-    def count(self, tokens: int, data_wait: float) -> None:
-        """Count one step: its global tokens, and the seconds this rank waited for data."""
+    def end_step(self, step: int, tokens: int, n_sequences: int, data_wait: float) -> None:
+        """Count a step: its global tokens and sequences, and seconds this rank waited for data."""
         self._tokens += tokens
+        self._sequences += n_sequences
         self._data_wait += data_wait
         self._steps += 1
+        self._latest_sequences = n_sequences
+        if self._trackers is not None:
+            self._trackers.end_step(step)
 
     def exclude_first_step(self) -> None:
         """Exclude the steps since the last logged one: a start's first, which compiles."""
@@ -116,7 +120,8 @@ class MetricsLogger:
         self._trained += elapsed
         # Validation and checkpoints go on to take their share.
         share = 1.0 + self._excluded / self._trained
-        record["seconds_left"] = record["seconds_per_step"] * steps_left * share
+        seconds_of_latest = elapsed * self._latest_sequences / self._sequences
+        record["seconds_left"] = seconds_of_latest * steps_left * share
         self.write(record)
         logger.info(
             "step %5d  loss %7.4f  grad_norm %7.4f  lr %.2e  tokens/s %s  mfu %s  memory %.2f GiB"
@@ -170,7 +175,8 @@ class MetricsLogger:
             self._trackers.finish()
 
     def _reset(self) -> None:
-        self._since, self._tokens, self._data_wait, self._steps = time.perf_counter(), 0, 0.0, 0
+        self._since, self._data_wait = time.perf_counter(), 0.0
+        self._steps, self._tokens, self._sequences, self._latest_sequences = 0, 0, 0, 0
 
     def _utilization(self, flops_per_token: float, rate_per_device: float) -> float | None:
         return None if self._peak is None else flops_per_token * rate_per_device / self._peak

@@ -81,7 +81,8 @@ class PlannedStep:
             # Packages may warn before.
             return f"none: {lines[-1] if lines else f'exit code {code}'}"
         plan = json.loads(self._out.read_text())
-        peak = max(stage["memory"]["peak"] for stage in plan["stages"])
+        # Rank 0, whose memory is measured, is of the first stage.
+        peak = plan["stages"][0]["memory"]["peak"]
         rate, found = plan["modelled"]["tokens_per_second"], measured["tokens_per_second"]
         return (
             f"{rate:,.0f} tokens/s on {plan['device']}, measured {found:,.0f}"

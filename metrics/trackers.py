@@ -39,10 +39,13 @@ class Trackers:
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
         """Add a point to the curve of each value that is not None. Never waits."""
-        self._step = step
         known = {name: value for name, value in values.items() if value is not None}
         for thread in self._threads:
             thread.put("log", step, known)
+
+    def end_step(self, step: int) -> None:
+        """Count texts that follow to the step after ``step``, the newest one that is done."""
+        self._step = step
 
     def text(self, name: str, text: str) -> None:
         """Add a text at the newest step. Never waits."""

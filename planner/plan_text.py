@@ -130,7 +130,7 @@ def _time_lines(plan: StepPlan, time: StepTime, price: float | None) -> list[str
         lines.append(f"  {part:<22}{1e3 * seconds:>9,.1f} ms {100 * share:>5.1f} %  {bar}".rstrip())
     steps, seconds = plan.run.config.training.steps, run_seconds(plan, time)
     hours = seconds / 3600 * plan.world_size
-    cost = "" if price is None else f", {price * hours:,.0f} USD at {price:g} an hour"
+    cost = "" if price is None else f", {plain_number(price * hours, 2)} USD at {price:g} an hour"
     return [
         *lines,
         f"run, modelled: {steps:,} steps, {run_tokens(plan):,} tokens, in {_long(seconds)},"

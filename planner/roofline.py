@@ -79,7 +79,8 @@ class StepTime:
 def step_time(plan: StepPlan, hardware: Hardware) -> StepTime:
     """Return the modelled time of ``plan``. Raises ``ConfigError`` if a peak is not known."""
     run, records = plan.run, [stage.record for stage in plan.stages]
-    peak = peak_flops(run.config, hardware)
+    # As the run's, whatever its compute dtype.
+    peak = 1e12 * hardware.device.tflops.get("bfloat16", peak_flops(run.config, hardware) / 1e12)
     parts = step_parts(records, run.config, plan.n_microbatches, hardware)
     tokens = run.global_batch_size * run.config.training.seq_len
     rate = tokens / sum(parts.values())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from metrics.alarms import is_alarm
-from metrics.history import Line
+from metrics.history import ROLLED_BACK, Line
 from report.history import times_of
 from runtime.filesystem import parse_object
 from runtime.printable import printable
@@ -38,10 +38,12 @@ class Mark:
     time: float | None = None
 
 
-def marks_of(folder: Path, training: Sequence[Line]) -> tuple[list[Mark], list[str]]:
+def marks_of(
+    folder: Path, training: Sequence[Line], rollbacks: Sequence[Line] = ()
+) -> tuple[list[Mark], list[str]]:
     """Read the marks of a run, by step, and the files or marks that are missing.
 
-    ``training``: the lines of metrics that count.
+    ``training``: the lines of metrics that count. ``rollbacks``: those that rollbacks wrote.
     """
     failures, problems = read_records(folder / "control" / "failures")
     alarms, damaged = read_records(folder / "alarms.jsonl", is_alarm)
@@ -51,11 +53,12 @@ def marks_of(folder: Path, training: Sequence[Line]) -> tuple[list[Mark], list[s
         *_checkpoints(folder / "checkpoints"),
         *starts,
         *_starts_in_metrics(training, [mark.step for mark in starts if mark.kind == "restart"]),
+        *_rollbacks(rollbacks, [mark.step for mark in starts if mark.kind == "rollback"]),
         *_failures(failures, training),
         *(Mark(line["kind"], line["step"], _short(line["text"]), line["time"]) for line in alarms),
         *_growths(training),
         *_nonfinite(training),
-        *_end(folder / "control" / "outcome", training),
+        *_end(folder, training),
     ]
     marks: list[Mark] = []
     for kind in dict.fromkeys(mark.kind for mark in found):
@@ -101,9 +104,13 @@ def starts_in_ledger(path: Path, training: Sequence[Line], problems: list[str]) 
         following = training[i] if (i := bisect_right(steps, step)) < len(steps) else {}
         kind, text = "restart", f"restart from step {step}"
         if after > step:
-            kind, text = "rollback", f"rollback from step {after} to {step}; its data are skipped"
+            kind, text = "rollback", _rollback_text(after, step)
         marks.append(Mark(kind, step, text, following.get("time")))
     return marks
+
+
+def _rollback_text(after: int, step: int) -> str:
+    return f"rollback from step {after} to {step}; its data are skipped"
 
 
 def _starts_in_metrics(training: Sequence[Line], known: Sequence[int]) -> Iterator[Mark]:
@@ -115,6 +122,14 @@ def _starts_in_metrics(training: Sequence[Line], known: Sequence[int]) -> Iterat
         if not any(old["step"] <= step < new["step"] for step in known):
             text = f"restart {count:g}, after step {old['step']}"
             yield Mark("restart", old["step"], text, new.get("time"))
+
+
+def _rollbacks(lines: Iterable[Line], known: Sequence[int]) -> Iterator[Mark]:
+    """Rollbacks without a ledger; ``known``: steps of others."""
+    for line in lines:
+        step, after = line["step"], line[ROLLED_BACK]
+        if step not in known and isinstance(after, int | float) and step <= after < MAX_STEP:
+            yield Mark("rollback", step, _rollback_text(int(after), step), line.get("time"))
 
 
 def _failures(records: Iterable[dict[str, Any]], training: Sequence[Line]) -> Iterator[Mark]:
@@ -149,10 +164,14 @@ def _nonfinite(training: Sequence[Line]) -> Iterator[Mark]:
                 yield Mark("skipped", line["step"], f"the {what} is not finite", line.get("time"))
 
 
-def _end(path: Path, training: Sequence[Line]) -> Iterator[Mark]:
+def _end(folder: Path, training: Sequence[Line]) -> Iterator[Mark]:
+    path = folder / "control" / "outcome"
     outcome = read_text(path)
     if outcome and training:
-        yield Mark("end", training[-1]["step"], f"end: {_short(outcome)}", _mtime(path))
+        # The last steps before an early end may have no line.
+        saved = [step_of(each) for each in list_checkpoints(folder / "checkpoints")[:1]]
+        step = max([training[-1]["step"], *saved])
+        yield Mark("end", step, f"end: {_short(outcome)}", _mtime(path))
 
 
 def _short(text: str) -> str:

@@ -160,9 +160,10 @@ const page = {
         least = Math.min(least, place.find((value) => value > 0) ?? Infinity);
       }
     }
-    // The last failure and the end come after the last line.
-    if (this.axis === "time")
-      for (const mark of this.allMarks) if (mark.place() > high) high = mark.place();
+    // The last checkpoint, failure and end come after the last line. Checkpoints that a rollback
+    // undid are of no step that counts.
+    for (const mark of this.allMarks)
+      if (mark.kind !== "quarantined" && mark.place() > high) high = mark.place();
     this.range = low <= high ? [low, high] : [0, 1];
     this.leastPlace = Number.isFinite(least) ? least : 1;
   },

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from config.job_config import JobConfig, LrScheduler, Training
 from config.resume_compat import by_key, shown
 from metrics.goodput import goodput
-from metrics.history import History, Line, split_history
+from metrics.history import ROLLED_BACK, History, Line, split_history
 from metrics.metrics_file import read_metrics
 from report.history import times_of
-from report.marks import Mark, marks_of
+from report.marks import MAX_STEP, Mark, marks_of
 from report.schedule_plan import SchedulePlan, plan_schedule
 from runtime.exit_codes import last_step
 from runtime.filesystem import parse_object, read_file
@@ -76,15 +76,19 @@ def read_run(folder: Path, name: str, now: float, state_of: StateOf) -> Run:
     last = last_step(folder / "control")
     kept = [line for line in lines if line["step"] <= last]
     history = split_history(kept)
-    marks, found = marks_of(folder, history.training)
+    rollbacks = [line for line in kept if ROLLED_BACK in line]
+    marks, found = marks_of(folder, history.training, rollbacks)
     timed = [line for line in kept if line.get("time") is not None]
     records, _ = read_records(folder / "control" / "failures")
     failures = [record for record in records if type(record.get("attempt")) is int]
     state, why, end = state_of(folder / "control", now, timed, failures[-1] if failures else {})
     plan, max_norm = _plan(folder / "config.toml", tables, problems)
-    facts = _facts(history, tables, timed, end)
+    facts = _facts(history, marks, tables, timed, end)
     kinds = {"restarts": "restart", "rollbacks": "rollback", "failed attempts": "failure"}
     counts = {text: sum(mark.kind == kind for mark in marks) for text, kind in kinds.items()}
+    # Starts whose lines the next one repeated have no mark.
+    written = (line.get("restarts") or 0 for line in lines)
+    counts["restarts"] = max([counts["restarts"], *(int(n) for n in written if n < MAX_STEP)])
     facts += [(text, str(count), "") for text, count in counts.items() if count]
     return Run(
         name=printable(name),
@@ -109,14 +113,20 @@ def default_config() -> dict[str, str]:
 
 
 def _facts(
-    history: History, tables: dict[str, Any], timed: Sequence[Line], end: float
+    history: History,
+    marks: Sequence[Mark],
+    tables: dict[str, Any],
+    timed: Sequence[Line],
+    end: float,
 ) -> list[tuple[str, str, str]]:
     training = history.training
     facts: list[tuple[str, str, str]] = []
     steps = by_key(tables).get("training.steps")
     if training:
         of = f"of {steps:,}" if type(steps) is int else ""
-        facts.append(("step", f"{training[-1]['step']:,}", of))
+        # The last steps before an early end may have no line, but a checkpoint and an end.
+        ends = [mark.step for mark in marks if mark.kind == "end"]
+        facts.append(("step", f"{max([training[-1]['step'], *ends]):,}", of))
         facts.append(("loss", _number(training[-1].get("loss")), ""))
     validations = [
         (line["validation_loss"], line["step"])

@@ -57,7 +57,7 @@ def test_time_left_has_the_share_of_validation(
     with metrics.exclude_from_throughput():
         clock.now += 100.0
     for step, left in ((1, "0:16:30"), (2, "0:16:20"), (3, "0:21:33")):
-        metrics.count(tokens=1000, data_wait=0.0)
+        metrics.end_step(1, tokens=1000, n_sequences=1, data_wait=0.0)
         clock.now += 10.0
         with caplog.at_level("INFO"):
             metrics.log(step, 100 - step, VALUES)
@@ -65,6 +65,14 @@ def test_time_left_has_the_share_of_validation(
         if step == 2:
             with metrics.exclude_from_throughput():
                 clock.now += 10.0
+
+
+def test_time_left_of_a_ramp_is_that_of_the_latest_size(tmp_path: Path, clock: Clock) -> None:
+    metrics = build(tmp_path)
+    for step, n_sequences in enumerate((2, 2, 32), 1):
+        metrics.end_step(step, tokens=100 * n_sequences, n_sequences=n_sequences, data_wait=0.0)
+        clock.now += 0.1 * n_sequences
+    assert metrics.log(3, 10, VALUES)["seconds_left"] == pytest.approx(32.0)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -76,7 +84,7 @@ def test_line_has_every_key_at_full_precision(
 ) -> None:
     metrics = build(tmp_path)
     for _ in range(2):
-        metrics.count(tokens=1000, data_wait=0.25)
+        metrics.end_step(1, tokens=1000, n_sequences=1, data_wait=0.25)
         clock.now += 5.0
     with caplog.at_level("INFO"):
         metrics.log(20, 80.5, VALUES)
@@ -102,7 +110,7 @@ def test_throughput_is_since_last_line_without_excluded_time(tmp_path: Path, clo
     metrics = build(tmp_path)
     for seconds in (2.0, 4.0):
         for _ in range(2):
-            metrics.count(tokens=1000, data_wait=0.5)
+            metrics.end_step(1, tokens=1000, n_sequences=1, data_wait=0.5)
             clock.now += seconds
             with metrics.exclude_from_throughput():
                 clock.now += 100.0
@@ -113,7 +121,7 @@ def test_throughput_is_since_last_line_without_excluded_time(tmp_path: Path, clo
 
 def test_mfu_is_none_for_unknown_peak(tmp_path: Path, clock: Clock) -> None:
     metrics = build(tmp_path, peak_flops=None)
-    metrics.count(tokens=1, data_wait=0.0)
+    metrics.end_step(1, tokens=1, n_sequences=1, data_wait=0.0)
     clock.now += 1.0
     metrics.log(1, 1, VALUES)
     (record,) = records(tmp_path)
@@ -145,7 +153,7 @@ def test_resumed_run_appends_lines(tmp_path: Path) -> None:
 
 def test_only_the_writer_writes(tmp_path: Path, clock: Clock) -> None:
     metrics = build(tmp_path, is_writer=False)
-    metrics.count(tokens=1, data_wait=0.0)
+    metrics.end_step(1, tokens=1, n_sequences=1, data_wait=0.0)
     clock.now += 1.0
     metrics.log(1, 1, VALUES)
     metrics.log_validation(1, {"": 0.5})
@@ -161,7 +169,7 @@ def test_first_step_and_multiples_of_log_freq_are_due(tmp_path: Path) -> None:
 def test_tensorboard_has_the_values_of_the_lines(tmp_path: Path, clock: Clock) -> None:
     metrics = build(tmp_path, tensorboard=True)
     for step in (1, 10):
-        metrics.count(tokens=1000 * step, data_wait=0.5)
+        metrics.end_step(1, tokens=1000 * step, n_sequences=1, data_wait=0.5)
         clock.now += 2.0
         metrics.log(step, 10, VALUES | {"loss": 1.0 / step})
     metrics.log_validation(10, {"": 0.75})
@@ -183,7 +191,7 @@ def test_resumed_log_has_every_step_once(tmp_path: Path, clock: Clock) -> None:
         metrics = build(tmp_path, resumed_step=resumed, tensorboard=True)
         for step in steps:
             clock.now += 1.0
-            metrics.count(tokens=1, data_wait=0.0)
+            metrics.end_step(1, tokens=1, n_sequences=1, data_wait=0.0)
             metrics.log(step, 100, VALUES)
         metrics.close()
     assert [record["step"] for record in records(tmp_path)] == [10, 11, 13]
@@ -196,7 +204,7 @@ def test_restarts_count_starts_whose_lines_were_replaced(tmp_path: Path, clock: 
     for step in (10, 20, 20, 20):
         metrics = build(tmp_path, resumed_step=10 if step == 20 else None)
         clock.now += 1.0
-        metrics.count(tokens=1, data_wait=0.0)
+        metrics.end_step(1, tokens=1, n_sequences=1, data_wait=0.0)
         metrics.log(step, 100, VALUES)
         metrics.close()
     assert [(r["step"], r["restarts"]) for r in records(tmp_path)] == [(10, 0), (20, 3)]
@@ -205,7 +213,7 @@ def test_restarts_count_starts_whose_lines_were_replaced(tmp_path: Path, clock: 
 def test_nan_is_logged_as_null(tmp_path: Path, clock: Clock) -> None:
     metrics = build(tmp_path)
     clock.now += 1.0
-    metrics.count(tokens=1, data_wait=0.0)
+    metrics.end_step(1, tokens=1, n_sequences=1, data_wait=0.0)
     metrics.log(10, 100, VALUES | {"loss": float("nan")})
     assert records(tmp_path)[0]["loss"] is None
 

@@ -128,12 +128,13 @@ def test_warnings_and_alarms_are_texts_at_their_step(tmp_path: Path) -> None:
         logger.info("not this")
         logger.warning("rank %d is slow", 3)
         all_of_them.log(21, {"loss": 1.0})
+        all_of_them.end_step(22)
         logger.error("ALARM: disk full")
         all_of_them.finish()
         logger.error("after the end")
     assert planted.texts == [
         (20, "warnings", "rank 3 is slow"),
-        (21, "alarms", "ALARM: disk full"),
+        (22, "alarms", "ALARM: disk full"),
     ]
 
 

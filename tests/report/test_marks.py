@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from launcher.failures import record_failure
+from metrics.history import ROLLED_BACK
 from report.marks import MAX_MARKS, Mark, marks_of
 from tests.lib.metrics_files import BEGIN, SECONDS, training_line
 
@@ -65,6 +66,24 @@ def test_restarts_of_starts_with_and_without_a_ledger_are_counted_once(tmp_path:
     assert kinds(marks) == [("restart", step) for step in (10, 20, 30, 40)]
     texts = ["restart 1, after step 10", "restart 2, after step 20", "restart from step 30"]
     assert [mark.text for mark in marks[:3]] == texts
+
+
+def test_rollbacks_without_a_ledger_come_from_metrics(tmp_path: Path) -> None:
+    rollbacks = [
+        {"step": 10, ROLLED_BACK: 17, "time": BEGIN + 5},
+        {"step": 20, ROLLED_BACK: float("inf"), "time": BEGIN + 9},
+    ]
+    marks, _ = marks_of(tmp_path, lines(10, 20), rollbacks)
+    text = "rollback from step 17 to 10; its data are skipped"
+    assert marks == [Mark("rollback", 10, text, BEGIN + 5)]
+
+
+def test_end_is_not_before_the_last_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000037").mkdir(parents=True)
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "outcome").write_text("stopped SIGTERM\n")
+    marks, _ = marks_of(tmp_path, lines(10, 20, 30))
+    assert kinds(marks) == [("checkpoint", 37), ("end", 37)]
 
 
 def test_alarms_and_warnings_are_marks(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from config import load_config
 from launcher.failures import record_failure
+from metrics.history import ROLLED_BACK
 from report.charts import build_charts
 from report.page import build_data, compressed
 from report.run import MAX_FILES, MAX_SAMPLES, MAX_TEXT, Run, read_run
@@ -50,6 +52,18 @@ def test_a_run_is_read(folder: Path) -> None:
     assert charts["mfu"] == ["MFU", "MFU, causal"]
     # No update was skipped, there is one source, and no ramp.
     assert not {"skipped", "sources", "batch"} & charts.keys()
+
+
+def test_a_run_that_stopped_between_lines_is_counted_to_its_end(tmp_path: Path) -> None:
+    """Lines of two starts were repeated, and the last steps have none."""
+    lines = [training_line(step, Random(step), restarts=3 * (step > 20)) for step in (10, 20, 30)]
+    lines.insert(2, {"step": 20, ROLLED_BACK: 24, "time": lines[1]["time"]})
+    folder = write_run(tmp_path / "run", lines)
+    (folder / "checkpoints" / "step-00000037").mkdir(parents=True)
+    (folder / "control").mkdir(exist_ok=True)
+    (folder / "control" / "outcome").write_text("stopped SIGTERM\n")
+    facts = {name: value for name, value, _ in read(folder).facts}
+    assert (facts["step"], facts["restarts"], facts["rollbacks"]) == ("37", "3", "1")
 
 
 def test_curves_by_source_and_unknown_metrics(folder: Path) -> None:
