@@ -196,10 +196,8 @@ def _from_folder(path: Path, tokenizer: Tokenizer) -> TokenizerFiles:
     own = _decoded(files, TOKENIZER_CONFIG_FILE) if TOKENIZER_CONFIG_FILE in files else {}
     markers = {"eos_token": eos} | ({"bos_token": bos} if bos is not None else {})
     changes: dict[str, Any] = {k: name for k, name in markers.items() if token_name(own, k) != name}
-    # Some versions of transformers follow this key, others the post-processor, unless the second
-    # key is there.
-    is_implied = puts_bos and "add_eos_token" not in config
-    if config.get("add_bos_token", begins if is_implied else None) is not begins:
+    # Some versions of transformers follow this key, others the post-processor.
+    if config.get("add_bos_token", begins if puts_bos else None) is not begins:
         changes["add_bos_token"] = begins
     if own.get("tokenizer_class") not in FILE_CLASSES:
         changes["tokenizer_class"] = FILE_CLASSES[0]

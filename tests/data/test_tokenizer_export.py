@@ -178,6 +178,7 @@ QWEN_CONFIG = {
     "chat_template": CHAT,
     "model_max_length": 99,
 }
+SPECIAL_OF_QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 QWEN_FILES = {
     "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}},
     "generation_config.json": {"eos_token_id": [2, 0], "temperature": 0.6, "pad_token_id": 0},
@@ -186,7 +187,7 @@ QWEN_FILES = {
 
 
 def qwen(folder: Path, **config: Any) -> str:
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = SPECIAL_OF_QWEN
     vocabulary = {
         token: i for i, token in enumerate([*special, *pre_tokenizers.ByteLevel.alphabet()])
     }
@@ -267,31 +268,30 @@ def test_class_of_a_model_does_not_replace_the_pattern(
     assert_equals_transformers(tokenizer, write(tmp_path / "to", found, model_type))
 
 
-@pytest.mark.parametrize("add_eos_token", [None, False])
-@pytest.mark.parametrize("is_in_map", [False, True])
-def test_begin_of_the_post_processor_is_kept(
-    tmp_path: Path, add_eos_token: bool | None, is_in_map: bool
+NAMES = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+DECODER = {str(i): {"content": name, "special": True} for i, name in enumerate(SPECIAL_OF_QWEN)}
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        # With this key, transformers does not read the map; without, the map precedes the config.
+        ({"added_tokens_decoder": DECODER, "add_bos_token": True}, NAMES),
+        ({"added_tokens_decoder": DECODER}, {"eos_token": "<|im_end|>"}),
+        ({"eos_token": "<|endoftext|>"}, {"eos_token": "<|im_end|>"}),
+    ],
+)
+def test_markers_are_those_of_the_run_in_each_file(
+    tmp_path: Path, config: dict[str, Any], names: dict[str, str]
 ) -> None:
-    """Whatever flags and names are absent, which transformers takes for absent markers."""
     source = Path(qwen(tmp_path / "from"))
-    loaded = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
-    template = processors.TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
-    )
-    loaded.post_processor = template
-    loaded.save(str(source / "tokenizer.json"))
-    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    config = {} if is_in_map else dict(names)
-    if add_eos_token is not None:
-        config["add_eos_token"] = add_eos_token
     (source / "tokenizer_config.json").write_text(json.dumps(config))
-    (source / "special_tokens_map.json").write_text(json.dumps(names if is_in_map else {}))
+    (source / "special_tokens_map.json").write_text(json.dumps(names))
     tokenizer = load_tokenizer(str(source))
-    assert tokenizer.bos_id == 1
     folder = write(tmp_path / "to", build_tokenizer_files(str(source), tokenizer))
     reference = transformers.AutoTokenizer.from_pretrained(folder)
+    assert (reference.bos_token_id, reference.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
     assert reference("the end")["input_ids"] == tokenizer.encode_document("the end")[:-1].tolist()
-    assert (reference.bos_token_id, reference.eos_token_id) == (1, 2)
 
 
 def test_dropout_is_not_exported(tmp_path: Path) -> None:
