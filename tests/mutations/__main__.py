@@ -167,8 +167,9 @@ def run_tests(copy: Path, *arguments: str, limit: float) -> PytestRun:
     folder, begin = copy.parent, time.monotonic()
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command += ["-m", "not slow", f"--basetemp={folder}/tmp", *arguments]
-    # Tests start run_train.sh, which tries PYTHON first.
+    # Tests start run_train.sh, which tries PYTHON first. They must import the copy.
     added = {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, MARK: str(folder)}
+    added["PYTHONPATH"] = str(copy)
     log = folder / "log"
     # A file, because a process that outlives pytest would keep a pipe open.
     with log.open("wb") as output:
