@@ -340,6 +340,8 @@ def _may_pass(error: BaseException | None) -> bool:
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         names = {base.__name__ for base in type(error).__mro__}
+        if "OfflineModeIsEnabled" in names:  # The user forbids the network, also at a restart.
+            return False
         if names & NETWORK_ERRORS or status in TRANSIENT or status >= 500:
             return True
         error = error.__cause__ or error.__context__

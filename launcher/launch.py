@@ -250,18 +250,17 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
 
 
 def is_running(control: Path) -> bool:
-    """True if a run has locked its folder."""
+    """True if a run has locked its folder, and not only ``is_locked`` of another start."""
     if not (control.exists() and is_locked(control)):
         return False
-    # Not only for the moment that another start takes to find out.
     time.sleep(WAIT_SECONDS)
     return is_locked(control)
 
 
 def report_end(end: End, code: int, control: Path, *, n_ranks: int) -> int:
     """Report on the head node, and to a scheduler, how the run ended; return the exit code."""
-    is_other = code != exit_codes.DONE and len(end.codes) in (0, n_ranks)
-    if is_other and is_running(control):
+    has_ended = len(end.codes) in (0, n_ranks)
+    if has_ended and code != exit_codes.DONE and is_running(control):
         # No rank of this start lives: the launcher of the run that holds the lock writes there.
         say(*(end.verdict.lines if end.verdict is not None else []), is_error=True)
         return code
@@ -313,10 +312,12 @@ def ranks_per_node(environment: Mapping[str, str]) -> int:
     if not environment.get(name):
         return gpus or DEFAULT_CPU_RANKS
     count = _number(name, environment[name], at_least=1)
-    # Slurm knows of GPUs that the driver lost: CPUs train only if that is asked for.
-    is_asked = name == "NGPU" or environment.get("CUDA_VISIBLE_DEVICES") == ""
-    may_share = gpus > 0 and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    if gpus < count and not may_share and not (gpus == 0 and is_asked):
+    if gpus > 0:
+        is_short = gpus < count and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
+    else:
+        # Slurm counts GPUs that the driver lost: CPUs train only if that is asked for.
+        is_short = name != "NGPU" and environment.get("CUDA_VISIBLE_DEVICES") != ""
+    if is_short:
         text = (
             "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU, or"
             " NCCL_MULTI_RANK_GPU_ENABLE=1 to share GPUs (NCCL 2.30, which PyTorch 2.15 has)"

@@ -15,7 +15,7 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from config.job_config import Data, DataSource, ValidationSource
 from data import tables
@@ -475,19 +475,25 @@ def test_error_of_the_network_or_a_busy_server_may_pass(tmp_path: Path) -> None:
     # Releases of huggingface_hub use httpx or httpx2.
     httpx: Any = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
     request = httpx.Request("GET", "https://huggingface.co")
-    answers = {code: httpx.Response(code, request=request) for code in (404, 429, 503)}
-    errors = {code: HfHubHTTPError("no", response=answer) for code, answer in answers.items()} | {
-        0: httpx.ConnectTimeout("no answer")
-    }
-    for code, error in errors.items():
+
+    def answered(code: int) -> Exception:
+        return HfHubHTTPError("no", response=httpx.Response(code, request=request))
+
+    errors = [
+        (answered(429), OSError),
+        (answered(503), OSError),
+        (httpx.ConnectTimeout("no answer"), OSError),
+        (answered(404), ValueError),
+        (OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), ValueError),
+    ]
+    for error, kind in errors:
         for wrapped in (error, _caused_by(error), _met_by(error)):
-            kind = ValueError if code == 404 else OSError
             with (
                 patch("datasets.load_dataset_builder", side_effect=wrapped),
                 pytest.raises(kind, match=r"^data\.path: cannot load owner/data") as caught,
             ):
                 HubStream(DataSource(type="huggingface", path="owner/data"), "train")
-            assert isinstance(caught.value, OSError) == (code != 404)
+            assert type(caught.value) is kind
 
 
 def _caused_by(error: Exception) -> Exception:
