@@ -19,7 +19,7 @@ TOKEN_INDEX_FILE = "index.json"
 WILDCARD = re.compile(r"[*?[]")
 # Of an ``OSError`` that says what a path is. Others, such as a stale handle of NFS or a server that
 # does not answer, may not come after a restart.
-MISTAKES = {
+PATH_ERRNOS = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL,
     errno.ENODEV, errno.ENXIO, errno.EACCES, errno.EPERM,
 }  # fmt: skip
@@ -27,7 +27,7 @@ MISTAKES = {
 
 def path_error(path: object, error: OSError) -> ValueError | OSError:
     """Return the error that names ``path``: ``ValueError`` if the user must change something."""
-    kind = ValueError if error.errno in MISTAKES else OSError
+    kind = ValueError if error.errno in PATH_ERRNOS else OSError
     return kind(f"data.path: {path}: {reason_of(error)}")
 
 

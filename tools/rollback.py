@@ -41,7 +41,8 @@ def roll_back(run_folder: Path, step: int) -> None:
         raise ValueError(f"{run_folder}: no checkpoint of step {step}; found: none")
     chosen = saved / f"step-{step:08d}"
     # Before the lock, because it reads all bytes, and a job that starts would find the run locked.
-    problems = verify_checkpoint(chosen) if chosen.is_dir() else []
+    unread = ["it was saved meanwhile; try again"]
+    problems = verify_checkpoint(chosen) if chosen.is_dir() else unread
     with lock_run(run_folder / "control"):
         # Not before: a run that is just ending saves, and then releases the lock.
         checkpoints = {step_of(folder): folder for folder in list_checkpoints(saved)}
