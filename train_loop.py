@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from checkpoint.checkpointer import Checkpointer
 from config import ConfigError
-from data.step_batches import StepBatch, StepBatches, StepSync
+from data.step_batches import DataError, StepBatch, StepBatches, StepSync
 from launcher.post_mortem import RankHeartbeat
 from metrics.memory_report import explained_out_of_memory
 from metrics.profiling import StepProfiler
@@ -28,7 +28,6 @@ from runtime.control import RunControl, StopRequested
 from runtime.exit_codes import StopReason, stopped_by
 from runtime.log import OF_LINES, logger, show_progress
 from runtime.object_collectives import run_on_rank0
-from runtime.run_folder import list_checkpoints
 from train_step import StepResult, TrainStep
 from validation import Sample, Sampler, Validator
 
@@ -60,7 +59,13 @@ class TrainLoop:
             closing(self.batches.loader),
             explained_out_of_memory(model.module, optimizer, run.config, run.allows),
         ):
-            return self._run_steps()
+            try:
+                return self._run_steps()
+            except DataError as error:
+                # Else the next start, which may wait for somebody, would repeat steps.
+                is_finite = not self.train_step.nonfinite.should_stop()
+                self.save_newest_step(is_worth_saving=is_finite)
+                raise error.cause from None
 
     def _run_steps(self) -> StopReason:
         state, config, checkpointer = self.state, self.run.config, self.checkpointer
@@ -213,6 +218,19 @@ class TrainLoop:
         ):
             self.checkpointer.save(self.state.step, wait=wait)
 
+    def save_newest_step(self, *, is_worth_saving: bool) -> bool:
+        """Commit a pending save, and save the newest step; return False if that fails. Collective.
+
+        Without checkpoints, or if it is not worth saving, the step is not saved.
+        """
+        # The weights of a pending save were finite before it began, whatever the reason to stop.
+        self.checkpointer.finish()
+        if not (self.run.config.checkpoint.enable and is_worth_saving):
+            return True
+        if self.checkpointer.newest_step != self.state.step:
+            self.save(wait=True)
+        return self.checkpointer.newest_step == self.state.step
+
     def roll_back(self) -> bool:
         """Load the newest checkpoint, if any. Data continue: the spike's batches are skipped."""
         with self.log.metrics.exclude_from_throughput():
@@ -237,16 +255,11 @@ class TrainLoop:
 
     def finish(self, stop: StopReason) -> int:
         """Save, sample, report the outcome, and return the exit code. Collective."""
-        config, step, checkpointer = self.run.config, self.state.step, self.checkpointer
+        step, checkpointer = self.state.step, self.checkpointer
         if self.train_step.nonfinite.should_stop():
             stop = exit_codes.NOT_FINITE
-        # The weights of a pending save were finite before it began, whatever the reason to stop.
-        checkpointer.finish()
-        if config.checkpoint.enable and stop.is_worth_saving:
-            if checkpointer.newest_step != step:
-                self.save(wait=True)
-            if checkpointer.newest_step != step:
-                stop = exit_codes.NOT_SAVED
+        if not self.save_newest_step(is_worth_saving=stop.is_worth_saving):
+            stop = exit_codes.NOT_SAVED
         if stop in (exit_codes.FINISHED, exit_codes.DATA_ENDED):
             if step not in (sample.step for sample in self.samples):
                 with suppress(StopRequested):
@@ -256,7 +269,7 @@ class TrainLoop:
                 self.log.metrics.text("sample", sample.prompt + sample.text)
         self.show("ending")
         self.log.close()
-        log_outcome(self.run, step, stop)
+        log_outcome(self.run, step, stop, has_checkpoints=checkpointer.newest_step > 0)
         if stop.code == exit_codes.FAILED:
             self.heartbeat.failure = f"stopped by {stop.reason}"
         if stop != exit_codes.NOT_SAVED:
@@ -269,13 +282,12 @@ class TrainLoop:
         return stop.code
 
 
-def log_outcome(run: RunSpec, step: int, stop: StopReason) -> None:
+def log_outcome(run: RunSpec, step: int, stop: StopReason, *, has_checkpoints: bool) -> None:
     """Log why the run ended, and where its files are."""
-    enabled, folder = run.config.checkpoint.enable, run.folder / "checkpoints"
-    has_checkpoints = enabled and bool(list_checkpoints(folder))
-    shows_hint = has_checkpoints or (enabled and not stop.is_worth_saving)
+    is_worthless = run.config.checkpoint.enable and not stop.is_worth_saving
+    shows_hint = has_checkpoints or is_worthless
     what = f"stopped by {stop.reason} after step {step}" if stop.reason else f"done: {step} steps"
     logger.info("%s; %s", what, stop.hint if shows_hint else "nothing was saved")
     logger.info("metrics: %s", run.folder / "metrics.jsonl")
     if has_checkpoints:
-        logger.info("checkpoints: %s", folder)
+        logger.info("checkpoints: %s", run.folder / "checkpoints")

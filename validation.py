@@ -9,7 +9,7 @@ import torch
 
 from config import ConfigError
 from data.loader import Microbatch, MicrobatchLoader, num_target_tokens
-from data.step_batches import next_microbatches
+from data.step_batches import DataError, next_microbatches
 from forward_backward import ModelRunner
 from generation import sample_batch, window_length
 from metrics.bits_per_byte import bits_per_nat
@@ -30,7 +30,7 @@ class Validator:
         device: torch.device,
         control: RunControl,
     ) -> None:
-        """Collective. Raises as ``next_microbatches`` does, ``ConfigError`` for no target token."""
+        """Collective. Raises ``ConfigError`` for bad data or none, else ``RankFailure``."""
         show_phase("reading the validation batches")
         self._dims, self._control = dims, control
         self._n_microbatches = run.n_microbatches(dims.degrees.batch)
@@ -101,7 +101,10 @@ def _read_batches(
     """
     batches: list[Microbatch] = []
     for _ in count() if steps == "all" else range(steps):
-        found, _, sums = next_microbatches(loader, loader.n_microbatches, control)
+        try:
+            found, _, sums = next_microbatches(loader, loader.n_microbatches, control)
+        except DataError as error:
+            raise error.cause from None
         if sums["tokens"] == 0:
             break
         batches += found

@@ -42,6 +42,7 @@ from runtime.filesystem import fsync_folder, make_folder
 from runtime.log import logger
 from runtime.object_collectives import (
     RankFailure,
+    call_beyond_timeout,
     gather_to_rank0,
     raise_if_unequal,
     run_on_rank0,
@@ -88,8 +89,9 @@ class Checkpointer:
 
     ``metadata`` goes into the manifest. ``validate`` is called with the manifest of the checkpoint
     to resume from, and raises ``ConfigError`` if it belongs to another run. ``before_commit`` is
-    called on rank 0, and raises ``OSError`` if the folder is another process's by now. ``on_saved``
-    is called with the step of each committed checkpoint.
+    called on rank 0, and raises an error if the folder is another process's by now: ``OSError``
+    fails the save, ``ConfigError`` ends the run. ``on_saved`` is called with the step of each
+    committed checkpoint.
     """
 
     def __init__(
@@ -454,9 +456,9 @@ def _verify(folder: Path) -> list[str]:
     digests: list[str] = []
     gather_to_rank0(lambda: digests.append(manifest_digest(folder)))
     raise_if_unequal({f"checkpoint {folder}": digests[0]})
-    found = gather_to_rank0(
-        partial(verify_checkpoint, folder, dist.get_rank(), dist.get_world_size())
-    )
+    verify = partial(verify_checkpoint, folder, dist.get_rank(), dist.get_world_size())
+    # Of a checkpoint that fewer ranks saved, a few ranks hash all bytes.
+    found = gather_to_rank0(partial(call_beyond_timeout, verify))
     return run_on_rank0(lambda: sorted({problem for problems in found for problem in problems}))
 
 

@@ -12,10 +12,12 @@ import xxhash
 from runtime.filesystem import open_file
 
 T = TypeVar("T")
-# Of an ``OSError`` that says what the file is. Others, such as a stale handle of NFS, a server that
-# does not answer, or too many open files, say nothing about it.
+# Of an ``OSError`` that says what the file is: ext4 and XFS give the last two for damaged metadata.
+# Others, such as a stale handle of NFS, a server that does not answer, or too many open files, say
+# nothing about it.
 DAMAGE = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG, errno.EIO,
+    errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO),
 }  # fmt: skip
 
 

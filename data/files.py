@@ -70,3 +70,11 @@ def find_shard(ends: list[int], index: int) -> tuple[int, int]:
 def evenly_spaced(count: int, at_most: int) -> range:
     """At most ``at_most`` evenly spaced indices below ``count``."""
     return range(0, count, count // at_most + 1)
+
+
+def order_fingerprints(order: str, *, repeat: bool) -> tuple[str, frozenset[str]]:
+    """Return ``Source.fingerprint`` and ``resumable`` for documents in an ``order``."""
+    repeating, once = (
+        hashlib.sha256(text.encode()).hexdigest() for text in (order, f"{order}/once")
+    )
+    return repeating if repeat else once, frozenset([repeating, once])

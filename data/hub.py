@@ -17,7 +17,7 @@ import pyarrow as pa
 from config import JobConfig, load_config
 from config.job_config import DataSource, DocumentSource, ValidationSource
 from data.columns import check_column, check_no_null
-from data.files import record_hashes
+from data.files import order_fingerprints, record_hashes
 from data.formats import Format
 from data.records import read_records
 from data.remote_errors import TRANSIENT, StorageError
@@ -111,8 +111,7 @@ class HubStream:
         commit = "" if os.path.isdir(name) else f"@{builder.hash}"
         self.description = f"{name}{commit} {subset} ({split}{part or ''}), streamed"
         parts = f"{_identity(builder, name, self.paths)}/{subset}/{split}{part or ''}/{text_key}"
-        parts += "" if repeat else "/once"
-        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+        self.fingerprint, self.resumable = order_fingerprints(parts, repeat=repeat)
 
     def changed_since(self, seconds: float) -> list[DataPath]:
         """Files of a local copy; a dataset of the Hub stays at its commit."""

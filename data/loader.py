@@ -148,13 +148,15 @@ class MicrobatchLoader:
         assert not self._prefetched, "the loader has already started"
         own = self.state_dict()
         keys = {
-            "source": "the documents of [data], their weights, or debug.seed, which orders them",
+            "source": "the documents of [data], their weights, repeat of one of several sources,"
+            " or debug.seed, which orders them,",
             "tokenizer": "data.tokenizer, data.bos or data.eos",
             "global_batch_size": "training.global_batch_size",
             "packing": "data.packing, or with best_fit training.seq_len,",
         }
         for key, name in keys.items():
-            if state[key] != own[key]:
+            is_resumable = key == "source" and state[key] in self._mixture.resumable
+            if state[key] != own[key] and not is_resumable:
                 text = f"{name} changed since the checkpoint: {state[key]} to {own[key]}"
                 raise ConfigError([f"{text}; {NEW_JOB_HINT}"])
         # Older checkpoints have no next_row.

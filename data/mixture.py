@@ -37,6 +37,9 @@ class Mixture:
         self.description = "; ".join(source.description for source in sources)
         self.fingerprint = sources[0].fingerprint
         """Equal for mixtures with the same documents in the same order."""
+        # Several go on as they are: one that ended would be read alone until it catches up.
+        self.resumable = sources[0].resumable if len(sources) == 1 else frozenset[str]()
+        """Other fingerprints that a checkpoint may have."""
         if len(sources) > 1:
             parts = [f"{s.fingerprint} {w}" for s, w in zip(sources, weights, strict=True)]
             self.fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()

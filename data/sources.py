@@ -16,7 +16,7 @@ import numpy as np
 
 from config.job_config import Data, DataSource, DocumentSource
 from config.resume_compat import shown
-from data.files import FINGERPRINT_SAMPLES, evenly_spaced
+from data.files import FINGERPRINT_SAMPLES, evenly_spaced, order_fingerprints
 from data.formats import Format, format_of
 from data.markers import FORMER_BOS_NAMES, FORMER_EOS_NAMES
 from data.matching import FileId, file_id, file_status, identity, matching_files, without_owned
@@ -58,6 +58,8 @@ class Source(Protocol):
 
     fingerprint: str
     """Equal for sources with the same documents in the same order."""
+    resumable: frozenset[str]
+    """Fingerprints of the sources whose rows this one can go on with: repeating or not."""
     description: str
 
     def documents(self, row: int, n_rows: int, start: int) -> Iterator[Document]:
@@ -172,8 +174,8 @@ class ShuffledDocuments:
         self._group_ends = None
         if groups is not None:
             self._group_ends = _run_ends(groups if indices is None else groups[indices])
-        parts = f"{fingerprint}/{name}/{seed}/{n_documents}" + ("" if repeat else "/once")
-        self.fingerprint = hashlib.sha256(parts.encode()).hexdigest()
+        order = f"{fingerprint}/{name}/{seed}/{n_documents}"
+        self.fingerprint, self.resumable = order_fingerprints(order, repeat=repeat)
         self.description = f"{n_documents:,} documents for {name}"
         # Rows with short documents run ahead: by many epochs if an epoch has few documents per
         # row, by less than one if it has many.

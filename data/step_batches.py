@@ -10,7 +10,18 @@ from torch.profiler import record_function
 from config import ConfigError
 from data.loader import Microbatch, MicrobatchLoader, num_target_tokens
 from runtime.control import RunControl
-from runtime.object_collectives import raise_on_all_ranks
+from runtime.object_collectives import RankFailure, raise_on_all_ranks
+
+
+class DataError(Exception):
+    """Data cannot be read. Raised on all ranks at once, so that they can still save.
+
+    ``cause``: ``ConfigError`` for bad data, ``RankFailure`` for a failed read.
+    """
+
+    def __init__(self, cause: ConfigError | RankFailure) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class StepBatches:
 
         Rows without target tokens are skipped: without a gradient, a step would decay weights.
         ``is_writing``: this rank is still writing a checkpoint. Raises as ``next_microbatches``
-        does, and ``ConfigError`` after more than ``max_bad_records``.
+        does, and ``DataError`` after more than ``max_bad_records``.
         """
         n_sequences = self._batch_size(step)
         count = self.loader.n_microbatches * n_sequences // self._global_batch_size
@@ -94,7 +105,8 @@ class StepBatches:
             data_wait += seconds
             n_bad = sums["bad"] // self._n_readers
             if n_bad > self._max_bad_records:
-                raise ConfigError([f"data.max_bad_records: {n_bad} records could not be read"])
+                text = f"data.max_bad_records: {n_bad} records could not be read"
+                raise DataError(ConfigError([text]))
             n_tokens = sums["tokens"] // self._n_readers
             n_rows += n_sequences
             is_end = n_tokens == 0 and n_rows >= self._global_batch_size
@@ -126,9 +138,8 @@ def next_microbatches(
     """Return the next microbatches, the seconds this rank waited, and sums over all ranks.
 
     The sums: ``tokens``, target tokens, and ``bad``, unreadable records so far, each counted by
-    every rank that reads its row; ``writing``, ranks that are writing a checkpoint. Collective. An
-    error of one rank is raised on all: ``ConfigError`` for bad data, ``RankFailure`` for a failed
-    read.
+    every rank that reads its row; ``writing``, ranks that are writing a checkpoint. Collective.
+    Raises ``DataError`` if one rank cannot read.
     """
     begin, microbatches, problem = time.perf_counter(), [], None
     try:
@@ -146,5 +157,8 @@ def next_microbatches(
             writing=int(is_writing),
         )
     if sums["unread"]:
-        raise_on_all_ranks(problem, is_mistake=sums["mistakes"] > 0)
+        try:
+            raise_on_all_ranks(problem, is_mistake=sums["mistakes"] > 0)
+        except (ConfigError, RankFailure) as error:
+            raise DataError(error) from error
     return microbatches, data_wait, sums

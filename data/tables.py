@@ -216,7 +216,10 @@ def _reading(path: DataPath) -> Iterator[None]:
     """Name the file in errors of pyarrow."""
     try:
         yield
-    except StorageError:
+    except (
+        StorageError,
+        MemoryError,
+    ):  # pyarrow's own is both a MemoryError and an ArrowException.
         raise
     except pa.ArrowException as error:
         raise ValueError(f"data.path: {path}: {error}") from None

@@ -5,6 +5,7 @@ checkpoint, or a run that ends as requested, resets the number.
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def newest_saved_step(control: Path) -> int:
 
     ``control/progress`` may be older, if it could not be written.
     """
-    saved = list_checkpoints(control.parent / "checkpoints")
+    saved: list[Path] = []
+    with suppress(OSError):
+        saved = list_checkpoints(control.parent / "checkpoints")
     return step_of(saved[0]) if saved else read_number(control / "progress") or 0
 
 

@@ -146,7 +146,9 @@ def next_commands(
     folder = config.job.folder
     ranks = f"NGPU={environment['NGPU']} " if environment.get("NGPU") else ""
     # Before the first step there is nothing to save.
-    checkpoints = list_checkpoints(folder / "checkpoints") if config.checkpoint.enable else []
+    checkpoints: list[Path] = []
+    with suppress(OSError):
+        checkpoints = list_checkpoints(folder / "checkpoints") if config.checkpoint.enable else []
     has_checkpoints = bool(checkpoints)
     is_whole = outcome == exit_codes.FINISHED.outcome
     # The resolved configuration: the one that was named may be a pipe, or change.

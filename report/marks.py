@@ -49,8 +49,9 @@ def marks_of(
     alarms, damaged = read_records(folder / "alarms.jsonl", is_alarm)
     problems += damaged
     starts = starts_in_ledger(folder / "ledger" / "rank-00000.jsonl", training, problems)
+    checkpoints = list(_checkpoints(folder / "checkpoints", problems))
     found = [
-        *_checkpoints(folder / "checkpoints"),
+        *checkpoints,
         *starts,
         *_starts_in_metrics(training, [mark.step for mark in starts if mark.kind == "restart"]),
         *_rollbacks(rollbacks, [mark.step for mark in starts if mark.kind == "rollback"]),
@@ -58,7 +59,7 @@ def marks_of(
         *(Mark(line["kind"], line["step"], _short(line["text"]), line["time"]) for line in alarms),
         *_growths(training),
         *_nonfinite(training),
-        *_end(folder, training),
+        *_end(folder, training, checkpoints),
     ]
     marks: list[Mark] = []
     for kind in dict.fromkeys(mark.kind for mark in found):
@@ -70,8 +71,13 @@ def marks_of(
     return sorted(marks, key=lambda mark: (mark.step, mark.time or 0.0)), problems
 
 
-def _checkpoints(folder: Path) -> Iterator[Mark]:
-    for path in reversed(list_checkpoints(folder)):
+def _checkpoints(folder: Path, problems: list[str]) -> Iterator[Mark]:
+    try:
+        saved = list_checkpoints(folder)
+    except OSError as error:
+        problems.append(f"{folder}: {error.strerror}")
+        return
+    for path in reversed(saved):
         yield Mark("checkpoint", step_of(path), f"checkpoint {path.name}", _mtime(path))
     for path in sorted(folder.glob("*-step-*")):
         if match := re.fullmatch(r"(corrupt|abandoned|replaced)-step-(\d{8,40})-\w+", path.name):
@@ -164,12 +170,12 @@ def _nonfinite(training: Sequence[Line]) -> Iterator[Mark]:
                 yield Mark("skipped", line["step"], f"the {what} is not finite", line.get("time"))
 
 
-def _end(folder: Path, training: Sequence[Line]) -> Iterator[Mark]:
+def _end(folder: Path, training: Sequence[Line], checkpoints: Sequence[Mark]) -> Iterator[Mark]:
     path = folder / "control" / "outcome"
     outcome = read_text(path)
     if outcome and training:
         # The last steps before an early end may have no line.
-        saved = [step_of(each) for each in list_checkpoints(folder / "checkpoints")[:1]]
+        saved = [mark.step for mark in checkpoints if mark.kind == "checkpoint"]
         step = max([training[-1]["step"], *saved])
         yield Mark("end", step, f"end: {_short(outcome)}", _mtime(path))
 

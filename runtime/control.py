@@ -30,7 +30,7 @@ from runtime.run_folder import (
     remove_stop_file,
     stop_file_id,
 )
-from runtime.run_lock import lock_holder, lock_run
+from runtime.run_lock import held_by, lock_holder, lock_run
 from runtime.signals import SIGNALS, handle_signals
 
 # Slurm's scancel may reach a rank twice, once through the launcher. A later signal ends at once.
@@ -87,9 +87,13 @@ class RunControl:
         return ""
 
     def check_lock(self) -> None:
-        """Raise ``OSError`` if another process has locked the run meanwhile. On rank 0 only."""
+        """On rank 0: raise ``OSError`` or ``ConfigError`` if another process locked the run."""
         if mistake := self._keep_lock():
             raise OSError(mistake)
+        # Where locks do not hold between nodes, it has put its name into the same file.
+        holder = read_text(self._folder / "lock")
+        if holder not in ("", lock_holder()):
+            raise held_by(holder, self._folder)
 
     def _keep_lock(self) -> str:
         """Make and lock ``control/`` again if it was removed; return why that is impossible."""

@@ -39,7 +39,9 @@ NOT_FINITE = StopReason(
 )
 SPIKES = StopReason("too many spikes", DO_NOT_REQUEUE, _NOT_RESUMABLE, False)
 DATA_ENDED = StopReason(
-    "the end of the data", DONE, "set repeat = true in [[data.sources]] to restart sources"
+    "the end of the data",
+    DONE,
+    "one source goes on with repeat = true in [[data.sources]]; several need another job.name",
 )
 NOT_SAVED = StopReason("checkpoints that could not be saved", FAILED, is_worth_saving=False)
 COMPLETE = (FINISHED, STOP_FILE, DATA_ENDED)

@@ -5,8 +5,10 @@ import json
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from config import ConfigError
@@ -15,6 +17,8 @@ T = TypeVar("T")
 ABSENT = "absent"
 # More lines would hide the first ones.
 MAX_DIFFERENCES = 20
+# Between meetings of ranks in ``call_beyond_timeout``: much less than any timeout.
+MEET_SECONDS = 10.0
 
 
 class RankFailure(RuntimeError):
@@ -55,6 +59,22 @@ def gather_to_rank0(function: Callable[[], T]) -> list[T]:
     if message[0]:
         raise RankFailure(message[0]) from cause
     return [result for result, _ in gathered]
+
+
+def call_beyond_timeout(function: Callable[[], T]) -> T:
+    """Return ``function()`` once all ranks have called theirs. Collective.
+
+    On some ranks it may take longer than the timeout of collectives. Its error is raised on that
+    rank only.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(function)
+        is_pending = torch.ones(1)
+        while is_pending.item():
+            wait([result], MEET_SECONDS)
+            is_pending.fill_(not result.done())
+            dist.all_reduce(is_pending)
+    return result.result()
 
 
 def all_gather_object(value: T) -> list[T]:

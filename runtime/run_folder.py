@@ -47,8 +47,15 @@ def unix_time(stamp: str) -> float | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints in ``folder``, newest first."""
-    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    """Committed checkpoints in ``folder``, newest first; none if there is no such folder.
+
+    Raises ``OSError`` if it cannot be listed: a run that took it for empty would begin again.
+    """
+    try:
+        names = os.listdir(folder)  # ``Path.glob`` would take an error for an empty folder.
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [folder / name for name in names if re.fullmatch(r"step-\d{8,}", name)]
     return sorted(found, key=step_of, reverse=True)
 
 

@@ -33,9 +33,9 @@ def lock_run(folder: Path) -> TextIO:
         _lock(file)
     except BlockingIOError:
         file.seek(0)
-        who = f"process {file.read(MAX_HOLDER).strip()} is writing to {folder.parent} now"
+        holder = file.read(MAX_HOLDER).strip()
         file.close()
-        raise ConfigError([f"job.name: {who}"]) from None
+        raise held_by(holder, folder) from None
     except OSError as error:
         file.close()
         text = f"{folder / 'lock'} cannot be locked: {error.strerror}"
@@ -46,6 +46,11 @@ def lock_run(folder: Path) -> TextIO:
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), f"{lock_holder()}\n".encode())
     return file
+
+
+def held_by(holder: str, folder: Path) -> ConfigError:
+    """The error that another process has locked the ``control/`` folder."""
+    return ConfigError([f"job.name: process {holder} is writing to {folder.parent} now"])
 
 
 def _lock(file: TextIO) -> None:

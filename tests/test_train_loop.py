@@ -29,10 +29,8 @@ def test_only_checkpoints_that_exist_are_named(
     tmp_path: Path,
     captured_log: pytest.LogCaptureFixture,
 ) -> None:
-    if is_saved:
-        (tmp_path / "checkpoints" / "step-00000100").mkdir(parents=True)
     run: Any = SimpleNamespace(config=JobConfig(), folder=tmp_path)
-    log_outcome(run, 0, stop)
+    log_outcome(run, 0, stop, has_checkpoints=is_saved)
     first, *others = captured_log.messages
     assert hint in first
     assert (f"checkpoints: {tmp_path / 'checkpoints'}" in others) == is_saved

@@ -336,7 +336,12 @@ def _outcome(control: Path) -> tuple[str, str, str]:
 
 def _newest_checkpoint(folder: Path, problems: list[str]) -> tuple[int | None, float]:
     """Step and time of the newest checkpoint whose manifest and file sizes are valid."""
-    for path in list_checkpoints(folder):
+    try:
+        saved = list_checkpoints(folder)
+    except OSError as error:
+        problems.append(f"{folder}: {error.strerror}")
+        return None, 0.0
+    for path in saved:
         try:
             sizes = sizes_of(read_manifest(path))
             wrong = [name for name, size in sizes.items() if (path / name).stat().st_size != size]

@@ -307,6 +307,32 @@ def load_with_errors(folder: Path, name: str, number: int, n_errors: int) -> lis
     return found
 
 
+def load_from_unlistable(folder: Path, number: int) -> list[str]:
+    """Errors of loading where rank 0 cannot list ``folder``, with checkpoints and without."""
+    run, listed = Run(folder, TWO), os.listdir
+
+    def failing(path: Any = ".") -> list[str]:
+        if Path(path) == folder:
+            raise OSError(number, os.strerror(number), str(path))
+        return listed(path)
+
+    found = []
+    with patch("os.listdir", failing):
+        for enable in (True, False):
+            with pytest.raises(RankFailure) as caught:
+                run.checkpointer_in(folder, enable=enable).load_latest()
+            found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_folder_that_cannot_be_listed_is_not_empty(
+    ranks: RankPool, intact: tuple[Path, list[Loaded]], number: int
+) -> None:
+    for errors in ranks.run(load_from_unlistable, 2, intact[0], number):
+        assert all(os.strerror(number) in text for text in errors)
+
+
 PASSING = (errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.EACCES)
 
 
@@ -322,12 +348,26 @@ def test_error_that_may_pass_is_no_damage(
     assert {path.name for path in folder.iterdir()} == {OLDER, NEWER}
 
 
-@pytest.mark.parametrize(("n_errors", "steps"), [(1, [2, 2]), (2, [1, 1])])
-def test_only_a_repeated_io_error_is_damage(
-    ranks: RankPool, intact: tuple[Path, list[Loaded]], tmp_path: Path, n_errors: int, steps: Any
+@pytest.mark.parametrize(
+    ("number", "n_errors", "steps"),
+    [
+        (errno.EIO, 1, [2, 2]),
+        (errno.EIO, 2, [1, 1]),
+        # Of ext4 and XFS, for a damaged inode.
+        (errno.EUCLEAN, 1, [1, 1]),
+        (errno.EBADMSG, 1, [1, 1]),
+    ],
+)
+def test_error_of_damage_is_damage_and_an_io_error_if_repeated(
+    ranks: RankPool,
+    intact: tuple[Path, list[Loaded]],
+    tmp_path: Path,
+    number: int,
+    n_errors: int,
+    steps: Any,
 ) -> None:
     folder = shutil.copytree(intact[0], tmp_path / "copy")
-    found = ranks.run(load_with_errors, 2, folder, FILES[1], errno.EIO, n_errors)
+    found = ranks.run(load_with_errors, 2, folder, FILES[1], number, n_errors)
     assert found == [steps, steps]
 
 

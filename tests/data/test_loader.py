@@ -18,10 +18,13 @@ import pytest
 import torch
 
 from checkpoint.checkpointer import merge
+from config import ConfigError
 from config.job_config import Data
 from data.loader import Microbatch, MicrobatchLoader
+from data.mixture import Mixture
 from data.sources import ShuffledDocuments, Source, build_sources
 from data.tokenizer import Tokenizer, load_tokenizer
+from runtime.labels import IGNORE_INDEX
 from tests.lib.loaders import ROWS, SEQ_LEN, UNIQUE, CountsPrefetched, CountsTaken, build, documents
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
@@ -29,9 +32,11 @@ from tests.lib.repository import ROOT
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1)]  # (dp_degree, microbatch_size)
 
 
-def shuffled(texts: list[str], fingerprint: str = "texts") -> ShuffledDocuments:
+def shuffled(
+    texts: list[str], fingerprint: str = "texts", *, repeat: bool = True
+) -> ShuffledDocuments:
     return ShuffledDocuments(
-        texts, np.arange(len(texts)), seed=5, name="training", fingerprint=fingerprint
+        texts, None, seed=5, name="training", fingerprint=fingerprint, repeat=repeat
     )
 
 
@@ -108,6 +113,33 @@ def test_every_token_is_a_label_once_per_epoch() -> None:
     want = Counter({UNIQUE.eos_id: ends, UNIQUE.bos_id: ends - ROWS})
     want.update(int(word) for text in texts for word in text.split())
     assert counts == want
+
+
+def test_source_that_ended_goes_on_if_it_repeats() -> None:
+    texts = documents(40, longest=3 * SEQ_LEN)
+    ended = build_all(shuffled(texts, repeat=False), 2, 2)
+    while take_step(ended).labels.ne(IGNORE_INDEX).any():
+        pass
+    saved = reduce(merge, [loader.state_dict() for loader in ended])
+    source = shuffled(texts)
+    [resumed] = build_all(source, 1, 8)
+    resumed.load_state_dict(saved)
+    batch = take_step([resumed])
+    for row in range(ROWS):
+        n_read = len(range(row, len(texts), ROWS))
+        text = next(text for text in source.documents(row, ROWS, n_read) if text)
+        ids = [UNIQUE.bos_id, *UNIQUE.encode(text), UNIQUE.eos_id][:SEQ_LEN]
+        assert batch.tokens[row, : len(ids)].tolist() == ids
+
+
+def test_ended_one_of_several_sources_does_not_go_on() -> None:
+    def mixture(repeat: bool) -> Mixture:
+        return Mixture([shuffled(["1"], repeat=repeat), shuffled(["2"], "others")], [0.5, 0.5])
+
+    saved = build(mixture(repeat=False)).state_dict()
+    build(mixture(repeat=False)).load_state_dict(saved)
+    with pytest.raises(ConfigError, match="repeat of one of several sources"):
+        build(mixture(repeat=True)).load_state_dict(saved)
 
 
 def resume(
@@ -309,6 +341,7 @@ class Sparse:
     """Source with ``n_empty`` empty documents before each other one."""
 
     fingerprint = description = "sparse"
+    resumable = frozenset[str]()
     n_documents = None
 
     def __init__(self, n_empty: int) -> None:

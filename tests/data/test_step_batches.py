@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from config import ConfigError
 from data.loader import Microbatch, MicrobatchLoader
-from data.step_batches import StepBatch, StepBatches, StepSync
+from data.step_batches import DataError, StepBatch, StepBatches, StepSync
 from runtime.labels import IGNORE_INDEX
 from tests.lib.control import control_of
 from tests.lib.ranks import RankPool
@@ -43,7 +43,7 @@ def take(
     n_readers: int,
     max_bad_records: int = 9,
 ) -> list[tuple[StepBatch, StepSync]] | str:
-    """Return the batches and syncs of steps of ``sizes``, or the text of a ``ConfigError``.
+    """Return the batches and syncs of steps of ``sizes``, or the text of a ``DataError``.
 
     ``n_valid``, ``n_bad``: target tokens and bad records of each rank.
     """
@@ -60,8 +60,8 @@ def take(
         )
         try:
             return [batches.next(step, is_writing=rank == 1) for step in range(1, len(sizes) + 1)]
-        except ConfigError as error:
-            return str(error)
+        except DataError as error:
+            return str(error) if isinstance(error.cause, ConfigError) else "RankFailure"
 
 
 def test_counts_are_summed_over_ranks_with_different_rows(ranks: RankPool, tmp_path: Path) -> None:

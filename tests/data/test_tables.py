@@ -193,6 +193,17 @@ def test_broken_parquet_is_named(tmp_path: Path) -> None:
         build_sources(files(tmp_path), 0)
 
 
+def test_lack_of_memory_is_no_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*args: Any, **kwargs: Any) -> Any:
+        raise pa.ArrowMemoryError("malloc of size 4294967296 failed")
+
+    write(tmp_path / "a.parquet", TEXTS)
+    documents, _ = open_documents(files(tmp_path).mixture[0], skips_bad=True)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", without_memory)
+    with pytest.raises(MemoryError):
+        documents[0]
+
+
 def test_tables_and_plain_text_do_not_mix(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", TEXTS)
     (tmp_path / "b.txt").write_text("plain")

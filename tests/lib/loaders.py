@@ -30,7 +30,7 @@ def documents(count: int, longest: int, seed: int = 0) -> list[str]:
 
 
 def build(
-    source: Source,
+    source: Source | Mixture,
     dp_degree: int = 1,
     dp_rank: int = 0,
     tokenizer: Tokenizer = UNIQUE,
@@ -45,7 +45,8 @@ def build(
         "prefetch": 2,
     }
     config = LoaderConfig(dp_rank=dp_rank, dp_degree=dp_degree, **(keywords | changes))
-    return MicrobatchLoader(Mixture([source]), tokenizer, config)
+    mixture = source if isinstance(source, Mixture) else Mixture([source])
+    return MicrobatchLoader(mixture, tokenizer, config)
 
 
 class CountsPrefetched(MicrobatchLoader):

@@ -1094,11 +1094,26 @@ ROOT_FILES = [
         "failed-last-save-counts-as-done",
         "train_loop.py",
         before="""\
-            if checkpointer.newest_step != step:
-                stop = exit_codes.NOT_SAVED
+        return self.checkpointer.newest_step == self.state.step
+""",
+        after="        return True\n",
+        tests=(f"{PLANTED}::test_run_whose_last_save_fails_has_failed",),
+    ),
+    Mutation(
+        "steps-before-unreadable-data-lost",
+        "train_loop.py",
+        before="""\
+                self.save_newest_step(is_worth_saving=is_finite)
 """,
         after="",
-        tests=(f"{PLANTED}::test_run_whose_last_save_fails_has_failed",),
+        tests=(f"{PLANTED}::test_unreadable_file_is_retried_by_a_restart",),
+    ),
+    Mutation(
+        "unlistable-folder-has-no-checkpoints",
+        "runtime/run_folder.py",
+        before="    except (FileNotFoundError, NotADirectoryError):\n        return []\n    found",
+        after="    except OSError:\n        return []\n    found",
+        tests=("tests/checkpoint/test_damage.py::test_folder_that_cannot_be_listed_is_not_empty",),
     ),
     Mutation(
         "data-of-a-spike-read-again",

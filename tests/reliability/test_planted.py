@@ -25,6 +25,7 @@ from optim.spikes import LossSpikeDetector
 from runtime import exit_codes
 from runtime.dtensor import to_local
 from runtime.log import logger
+from runtime.run_folder import step_of
 from tests.lib.forked import checkpoints, codes, log, run, spike_at_step_5, started, tensors
 from tests.lib.launch import curve, records
 from tools.check_ledger import replay
@@ -103,14 +104,14 @@ def invalid_ids() -> None:
 
 
 def unreadable_file() -> None:
-    """Raise ``OSError`` on rank 1 in the 10th read."""
+    """Raise ``OSError`` on rank 1 in the 12th read."""
     if os.environ["RANK"] == "1":
         original, calls = ConcatPacker.read, 0
 
         def read(self: ConcatPacker, sequence: PackedSequence) -> Any:
             nonlocal calls
             calls += 1
-            if calls == 10:
+            if calls == 12:
                 raise OSError("books/1.txt: stale file handle")
             return original(self, sequence)
 
@@ -286,6 +287,8 @@ def test_unreadable_file_is_retried_by_a_restart(tmp_path: Path) -> None:
     expect_exit(unreadable_file, tmp_path, {exit_codes.FAILED}, **STEPS)
     for path in tmp_path.glob("rank-*.log"):
         assert "rank 1: OSError: books/1.txt: stale file handle" in path.read_text()
+    # The steps before it are saved, although their checkpoint was not due.
+    assert step_of(checkpoints(tmp_path)[0]) % int(STEPS["checkpoint.interval"])
 
 
 @pytest.mark.row(21, "Replicas that differ are caught")

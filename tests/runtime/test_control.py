@@ -289,6 +289,22 @@ def test_run_ends_if_another_one_took_its_folder(ranks: RankPool, tmp_path: Path
     assert errors[1].startswith("job.name: rank 0 lost ")
 
 
+def share_lock(folder: Path) -> str:
+    """Another node's process locks the same file, on a file system whose locks do not reach it."""
+    with control_of(folder) as run:
+        run.check_lock()
+        (folder / "lock").write_text("4711 on elsewhere\n")
+        with pytest.raises(ConfigError) as caught:
+            run.check_lock()
+    return str(caught.value)
+
+
+def test_second_holder_of_the_same_lock_ends_the_run(ranks: RankPool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    found = ranks.run(share_lock, 1, run / "control")
+    assert found == [f"job.name: process 4711 on elsewhere is writing to {run} now"]
+
+
 def lock_error(folder: Path) -> str:
     with patch("signal.signal"), pytest.raises(ConfigError) as caught:
         RunControl(folder).acquire_lock()

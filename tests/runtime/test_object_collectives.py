@@ -1,16 +1,22 @@
 """An error on one rank raises on all ranks and names the rank; so do facts that differ."""
 
 import socket
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from config import ConfigError
+from runtime.compat import set_timeout
 from runtime.object_collectives import (
     MAX_DIFFERENCES,
     RankFailure,
     all_gather_object,
+    call_beyond_timeout,
     gather_to_rank0,
     raise_if_unequal,
     raise_on_all_ranks,
@@ -67,6 +73,24 @@ def test_errors_raise_on_all_ranks(ranks: RankPool) -> None:
     want = [f"rank 0: {failure}", f"rank 1: {failure}", f"rank 1: {failure}", mistake]
     want += ["a: wrong", "b: wrong"]
     assert ranks.run(failures, 2) == [want, want]
+
+
+def outlast_the_timeout() -> int:
+    def slow() -> int:
+        if dist.get_rank() == 1:
+            time.sleep(2.5)
+        return dist.get_rank()
+
+    failing = raise_on_rank(1, ValueError("wrong"))
+    set_timeout(timedelta(seconds=1))
+    with patch("runtime.object_collectives.MEET_SECONDS", 0.1):
+        with pytest.raises(RankFailure, match="rank 1: ValueError: wrong"):
+            gather_to_rank0(partial(call_beyond_timeout, failing))
+        return call_beyond_timeout(slow)
+
+
+def test_slow_call_of_one_rank_outlasts_the_timeout_of_the_others(ranks: RankPool) -> None:
+    assert ranks.run(outlast_the_timeout, 2) == [0, 1]
 
 
 def error_of(facts: list[dict[str, str]], mistakes: list[str]) -> list[str]:
