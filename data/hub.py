@@ -67,6 +67,8 @@ class HubTable:
         self.name, self._key = f"{name}/{subset}/{text_key}", name
         self.paths = _local_files(builder, name, "train")
         self.identity = f"{_identity(builder, name, self.paths)}/{subset}/{text_key}"
+        if not os.path.isdir(name):  # Tokens prepared before are those of this text.
+            self.identity = self.name + builder.hash
 
     def __len__(self) -> int:
         return len(self._column)
@@ -108,6 +110,8 @@ class HubStream:
             builder = _builder(config)
             self._dataset = builder.as_streaming_dataset(split=split)
         self.paths = _local_files(builder, name, split)
+        self.held_out_paths = _local_files(builder, name, "validation") if split == "train" else []
+        """Files of a local copy that no source may train on, also without validation."""
         commit = "" if os.path.isdir(name) else f"@{builder.hash}"
         self.description = f"{name}{commit} {subset} ({split}{part or ''}), streamed"
         parts = f"{_identity(builder, name, self.paths)}/{subset}/{split}{part or ''}/{text_key}"
@@ -238,7 +242,7 @@ def _local_files(builder: Any, name: str, split: str) -> list[Path]:
     """Sorted files of a split of a local copy; [] for a dataset of the Hub."""
     if not os.path.isdir(name):
         return []
-    return sorted(map(Path, builder.config.data_files[split]))
+    return sorted(map(Path, builder.config.data_files.get(split, [])))
 
 
 def _identity(builder: Any, name: str, paths: Sequence[Path]) -> str:
@@ -336,11 +340,11 @@ def _loading(what: str) -> Iterator[None]:
 
 def _may_pass(error: BaseException | None) -> bool:
     """True if ``error``, or one that it came from, is of the network or of a busy server."""
+    if datasets.config.HF_HUB_OFFLINE:  # The user forbids the network, also at a restart.
+        return False
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         names = {base.__name__ for base in type(error).__mro__}
-        if "OfflineModeIsEnabled" in names:  # The user forbids the network, also at a restart.
-            return False
         if names & NETWORK_ERRORS or status in TRANSIENT or status >= 500:
             return True
         error = error.__cause__ or error.__context__

@@ -89,7 +89,7 @@ def match_paths(pattern: str, *, folder_file: str = "") -> Sequence[DataPath]:
     if os.path.isfile(pattern):
         return [Path(pattern)]
     parts = [part for part in pattern.split("/") if part]
-    if not parts:
+    if not parts or "\0" in pattern:
         return []
     try:
         return sorted({*map(Path, _expand("/" if pattern.startswith("/") else "", parts))})

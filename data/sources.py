@@ -346,8 +346,10 @@ def _build_source(
         from data.hub import hub_streams
 
         streams = hub_streams(config, with_held_out, percent, skips_bad=skips_bad)
-        paths = streams[0].paths
-        taken = ChainMap(reserved.files, owners[WHOLE_FILE], owners[config.text_key])
+        stream = streams[0]
+        _check_no_owner(stream.paths, reserved.files, READ_WHOLE)
+        taken = ChainMap(owners[WHOLE_FILE], owners[config.text_key])
+        paths = [*stream.paths, *stream.held_out_paths]
         _check_no_owner(paths, taken, READ_WHOLE)
         owners[config.text_key].update((file_id(path), config.label) for path in paths)
         return streams

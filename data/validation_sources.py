@@ -1,12 +1,13 @@
 """Documents of ``[[validation.sources]]``, which are evaluated and never trained on."""
 
+import os
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from config.job_config import Data, ValidationSource
 from data.matching import file_id
 from data.sources import (
-    Documents,
     Reserved,
     ShuffledDocuments,
     Source,
@@ -14,7 +15,11 @@ from data.sources import (
     named_errors,
     open_documents,
 )
+from data.storage import DataPath
 from data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from data.hub import HubStream
 
 
 class ValidationData(NamedTuple):
@@ -42,16 +47,19 @@ def build_validation_sources(
 def reserved_files(configs: list[ValidationSource], data: Data) -> Reserved:
     """Return the files of ``build_validation_sources`` that may hold text.
 
-    Reads no dataset of the Hub, and no token ids, which may be of a tokenizer that does not exist
+    Reads nothing of the Hub, and no token ids, which may be of a tokenizer that does not exist
     yet. Raises ``ValueError`` for missing or bad data, ``OSError`` if reading fails.
     """
     reserved = Reserved({}, {})
     for config in configs:
         with named_errors(f"validation.sources, {config.name}"):
             _check_is_apart(config, data)
-            if config.type != "tokens" and not config.is_on_hub and not config.is_outside:
-                documents, _ = open_documents(config, skips_bad=data.on_bad_record == "skip")
-                _reserve(config, documents, reserved)
+            skips_bad = data.on_bad_record == "skip"
+            if config.is_on_hub and os.path.isdir(config.path):
+                _reserve(config, _open_stream(config, skips_bad=skips_bad).paths, reserved)
+            elif config.type != "tokens" and not config.is_on_hub and not config.is_outside:
+                documents, _ = open_documents(config, skips_bad=skips_bad)
+                _reserve(config, documents.paths, reserved)
     return reserved
 
 
@@ -61,13 +69,12 @@ def _build(
     skips_bad = data.on_bad_record == "skip"
     _check_is_apart(config, data)
     if config.is_on_hub:
-        # Imported here, because datasets takes a second to import.
-        from data.hub import validation_stream
-
-        return validation_stream(config, skips_bad=skips_bad)
+        stream = _open_stream(config, skips_bad=skips_bad)
+        _reserve(config, stream.paths, reserved)
+        return stream
     check_tokens = partial(check_tokenizer, tokenizer=tokenizer, config=data)
     documents, fingerprint = open_documents(config, skips_bad=skips_bad, check_tokens=check_tokens)
-    _reserve(config, documents, reserved)
+    _reserve(config, documents.paths, reserved)
     return ShuffledDocuments(
         documents,
         None,
@@ -95,8 +102,15 @@ def _check_is_apart(config: ValidationSource, data: Data) -> None:
         raise ValueError("data.type: its documents are also trained on")
 
 
-def _reserve(config: ValidationSource, documents: Documents, reserved: Reserved) -> None:
-    files = {file_id(path): f"validation.sources, {config.name}" for path in documents.paths}
+def _open_stream(config: ValidationSource, *, skips_bad: bool) -> "HubStream":
+    # Imported here, because datasets takes a second to import.
+    from data.hub import validation_stream
+
+    return validation_stream(config, skips_bad=skips_bad)
+
+
+def _reserve(config: ValidationSource, paths: Sequence[DataPath], reserved: Reserved) -> None:
+    files = {file_id(path): f"validation.sources, {config.name}" for path in paths}
     reserved.files.update(files)
     if config.exclude_from_training:
         reserved.excluded.update(files)

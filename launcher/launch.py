@@ -253,10 +253,11 @@ def exit_code(end: End, outcome: str, *, has_checkpoints: bool) -> int:
 
 def is_running(control: Path) -> bool:
     """True if a run has locked its folder, and not only ``is_locked`` of another start."""
-    if not (control.exists() and is_locked(control)):
+    # A folder that cannot be locked may be the reason why this start failed.
+    if not (control.exists() and is_locked(control, if_unknown=False)):
         return False
     time.sleep(WAIT_SECONDS)
-    return is_locked(control)
+    return is_locked(control, if_unknown=False)
 
 
 def report_end(end: End, code: int, control: Path, *, n_ranks: int) -> int:
@@ -307,23 +308,23 @@ def ranks_per_node(environment: Mapping[str, str]) -> int:
     """NGPU, else Slurm's GPUs, else the visible GPUs, else two CPU ranks.
 
     Raises ``ValueError`` for more ranks than visible GPUs, unless NCCL may share them, or CPUs are
-    asked for: by NGPU on a machine without GPUs, or by an empty CUDA_VISIBLE_DEVICES.
+    asked for: by an empty CUDA_VISIBLE_DEVICES, or by NGPU where Slurm counts no GPUs.
     """
     name = "NGPU" if environment.get("NGPU") else "SLURM_GPUS_ON_NODE"
     gpus = torch.cuda.device_count()
     if not environment.get(name):
         return gpus or DEFAULT_CPU_RANKS
     count = _number(name, environment[name], at_least=1)
-    if gpus > 0:
-        is_short = gpus < count and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
-    else:
+    if gpus == 0:
         # Slurm counts GPUs that the driver lost: CPUs train only if that is asked for.
-        is_short = name != "NGPU" and environment.get("CUDA_VISIBLE_DEVICES") != ""
+        in_slurm = environment.get("SLURM_GPUS_ON_NODE")
+        is_short = bool(in_slurm) and environment.get("CUDA_VISIBLE_DEVICES") != ""
+    else:
+        is_short = gpus < count and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
     if is_short:
-        text = (
-            "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU, or"
-            " NCCL_MULTI_RANK_GPU_ENABLE=1 to share GPUs (NCCL 2.30, which PyTorch 2.15 has)"
-        )
+        text = "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        if gpus > 0:
+            text += ", or NCCL_MULTI_RANK_GPU_ENABLE=1 to share GPUs (NCCL 2.30, of PyTorch 2.15)"
         raise ValueError(f"{name}={count}: only {gpus} GPUs are visible, and {text}")
     return count
 

@@ -68,7 +68,7 @@ class AlarmsFile:
         self._handler = AlarmHandler(self._take)
 
     def end_step(self, step: int) -> None:
-        """Count what follows to the step after ``step``, the newest one that is done."""
+        """Count what follows to ``step``, the newest one that is done."""
         self._step = step
         if self._pending:
             self._handler.call(self._write)

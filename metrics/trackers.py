@@ -44,7 +44,7 @@ class Trackers:
             thread.put("log", step, known)
 
     def end_step(self, step: int) -> None:
-        """Count texts that follow to the step after ``step``, the newest one that is done."""
+        """Count texts that follow to ``step``, the newest one that is done."""
         self._step = step
 
     def text(self, name: str, text: str) -> None:

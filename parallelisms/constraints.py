@@ -100,6 +100,9 @@ def cuda_graph_obstacle(
         "parallelism.fsdp_reshard_after_forward = N": type(reshard) is int,
         "debug.deterministic": config.debug.is_elastic,
         "metrics.straggler_window": config.metrics.straggler_window > 0,
+        # It captures graphs of its own, which a capture does not allow.
+        'compile.backend = "cudagraphs"': config.compile.enable
+        and config.compile.backend == "cudagraphs",
         # The compiler then keeps states of a random generator that a capture does not know.
         "compiled recomputation of attention": config.compile.enable and recomputes_attention,
         # Each recomputation takes states of the generator, which a capture does not allow.
@@ -352,9 +355,9 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             lambda run: _has_expert_mesh(run)
             and isinstance(run.config.parallelism.fsdp_reshard_after_forward, int)),
     Constraint("metrics.straggler_window",
-            "not supported with expert parallel: ranks get unequal numbers of tokens and wait for"
-            " each other in every MoE layer",
-            lambda run: _ep(run) > 1 and run.config.metrics.straggler_window > 0),
+            "not supported with expert parallel, or tensor parallel of MoE models: ranks wait for"
+            " each other's tokens or experts in every MoE layer",
+            lambda run: _has_expert_mesh(run) and run.config.metrics.straggler_window > 0),
     _tp_must_divide("the model's n_heads", lambda run: run.shape.n_heads),
     # Ranks may outnumber the KV heads, because they gather the heads that they need.
     _tp_must_divide("the model's n_kv_heads * head_dim",

@@ -160,10 +160,12 @@ const page = {
         least = Math.min(least, place.find((value) => value > 0) ?? Infinity);
       }
     }
-    // The last checkpoint, failure and end come after the last line. Checkpoints that a rollback
-    // undid are of no step that counts.
-    for (const mark of this.allMarks)
-      if (mark.kind !== "quarantined" && mark.place() > high) high = mark.place();
+    // The last checkpoint and the end come after the last line. Other marks may be of steps that a
+    // rollback undid, which do not count; but their time does.
+    for (const mark of this.allMarks) {
+      const counts = this.axis === "time" || ["checkpoint", "end"].includes(mark.kind);
+      if (counts && mark.place() > high) high = mark.place();
+    }
     this.range = low <= high ? [low, high] : [0, 1];
     this.leastPlace = Number.isFinite(least) ? least : 1;
   },

@@ -70,16 +70,18 @@ def lock_holder() -> str:
     return f"{os.getpid()} on {socket.gethostname()}"
 
 
-def is_locked(folder: Path) -> bool:
-    """True if a run has locked the ``control/`` folder, or if it cannot be locked.
+def is_locked(folder: Path, *, if_unknown: bool = True) -> bool:
+    """True if a run has locked the ``control/`` folder; ``if_unknown`` if it cannot be locked.
 
     Takes the lock for a moment to find out, for which ``lock_run`` waits.
     """
     try:
         with open_file(folder / "lock", "ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return if_unknown
     return False
 
 

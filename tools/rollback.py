@@ -40,6 +40,7 @@ def roll_back(run_folder: Path, step: int) -> None:
     if not saved.exists():
         raise ValueError(f"{run_folder}: no checkpoint of step {step}; found: none")
     chosen = saved / f"step-{step:08d}"
+    lock_run(run_folder / "control").close()  # A run that trains is named at once.
     # Before the lock, because it reads all bytes, and a job that starts would find the run locked.
     unread = ["it was saved meanwhile; try again"]
     problems = verify_checkpoint(chosen) if chosen.is_dir() else unread

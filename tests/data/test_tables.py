@@ -10,12 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import datasets
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError
 
 from config.job_config import Data, DataSource, ValidationSource
 from data import tables
@@ -23,7 +24,8 @@ from data.formats import format_of
 from data.hub import HubStream, check_is_not_trained_on, hub_streams
 from data.sources import build_sources, open_documents
 from data.tables import Tables
-from data.validation_sources import reserved_files
+from data.tokenizer import load_tokenizer
+from data.validation_sources import build_validation_sources, reserved_files
 from tests.lib.corpora import both
 
 TEXTS = ["plain", "", "two\nlines", "\N{WAVING HAND SIGN} caf\u00e9", "\0", "<|end_of_text|>"]
@@ -463,6 +465,34 @@ def test_files_of_a_local_copy_are_part_of_the_fingerprints(tmp_path: Path) -> N
         assert first != second
 
 
+def test_held_out_split_of_a_local_copy_is_not_trained_on(tmp_path: Path) -> None:
+    hub(tmp_path, [3], ".jsonl")
+    write(tmp_path / "more.jsonl", ["more"])
+    copy = DataSource(type="huggingface", path=str(tmp_path), name="copy")
+    rest = DataSource(type="files", path=str(tmp_path / "*.jsonl"), name="rest")
+    for with_held_out in (False, True):
+        (_, train), _ = build_sources(
+            Data(sources=[copy, rest], validation_percent=0.0), 0, with_held_out=with_held_out
+        )
+        assert set(islice(train.documents(0, 1, 0), 9)) == {"more"}
+    held_out = DataSource(type="files", path=str(tmp_path / "validation*"), name="held out")
+    with pytest.raises(ValueError, match=r"validation-.*\.jsonl is also a file of held out"):
+        build_sources(Data(sources=[held_out, copy], validation_percent=0.0), 0)
+
+
+def test_validation_split_of_a_local_copy_is_not_trained_on(tmp_path: Path) -> None:
+    hub(tmp_path, [3], ".jsonl")
+    configs = [ValidationSource(name="own", type="huggingface", path=str(tmp_path))]
+    data = Data(source="files", path=str(tmp_path / "*.jsonl"), validation_percent=0.0)
+    found = build_validation_sources(configs, data, 0, load_tokenizer("bytes"))
+    for reserved in (found.reserved, reserved_files(configs, data)):
+        with pytest.raises(ValueError, match=r"validation-.* is also a file of validation\.s.*own"):
+            build_sources(data, 0, reserved=reserved)
+    # Its other split is.
+    copy = Data(source="huggingface", path=str(tmp_path), validation_percent=0.0)
+    build_sources(copy, 0, reserved=found.reserved)
+
+
 @pytest.mark.parametrize("is_excluded", [False, True])
 def test_file_of_a_local_copy_is_not_read_by_two_sources(tmp_path: Path, is_excluded: bool) -> None:
     hub(tmp_path / "data", [3, 3], ".jsonl")
@@ -481,8 +511,21 @@ def test_file_of_a_local_copy_is_not_read_by_two_sources(tmp_path: Path, is_excl
         open_documents(copy, reserved=reserved)
 
 
-def test_error_of_the_network_or_a_busy_server_may_pass(tmp_path: Path) -> None:
+def kind_of_error() -> type[Exception]:
+    with pytest.raises((OSError, ValueError), match=r"^data\.path: cannot load owner/d") as caught:
+        HubStream(DataSource(type="huggingface", path="owner/data"), "train")
+    return caught.type
+
+
+def test_offline_mode_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although ``datasets`` says that it could not connect."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert kind_of_error() is ValueError
+
+
+def test_error_of_the_network_or_a_busy_server_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ``datasets`` makes of it: a restart may help, and nothing else may."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     # Releases of huggingface_hub use httpx or httpx2.
     httpx: Any = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
     request = httpx.Request("GET", "https://huggingface.co")
@@ -495,16 +538,11 @@ def test_error_of_the_network_or_a_busy_server_may_pass(tmp_path: Path) -> None:
         (answered(503), OSError),
         (httpx.ConnectTimeout("no answer"), OSError),
         (answered(404), ValueError),
-        (OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), ValueError),
     ]
     for error, kind in errors:
         for wrapped in (error, _caused_by(error), _met_by(error)):
-            with (
-                patch("datasets.load_dataset_builder", side_effect=wrapped),
-                pytest.raises(kind, match=r"^data\.path: cannot load owner/data") as caught,
-            ):
-                HubStream(DataSource(type="huggingface", path="owner/data"), "train")
-            assert type(caught.value) is kind
+            with patch("datasets.load_dataset_builder", side_effect=wrapped):
+                assert kind_of_error() is kind
 
 
 def _caused_by(error: Exception) -> Exception:

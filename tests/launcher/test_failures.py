@@ -6,14 +6,13 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
 
 import pytest
 
+from checkpoint.checkpoint_dir import verify_checkpoint
 from launcher.failures import MOST_ATTEMPTS, record_end, record_failure
 from runtime import exit_codes
 from runtime.run_folder import list_checkpoints
-from runtime.run_lock import lock_run
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
 from tests.lib.saved import write_checkpoint
@@ -68,7 +67,7 @@ def test_progress_after_a_rollback_counts(tmp_path: Path) -> None:
     assert [count_requeue(control), count_requeue(control)] == [1, 2]
 
 
-def test_checkpoint_that_an_ending_run_saves_is_abandoned_too(
+def test_checkpoint_that_is_saved_meanwhile_is_abandoned_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "control").mkdir()
@@ -76,12 +75,12 @@ def test_checkpoint_that_an_ending_run_saves_is_abandoned_too(
     for step in (10, 20):
         write_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}", step=step)
 
-    def lock(control: Path) -> IO[str]:
-        """The run holds the lock until it has saved."""
+    def verify(folder: Path) -> list[str]:
+        """A short run trains and saves while the rollback reads."""
         write_checkpoint(tmp_path / "checkpoints" / "step-00000025", step=25)
-        return lock_run(control)
+        return verify_checkpoint(folder)
 
-    monkeypatch.setattr(rollback, "lock_run", lock)
+    monkeypatch.setattr(rollback, "verify_checkpoint", verify)
     roll_back(tmp_path, 10)
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000010"]
 

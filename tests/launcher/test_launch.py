@@ -92,7 +92,8 @@ def test_gpus_of_slurm_that_the_driver_lost_are_named(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="SLURM_GPUS_ON_NODE=8: only 0 GPUs are visible"):
         ranks_per_node({"SLURM_GPUS_ON_NODE": "8", "NCCL_MULTI_RANK_GPU_ENABLE": "1"})
     assert ranks_per_node({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": ""}) == 8
-    assert ranks_per_node({"SLURM_GPUS_ON_NODE": "8", "NGPU": "3"}) == 3
+    with pytest.raises(ValueError, match="NGPU=3: only 0 GPUs are visible"):
+        ranks_per_node({"SLURM_GPUS_ON_NODE": "8", "NGPU": "3"})
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " "])

@@ -256,6 +256,8 @@ BAD = [
         says="expert parallel", ranks=4),
     Bad("compile.cuda_graphs", "--compile.cuda_graphs always", says="no GPU"),
     Bad("metrics.straggler_window", f"{MOE} --{EP} 2 --metrics.straggler_window 9", says="tokens"),
+    Bad("metrics.straggler_window", f"{MOE} --{TP} 2 --metrics.straggler_window 9", says="experts",
+        ranks=4),
     Bad("parallelism.pipeline_parallel_schedule",
         f"--{PP} 2 {SCHEDULE} InterleavedZeroBubble", says="recompute twice"),
     Bad("parallelism.pipeline_parallel_schedule",

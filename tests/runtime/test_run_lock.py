@@ -83,3 +83,10 @@ def failed_starts_beside(check: Callable[[Path], bool], control: Path) -> int:
     is_over.set()
     thread.join()
     return failed
+
+
+def test_folder_that_cannot_be_locked_is_unknown(tmp_path: Path) -> None:
+    assert is_locked(tmp_path / "missing")
+    assert not is_locked(tmp_path / "missing", if_unknown=False)
+    with lock_run(tmp_path):
+        assert is_locked(tmp_path, if_unknown=False)
