@@ -318,7 +318,10 @@ def write_folder(
     with new_folder(path) as scratch:
         sizes: list[dict[str, int]] = []
         for shard in _shards(tensors, shard_bytes):
-            save_file(shard, scratch / f"{len(sizes)}.part", metadata={"format": "pt"})
+            try:
+                save_file(shard, scratch / f"{len(sizes)}.part", metadata={"format": "pt"})
+            except SafetensorError as error:  # no OSError, also of a full disk
+                raise OSError(f"{path}: {error}") from None
             sizes.append({name: tensor.nbytes for name, tensor in shard.items()})
             # Free its memory before the next shard is built.
             shard.clear()

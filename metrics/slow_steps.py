@@ -47,7 +47,7 @@ class SlowSteps:
         gc.callbacks.append(self._on_gc)
         self._compilations: list[Any] = []
         # The first step compiles, and waits for data that were not read ahead.
-        self._saved_at = time.perf_counter()
+        self._saved_at: float | None = None
         self._is_first_window, self._n_steps = True, 0
         self._recompiled, self._recompiled_in = "", -1
         self._n_retries = self._alloc_retries()
@@ -104,6 +104,9 @@ class SlowSteps:
     def end_save(self, seconds: float) -> None:
         """End a save for which the steps waited ``seconds``."""
         before, self._saved_at = self._saved_at, time.perf_counter()
+        if before is None:
+            # A resumed run may save soon after its start.
+            return
         share = seconds / (self._saved_at - before)
         is_slow = share > SAVE and seconds > SAVE_SECONDS
         if self._notices.is_new("save", is_slow) and self._is_writer:

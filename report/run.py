@@ -101,7 +101,7 @@ def read_run(folder: Path, name: str, now: float, state_of: StateOf) -> Run:
         config={printable(key): _short(shown(value)) for key, value in by_key(tables).items()},
         max_norm=max_norm,
         plan=plan,
-        samples=_read_samples(folder / "samples.jsonl", problems),
+        samples=_read_samples(folder / "samples.jsonl", last, problems),
         provenance=_read_provenance(folder / "provenance", problems),
         problems=[printable(text) for text in problems + found],
     )
@@ -184,9 +184,10 @@ def _known(table: Any, fields: Mapping[str, object]) -> dict[str, Any]:
     return {key: value for key, value in dict(table or {}).items() if key in fields}
 
 
-def _read_samples(path: Path, problems: list[str]) -> list[Sample]:
+def _read_samples(path: Path, last_step: float, problems: list[str]) -> list[Sample]:
     """Samples in the order of the file; of many, the last and even ones before it."""
     records, found = read_records(path, _is_sample)
+    records = [record for record in records if record["step"] <= last_step]
     problems += found
     if len(records) > MAX_SAMPLES:
         problems.append(f"{path}: {MAX_SAMPLES} of {len(records):,} samples are shown")

@@ -112,6 +112,10 @@ def build_server(source: Source, token: str, port: int) -> ThreadingHTTPServer:
             return self._answer(200, data, "application/json")
 
         def _answer(self, code: int, body: bytes, kind: str) -> None:
+            with suppress(ConnectionError):  # A page that was closed does not wait for it.
+                self._send(code, body, kind)
+
+        def _send(self, code: int, body: bytes, kind: str) -> None:
             self.send_response(code)
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")

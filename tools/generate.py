@@ -45,7 +45,12 @@ CONTEXT = 32
 
 @reporting_errors
 def main(arguments: list[str]) -> int:
-    write_text(parse(arguments))
+    options = parse(arguments)
+    try:
+        write_text(options)
+    except torch.OutOfMemoryError:
+        text = "the GPU has too little free memory; CUDA_VISIBLE_DEVICES= generates on the CPU"
+        raise ValueError(f"{options.checkpoint}: {text}") from None
     return exit_codes.DONE
 
 
@@ -243,8 +248,9 @@ class TextStreamer:
     """Incremental detokenizer that holds incomplete characters back until their last byte."""
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
-        self._decode, self._ids = decode, prompt[-CONTEXT:]
-        self._n_emitted, self._n_pending = len(decode(self._ids)), 0
+        self._decode, self._n_pending = decode, 0
+        self._ids = self._newest(prompt, decode(prompt))
+        self._n_emitted = len(decode(self._ids))
 
     def put(self, token: int) -> str:
         """Add a token; return the text that can no longer change."""
@@ -262,9 +268,17 @@ class TextStreamer:
         self._n_emitted = max(self._n_emitted, certain)
         if self._n_pending == 0 and len(self._ids) > 2 * CONTEXT:
             # Later tokens cannot change the oldest text, so it is not decoded again.
-            self._ids = self._ids[-CONTEXT:]
+            self._ids = self._newest(self._ids, text)
             self._n_emitted = len(self._decode(self._ids))
         return new_text
+
+    def _newest(self, ids: list[int], text: str) -> list[int]:
+        """The last tokens of ``ids``, whose text is the end of ``text``.
+
+        A cut within a character spoils all bytes that follow, in tokenizers with byte fallback.
+        """
+        cuts = (ids[-n:] for n in range(CONTEXT, len(ids)))
+        return next((cut for cut in cuts if text.endswith(self._decode(cut).lstrip(" "))), [*ids])
 
     def flush(self) -> str:
         """Return the text held back, after the last token."""

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def trace_files(path: Path) -> list[Path]:
-    """Traces of the newest traced step in a run's folder, in rank order; or the file itself."""
+    """Traces of the step traced last in a run's folder, in rank order; or the file itself."""
     if not path.is_dir():
         return [path]
     folder = path / "traces" if (path / "traces").is_dir() else path
@@ -55,8 +55,9 @@ def trace_files(path: Path) -> list[Path]:
     if not named:
         text = "has no traces; write some with --profiling.enable_trace true, or create"
         raise ValueError(f"{path} {text} {path / 'control' / 'trace'} while the run trains")
-    newest = max(int(match[1]) for match in named.values())
-    files = [file for file, match in named.items() if int(match[1]) == newest]
+    # After a rollback, steps come again.
+    newest = named[max(named, key=lambda file: file.stat().st_mtime)]
+    files = [file for file, match in named.items() if int(match[1]) == int(newest[1])]
     return sorted(files, key=lambda file: int(named[file][2]))
 
 

@@ -26,6 +26,7 @@ from metrics.metrics_file import read_metrics
 from run_spec import build_data
 from runtime import exit_codes
 from runtime.log import say
+from runtime.provenance import FOLDER, attempt_numbers, read_attempt, read_content
 from runtime.run_folder import list_checkpoints, step_of
 from tools.cli import Parser, path_argument, reporting_errors, whole_number
 
@@ -102,6 +103,7 @@ class DataOfRun:
             ),
         )
         first = self._resume(loader, step)
+        self._check_batches(first, step)
         ramp = [(p.steps, p.global_batch_size) for p in self.config.training.batch_size_ramp]
         batches: list[Microbatch] = []
         for each in range(first + 1, step + 1):
@@ -127,11 +129,30 @@ class DataOfRun:
                 raise ValueError(f"{saved[0] / STATE_FILE}: {error!r}") from None
         say(f"step {step}, read on from {f'step {first}' if first else 'the beginning'}")
         for line in read_metrics(self.folder / "metrics.jsonl")[0]:
-            if ROLLED_BACK in line and first < line[ROLLED_BACK] and line["step"] < step:
+            # Checkpoints after it know what it skipped.
+            if ROLLED_BACK in line and first <= line["step"] < step:
                 spike, back = int(line[ROLLED_BACK]), int(line["step"])
                 text = f"after a rollback from step {spike} to {back}, steps read later data"
                 say(f"{text}: step {back + 1} what is shown here for step {spike + 1}")
         return first
+
+    def _check_batches(self, first: int, step: int) -> None:
+        """Raise ``ValueError`` if the steps after ``first`` had batches of other shapes."""
+        folder, training = self.folder / FOLDER, self.config.training
+        ramp = [phase.model_dump() for phase in training.batch_size_ramp]
+        own = {"seq_len": training.seq_len, "batch_size_ramp": ramp}
+        end = step
+        for number in reversed(attempt_numbers(folder)):
+            attempt = read_attempt(folder, number)
+            begin = attempt.resumed_from or 0
+            if begin < end and first < end:
+                before = read_content(folder, attempt.config).get("training", {})
+                for key in own:
+                    if before.get(key, own[key]) != own[key]:
+                        text = f"was {before[key]} when step {end} was trained"
+                        copy = f"a copy of config.toml in {self.folder} that says so"
+                        raise ValueError(f"training.{key}: {text}; give {copy}")
+            end = min(begin, end)
 
     def parts(self, batch: Microbatch) -> Iterator[Part]:
         """Parts of documents in a microbatch of one sequence."""

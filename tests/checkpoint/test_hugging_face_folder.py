@@ -5,6 +5,7 @@ import math
 import os
 import pickle
 import re
+import resource
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -623,6 +624,18 @@ def test_any_box_of_any_pair_reads_back(kind: str, tmp_path: Path) -> None:
 def test_tensor_without_hf_counterpart_must_be_zero() -> None:
     with pytest.raises(ValueError, match="x is not zero"):
         list(split(PAIRS["zero"], torch.tensor([0.0, 1.0])))
+
+
+def test_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    """Although safetensors raises its own."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_folder(tmp_path / "folder", {}, [("x", torch.ones(1000))], files={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_write_folder_is_all_or_nothing(tmp_path: Path) -> None:

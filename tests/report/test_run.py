@@ -15,6 +15,7 @@ from metrics.history import ROLLED_BACK
 from report.charts import build_charts
 from report.page import build_data, compressed
 from report.run import MAX_FILES, MAX_SAMPLES, MAX_TEXT, Run, read_run
+from runtime.exit_codes import ROLLED_BACK as ROLLED_BACK_TO
 from runtime.provenance import path_of, write_content
 from tests.lib.damage import DAMAGES, damage
 from tests.lib.metrics_files import lines_of, training_line, write_run
@@ -64,6 +65,15 @@ def test_a_run_that_stopped_between_lines_is_counted_to_its_end(tmp_path: Path) 
     (folder / "control" / "outcome").write_text("stopped SIGTERM\n")
     facts = {name: value for name, value, _ in read(folder).facts}
     assert (facts["step"], facts["restarts"], facts["rollbacks"]) == ("37", "3", "1")
+
+
+def test_samples_of_steps_that_were_given_up_are_not_shown(folder: Path) -> None:
+    samples = [{"step": step, "text": f"text of {step}"} for step in (10, 20, 30)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
+    assert [sample.step for sample in read(folder).samples] == [10, 20, 30]
+    (folder / "control").mkdir(exist_ok=True)
+    (folder / "control" / "outcome").write_text(f"stopped {ROLLED_BACK_TO}20\n")
+    assert [sample.step for sample in read(folder).samples] == [10, 20]
 
 
 def test_curves_by_source_and_unknown_metrics(folder: Path) -> None:

@@ -568,6 +568,14 @@ def test_streamer_keeps_spaces_between_words(tmp_path: Path) -> None:
     assert "\ufffd" not in "".join(found)
 
 
+def test_streamer_keeps_long_runs_of_byte_tokens(tmp_path: Path) -> None:
+    """A run that begins within a character would be invalid as a whole."""
+    tokenizer = byte_fallback(tmp_path)
+    tokens = [2 + value for value in ("語" * 60).encode()]
+    assert "".join(stream(tokenizer, [0], tokens)) == "語" * 60
+    assert "".join(stream(tokenizer, [0, *tokens], tokens)) == "語" * 60
+
+
 def test_closed_output_pipe_is_not_reported(run_folder: Path) -> None:
     """Run the program with a pipe that nobody reads."""
     read_end, write_end = os.pipe()

@@ -71,6 +71,14 @@ def test_newest_step_of_a_run_is_summarized(
     assert "exposed communication, 15.0 %" in output
 
 
+def test_step_of_a_repeated_timeline_is_the_newest(tmp_path: Path) -> None:
+    """After a rollback, smaller steps are traced."""
+    run = traced_run(traced_run(tmp_path), number=4)
+    for path in (run / "traces").glob("trace-step-00000008-*"):
+        os.utime(path, (0, 0))
+    assert {path.name[:19] for path in profile_summary.trace_files(run)} == {"trace-step-00000004"}
+
+
 def test_advice_knows_the_configuration_of_the_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

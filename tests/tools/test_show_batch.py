@@ -1,6 +1,7 @@
 """``show-batch`` reads the same rows as a run of several ranks, and names their documents."""
 
 import json
+from dataclasses import replace
 from functools import reduce
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,8 @@ from data.loader import LoaderConfig, Microbatch, MicrobatchLoader
 from data.tokenizer import load_tokenizer
 from metrics.history import ROLLED_BACK
 from run_spec import build_data
+from runtime.provenance import FOLDER, write_attempt, write_content
+from tests.lib.attempts import attempt_of
 from tools.show_batch import DataOfRun, main
 
 SAVED, LAST = 5, 8
@@ -124,6 +127,35 @@ def test_documents_are_named(run: tuple[Path, Steps], capsys: pytest.CaptureFixt
     assert main([str(folder / "config.toml"), "7", "--row", str(min(steps[7]))]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("row ")]
     assert shown == [line for line in rows if line.startswith(f"row {min(steps[7])}: ")]
+
+
+@pytest.mark.parametrize("run", ["concat"], indirect=True)
+def test_rollback_before_the_checkpoint_is_part_of_it(
+    run: tuple[Path, Steps], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = run
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, ROLLED_BACK: 9}) + "\n")
+    assert main([str(folder / "config.toml"), "6"]) == 0
+    assert "after a rollback" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", ["concat"], indirect=True)
+def test_batches_of_another_start_are_no_answer(
+    run: tuple[Path, Steps], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps 1 to 5 with sequences of 64, then 6 to 8 with 32, and again from 7 with 64."""
+    folder, path = run[0], run[0] / "config.toml"
+    for number, (seq_len, resumed) in enumerate([(64, None), (32, 5), (64, 6)], start=1):
+        text = path.read_text().replace("seq_len = 64", f"seq_len = {seq_len}")
+        config = write_content(folder / FOLDER, "config", "toml", text)
+        found = attempt_of(folder / FOLDER)
+        attempt = replace(found, number=number, config=config, resumed_from=resumed)
+        write_attempt(folder / FOLDER, attempt)
+    for step, code in ((3, 0), (5, 0), (6, 2), (7, 2)):
+        assert main([str(path), str(step)]) == code
+        output = capsys.readouterr()
+        text = "training.seq_len: was 32 when step 6 was trained; give a copy of config.toml in"
+        assert (text in output.err) == (code == 2), step
 
 
 @pytest.mark.parametrize("run", ["concat"], indirect=True)
