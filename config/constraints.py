@@ -294,6 +294,7 @@ CONFIG_CONSTRAINTS: tuple[Constraint[JobConfig], ...] = (
     _any_of("validation.sources", "split has no effect unless the type is c4 or huggingface",
             lambda source: not source.is_on_hub and source.split != "validation"),
     _any_of("validation.sources",
-            "exclude_from_training has no effect unless the type is files or text",
-            lambda source: source.exclude_from_training and source.type not in ("files", "text")),
+            "exclude_from_training has no effect unless the type is files, text or tokens",
+            lambda source: source.exclude_from_training
+            and source.type not in ("files", "text", "tokens")),
 )  # fmt: skip

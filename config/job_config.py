@@ -461,8 +461,8 @@ class ValidationSource(DocumentSource):
     split: Annotated[str, Field(min_length=1)] = "validation"
     """c4, huggingface: split of the dataset."""
     exclude_from_training: bool = False
-    """files, text: leave these files out of [data], whose patterns may match them too. false: such
-    a file is an error."""
+    """files, text, tokens: leave these files out of [data], whose patterns may match them too.
+    false: such a file is an error."""
 
 
 class Validation(Section):

@@ -160,6 +160,8 @@ class BestFitPacker:
             if found is None:
                 return
             _, ids = found
+            # A view of a file would keep it open until its window is read.
+            ids = ids.copy()
             starts = range(0, len(ids) - 1, seq_len)
             self._chunks += [ids[start : start + seq_len + 1] for start in starts]
             self._n_tokens += len(ids)

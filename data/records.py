@@ -48,7 +48,7 @@ def _read_json(path: DataPath, file: BinaryIO, text_key: str) -> Iterator[Record
         number += 1
         where = f"{path}, line {number}, byte {start}"
         start += len(line)
-        if len(line) > MAX_RECORD_BYTES:
+        if len(line) > MAX_RECORD_BYTES and not (is_first and _begins_array(line)):
             raise ValueError(f"{where}: longer than {MAX_RECORD_BYTES:,} bytes")
         if not line.strip(codecs.BOM_UTF8 + b" \t\r\n"):
             continue
@@ -62,7 +62,7 @@ def _read_json(path: DataPath, file: BinaryIO, text_key: str) -> Iterator[Record
 def _continues(line: bytes, path: DataPath) -> bool:
     """True if the first line begins an array, or an object that goes on in the next line."""
     text = line.removeprefix(codecs.BOM_UTF8).strip()
-    if re.match(rb"\[\s*(?:\{|\]|$)", text):
+    if _begins_array(line):
         return True
     if {suffix.lower() for suffix in path.suffixes} & LINE_SUFFIXES:
         # The first line is a bad record like any other.
@@ -74,6 +74,11 @@ def _continues(line: bytes, path: DataPath) -> bool:
     except (ValueError, RecursionError):
         pass
     return False
+
+
+def _begins_array(line: bytes) -> bool:
+    text = line.removeprefix(codecs.BOM_UTF8).strip()
+    return re.match(rb"\[\s*(?:\{|\]|$)", text) is not None
 
 
 def _record_of_line(line: bytes, text_key: str, where: str) -> Record:

@@ -22,6 +22,7 @@ from data.remote import MAX_RANGE_BYTES, Facts, RangeReader, RemoteFile
 from data.remote_errors import StorageError
 from runtime.filesystem import fsync_folder, open_input, read_input
 from runtime.log import logger
+from runtime.run_lock import unlockable
 
 DataPath = Path | RemoteFile
 T = TypeVar("T")
@@ -118,7 +119,10 @@ def cache_lock(path: Path) -> Iterator[None]:
     """Wait until no other process of the node is making the file ``path`` of the cache."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.with_name(f"{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise OSError(error.errno, unlockable(Path(lock.name), error)) from None
         yield
 
 

@@ -1,10 +1,12 @@
 """Documents in rows of tables: Parquet and Arrow files where they lie, JSON and CSV converted."""
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -72,8 +74,8 @@ class Tables:
                 self._columns[index] = column
                 self._groups.append(RowGroup(index, 0, 0, len(column), 0))
         self._ends = list(accumulate(group.n_rows for group in self._groups))
-        largest = max((group.n_bytes for group in self._groups), default=0)
-        self._decode = lru_cache(maxsize=max(2, CACHED_BYTES // max(1, largest)))(self._read_group)
+        self._decoded: OrderedDict[int, pa.ChunkedArray] = OrderedDict()
+        self._decoded_lock = Lock()
 
     @property
     def paths(self) -> list[DataPath]:
@@ -91,7 +93,7 @@ class Tables:
         number, row = find_shard(self._ends, index)
         group = self._groups[number]
         path = self._files[group.file][0]
-        column = self._columns[group.file] if group.file in self._columns else self._decode(number)
+        column = self._columns[group.file] if group.file in self._columns else self._group(number)
         try:
             if group.file in self._columns and not pa.types.is_dictionary(column.type):
                 # A damaged offset leads out of the mapped file. Checking all at once reads it all.
@@ -165,8 +167,19 @@ class Tables:
                 first_row += metadata.num_rows
         return groups
 
-    def _read_group(self, number: int) -> pa.ChunkedArray:
-        return self._texts(self._groups[number])
+    def _group(self, number: int) -> pa.ChunkedArray:
+        """Texts of a row group. Keeps those used last, of up to CACHED_BYTES, and at least two."""
+        with self._decoded_lock:
+            if number in self._decoded:
+                self._decoded.move_to_end(number)
+                return self._decoded[number]
+        texts = self._texts(self._groups[number])
+        with self._decoded_lock:
+            self._decoded[number] = texts
+            size = sum(each.nbytes for each in self._decoded.values())
+            while size > CACHED_BYTES and len(self._decoded) > 2:
+                size -= self._decoded.popitem(last=False)[1].nbytes
+        return texts
 
     def _texts(self, group: RowGroup) -> pa.ChunkedArray:
         path = self._files[group.file][0]
@@ -178,7 +191,10 @@ class Tables:
         # Few files are open at a time, and one that is opened again may be another.
         check_size(path, self._sizes.setdefault(path, path.stat().st_size))
         source = open_for_arrow(path)
-        return pq.ParquetFile(source, memory_map=True, page_checksum_verification=True)
+        # A file would keep what it had buffered, and threads share it.
+        return pq.ParquetFile(
+            source, memory_map=True, pre_buffer=False, page_checksum_verification=True
+        )
 
 
 def _read_footer(path: DataPath) -> bytes:

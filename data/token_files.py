@@ -67,6 +67,7 @@ class TokenShard(NamedTuple):
     name: str
     path: DataPath
     dtype: np.dtype
+    n_ids: int
     n_documents: int
     fingerprint: str
     """Hash of the contents; for Megatron-LM, of the sizes and a few documents."""
@@ -138,11 +139,15 @@ def _mapped() -> Callable[[TokenShard], tuple[np.ndarray, Bounds]]:
 def _map(shard: TokenShard) -> tuple[np.ndarray, Bounds]:
     # A file that cannot be opened is not bad data, because a restart may help.
     try:
-        return _map_file(shard.path, shard.dtype), shard.map_bounds()
+        ids, bounds = _map_file(shard.path, shard.dtype), shard.map_bounds()
     except ValueError as error:
         if isinstance(error.__cause__, OSError):
             raise OSError(str(error)) from error
         raise
+    if len(ids) != shard.n_ids:
+        text = f"data.path: {shard.path} changed from {shard.n_ids:,} to {len(ids):,} tokens"
+        raise StorageError(f"{text} while it was read", is_final=True)
+    return ids, bounds
 
 
 def open_token_files(
@@ -314,6 +319,7 @@ def _prepared_shards(folder: DataPath, name: str, index: dict[str, Any]) -> Iter
             name=PurePosixPath(name, PurePosixPath(path.name).stem).as_posix(),
             path=path,
             dtype=dtype,
+            n_ids=n_tokens,
             n_documents=shard["documents"],
             fingerprint=f"{index['dtype']} {shard['sha256']} {shard['ends_sha256']}",
             map_bounds=partial(_prepared_bounds, ends_path, n_tokens),
@@ -366,6 +372,7 @@ def _megatron_shard(path: DataPath, name: str) -> TokenShard:
         name=name,
         path=ids_path,
         dtype=dtype,
+        n_ids=n_bytes // dtype.itemsize,
         n_documents=n_indices - 1,
         fingerprint=f"{dtype.name} {n_indices} {n_sequences} {n_bytes}",
         map_bounds=partial(_megatron_bounds, path, n_sequences, dtype.itemsize, n_bytes),

@@ -38,14 +38,18 @@ def lock_run(folder: Path) -> TextIO:
         raise held_by(holder, folder) from None
     except OSError as error:
         file.close()
-        text = f"{folder / 'lock'} cannot be locked: {error.strerror}"
-        needs = "its file system must support flock (Lustre: mount option flock)"
-        raise ConfigError([f"job.output_dir: {text}; {needs}"]) from None
+        raise ConfigError([f"job.output_dir: {unlockable(folder / 'lock', error)}"]) from None
     # The lock holds even if a full disk has no room for the name of its holder.
     with WriteAlarm().of(folder / "lock"):
         os.ftruncate(file.fileno(), 0)
         os.write(file.fileno(), f"{lock_holder()}\n".encode())
     return file
+
+
+def unlockable(path: Path, error: OSError) -> str:
+    """Text of an ``error`` of locking ``path``."""
+    needs = "its file system must support flock (Lustre: mount option flock)"
+    return f"{path} cannot be locked: {error.strerror}; {needs}"
 
 
 def held_by(holder: str, folder: Path) -> ConfigError:

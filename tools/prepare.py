@@ -51,6 +51,7 @@ from runtime.filesystem import read_input
 from runtime.hub_paths import pin_names
 from runtime.log import say
 from runtime.machine import available_cpus
+from runtime.run_lock import unlockable
 from runtime.signals import handle_signals
 from tools.cli import (
     Parser,
@@ -264,6 +265,8 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{folder}: locked by another shardloom prepare") from None
+        except OSError as error:
+            raise ValueError(unlockable(folder / LOCK_FILE, error)) from None
         yield
 
 

@@ -21,6 +21,7 @@ import pytest
 import zstandard
 
 from config.job_config import Data, DataSource
+from data.records import read_records
 from data.sources import build_sources, open_documents
 from tests.lib.formats import TEXTS, array, arrow, lines, parquet, table
 
@@ -374,6 +375,14 @@ def test_row_groups_are_shuffled_and_few_are_decoded(
         blocks = [{number // 10 for number in order[i : i + 20]} for i in range(0, 400, 20)]
         assert max(map(len, blocks)) <= 4, "of 40 row groups"
         assert min(map(len, blocks)) >= 2
+
+
+def test_an_array_may_be_one_long_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.records.MAX_RECORD_BYTES", 1000)
+    texts = [f"document {i} " + "é" * 100 for i in range(50)]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts]))
+    found = read_records(tmp_path / "a.json", "json", "text")
+    assert [record.text for record in found] == texts
 
 
 @pytest.mark.row(44, "A small data file never becomes much memory")

@@ -195,6 +195,23 @@ def test_broken_parquet_is_named(tmp_path: Path) -> None:
         build_sources(files(tmp_path), 0)
 
 
+def test_row_groups_used_last_stay_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have room: one large group does not count for the others."""
+    sizes = [10, 10, 5000, 10]
+    for name, size in enumerate(sizes):
+        write(tmp_path / f"{name}.parquet", ["x" * size])
+    monkeypatch.setattr(tables, "CACHED_BYTES", 1000)
+    found = tables_of(*(tmp_path / f"{name}.parquet" for name in range(4)))
+    decoded, texts = list[int](), found._texts
+    monkeypatch.setattr(found, "_texts", lambda group: decoded.append(group.file) or texts(group))
+    for file in (0, 1, 3, 0, 1, 3):
+        assert len(found[file] or "") == sizes[file]
+    assert decoded == [0, 1, 3]
+    for file in (2, 3, 2, 0):
+        assert len(found[file] or "") == sizes[file]
+    assert decoded[3:] == [2, 0], "3 stayed, and with 2 there is no room for others"
+
+
 def test_lack_of_memory_is_no_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_memory(*args: Any, **kwargs: Any) -> Any:
         raise pa.ArrowMemoryError("malloc of size 4294967296 failed")

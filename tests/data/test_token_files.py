@@ -381,6 +381,18 @@ def test_vanished_file_is_not_bad_data(tmp_path: Path) -> None:
         documents[1]
 
 
+@pytest.mark.parametrize("change", [-4, 4])
+def test_file_of_another_size_is_not_bad_data(tmp_path: Path, change: int) -> None:
+    """A copy that breaks off would cut documents, and those after it would be empty."""
+    write_prepared(tmp_path / "p", [[[1, 2, 3], [4, 5, 6]]])
+    config = DataSource(type="tokens", path=str(tmp_path / "p"))
+    documents, _ = open_documents(config, skips_bad=True)
+    path = tmp_path / "p" / "shard-00000.bin"
+    os.truncate(path, path.stat().st_size + change)
+    with pytest.raises(OSError, match=r"shard-00000\.bin changed from 6 to \d+ tokens while"):
+        documents[0]
+
+
 def test_documents_are_named_by_their_shard(tmp_path: Path) -> None:
     """An id outside the vocabulary is looked up by the order in which a row reads."""
     folder = write_prepared(tmp_path / "a", [[[1], [2], [3]], [[4], [5]]])
