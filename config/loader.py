@@ -91,10 +91,12 @@ def find_config(path: Path) -> Path:
     except ValueError as error:
         raise ConfigError([f"{path}: {error}"]) from None
     section, _, name = str(path).partition(".")
-    if not file.exists() and name in _fields(section):
+    # A run's folder may be named like its configuration, and be here.
+    is_given = file.exists() and not file.is_dir()
+    if not is_given and name in _fields(section):
         raise ConfigError([f"{path}: is a key, not a configuration; write --{path}=VALUE"])
     # Before suffixes, because a name may have a dot: qwen3_0.6b.
-    if not file.exists() and str(path) in config_names():
+    if not is_given and str(path) in config_names():
         return CONFIGS / f"{path}.toml"
     if file.exists() or file.suffix or len(file.parts) != 1:
         return file

@@ -324,7 +324,9 @@ def ranks_per_node(environment: Mapping[str, str]) -> int:
     if is_short:
         text = "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU"
         if gpus > 0:
-            text += ", or NCCL_MULTI_RANK_GPU_ENABLE=1 to share GPUs (NCCL 2.30, of PyTorch 2.15)"
+            text = f"each rank needs one; set NGPU={gpus} to train on these, CUDA_VISIBLE_DEVICES="
+            text += " to train on the CPU, or NCCL_MULTI_RANK_GPU_ENABLE=1 to share GPUs"
+            text += " (NCCL 2.30, which PyTorch 2.15 has)"
         raise ValueError(f"{name}={count}: only {gpus} GPUs are visible, and {text}")
     return count
 
@@ -347,7 +349,11 @@ def find_nodes(environment: Mapping[str, str]) -> Nodes:
     if count > 1 and not address:
         # No fallback to localhost, which would train a separate world on each node.
         if "SLURM_STEP_NODELIST" not in environment:
-            raise ValueError(f"MASTER_ADDR: must name the head node of NNODES={count}")
+            if environment.get("NNODES"):
+                raise ValueError(f"MASTER_ADDR: must name the head node of NNODES={count}")
+            start = "srun --ntasks-per-node=1 --cpu-bind=none ./run_train.sh ..."
+            text = f"this Slurm job has {count} nodes: start {start}, or set NNODES=1"
+            raise ValueError(f"SLURM_NNODES={count}: {text}")
         command = ["scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"]]
         try:
             hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout

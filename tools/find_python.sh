@@ -27,7 +27,7 @@ find_python() {
     fi
     if [[ $candidate != "$ROOT/.venv/bin/python" && $candidate != python3 ]]; then
       echo "environment: the active $candidate is not used: $(problem_of "$candidate" ||
-        echo "it lacks torch")" >&2
+        echo "it lacks ${lacks%%$'\n'*}")" >&2
     fi
   done
   make_environment "$(new_enough python3 python3.14 python3.13 python3.12 python3.11)" ${extra:+"$extra"}

@@ -16,7 +16,9 @@ def missing(requirements: list[str]) -> list[str]:
     for requirement in requirements:
         name, minimum = requirement.split(">=")
         try:
-            if _numbers(version(name.partition("[")[0])) < _numbers(minimum):
+            # A package whose metadata are damaged has none.
+            installed: str | None = version(name.partition("[")[0])
+            if _numbers(installed or "") < _numbers(minimum):
                 found.append(requirement)
         except PackageNotFoundError:
             found.append(requirement)

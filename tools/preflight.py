@@ -67,6 +67,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     set_thread_defaults(n_ranks)
     with Console(PlainScreen()) as console:
         end = run_ranks(PROGRAM, config, n_ranks=n_ranks, nodes=nodes, shown={0}, console=console)
+    if end.signal is not None:
+        # As a shell says it. A preemption is no finding: the job is requeued.
+        return 128 + end.signal
     codes = set(end.codes.values())
     if exit_codes.BAD_CONFIG in codes:
         return exit_codes.BAD_CONFIG

@@ -58,8 +58,10 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         folder = config.job.folder
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
         n_ranks = ranks_per_node(environment)
-        with prints_to_stderr():
-            check_run(pin_names(config), n_ranks, n_nodes)
+        # Of a number of GPUs for all nodes, each may have another part: the launchers check it.
+        if environment.get("NGPU") or not environment.get("SLURM_GPUS"):
+            with prints_to_stderr():
+                check_run(pin_names(config), n_ranks, n_nodes)
         if log_rank := environment.get("LOG_RANK"):
             shown_ranks(log_rank, n_ranks)
         port = free_port(head_ports(environment))
@@ -190,10 +192,13 @@ def load_swept(sweep: str, task: str | None, arguments: list[str]) -> JobConfig:
 def wait_until_free(control: Path, seconds: float) -> None:
     """Wait until no process holds the lock; raise ``ConfigError`` if one does after ``seconds``."""
     deadline = time.monotonic() + seconds
-    while control.exists():
+    while True:
         try:
-            lock_run(control).close()
+            if control.exists():
+                lock_run(control).close()
             return
+        except OSError as error:  # The folder is another user's.
+            raise ConfigError([f"job.output_dir: {error}"]) from None
         except ConfigError:
             if time.monotonic() >= deadline:
                 raise

@@ -310,7 +310,10 @@ def test_config_that_does_not_exist(name: str, message: str):
 def test_committed_config_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert load_config(Path("llama3_8b"), []).model.flavor == "8B"
-    # A file of that name comes first.
+    # A file of that name comes first, but no folder: of a run, or of a model.
+    (tmp_path / "llama3_8b").mkdir()
+    assert load_config(Path("llama3_8b"), []).model.flavor == "8B"
+    (tmp_path / "llama3_8b").rmdir()
     (tmp_path / "llama3_8b").write_text("[model]\nflavor = '70B'\n")
     assert load_config(Path("llama3_8b"), []).model.flavor == "70B"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tests.lib.patience import PATIENCE_SECONDS
 from tools import preflight, preflight_rank, preflight_speed
 
 # Times as slow as without the fault, on a busy machine too.
@@ -73,9 +74,18 @@ def hangs() -> None:
     preflight_rank.matmul_speed = matmul_speed
 
 
+def preempted() -> None:
+    def matmul_speed(device: torch.device) -> float:
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(PATIENCE_SECONDS)
+        return 0.0
+
+    preflight_rank.matmul_speed = matmul_speed
+
+
 FAULTS = {
     f.__name__: f
-    for f in (other_versions, wrong_clock, other_folder, slow_matmul, slow_link, hangs)
+    for f in (other_versions, wrong_clock, other_folder, slow_matmul, slow_link, hangs, preempted)
 }
 
 

@@ -298,7 +298,7 @@ def test_interpreters_that_lack_torch_are_named(clone: Clone, image: Path, tmp_p
     named = [line for line in messages.splitlines() if "is not used" in line]
     assert len(named) == 2
     assert str(bare) in named[0]
-    assert "lacks torch" in named[0]
+    assert "it lacks torch>=2.11" in named[0]
     assert "No such file" in named[1]
     # One with all packages needs no word.
     assert clone.find(PYTHON=python) == (0, python, "")

@@ -38,10 +38,12 @@ def test_older_or_absent_requirement_is_missing(requirement: str):
         ("2.11.0a0+git1234", "2.11", True),
         ("2.11", "2.11", True),
         ("3.0", "2.11.5", True),
+        # Of damaged metadata.
+        (None, "2.11", False),
     ],
 )
 def test_versions_compare_as_numbers(
-    installed: str, minimum: str, is_enough: bool, monkeypatch: pytest.MonkeyPatch
+    installed: str | None, minimum: str, is_enough: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tools.missing_requirements.version", lambda _: installed)
     assert (missing([f"torch>={minimum}"]) == []) == is_enough

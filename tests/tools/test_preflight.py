@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -169,6 +170,12 @@ def test_hung_rank_is_reported(tmp_path: Path) -> None:
     assert re.search(
         rf"rank 1 \({HOST}\) did not answer; last heartbeat at .* tools/preflight", err
     )
+
+
+def test_signal_is_no_finding(tmp_path: Path) -> None:
+    """A job that is preempted in its preflight is requeued, as one that trains."""
+    ((code, _, err),) = outputs(start("--job.output_dir", str(tmp_path), planted="preempted"))
+    assert (code, err) == (128 + signal.SIGTERM, "")
 
 
 def test_bad_configuration_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
