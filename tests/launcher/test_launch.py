@@ -241,7 +241,10 @@ def test_wait_for_the_head_can_be_interrupted(address: str):
     ("environment", "key"),
     [
         ({"NNODES": "2"}, "MASTER_ADDR"),
-        ({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"}, "SLURM_NNODES=2: .* start srun .* or set NNODES=1"),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2"},
+            "SLURM_NNODES=2: .* start srun .* or set NNODES=1",
+        ),
         ({"NNODES": "two"}, "NNODES"),
         ({"NNODES": "0"}, "NNODES"),
         ({"NNODES": "2:4"}, "NNODES"),

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
 
+from models import transformer_sharding
 from tests.lib.cells import FAST, FULL, NAMED, Cell, cost, is_valid
 from tests.lib.covering import covered
 from tests.lib.parity import Reference, assert_cell_matches_one_device, check_cell, reference_of
@@ -34,6 +36,18 @@ def test_cell_matches_one_device(
     # Shown if the test fails.
     print(f"reproduce: ./run_tests.sh -n 0 '{request.node.nodeid}'")
     assert_cell_matches_one_device(ranks, cell)
+
+
+def check_with_rowwise_embedding(cell: Cell, reference: Reference) -> list[str]:
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    with patch.object(transformer_sharding, "vocabulary_to_sequence", style):
+        return check_cell(cell, reference)
+
+
+def test_embedding_with_a_style_of_pytorch_learns_if_compiled(ranks: RankPool) -> None:
+    """As in a model of the user's. Its output is still being communicated."""
+    cell = Cell(tensor=2, compile=True)
+    ranks.run(check_with_rowwise_embedding, 2, cell, reference_of(cell))
 
 
 def test_array_has_every_pair_of_options() -> None:
