@@ -75,8 +75,7 @@ class RunLog:
         self._samples = None
         if self._is_writer and run.config.validation.sample_tokens > 0:
             self._samples = SamplesFile(run.folder / "samples.jsonl", resumed_step)
-        self._alarms = alarms
-        self._divergence, self._notices = Divergence(), Notices()
+        self._alarms, self._divergence, self._notices = alarms, Divergence(), Notices()
         if alarms is not None:
             alarms.end_step(resumed_step or 0)
         # A loss may have risen above what was the best before this start.
@@ -92,8 +91,9 @@ class RunLog:
                 device_name=device_name(model.device),
             )
         self._slow_steps = SlowSteps(
-            model.device, gc_freq=run.config.training.gc_freq, is_writer=self._is_writer
-        )
+            model.device, gc_freq=run.config.training.gc_freq, is_writer=self._is_writer,
+            is_resumed=resumed_step is not None,
+        )  # fmt: skip
         self._ledger = Ledger(run.folder / "ledger", attempt) if config.enable_ledger else None
         self._stragglers = None
         if config.straggler_window > 0:

@@ -61,9 +61,9 @@ def _read_json(path: DataPath, file: BinaryIO, text_key: str) -> Iterator[Record
 
 def _continues(line: bytes, path: DataPath) -> bool:
     """True if the first line begins an array, or an object that goes on in the next line."""
-    text = line.removeprefix(codecs.BOM_UTF8).strip()
     if _begins_array(line):
         return True
+    text = line.removeprefix(codecs.BOM_UTF8).strip()
     if {suffix.lower() for suffix in path.suffixes} & LINE_SUFFIXES:
         # The first line is a bad record like any other.
         return False
@@ -77,8 +77,7 @@ def _continues(line: bytes, path: DataPath) -> bool:
 
 
 def _begins_array(line: bytes) -> bool:
-    text = line.removeprefix(codecs.BOM_UTF8).strip()
-    return re.match(rb"\[\s*(?:\{|\]|$)", text) is not None
+    return re.match(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\{|\]|$)", line) is not None
 
 
 def _record_of_line(line: bytes, text_key: str, where: str) -> Record:

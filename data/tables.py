@@ -232,10 +232,8 @@ def _reading(path: DataPath) -> Iterator[None]:
     """Name the file in errors of pyarrow."""
     try:
         yield
-    except (
-        StorageError,
-        MemoryError,
-    ):  # pyarrow's own is both a MemoryError and an ArrowException.
+    except (StorageError, MemoryError):
+        # pyarrow's own MemoryError is an ArrowException too.
         raise
     except pa.ArrowException as error:
         raise ValueError(f"data.path: {path}: {error}") from None

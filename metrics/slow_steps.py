@@ -32,7 +32,9 @@ COMPILATIONS = "torch._dynamo.utils:get_compilation_metrics"
 class SlowSteps:
     """Watches for slow data and saves, garbage collection, recompilation, leaks, bad GPUs."""
 
-    def __init__(self, device: torch.device, *, gc_freq: int, is_writer: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, gc_freq: int, is_writer: bool, is_resumed: bool
+    ) -> None:
         """``gc_freq``: steps between garbage collections.
 
         ``is_writer``: logs what was measured on all ranks.
@@ -46,8 +48,9 @@ class SlowSteps:
         self._gc_seconds, self._gc_begin = 0.0, 0.0
         gc.callbacks.append(self._on_gc)
         self._compilations: list[Any] = []
+        # A resumed run may save soon after its start.
+        self._saved_at = None if is_resumed else time.perf_counter()
         # The first step compiles, and waits for data that were not read ahead.
-        self._saved_at: float | None = None
         self._is_first_window, self._n_steps = True, 0
         self._recompiled, self._recompiled_in = "", -1
         self._n_retries = self._alloc_retries()
@@ -105,7 +108,6 @@ class SlowSteps:
         """End a save for which the steps waited ``seconds``."""
         before, self._saved_at = self._saved_at, time.perf_counter()
         if before is None:
-            # A resumed run may save soon after its start.
             return
         share = seconds / (self._saved_at - before)
         is_slow = share > SAVE and seconds > SAVE_SECONDS

@@ -37,6 +37,9 @@ def apply_tensor_parallel(
             n_entries += bool(found)
             for module in found:
                 _apply(path, style, module, tp_mesh)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(_wait_for_reduction)
     missed = [fqn for fqn, p in model.named_parameters() if not isinstance(p, DTensor)]
     if missed:
         raise ValueError(f"the tensor parallel plan does not cover {', '.join(missed)}")
@@ -57,8 +60,6 @@ def _apply(path: str, style: Style, module: nn.Module, tp_mesh: DeviceMesh) -> N
     try:
         if isinstance(style, ParallelStyle):
             parallelize_module(module, tp_mesh, style)
-            if isinstance(module, nn.Embedding):
-                module.register_forward_hook(_wait_for_reduction)
         else:
             style(module, tp_mesh)
     except NotImplementedError as error:
@@ -83,9 +84,9 @@ def _enable_async(tp_mesh: DeviceMesh) -> None:
 def _wait_for_reduction(
     module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
 ) -> torch.Tensor:
-    """Wait for the reduce-scatter of an embedding with one of PyTorch's styles.
+    """Wait for the embedding's reduce-scatter, which PyTorch's styles leave pending.
 
     A compiled block silently drops the gradient of an input that is still being communicated, so
-    the embedding would not learn.
+    the embedding would not learn. Of a view, which a style may return, FSDP2 warns.
     """
     return output.clone()
