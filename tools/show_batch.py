@@ -143,10 +143,13 @@ class DataOfRun:
         own = {"seq_len": training.seq_len, "batch_size_ramp": ramp}
         end = step
         for number in reversed(attempt_numbers(folder)):
-            attempt = read_attempt(folder, number)
+            try:
+                attempt = read_attempt(folder, number)
+                before = read_content(folder, attempt.config).get("training", {})
+            except (OSError, ValueError):  # What is damaged cannot be compared.
+                continue
             begin = attempt.resumed_from or 0
             if begin < end and first < end:
-                before = read_content(folder, attempt.config).get("training", {})
                 for key in own:
                     if before.get(key, own[key]) != own[key]:
                         text = f"was {before[key]} when step {end} was trained"

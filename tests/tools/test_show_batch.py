@@ -19,7 +19,7 @@ from data.loader import LoaderConfig, Microbatch, MicrobatchLoader
 from data.tokenizer import load_tokenizer
 from metrics.history import ROLLED_BACK
 from run_spec import build_data
-from runtime.provenance import FOLDER, write_attempt, write_content
+from runtime.provenance import FOLDER, path_of, write_attempt, write_content
 from tests.lib.attempts import attempt_of
 from tools.show_batch import DataOfRun, main
 
@@ -156,6 +156,8 @@ def test_batches_of_another_start_are_no_answer(
         output = capsys.readouterr()
         text = "training.seq_len: was 32 when step 6 was trained; give a copy of config.toml in"
         assert (text in output.err) == (code == 2), step
+    path_of(folder / FOLDER, 2).write_text("{}")
+    assert main([str(path), "7"]) == 0
 
 
 @pytest.mark.parametrize("run", ["concat"], indirect=True)
