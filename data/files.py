@@ -73,7 +73,7 @@ def evenly_spaced(count: int, at_most: int) -> range:
 
 
 def order_fingerprints(order: str, *, repeat: bool) -> tuple[str, frozenset[str]]:
-    """Return ``Source.fingerprint`` and ``resumable`` for documents in an ``order``."""
+    """Return the ``fingerprint`` and ``resumable_fingerprints`` of a source with this ``order``."""
     repeating, once = (
         hashlib.sha256(text.encode()).hexdigest() for text in (order, f"{order}/once")
     )

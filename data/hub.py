@@ -67,7 +67,8 @@ class HubTable:
         self.name, self._key = f"{name}/{subset}/{text_key}", name
         self.paths = _local_files(builder, name, "train")
         self.identity = f"{_identity(builder, name, self.paths)}/{subset}/{text_key}"
-        if not os.path.isdir(name):  # Tokens prepared before are those of this text.
+        if not os.path.isdir(name):
+            # This text is in the folders of tokens that were prepared before.
             self.identity = self.name + builder.hash
 
     def __len__(self) -> int:
@@ -115,7 +116,7 @@ class HubStream:
         commit = "" if os.path.isdir(name) else f"@{builder.hash}"
         self.description = f"{name}{commit} {subset} ({split}{part or ''}), streamed"
         parts = f"{_identity(builder, name, self.paths)}/{subset}/{split}{part or ''}/{text_key}"
-        self.fingerprint, self.resumable = order_fingerprints(parts, repeat=repeat)
+        self.fingerprint, self.resumable_fingerprints = order_fingerprints(parts, repeat=repeat)
 
     def changed_since(self, seconds: float) -> list[DataPath]:
         """Files of a local copy; a dataset of the Hub stays at its commit."""

@@ -155,7 +155,7 @@ class MicrobatchLoader:
             "packing": "data.packing, or with best_fit training.seq_len,",
         }
         for key, name in keys.items():
-            is_resumable = key == "source" and state[key] in self._mixture.resumable
+            is_resumable = key == "source" and state[key] in self._mixture.resumable_fingerprints
             if state[key] != own[key] and not is_resumable:
                 text = f"{name} changed since the checkpoint: {state[key]} to {own[key]}"
                 raise ConfigError([f"{text}; {NEW_JOB_HINT}"])

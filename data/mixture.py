@@ -38,7 +38,8 @@ class Mixture:
         self.fingerprint = sources[0].fingerprint
         """Equal for mixtures with the same documents in the same order."""
         # Several go on as they are: one that ended would be read alone until it catches up.
-        self.resumable = sources[0].resumable if len(sources) == 1 else frozenset[str]()
+        others = sources[0].resumable_fingerprints if len(sources) == 1 else frozenset[str]()
+        self.resumable_fingerprints = others
         """Other fingerprints that a checkpoint may have."""
         if len(sources) > 1:
             parts = [f"{s.fingerprint} {w}" for s, w in zip(sources, weights, strict=True)]

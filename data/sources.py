@@ -58,7 +58,7 @@ class Source(Protocol):
 
     fingerprint: str
     """Equal for sources with the same documents in the same order."""
-    resumable: frozenset[str]
+    resumable_fingerprints: frozenset[str]
     """Fingerprints of the sources whose rows this one can go on with: repeating or not."""
     description: str
 
@@ -175,7 +175,7 @@ class ShuffledDocuments:
         if groups is not None:
             self._group_ends = _run_ends(groups if indices is None else groups[indices])
         order = f"{fingerprint}/{name}/{seed}/{n_documents}"
-        self.fingerprint, self.resumable = order_fingerprints(order, repeat=repeat)
+        self.fingerprint, self.resumable_fingerprints = order_fingerprints(order, repeat=repeat)
         self.description = f"{n_documents:,} documents for {name}"
         # Rows with short documents run ahead: by many epochs if an epoch has few documents per
         # row, by less than one if it has many.

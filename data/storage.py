@@ -22,7 +22,7 @@ from data.remote import MAX_RANGE_BYTES, Facts, RangeReader, RemoteFile
 from data.remote_errors import StorageError
 from runtime.filesystem import fsync_folder, open_input, read_input
 from runtime.log import logger
-from runtime.run_lock import unlockable
+from runtime.run_lock import lock_error_text
 
 DataPath = Path | RemoteFile
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def cache_lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            raise OSError(error.errno, unlockable(Path(lock.name), error)) from None
+            raise OSError(error.errno, lock_error_text(Path(lock.name), error)) from None
         yield
 
 

@@ -43,8 +43,6 @@ class RowGroup(NamedTuple):
     number: int
     first_row: int
     n_rows: int
-    n_bytes: int
-    """Size of the decoded texts; 0 if they are memory-mapped."""
 
 
 class Tables:
@@ -72,7 +70,7 @@ class Tables:
             else:
                 column = _open_column(path, file_format, text_key, skips_bad)
                 self._columns[index] = column
-                self._groups.append(RowGroup(index, 0, 0, len(column), 0))
+                self._groups.append(RowGroup(index, 0, 0, len(column)))
         self._ends = list(accumulate(group.n_rows for group in self._groups))
         self._decoded: OrderedDict[int, pa.ChunkedArray] = OrderedDict()
         self._decoded_lock = Lock()
@@ -160,7 +158,7 @@ class Tables:
                 if size > MAX_GROUP_BYTES:
                     text = f"row group {number} has {size:,} bytes of text; write smaller ones"
                     raise ValueError(f"data.path: {path}: {text}")
-                groups.append(RowGroup(index, number, first_row, metadata.num_rows, size))
+                groups.append(RowGroup(index, number, first_row, metadata.num_rows))
                 nulls = column.statistics.null_count if column.is_stats_set else 0
                 if nulls and not self._skips_bad:
                     check_no_null(self._texts(groups[-1]), self._text_key, path, first_row)

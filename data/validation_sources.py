@@ -54,13 +54,18 @@ def reserved_files(configs: list[ValidationSource], data: Data) -> Reserved:
     for config in configs:
         with named_errors(f"validation.sources, {config.name}"):
             _check_is_apart(config, data)
-            skips_bad = data.on_bad_record == "skip"
-            if config.is_on_hub and os.path.isdir(config.path):
-                _reserve(config, _open_stream(config, skips_bad=skips_bad).paths, reserved)
-            elif config.type != "tokens" and not config.is_on_hub and not config.is_outside:
-                documents, _ = open_documents(config, skips_bad=skips_bad)
-                _reserve(config, documents.paths, reserved)
+            paths = _text_paths(config, skips_bad=data.on_bad_record == "skip")
+            _reserve(config, paths, reserved)
     return reserved
+
+
+def _text_paths(config: ValidationSource, *, skips_bad: bool) -> Sequence[DataPath]:
+    if config.is_on_hub:
+        is_local_copy = os.path.isdir(config.path)
+        return _open_stream(config, skips_bad=skips_bad).paths if is_local_copy else []
+    if config.type == "tokens" or config.is_outside:
+        return []
+    return open_documents(config, skips_bad=skips_bad)[0].paths
 
 
 def _build(

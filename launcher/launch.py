@@ -322,12 +322,12 @@ def ranks_per_node(environment: Mapping[str, str]) -> int:
     else:
         is_short = gpus < count and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
     if is_short:
-        text = "each rank needs one; set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        ways = ["CUDA_VISIBLE_DEVICES= to train on the CPU"]
         if gpus > 0:
-            text = f"each rank needs one; set NGPU={gpus} to train on these, CUDA_VISIBLE_DEVICES="
-            text += " to train on the CPU, or NCCL_MULTI_RANK_GPU_ENABLE=1 to share GPUs"
-            text += " (NCCL 2.30, which PyTorch 2.15 has)"
-        raise ValueError(f"{name}={count}: only {gpus} GPUs are visible, and {text}")
+            sharing = "NCCL_MULTI_RANK_GPU_ENABLE=1 to share them (NCCL 2.30, of PyTorch 2.15)"
+            ways = [f"NGPU={gpus} to train on these", *ways, sharing]
+        text = f"only {gpus} GPUs are visible, and each rank needs one; set {', or '.join(ways)}"
+        raise ValueError(f"{name}={count}: {text}")
     return count
 
 

@@ -37,7 +37,8 @@ class SlowSteps:
     ) -> None:
         """``gc_freq``: steps between garbage collections.
 
-        ``is_writer``: logs what was measured on all ranks.
+        ``is_writer``: logs what was measured on all ranks. ``is_resumed``: when the run saved
+        before is not known.
         """
         self._device, self._is_writer = device, is_writer
         self._telemetry = GpuTelemetry.open(device)
@@ -48,7 +49,6 @@ class SlowSteps:
         self._gc_seconds, self._gc_begin = 0.0, 0.0
         gc.callbacks.append(self._on_gc)
         self._compilations: list[Any] = []
-        # A resumed run may save soon after its start.
         self._saved_at = None if is_resumed else time.perf_counter()
         # The first step compiles, and waits for data that were not read ahead.
         self._is_first_window, self._n_steps = True, 0

@@ -30,7 +30,7 @@ from runtime.run_folder import (
     remove_stop_file,
     stop_file_id,
 )
-from runtime.run_lock import held_by, lock_holder, lock_run
+from runtime.run_lock import already_locked, lock_holder, lock_run
 from runtime.signals import SIGNALS, handle_signals
 
 # Slurm's scancel may reach a rank twice, once through the launcher. A later signal ends at once.
@@ -93,7 +93,7 @@ class RunControl:
         # Where locks do not hold between nodes, it has put its name into the same file.
         holder = read_text(self._folder / "lock")
         if holder not in ("", lock_holder()):
-            raise held_by(holder, self._folder)
+            raise already_locked(holder, self._folder)
 
     def _keep_lock(self) -> str:
         """Make and lock ``control/`` again if it was removed; return why that is impossible."""

@@ -35,10 +35,10 @@ def lock_run(folder: Path) -> TextIO:
         file.seek(0)
         holder = file.read(MAX_HOLDER).strip()
         file.close()
-        raise held_by(holder, folder) from None
+        raise already_locked(holder, folder) from None
     except OSError as error:
         file.close()
-        raise ConfigError([f"job.output_dir: {unlockable(folder / 'lock', error)}"]) from None
+        raise ConfigError([f"job.output_dir: {lock_error_text(folder / 'lock', error)}"]) from None
     # The lock holds even if a full disk has no room for the name of its holder.
     with WriteAlarm().of(folder / "lock"):
         os.ftruncate(file.fileno(), 0)
@@ -46,13 +46,13 @@ def lock_run(folder: Path) -> TextIO:
     return file
 
 
-def unlockable(path: Path, error: OSError) -> str:
+def lock_error_text(path: Path, error: OSError) -> str:
     """Text of an ``error`` of locking ``path``."""
     needs = "its file system must support flock (Lustre: mount option flock)"
     return f"{path} cannot be locked: {error.strerror}; {needs}"
 
 
-def held_by(holder: str, folder: Path) -> ConfigError:
+def already_locked(holder: str, folder: Path) -> ConfigError:
     """The error that another process has locked the ``control/`` folder."""
     return ConfigError([f"job.name: process {holder} is writing to {folder.parent} now"])
 

@@ -51,7 +51,7 @@ from runtime.filesystem import read_input
 from runtime.hub_paths import pin_names
 from runtime.log import say
 from runtime.machine import available_cpus
-from runtime.run_lock import unlockable
+from runtime.run_lock import lock_error_text
 from runtime.signals import handle_signals
 from tools.cli import (
     Parser,
@@ -266,7 +266,7 @@ def _locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"{folder}: locked by another shardloom prepare") from None
         except OSError as error:
-            raise ValueError(unlockable(folder / LOCK_FILE, error)) from None
+            raise ValueError(lock_error_text(folder / LOCK_FILE, error)) from None
         yield
 
 

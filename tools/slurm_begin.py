@@ -58,8 +58,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         folder = config.job.folder
         n_nodes = int(environment["SLURM_JOB_NUM_NODES"])
         n_ranks = ranks_per_node(environment)
-        # Of a number of GPUs for all nodes, each may have another part: the launchers check it.
-        if environment.get("NGPU") or not environment.get("SLURM_GPUS"):
+        # Of --gpus, the number for all nodes, each may have another part: the launchers check it.
+        if n_nodes == 1 or environment.get("NGPU") or not environment.get("SLURM_GPUS"):
             with prints_to_stderr():
                 check_run(pin_names(config), n_ranks, n_nodes)
         if log_rank := environment.get("LOG_RANK"):

@@ -341,7 +341,7 @@ class Sparse:
     """Source with ``n_empty`` empty documents before each other one."""
 
     fingerprint = description = "sparse"
-    resumable = frozenset[str]()
+    resumable_fingerprints = frozenset[str]()
     n_documents = None
 
     def __init__(self, n_empty: int) -> None:

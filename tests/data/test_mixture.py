@@ -236,7 +236,7 @@ class Ids:
     """Source of token ids with the same three documents for each row."""
 
     description = fingerprint = "ids"
-    resumable = frozenset[str]()
+    resumable_fingerprints = frozenset[str]()
 
     def __init__(self, *last: int, dtype: str) -> None:
         self._documents = [np.array(ids, dtype=dtype) for ids in ([5], [5, 6], last)]

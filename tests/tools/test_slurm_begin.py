@@ -112,6 +112,24 @@ def test_invalid_run_is_rejected(
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("environment", "code"),
+    [
+        # 8 + 1 GPUs may divide what 8 + 8 do not.
+        ({"SLURM_GPUS": "9"}, exit_codes.DONE),
+        ({}, exit_codes.BAD_CONFIG),
+        ({"SLURM_GPUS": "8", "SLURM_JOB_NUM_NODES": "1"}, exit_codes.BAD_CONFIG),
+        ({"SLURM_GPUS": "9", "NGPU": "8"}, exit_codes.BAD_CONFIG),
+    ],
+)
+def test_launchers_check_gpus_that_nodes_have_unequal_numbers_of(
+    environment: dict[str, str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"NGPU": "", "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": ""} | environment
+    degree = "--parallelism.tensor_parallel_degree=3"
+    assert begin(capsys, degree, **keys)[0] == code
+
+
 def test_only_first_start_clears_exit_code_and_requeues(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
