@@ -44,6 +44,7 @@ from tests.lib.launch import without_slow_phases
 from tests.lib.patience import PATIENCE_SECONDS, wait_until
 from tests.lib.ports import free_port
 from tests.lib.processes import are_gone, seconds_until
+from tests.lib.repository import ROOT
 
 SLURM = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "3", "SLURM_STEP_NODELIST": "node[07-09]"}
 
@@ -398,14 +399,9 @@ def test_head_node_shows_rank_0_and_records_failures(
     assert ("node 1 of 2: ended with exit code 1" in capsys.readouterr().out) == (node == 1)
 
 
-def run_trainer(
-    source: str, folder: Path, monkeypatch: pytest.MonkeyPatch, config: Path | None = None
-) -> int:
-    """Launch two ranks of a trainer that runs ``source``; return the launcher's exit code."""
+def trainer_of(source: str, folder: Path) -> Path:
+    """Write a trainer that runs ``source`` in each rank."""
     trainer = folder / "trainer.py"
-    if config is None:
-        config = folder / "run.toml"
-        config.touch()
     control = folder / "default" / "control"
     control.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -415,7 +411,17 @@ def run_trainer(
         "rank = os.environ['RANK']",
     ]
     trainer.write_text("\n".join([*lines, source]))
-    monkeypatch.setattr(launch, "TRAINER", trainer)
+    return trainer
+
+
+def run_trainer(
+    source: str, folder: Path, monkeypatch: pytest.MonkeyPatch, config: Path | None = None
+) -> int:
+    """Launch two ranks of a trainer that runs ``source``; return the launcher's exit code."""
+    if config is None:
+        config = folder / "run.toml"
+        config.touch()
+    monkeypatch.setattr(launch, "TRAINER", trainer_of(source, folder))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # The launcher does not restore signal handlers.
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -853,13 +859,33 @@ if rank == '0':
 """
 
 
-def test_terminal_after_ctrl_z_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+# Not a fork of this process: what earlier tests left could join threads that a fork lacks.
+ON_A_TERMINAL = """
+import os, sys
+os.login_tty(0)
+from pathlib import Path
+from launcher import launch
+launch.TRAINER = Path(sys.argv.pop(1))
+sys.exit(launch.main(sys.argv[1:], {"NGPU": "2"}))
+"""
+
+
+def test_terminal_after_ctrl_z_and_at_the_end(tmp_path: Path):
     """The whole launcher on a terminal of its own, stopped and continued."""
     pyte = pytest.importorskip("pyte")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    process, master = pty.fork()
-    if process == 0:
-        os._exit(run_trainer(TALKS, tmp_path, monkeypatch))
+    config, trainer = tmp_path / "run.toml", trainer_of(TALKS, tmp_path)
+    config.touch()
+    arguments = [trainer, config, "--job.output_dir", tmp_path]
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm-256color"},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+    )
+    os.close(slave)
     screen = pyte.Screen(80, 24)
     stream = pyte.ByteStream(screen)
 
@@ -869,24 +895,26 @@ def test_terminal_after_ctrl_z_and_at_the_end(tmp_path: Path, monkeypatch: pytes
                 stream.feed(os.read(master, 1 << 16))
         return any(line.startswith(text) for line in screen.display)
 
-    def has_continued() -> bool:
-        is_live = shows("step 3/10")
-        return is_live and any("launcher: continued" in line for line in screen.display)
+    def is_live() -> bool:
+        assert process.poll() is None, "\n".join(screen.display)
+        return shows("step 3/10")
 
-    wait_until(lambda: shows("step 3/10"))
+    def has_continued() -> bool:
+        return is_live() and any("launcher: continued" in line for line in screen.display)
+
+    wait_until(is_live)
     assert shows("model                 planted")
     os.write(master, b"\x1a")
-    assert os.WIFSTOPPED(os.waitpid(process, os.WUNTRACED)[1])
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
     wait_until(lambda: not shows("step 3/10"))
-    os.kill(process, signal.SIGCONT)
+    process.send_signal(signal.SIGCONT)
     wait_until(has_continued)
     (tmp_path / "default" / "control" / "end").touch()
-    ended = 0, 0
-    while ended[0] == 0:
-        shows("")
-        ended = os.waitpid(process, os.WNOHANG)
+    with suppress(OSError):  # The other end is closed.
+        while True:
+            stream.feed(os.read(master, 1 << 16))
     os.close(master)
-    assert os.waitstatus_to_exitcode(ended[1]) == exit_codes.DONE
+    assert process.wait(PATIENCE_SECONDS) == exit_codes.DONE
     lines = [line.rstrip() for line in screen.display if line.strip()]
     assert lines[-1].endswith("ALARM: planted")
     assert "launcher: continued" in lines[-2]
