@@ -166,14 +166,24 @@ def test_preempted_job_resumes_and_cancelled_job_saves(
 
 
 def test_signals_before_training_requeue_the_job(slurm: Cluster, tmp_path: Path) -> None:
+    # The container of its first command hangs; Slurm ends it in a preemption.
+    entered, container = tmp_path / "entered", tmp_path / "container"
+    container.write_text(
+        f'#!/bin/sh\n[ -e {entered} ] || {{ touch {entered}; exec sleep 600; }}\nexec "$@"\n'
+    )
+    container.chmod(0o755)
+    site = f"export NGPU=1 OMP_NUM_THREADS=1\nCONTAINER=({container})\n"
+    (tmp_path / "site.sh").write_text(site)
     job = submit(slurm, tmp_path, "--nodelist=n0", environment={"PREFLIGHT": "1"}, **LONG)
-    wait_until(lambda: "restart 0" in job.log())
-    slurm.call("scancel", "--batch", "--signal=USR1", job.id)
-    # In its preflight: Slurm ends that, and the batch script after the grace time.
-    wait_until(lambda: "restart 1" in job.log() and "preflight" in job.log().split("restart 1")[1])
+    wait_until(entered.exists)
     urgent = ["--partition=high", "--nodelist=n0", "--exclusive", "--output=/dev/null"]
     slurm.sbatch(*urgent, "--wrap", "sleep 1", cwd=ROOT)
-    job.wait_for_steps(2)
+    wait_until(lambda: "restart 1" in job.log())
+    slurm.call("scancel", "--batch", "--signal=USR1", job.id)
+    # In its preflight: Slurm ends that, and the batch script after the grace time.
+    wait_until(lambda: "restart 2" in job.log() and "preflight" in job.log().split("restart 2")[1])
+    slurm.sbatch(*urgent, "--wrap", "sleep 1", cwd=ROOT)
+    job.wait_for_steps(3)
     assert not (job.control / "failures").exists()
     (job.control / "stop").touch()
     job.wait("COMPLETED")
