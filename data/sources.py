@@ -1,7 +1,8 @@
 """Data sources: the documents of each row, in the same order on any number of ranks.
 
 A global batch has a fixed number of rows. Row ``r`` of ``n`` reads documents r, r + n, r + 2n, ...
-of an endless shuffled order, so a step's data depend only on the seed and the step.
+of an endless shuffled order, so a step's data depend only on the seed and the step. Of streamed
+datasets each row reads files of its own (``data/hub.py``).
 """
 
 import hashlib

@@ -386,7 +386,7 @@ def set_thread_defaults(n_ranks: int) -> None:
     """Set ranks' numbers of OpenMP threads and of spins at a barrier, unless the user did.
 
     All ranks together use each available CPU once. libgomp's 300,000 spins double the time of a
-    step on a machine that is shared; 10,000 cost 5 % of one alone (docs/benchmarks.md).
+    step on a machine that is shared; 10,000 cost 5 % of one alone (docs/benchmarks/step.md).
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cpus() // n_ranks)))
     if "OMP_WAIT_POLICY" not in os.environ:

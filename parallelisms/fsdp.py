@@ -123,7 +123,7 @@ def apply_fsdp(
         is_last = unit is units[-1]
         reshard = policy.reshard_last_unit if is_last else policy.reshard_units
         shard(unit, fsdp_mesh, reshard=reshard)
-    # The units hold every parameter; the root is what starts and ends their passes.
+    # The root starts and ends the units' passes, and holds what a user's model has outside them.
     fully_shard(model, mesh=fsdp_mesh, mp_policy=mp_policy, offload_policy=offload)
     for unit in units:
         # A lookup's backward needs no weights.

@@ -10,6 +10,7 @@ import pytest
 
 import shardloom
 from config import load_config
+from config.constraints import CONFIG_CONSTRAINTS
 from config.describe import reference_page
 from runtime import exit_codes
 from tests.lib.pages import FENCED, Page, all_pages
@@ -132,7 +133,8 @@ def test_toml_of_a_page_is_a_configuration(page: Page, tmp_path: Path) -> None:
             continue
         path = tmp_path / f"page_{number}.toml"
         path.write_text(text)
-        load_config(path, [])
+        config = load_config(path, [])
+        assert [row.message(config) for row in CONFIG_CONSTRAINTS if row.violated(config)] == []
 
 
 def test_configuration_page_is_current() -> None:
