@@ -37,6 +37,16 @@ class PackedSequence(NamedTuple):
             self.document_ids[begin:end] = document_id
             self.positions[begin:end] = np.arange(end - begin)
 
+    def pad(self, filled: int, document_id: int, padding_id: int) -> None:
+        """Fill the rest with a document without labels: the sequence's own tokens again.
+
+        Equal tokens, as in a sequence without any, would all go to the same experts.
+        """
+        n_free = len(self.tokens) - filled
+        self.tokens[filled:] = np.resize(self.tokens[:filled], n_free) if filled else padding_id
+        self.labels[filled:] = IGNORE_INDEX
+        self.mark(filled, len(self.tokens), document_id)
+
 
 class RowReader(Protocol):
     """Packs one row of the global batch."""
@@ -84,9 +94,7 @@ class ConcatPacker:
                 break
         labels[: max(filled - 1, 0)] = tokens[1:filled]
         labels[filled - 1 : filled] = last_label
-        labels[filled:] = IGNORE_INDEX
-        tokens[filled:] = self._padding_id
-        sequence.mark(filled, len(tokens), self._state.document)
+        sequence.pad(filled, self._state.document, self._padding_id)
         self._state = self._state._replace(token=token)
         return RowSpan(self._documents.row, start, self._state)
 
@@ -130,8 +138,7 @@ class BestFitPacker:
             tokens[filled:end], labels[filled:end] = chunk[:-1], chunk[1:]
             sequence.mark(filled, end, number)
             filled = end
-        tokens[filled:], labels[filled:] = self._padding_id, IGNORE_INDEX
-        sequence.mark(filled, len(tokens), len(chunks))
+        sequence.pad(filled, len(chunks), self._padding_id)
         # Every call reads a fraction of the next window, so that no call takes much longer.
         if start.token + 1 < len(self._window):
             self._state = start._replace(token=start.token + 1)

@@ -25,6 +25,7 @@ from metrics.history import ROLLED_BACK
 from metrics.metrics_file import read_metrics
 from run_spec import build_data
 from runtime import exit_codes
+from runtime.labels import IGNORE_INDEX
 from runtime.log import say
 from runtime.provenance import FOLDER, attempt_numbers, read_attempt, read_content
 from runtime.run_folder import list_checkpoints, step_of
@@ -188,15 +189,20 @@ class DataOfRun:
 def _packed(batch: Microbatch) -> Iterator[Part]:
     """With best_fit, which packs a window of documents, their files are not known."""
     assert batch.document_ids is not None
-    ids = batch.document_ids[0].numpy()
-    for part in np.split(batch.tokens[0].numpy(), np.flatnonzero(np.diff(ids)) + 1):
-        yield Part("", part)
+    begins = np.flatnonzero(np.diff(batch.document_ids[0].numpy())) + 1
+    both = (np.split(ids[0].numpy(), begins) for ids in (batch.tokens, batch.labels))
+    for part, labels in zip(*both, strict=True):
+        # Only padding is a document without labels.
+        if labels[0] != IGNORE_INDEX:
+            yield Part("", part)
 
 
 def show(run: DataOfRun, row: int, batch: Microbatch, n_characters: int) -> None:
     """Print a row of the batch and its documents."""
     tokens = batch.tokens[0]
-    say(f"row {row}: {len(tokens):,} tokens, {len(tokens.unique()):,} different ones")
+    n_free = int((batch.labels[0] == IGNORE_INDEX).sum())
+    counts = [f"{len(tokens):,} tokens", f"{len(tokens.unique()):,} different ones"]
+    say(f"row {row}: {', '.join(counts + [f'{n_free:,} without a label'] * (n_free > 0))}")
     for part in run.parts(batch):
         # A character has up to four tokens.
         text = run.tokenizer.decode(part.ids[: 4 * n_characters + 1].tolist())[:n_characters]

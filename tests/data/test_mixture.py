@@ -213,8 +213,12 @@ def test_padding_belongs_to_no_document() -> None:
     assert batch.labels[0].tolist() == [5, 6, 7, UNIQUE.eos_id] + [IGNORE_INDEX] * 8
     assert batch.document_ids is not None
     assert batch.document_ids[0].tolist() == [0] * 5 + [1] * 7
+    # Its own tokens again, because equal ones would all be routed to the same experts.
+    assert batch.tokens[0, 5:].tolist() == [UNIQUE.bos_id, 5, 6, 7, UNIQUE.eos_id, UNIQUE.bos_id, 5]
+    batch = next(loader)
     # Uninitialized memory might contain ids out of range.
-    assert batch.tokens[0, 5:].tolist() == [UNIQUE.eos_id] * 7
+    assert batch.tokens[0].tolist() == [UNIQUE.eos_id] * 12
+    assert (batch.labels == IGNORE_INDEX).all()
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [2.0, 1.0]])

@@ -138,6 +138,16 @@ def test_padding_is_below_two_percent() -> None:
     assert (labels == IGNORE_INDEX).float().mean() < 0.02
 
 
+def test_padding_repeats_the_tokens_of_its_sequence() -> None:
+    (loader,) = build(Mixture([source(["5 6", "7 8 9 10"])]), 1, 1, seq_len=7)
+    for _ in range(4):
+        tokens, labels = (part[0].tolist() for part in take([loader])[:2])
+        filled = labels.index(IGNORE_INDEX)
+        assert labels[filled:] == [IGNORE_INDEX] * (7 - filled)
+        assert filled >= 3
+        assert tokens[filled:] == (tokens[:filled] * 2)[: 7 - filled]
+
+
 @pytest.mark.parametrize("capacity", [1, 7, 30])
 def test_bins_hold_each_size_once_within_capacity(capacity: int) -> None:
     generator = random.Random(capacity)

@@ -19,6 +19,7 @@ from data.loader import LoaderConfig, Microbatch, MicrobatchLoader
 from data.tokenizer import load_tokenizer
 from metrics.history import ROLLED_BACK
 from run_spec import build_data
+from runtime.labels import IGNORE_INDEX
 from runtime.provenance import FOLDER, path_of, write_attempt, write_content
 from tests.lib.attempts import attempt_of
 from tools.show_batch import DataOfRun, main
@@ -104,8 +105,11 @@ def test_rows_are_those_of_the_run(run: tuple[Path, Steps]) -> None:
         for row, batch in found.items():
             assert torch.equal(batch.tokens[0], rows[row].tokens)
             assert torch.equal(batch.labels[0], rows[row].labels)
-            parts = [part.ids for part in data.parts(batch)]
-            assert np.array_equal(np.concatenate(parts), rows[row].tokens.numpy())
+            shown = np.concatenate([part.ids for part in data.parts(batch)])
+            assert np.array_equal(shown, rows[row].tokens[: len(shown)].numpy())
+            # Padding is not shown.
+            assert (rows[row].labels[len(shown) :] == IGNORE_INDEX).all()
+            assert (rows[row].labels[: len(shown)] != IGNORE_INDEX).all()
 
 
 @pytest.mark.parametrize("run", ["concat"], indirect=True)
