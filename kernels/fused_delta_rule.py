@@ -31,7 +31,11 @@ def apply_fused_delta_rule(
     """
     nets = [cast(Any, net) for net in delta_nets if hasattr(net.inner, "rule")]
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    if dtype != torch.bfloat16 or not nets or is_deterministic or not is_installed("fla"):
+    if dtype != torch.bfloat16 or not nets or is_deterministic:
+        return
+    if not is_installed("fla"):
+        text = "flash-linear-attention is not installed (fla-core): %d layers are slower"
+        logger.warning(text, len(nets))
         return
     inners = [net.inner for net in nets]
     rule = FusedDeltaRule(inners[0].rule)

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NoReturn, get_type_hints
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import torch
 
@@ -83,7 +84,8 @@ class Table:
     family_args: Mapping[str, Any] = field(default_factory=dict)
     """Args with the same value in the whole family."""
     numbers: Mapping[str, str] = field(default_factory=dict)
-    """Numeric config keys besides ``NUMBERS``, to args of ``args_cls``."""
+    """Numeric config keys besides ``NUMBERS``, to args of ``args_cls``: int, float, or one of them
+    or None, which is an absent key."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys that newer transformers versions write, to the older keys that are used here."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -95,12 +97,15 @@ class Table:
     """Keys that must be present with this value, because their default is another."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for an arg that ``args_cls`` lacks."""
+        """Raise ``ValueError`` for an arg that ``args_cls`` lacks, or that is no number."""
         known = {each.name for each in fields(self.args_cls)}
+        hints = get_type_hints(self.args_cls)
         for key, name in self.numbers.items():
+            text = f"the table of {self.architecture}: numbers has {key!r}: {name!r}"
             if name not in known:
-                text = f"the table of {self.architecture}: numbers has {key!r}: {name!r}"
                 raise ValueError(f"{text}, but args_cls {self.args_cls.__name__} no {name!r}")
+            if not _kinds(hints[name]) <= {int, float, NoneType}:
+                raise ValueError(f"{text}, but that is {hints[name]}: supported: int, float")
 
 
 NUMBERS = {
@@ -261,13 +266,21 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": _number(rope, "rope_theta", float), "rope_scaling": scaling}
 
 
-def _number(config: Mapping[str, Any], key: str, kind: Any) -> Any:
-    """Return the positive number at ``key``; raise ``ValueError`` if it is not of ``kind``."""
-    value = config.get(key)
+def _number(config: Mapping[str, Any], key: str, hint: Any) -> Any:
+    """Return the positive number at ``key``; raise ``ValueError`` if it is not as the type hint."""
+    value, kinds = config.get(key), _kinds(hint)
+    if key not in config and NoneType in kinds:
+        return None
+    kind = float if float in kinds else int
     is_number = type(value) is int or (kind is float and type(value) is float)
     if not is_number or not 0 < value < MAX_NUMBER:  # type: ignore[operator]
         _reject(config, key, "a number above zero" if kind is float else "an integer above zero")
-    return kind(value)
+    return kind(value)  # type: ignore[arg-type]
+
+
+def _kinds(hint: Any) -> set[Any]:
+    """Types of a hint: of ``int | None`` both."""
+    return set(get_args(hint)) or {hint}
 
 
 def _reject(config: Mapping[str, Any], key: str, want: object) -> NoReturn:

@@ -76,6 +76,8 @@ class Qwen3NextBlock(TransformerBlock):
 class ZeroCenteredNorm(RMSNorm):
     """RMSNorm with scale 1 + weight, so that weight decay pulls the scale to 1."""
 
+    decays_weight = True
+
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 

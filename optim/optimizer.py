@@ -22,22 +22,25 @@ def build_optimizer(
     weight_mesh: DeviceMesh | None = None,
     is_elastic: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build AdamW (arXiv 1711.05101), Muon or one outside, with weight decay on matrices only.
+    """Build AdamW (arXiv 1711.05101), Muon or one outside, with weight decay on matrices.
 
-    Norms, biases, embeddings and an output tied to the embedding do not decay. It has no frozen
-    parameters. ``matrices``: the ``hidden_matrices``, which Muon updates. ``weight_mesh`` has
-    every rank; None: one rank. ``is_elastic``: updates are bitwise identical however parameters are
-    sharded. Raises ``ConfigError`` if Muon has no matrices, or one outside breaks its contract.
-    Collective for Muon.
+    Norms, biases, embeddings and an output tied to the embedding do not decay; the ``weight`` of a
+    module with ``decays_weight = True`` does. It has no frozen parameters. ``matrices``: the
+    ``hidden_matrices``, which Muon updates. ``weight_mesh`` has every rank; None: one rank.
+    ``is_elastic``: updates are bitwise identical however parameters are sharded. Raises
+    ``ConfigError`` if Muon has no matrices, or one outside breaks its contract. Collective for
+    Muon.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    others = {id(m.weight) for m in model.modules() if getattr(m, "decays_weight", False)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [matrix for matrix in matrices if matrix.requires_grad]
     muon_ids = {id(p) for p in matrices} if config.name == "muon" else set()
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
     for parameter in trained:
-        is_decayed = parameter.ndim >= 2 and id(parameter) not in embeddings
+        is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
+        is_decayed = is_matrix or id(parameter) in others
         if id(parameter) not in muon_ids:
             (decayed if is_decayed else not_decayed).append(parameter)
     groups: list[dict[str, Any]] = [

@@ -125,8 +125,10 @@ def is_unchanged(rule: Callable, **settings: Any) -> bool:
 def test_fla_kernel_only_for_bf16_nondeterministic(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert is_unchanged(delta_rule)
+    assert is_unchanged(delta_rule, dtype=torch.float32)
     assert not caplog.text
+    assert is_unchanged(delta_rule)
+    assert "flash-linear-attention is not installed" in caplog.text
     with fake_fla():
         assert not is_unchanged(delta_rule)
         assert is_unchanged(delta_rule, dtype=torch.float32)

@@ -148,6 +148,30 @@ def test_table_may_have_arguments_of_its_own() -> None:
     assert form.args(config) == args
     with pytest.raises(ValueError, match="sliding_window: 'wide'"):
         form.args(config | {"sliding_window": "wide"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaybeWindowed(TransformerArgs):
+    window: int | None = None
+    softcap: float | None = None
+    mode: str = "causal"
+
+
+@pytest.mark.parametrize("own", [{}, {"window": 24}, {"softcap": 0.5}, {"window": 8, "softcap": 2}])
+def test_number_of_a_table_may_be_absent(own: dict[str, Any]) -> None:
+    numbers = {"sliding_window": "window", "attn_logit_softcapping": "softcap"}
+    table = partial(
+        Table, "windowed", "WindowedForCausalLM", layer=NORMS | ATTENTION | FEED_FORWARD
+    )
+    form = build_hugging_face(table(args_cls=MaybeWindowed, numbers=numbers))
+    args = MaybeWindowed(**vars(form_of("llama").args(OLDER)), **own)
+    config = form.config(args)
+    assert form.args(config) == args
+    assert form.args({key: value for key, value in config.items() if value is not None}) == args
+    with pytest.raises(ValueError, match=r"sliding_window: 0\.5 \(supported: an integer"):
+        form.args(config | {"sliding_window": 0.5})
+    with pytest.raises(ValueError, match=r"numbers has 'mode': 'mode', but that is .*str"):
+        table(args_cls=MaybeWindowed, numbers={"mode": "mode"})
     for numbers, args_cls in (
         ({"sliding_window": "window"}, TransformerArgs),
         ({"window": "sliding_window"}, Windowed),

@@ -48,6 +48,21 @@ def test_only_matrices_decay(tie_embeddings: bool, config: Optimizer) -> None:
         torch.testing.assert_close(model.get_parameter(fqn), before[fqn] * (1 - 0.5 * 0.25))
 
 
+def test_norms_around_zero_decay() -> None:
+    spec, args = find_model("qwen3_next", "debugmodel")
+    model = spec.model_cls(replace(args, vocab_size=64))
+    group, _ = build_optimizer(model, CONFIG).param_groups
+    decayed = {id(parameter) for parameter in group["params"]}
+    norms = {
+        fqn: id(parameter) in decayed
+        for fqn, parameter in model.named_parameters()
+        if "norm" in fqn
+    }
+    # The norm of a delta net's output has a scale of weight.
+    assert norms == {fqn: not fqn.endswith("attention.norm.weight") for fqn in norms}
+    assert set(norms.values()) == {True, False}
+
+
 @pytest.mark.parametrize("config", [CONFIG, MUON], ids=["adamw", "muon"])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_every_parameter_has_the_same_options(tie_embeddings: bool, config: Optimizer) -> None:
