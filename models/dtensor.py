@@ -2,9 +2,10 @@
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
+
+from kernels.embedding import embedding
 
 
 def to_local_with_partial_grad(weight: torch.Tensor) -> torch.Tensor:
@@ -32,6 +33,6 @@ class VocabularyParallelEmbedding(nn.Embedding):
         rows = tokens - self.tp_mesh.get_local_rank() * most
         is_elsewhere = (rows < 0) | (rows >= len(weight))
         # Tokens of other ranks read any rows, but not all the same: adding to one row is slow.
-        out = F.embedding(rows % len(weight), weight).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+        out = embedding(rows % len(weight), weight).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
         partial = DTensor.from_local(out, self.tp_mesh, [Partial()], run_check=False)
         return partial.redistribute(placements=[Shard(1)]).to_local()
