@@ -38,6 +38,8 @@ def run(case: Case) -> Iterator[Row]:
             a, b = (torch.randn(n, n, device=device).to(getattr(torch, name)) for _ in "ab")
             try:
                 seconds = sustained(build_matmul(a, b), case.seconds, device)
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, NotImplementedError) as error:
                 problem = f"skipped: {first_line(str(error))[:120]}"
                 yield {"what": f"{name} product, {n:,}", "problem": problem}

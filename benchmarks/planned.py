@@ -41,8 +41,10 @@ def table() -> str:
     for device in DEVICES:
         rows = newest(read_rows(ROOT / "benchmarks" / "results" / f"{device}.jsonl"))
         cases = {case["name"]: case for case in load_cases(device, {})}
-        for row in (row for row in rows if row["tokens_per_second"]):
+        for row in (row for row in rows if row["what"] == "train" and row["tokens_per_second"]):
             found, name = row["tokens_per_second"], row["case"]
+            if name not in cases:
+                continue  # A trial, or a case that was renamed.
             plan = planned(build_case(cases[name]), device)
             if plan is None:
                 continue

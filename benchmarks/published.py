@@ -30,6 +30,8 @@ RESULTS = ROOT / "benchmarks" / "published_plans.jsonl"
 PAGE = ROOT / "docs" / "planning.md"
 MARKED = re.compile(r"(<!-- published runs -->\n).*?(<!-- end of published runs -->)", re.DOTALL)
 GIB = 1 << 30
+# Keys of a run that its plan repeats.
+SAME = ("system", "title", "device", "world_size")
 # torchtitan's loss of 2024 is cross entropy of logits that are cast to float32. It holds a copy,
 # its log-softmax and its gradient, of 4 bytes each, besides the logits that ours holds.
 FLOAT32_LOSS, LOSS_BYTES = "llama3_h100_202412_torchtitan.md", 12
@@ -49,7 +51,7 @@ def planned(run: dict[str, Any], devices: Path) -> dict[str, Any]:
     time = step_time(plan, find_hardware(run["device"], devices))
     peak = max(stage.record.peak for stage in plan.stages)
     return {
-        **{key: run[key] for key in ("system", "title", "device", "world_size")},
+        **{key: run[key] for key in SAME},
         "tokens_per_second": time.tokens_per_second / n,
         "peak_gib": peak / GIB,
         "parts": {part: round(seconds, 4) for part, seconds in time.parts.items()},
@@ -59,14 +61,13 @@ def planned(run: dict[str, Any], devices: Path) -> dict[str, Any]:
 def make_results() -> None:
     """Plan all runs again. Writes ``RESULTS``."""
     text = RUNS.read_text()
-    with tempfile.TemporaryDirectory() as folder, RESULTS.open("w") as file:
+    with tempfile.TemporaryDirectory() as folder:
         devices = Path(folder) / "devices.toml"
         devices.write_text(text[text.index("[devices.") :])
         runs = tomllib.loads(text)["rows"]
         with ProcessPoolExecutor(available_cpus(), mp_context=get_context("spawn")) as pool:
-            for result in pool.map(partial(planned, devices=devices), runs):
-                file.write(json.dumps(result) + "\n")
-                file.flush()
+            results = list(pool.map(partial(planned, devices=devices), runs))
+    RESULTS.write_text("".join(f"{json.dumps(result)}\n" for result in results))
 
 
 def table() -> str:
@@ -75,6 +76,7 @@ def table() -> str:
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     ratios = defaultdict[str, list[float]](list)
     for run, result in zip(runs, results, strict=True):
+        assert all(run[key] == result[key] for key in SAME), f"run with --plan: {run['title']}"
         ratios[run["system"]].append(run["tokens_per_second"] / result["tokens_per_second"])
     shares = {system: median(found) for system, found in ratios.items()}
     lines, errors, rest, of_tensors, of_both, of_loss = [], [], [], [], [], []

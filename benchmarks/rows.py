@@ -97,20 +97,25 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def is_measured(rows: list[Row], name: str, settings: Row, here: Row) -> bool:
-    """True if ``rows`` contain a result of this case from the same commit and an equal machine."""
+    """True if ``rows`` contain all results of this case from the same commit and an equal machine.
+
+    A case has a row for each of what it measures. One that failed, or lacked a package, is none.
+    """
     if here["commit"] is not None and here["commit"].endswith("+"):
         return False  # The changes may be others by now.
     same = {"config": name, "settings": settings}
     same |= {key: here[key] for key in (*MACHINE, "commit")}
-    return any(
-        all(row.get(key) == value for key, value in same.items()) and not is_failed(row)
-        for row in rows
-    )
+    found = {row["what"]: row for row in rows if same.items() <= row.items()}
+    return bool(found) and not any(is_failed(row) or lacks_package(row) for row in found.values())
 
 
 def is_failed(row: Row) -> bool:
     """True if the row has a problem, other than that a package is missing."""
     return bool(row["problem"]) and not row["problem"].startswith("skipped")
+
+
+def lacks_package(row: Row) -> bool:
+    return bool(row["problem"]) and row["problem"].endswith("not installed")
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:

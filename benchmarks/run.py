@@ -76,7 +76,9 @@ def main(arguments: list[str]) -> int:
                 is_interrupted = True
                 print(f"{case['name']}: budget exhausted; the same command resumes", flush=True)
                 break
-            fields = {"config": options.name, "case": case["name"], "what": ""} | here
+            # Tables show a trial beside the case, not in its place.
+            title = " ".join([case["name"], *overrides])
+            fields = {"config": options.name, "case": title, "what": ""} | here
             whole = fields | dict.fromkeys(MEASURED) | {"settings": case}
             append_rows(out, rows := [whole | row for row in rows])
             problems = [row["problem"] for row in rows if is_failed(row)]

@@ -522,7 +522,7 @@ RUN_CONSTRAINTS: tuple[Constraint[RunContext], ...] = (
             '"always" is not possible: CUDA graphs do not support all of this run',
             lambda run: _obstacle_to_always(run) != "", _obstacle_to_always),
     Constraint("float8.recipe",
-            "requires a GPU of CUDA capability 8.9 or higher; tests elsewhere can use"
+            "requires an NVIDIA GPU of CUDA capability 8.9 or higher; tests elsewhere can use"
             " float8.emulate",
             lambda run: is_float8(run.config) and not run.config.float8.emulate
             and (not run.has_gpu or run.lacks_float8)),

@@ -28,6 +28,8 @@ GIB = 1 << 30
 # Tokens of a microbatch from which matmuls are about as fast as they get. With fewer, a larger
 # microbatch is worth more than less recomputation.
 ENOUGH_TOKENS = 4096
+# Measured peaks over planned ones with selective recomputation, at most (docs/planning.md).
+SELECTIVE_PEAK = 1.09
 # Share of a host's memory that ranks on CPUs may fill.
 HOST_SHARE = 0.5
 
@@ -70,9 +72,10 @@ def decide(config: JobConfig, world_size: int, memory: float, *, has_gpu: bool) 
         try:
             configs = legal_sizes(smallest, world_size, has_gpu=has_gpu) if SIZE in keys else []
             peaks = Peaks(configs or [smallest], world_size, has_gpu=has_gpu)
+            is_selective = smallest.activation_checkpoint.mode == "selective"
+            room = TIGHT * memory / (SELECTIVE_PEAK if is_selective else 1.0)
             # The smallest first: if it does not fit, none does.
-            fits = peaks[0] <= TIGHT * memory
-            index = bisect_right(peaks, TIGHT * memory, lo=1) - 1 if fits else -1
+            index = bisect_right(peaks, room, lo=1) - 1 if peaks[0] <= room else -1
         except ConfigError as error:
             rejected.append(error)
             continue

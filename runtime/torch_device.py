@@ -31,8 +31,13 @@ def device_name(device: torch.device) -> str:
 
 
 def lacks_float8() -> bool:
-    """True if this machine's GPU has no float8 matmuls: compute capability below 8.9."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
+    """True if this machine's GPU has no float8 matmuls of these formats.
+
+    Such as those of a compute capability below 8.9, and AMD's MI300, whose formats are others.
+    """
+    if not torch.cuda.is_available():
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 9)
 
 
 def machine_facts() -> dict[str, bool]:

@@ -258,7 +258,8 @@ def row(what: str, **values: Any) -> dict[str, Any]:
     ("fields", "counts"),
     [
         ({}, True),
-        ({"problem": "skipped: torchtitan not installed"}, True),
+        ({"problem": "skipped: torchtitan not installed"}, False),
+        ({"problem": "skipped: not on this CPU"}, True),
         ({"problem": "out of memory"}, False),
         ({"commit": "abd"}, False),
         ({"cores": 0}, False),
@@ -270,6 +271,11 @@ def test_only_a_result_of_this_commit_is_not_measured_again(
     here, settings = environment("abc"), {"name": "a"}
     rows = [row("x", settings=settings) | fields]
     assert is_measured(rows, "c", settings, here) is counts
+    # Of a case with two rows both must be there; the newer one of a name counts.
+    others = [row("y", settings=settings), row("z", settings=settings)]
+    is_other = fields.keys() & {"commit", "cores"}
+    assert is_measured([*others, *rows], "c", settings, here) is (counts or bool(is_other))
+    assert is_measured([*rows, row("x", settings=settings)], "c", settings, here)
     rows = [each | {"commit": "abc+"} for each in rows]
     assert not is_measured(rows, "c", settings, here | {"commit": "abc+"})
 

@@ -70,12 +70,12 @@ def test_float8_needs_a_gpu_that_has_it_where_the_run_trains(monkeypatch: pytest
     """A plan is of another machine's GPUs."""
     config = load_config(Path("debug_model"), ["--float8.recipe", "tensorwise"])
     _, args = find_model("llama3", "debugmodel", {})
-    with pytest.raises(ConfigError, match=r"requires a GPU of CUDA capability 8\.9"):
+    with pytest.raises(ConfigError, match=r"requires an NVIDIA GPU of CUDA capability 8\.9"):
         check_constraints(config, args, 1, has_gpu=True, lacks_float8=True)
     monkeypatch.setattr("runtime.torch_device.lacks_float8", lambda: True)
     resolve(config, 1, has_gpu=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"requires a GPU of CUDA capability 8\.9"):
+    with pytest.raises(ConfigError, match=r"requires an NVIDIA GPU of CUDA capability 8\.9"):
         resolve(config, 1)
 
 

@@ -12,7 +12,7 @@ from config.auto import MODE, MODES, SIZE, with_values
 from launcher.auto import decide_auto
 from launcher.launch import check_run
 from planner import auto
-from planner.auto import decide, rank_memory
+from planner.auto import SELECTIVE_PEAK, decide, rank_memory
 from planner.step_plan import TIGHT, plan_step
 from run_spec import RunSpec, resolve
 
@@ -55,10 +55,15 @@ def planned(run: RunSpec, *_: object, **__: object) -> SimpleNamespace:
 def test_choice_is_that_of_the_rule(enough: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On devices just large enough for each choice, and a byte too small for it."""
     monkeypatch.setattr(auto, "ENOUGH_TOKENS", enough)
-    peaks = [PEAKS[choice] for choice in product(MODES, (1, 4, 24))]
+    needed = {
+        (mode, n): PEAKS[mode, n] * (SELECTIVE_PEAK if mode == "selective" else 1)
+        for mode, n in product(MODES, SIZES)
+    }
+    peaks = [needed[choice] for choice in product(MODES, (1, 4, 24))]
     for limit in [peak - short for peak in peaks for short in (0, 1) if peak - short > min(peaks)]:
         largest = {
-            mode: max((n for n in SIZES if PEAKS[mode, n] <= limit), default=0) for mode in MODES
+            mode: max((n for n in SIZES if needed[mode, n] <= limit + 0.5), default=0)
+            for mode in MODES
         }
         good = [mode for mode in MODES if largest[mode] * 64 >= enough or largest[mode] == 24]
         mode = good[0] if good else max(MODES, key=lambda each: largest[each])
@@ -69,7 +74,7 @@ def test_choice_is_that_of_the_rule(enough: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("counted")
 def test_one_key_leaves_the_other() -> None:
-    memory = (MODEL + 12 * 40) / TIGHT + 1
+    memory = SELECTIVE_PEAK * (MODEL + 12 * 40) / TIGHT + 1
     found = decide(config_of({SIZE: 12}), N_RANKS, memory, has_gpu=True)
     assert found.values == {MODE: "selective"}
     found = decide(config_of({MODE: "full"}), N_RANKS, memory, has_gpu=True)
