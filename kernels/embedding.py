@@ -18,6 +18,8 @@ def embedding(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     On CPUs PyTorch adds up a token's gradients one by one in the dtype of ``weight``: in bfloat16
     a sum loses what is below a relative 2^-8 of it, 5 % of the gradient of a frequent token.
     """
-    if weight.is_cpu and weight.dtype == torch.bfloat16:
+    # Plans run on fake tensors of the CPU, and are of a GPU.
+    is_real = type(weight) in (torch.Tensor, nn.Parameter)
+    if is_real and weight.is_cpu and weight.dtype == torch.bfloat16:
         return F.embedding(tokens, weight.float()).to(weight.dtype)
     return F.embedding(tokens, weight)

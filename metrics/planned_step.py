@@ -51,6 +51,9 @@ class PlannedStep:
         path.write_text(config, encoding="utf-8")
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         arguments = [str(path), "--json", f"--world-size={world_size}", "--device", device_name]
+        n_local = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+        if n_local < world_size:
+            arguments.append(f"--gpus-per-node={n_local}")
         python = [sys.executable, "-c", PROGRAM, str(os.getpid())]
         command = ["nice", "-n", str(NICE), *python, *arguments]
         with self._out.open("wb") as out, self._err.open("wb") as err:

@@ -122,7 +122,7 @@ def groups(degrees: Degrees, ep: int) -> dict[str, Group]:
         "efsdp": (shard * degrees.tp // ep, ep),
     }
     return {
-        dim: Group(dim, tuple(range(0, size * stride, stride)))
+        dim: Group(dim, tuple(range(0, size * stride, stride)), degrees.pp * n_stage)
         for dim, (size, stride) in strides.items()
     }
 

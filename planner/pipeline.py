@@ -143,9 +143,9 @@ def _moved(
     groups: Mapping[str, Group], short: Place, place: Place, n_ranks: int
 ) -> dict[str, Group]:
     """Groups of ``place``; each rank of the pipeline stands for ``n_ranks`` consecutive ones."""
-    by = (place.rank - short.rank) * n_ranks
+    by, world_size = (place.rank - short.rank) * n_ranks, place.pp * n_ranks
     moved = {
-        dim: replace(group, ranks=tuple(rank + by for rank in group.ranks))
+        dim: Group(group.dim, tuple(rank + by for rank in group.ranks), world_size)
         for dim, group in groups.items()
     }
-    return moved | {"pp": Group("pp", tuple(range(0, place.pp * n_ranks, n_ranks)))}
+    return moved | {"pp": Group("pp", tuple(range(0, world_size, n_ranks)), world_size)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from config.auto import MODE, MODES, SIZE
 from data.batch_size import sequences_in
-from planner.roofline import FIT, StepTime, step_time
+from planner.roofline import FIT, StepTime, is_inside_node, step_time
 from planner.step_plan import TIGHT, StagePlan, StepPlan
 from planner.step_record import GRADIENTS, OPTIMIZER, PARAMETERS, Group, StepRecord
 from runtime.devices import Hardware
@@ -215,7 +215,7 @@ def _traffic_lines(stage: StagePlan, hardware: Hardware) -> list[str]:
 
 
 def _place(group: Group, hardware: Hardware) -> str:
-    return "node" if hardware.is_inside_node(group.ranks) else "network"
+    return "node" if is_inside_node(group, hardware) else "network"
 
 
 def _flops_lines(record: StepRecord) -> list[str]:

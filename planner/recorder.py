@@ -301,7 +301,7 @@ class StepRecorder(DispatchMode):
             if whole is not None and len(ranks) < len(whole.ranks):
                 # FSDP's smaller group that keeps the weights after forward.
                 dim = f"{dim} / {len(ranks)}"
-            self._groups[group.group_name] = [Group(dim, ranks)]
+            self._groups[group.group_name] = [Group(dim, ranks, dist.get_world_size())]
         return self._groups[group.group_name]
 
     def count_work(self, call: Call) -> None:

@@ -4,9 +4,10 @@ Unlike memory and collectives, this is a model. Its constants are shares of the 
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -106,11 +107,11 @@ def step_parts(
     """
     peak, parallelism = peak_flops(config, hardware), config.parallelism
     stages = [_stage_parts(record, config, n_microbatches, hardware, peak) for record in records]
-    parts = max(stages, key=lambda each: sum(each.values()))
+    parts, once = max(stages, key=lambda stage: sum(stage[0].values()))
     if (degree := parallelism.pipeline_parallel_degree) > 1:
-        busy = sum(seconds for part, seconds in parts.items() if part != "update")
+        repeated = sum(parts.values()) - once
         n_slots = n_microbatches * stages_per_rank(parallelism)
-        parts["pipeline idle"] = busy * (degree - 1) / n_slots
+        parts["pipeline idle"] = repeated * (degree - 1) / n_slots
     return parts
 
 
@@ -137,8 +138,11 @@ def rates_of(hardware: Hardware, peak: float) -> dict[str, float]:
 
 def _stage_parts(
     record: StepRecord, config: JobConfig, n_microbatches: int, hardware: Hardware, peak: float
-) -> dict[str, float]:
-    """Seconds of a stage's rank: compute by kind, and exposed communication by mesh dim."""
+) -> tuple[dict[str, float], float]:
+    """Seconds of a stage's rank: compute by kind, and exposed communication by mesh dim.
+
+    And how many of them are of what a step does once, whatever its microbatches.
+    """
     kinds = dict.fromkeys(["matmul", "attention", *(kind for _, kind in record.flops)], 0.0)
     parts: dict[str, float] = kinds | {"other operators": 0.0}
     compute: dict[str, float] = defaultdict(float)
@@ -165,10 +169,19 @@ def _stage_parts(
     times = {FORWARD: 1 if is_kept else n_microbatches, BACKWARD: n_microbatches}
     for dim, seconds in exposed_seconds(record, hiding, times, hardware).items():
         parts[f"exposed {dim}"] = seconds
+    of_once = {call: count for call, count in record.collectives.items() if _is_once(call, is_kept)}
+    exposed = exposed_seconds(replace(record, collectives=of_once), hiding, times, hardware)
+    once = parts.get("update", 0.0) + compute[UPDATE] + sum(exposed.values())
     if parallelism.tensor_parallel_async:
         matmuls = parts["matmul"] + parts.get(FLOAT8_MATMUL, 0.0)
         parts["exposed tp"] -= ASYNC * min(parts["exposed tp"], matmuls)
-    return parts
+    return parts, once
+
+
+def _is_once(call: Collective, is_kept: bool) -> bool:
+    """True for a call that a step makes once; ``is_kept``: weights stay gathered."""
+    is_gather = call.kind == "all_gather" and call.dim.startswith(OVERLAPPED)
+    return PHASES[call.phase] == UPDATE or (is_kept and is_gather)
 
 
 def exposed_seconds(
@@ -208,7 +221,7 @@ def collective_seconds(collective: Collective, group: Group, hardware: Hardware)
     """
     link = hardware.link.gb_per_second * 1e9 * LINK
     adapter = hardware.network.gb_per_second * 1e9 * NETWORK
-    n, n_there = len(group.ranks), _ranks_on_a_node(group, hardware)
+    n, n_there = len(group.ranks), _fewest_on_a_node(group, hardware.device.gpus_per_node)
     sent = group.sent(collective)
     if n_there == n:
         seconds = sent / link
@@ -221,10 +234,28 @@ def collective_seconds(collective: Collective, group: Group, hardware: Hardware)
     return seconds + HOP_SECONDS * math.log2(max(n, 1))
 
 
-def _ranks_on_a_node(group: Group, hardware: Hardware) -> int:
-    """A mesh is regular: the first node has as many of the ranks as any other."""
-    if hardware.is_inside_node(group.ranks):
-        return len(group.ranks)
-    per_node = hardware.device.gpus_per_node
-    first = group.ranks[0] // per_node
-    return sum(rank // per_node == first for rank in group.ranks[:per_node])
+def is_inside_node(group: Group, hardware: Hardware) -> bool:
+    """True if no group of this mesh dim is on several nodes, which have consecutive ranks."""
+    return _fewest_on_a_node(group, hardware.device.gpus_per_node) == len(group.ranks)
+
+
+@cache
+def _fewest_on_a_node(group: Group, per_node: int) -> int:
+    """Fewest ranks that a group of this mesh dim has on one of its nodes.
+
+    All groups of the dim are looked at: if they do not divide the nodes, one that is inside of a
+    node waits for those that are not.
+    """
+    n, first = len(group.ranks), group.ranks[0]
+    stride = group.ranks[1] - first if n > 1 else 1
+    length = n * stride
+    begins = [first]
+    if group.ranks == tuple(range(first, first + length, stride)):
+        # After so many ranks, groups lie on nodes as before.
+        end = min(group.world_size, math.lcm(length, per_node))
+        begins = [base + k for base in range(0, end, length) for k in range(stride)]
+    shifts = (begin - first for begin in begins)
+    return min(
+        min(Counter((rank + shift) // per_node for rank in group.ranks).values())
+        for shift in shifts
+    )

@@ -244,7 +244,7 @@ def groups_of(model: ShardedModel) -> dict[str, list[Group]]:
             group = mesh.get_group(dim)
             ranks = tuple(dist.get_process_group_ranks(group))
             if all(each.dim != dim for each in groups[group.group_name]):
-                groups[group.group_name].append(Group(dim, ranks))
+                groups[group.group_name].append(Group(dim, ranks, dist.get_world_size()))
     return groups
 
 

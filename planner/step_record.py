@@ -36,6 +36,9 @@ class Group:
 
     dim: str
     ranks: tuple[int, ...]
+    """In ascending order."""
+    world_size: int
+    """Ranks of the run."""
 
     def sent(self, collective: Collective) -> float:
         """Bytes that this rank sends in one such collective."""

@@ -1,7 +1,7 @@
 """The table of devices and links: ``devices.toml``, and a user's own."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -56,15 +56,12 @@ class Hardware:
     link: Link
     network: Link
 
-    def is_inside_node(self, ranks: Sequence[int]) -> bool:
-        """True if the ranks, in ascending order, are on one node; nodes have consecutive ranks."""
-        return ranks[0] // self.device.gpus_per_node == ranks[-1] // self.device.gpus_per_node
 
-
-def find_hardware(name: str, own: Path | None) -> Hardware:
+def find_hardware(name: str, own: Path | None, gpus_per_node: int | None = None) -> Hardware:
     """Return the hardware of the device ``name``, which may be a GPU's as CUDA has it.
 
-    ``own``: a file whose tables come before the built-in ones. Raises ``ConfigError``.
+    ``own``: a file whose tables come before the built-in ones. ``gpus_per_node``: instead of the
+    device's. Raises ``ConfigError``.
     """
     devices: dict[str, Device] = {}
     links: dict[str, Link] = {}
@@ -81,6 +78,8 @@ def find_hardware(name: str, own: Path | None) -> Hardware:
         if getattr(device, key) not in links:
             text = f"{getattr(device, key)} is none of {', '.join(links)}"
             raise ConfigError([f"devices.{name}.{key}: {text}"])
+    if gpus_per_node is not None:
+        device = device.model_copy(update={"gpus_per_node": gpus_per_node})
     return Hardware(device, links[device.link], links[device.network])
 
 

@@ -67,6 +67,12 @@ def main(arguments: list[str]) -> int:
         "--devices", type=path_argument, metavar="FILE", help="TOML file of more devices and links"
     )
     parser.add_argument(
+        "--gpus-per-node",
+        type=whole_number(1),
+        metavar="N",
+        help="default: as train here on several nodes, else as the device's servers",
+    )
+    parser.add_argument(
         "--picture",
         type=path_argument,
         metavar="FILE",
@@ -82,23 +88,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON; needs --device")
     # What is left, such as --lr, has hints where configurations are loaded.
     options, rest = parser.parse_known_args(own)
-    needing = (
-        options.json or None,
-        options.search or None,
-        options.devices,
-        options.price,
-        options.picture,
-    )
-    if options.device is None and any(option is not None for option in needing):
-        raise ValueError("--json, --search, --devices, --picture and --price need --device")
-    for name, value, other, is_given in (
-        ("--picture", options.picture, "--search", options.search),
-        ("--price", options.price, "--search", options.search),
-        ("--price", options.price, "--json", options.json),
-    ):
-        if value is not None and is_given:
-            raise ValueError(f"{name} has no effect with {other}")
-    n_ranks = options.world_size or count_nodes(os.environ) * ranks_per_node(os.environ)
+    check_options(options)
+    n_ranks = options.world_size
+    if n_ranks is None:
+        n_nodes, n_on_each = count_nodes(os.environ), ranks_per_node(os.environ)
+        n_ranks = n_nodes * n_on_each
+        if n_nodes > 1:
+            options.gpus_per_node = options.gpus_per_node or n_on_each
     given = [*rest, *overrides]
     config = load_config(options.config, given)
     if options.device is not None:
@@ -112,13 +108,35 @@ def main(arguments: list[str]) -> int:
     return exit_codes.DONE
 
 
+def check_options(options: Namespace) -> None:
+    """Raise ``ValueError`` for options that have no effect."""
+    needing = {
+        "--json": options.json or None,
+        "--search": options.search or None,
+        "--devices": options.devices,
+        "--gpus-per-node": options.gpus_per_node,
+        "--picture": options.picture,
+        "--price": options.price,
+    }
+    given = [name for name, value in needing.items() if value is not None]
+    if options.device is None and given:
+        raise ValueError(f"{given[0]} needs --device")
+    for name, other, is_given in (
+        ("--picture", "--search", options.search),
+        ("--price", "--search", options.search),
+        ("--price", "--json", options.json),
+    ):
+        if name in given and is_given:
+            raise ValueError(f"{name} has no effect with {other}")
+
+
 def step_lines(
     config: JobConfig, n_ranks: int, options: Namespace, held: Collection[str]
 ) -> list[str]:
     """Lines on a step on ``options.device``, or JSON; a search keeps the keys that are ``held``."""
     if options.picture is not None:
         check_output(options.picture, MARK.encode())
-    hardware = find_hardware(options.device, options.devices)
+    hardware = find_hardware(options.device, options.devices, options.gpus_per_node)
     if "bfloat16" not in hardware.device.tflops:
         config = without_bfloat16(config)
     # Simulating takes longer than finding out that there is no peak.

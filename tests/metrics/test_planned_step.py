@@ -40,17 +40,22 @@ def text_of(planned: PlannedStep) -> str:
     return text
 
 
-def test_plan_and_measurement_are_compared() -> None:
+def test_plan_and_measurement_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     config = "[model]\nvocab_size = 320\n"
-    text = text_of(PlannedStep(config, world_size=2, device_name="NVIDIA H100 80GB HBM3"))
     pattern = (
         r"([\d,]+) tokens/s on NVIDIA H100 80GB SXM, measured 1,000,000 \(-(\d+) %\);"
         r" 0\.\d\d GiB of tensors at the peak, 1\.50 reserved"
     )
-    found = re.fullmatch(pattern, text)
-    assert found is not None, text
-    planned = int(found[1].replace(",", ""))
-    assert 1e6 / planned == pytest.approx(1 - int(found[2]) / 100, abs=0.01)
+    rates = []
+    # Both ranks on a node, or each on one of its own.
+    for n_local in ("2", "1"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", n_local)
+        text = text_of(PlannedStep(config, world_size=2, device_name="NVIDIA H100 80GB HBM3"))
+        found = re.fullmatch(pattern, text)
+        assert found is not None, text
+        rates.append(int(found[1].replace(",", "")))
+        assert 1e6 / rates[-1] == pytest.approx(1 - int(found[2]) / 100, abs=0.01)
+    assert rates[1] < rates[0]
 
 
 def fail_beside_a_plan(send: Connection) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from planner.roofline import (
     StepTime,
     collective_seconds,
     exposed_seconds,
+    is_inside_node,
     step_parts,
     step_time,
 )
@@ -68,7 +69,7 @@ def test_ranks_share_adapters_in_rings_only(hardware: Hardware) -> None:
     nvlink, adapter = 450e9 * LINK, 50e9 * NETWORK
 
     def seconds(kind: str, ranks: range) -> float:
-        group = Group("dim", tuple(ranks))
+        group = Group("dim", tuple(ranks), 64)
         found = collective_seconds(Collective(FORWARD, kind, "dim", SIZE), group, hardware)
         return found - HOP_SECONDS * math.log2(len(ranks))
 
@@ -85,6 +86,52 @@ def test_ranks_share_adapters_in_rings_only(hardware: Hardware) -> None:
     assert seconds("all_to_all", range(8)) == pytest.approx(SIZE * 7 / 8 / nvlink)
     assert seconds("send", range(0, 16, 4)) == pytest.approx(SIZE / adapter)
     assert seconds("send", range(0, 8, 4)) == pytest.approx(SIZE / nvlink)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "device", "n_adapters"),
+    [
+        # Of two groups on two nodes, one has ranks on both: two on the first.
+        (range(6), 12, "h100", 2),
+        (range(6), 6, "h100", None),
+        # 8 and 4 ranks, and the other group 4 and 8.
+        (range(12), 24, "h100", 4),
+        # 64 are on one node of 72; of 144, one group of 16 is on two.
+        (range(16), 64, "gb200", None),
+        (range(16), 144, "gb200", 8),
+        # Pairs of neighbors, as of a dim outside of tensor parallel.
+        (range(0, 12, 2), 24, "h100", 2),
+        (range(4, 8), 8, "h100", None),
+        ((0, 3, 5), 8, "h100", None),
+        ((0, 3, 9), 16, "h100", 1),
+    ],
+)
+def test_slowest_group_of_a_dim_counts(
+    ranks: Sequence[int], world_size: int, device: str, n_adapters: int | None
+) -> None:
+    hardware = find_hardware(device, None)
+    group = Group("dim", tuple(ranks), world_size)
+    assert is_inside_node(group, hardware) == (n_adapters is None)
+    rate = hardware.link.gb_per_second * 1e9 * LINK
+    if n_adapters is not None:
+        rate = min(rate, n_adapters * hardware.network.gb_per_second * 1e9 * NETWORK)
+    n = len(ranks)
+    found = collective_seconds(Collective(FORWARD, "all_gather", "dim", SIZE), group, hardware)
+    assert found == pytest.approx(SIZE * (n - 1) / n / rate, rel=1e-3)
+
+
+def test_pipeline_is_idle_for_a_share_of_what_repeats(hardware: Hardware) -> None:
+    once = Collective(UPDATE, "reduce_scatter", "dp_shard_cp", SIZE)
+    flops = {(FORWARD, "matmul"): 1e18}
+    config = JobConfig(parallelism=Parallelism(pipeline_parallel_degree=2))
+    both = [
+        step_parts([replace(record_of(calls), flops=flops | more)], config, 8, hardware)
+        for calls, more in (({}, {}), ({once: 1.0}, {(UPDATE, "matmul"): 1e18}))
+    ]
+    assert both[1]["matmul"] == 2 * both[0]["matmul"]
+    assert both[1]["exposed dp_shard_cp"] > 0
+    assert both[0]["pipeline idle"] == pytest.approx(both[0]["matmul"] / 8)
+    assert both[1]["pipeline idle"] == pytest.approx(both[0]["pipeline idle"])
 
 
 def test_async_tensor_parallel_hides_a_share_of_its_communication() -> None:
@@ -110,7 +157,7 @@ def test_eager_simple_fsdp_waits_for_all_weights() -> None:
 
 
 def record_of(collectives: Mapping[Collective, float]) -> StepRecord:
-    groups = {dim: Group(dim, tuple(range(8))) for dim in ("dp_shard_cp", "tp")}
+    groups = {dim: Group(dim, tuple(range(8)), 16) for dim in ("dp_shard_cp", "tp")}
     return StepRecord({}, collectives, groups, {}, {})
 
 

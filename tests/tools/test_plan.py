@@ -47,6 +47,13 @@ def test_ranks_are_those_of_an_allocation(
         monkeypatch.setenv(name, value)
     assert plan.main(["debug_model"]) == exit_codes.DONE
     assert lines_of(capsys)["mesh"] == "dp_shard 8"
+    assert plan.main([*STEP[:1], *STEP[3:]]) == exit_codes.DONE
+    # Its nodes have other numbers of devices than the servers that are sold.
+    out = capsys.readouterr().out
+    assert out.startswith("devices: 8 of NVIDIA H100 80GB SXM, 2 a node")
+    assert re.search(r"dp_shard_cp all_gather +8  network", out)
+    assert plan.main([*STEP[:1], *STEP[3:], "--gpus-per-node=8"]) == exit_codes.DONE
+    assert re.search(r"dp_shard_cp all_gather +8  node", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +204,8 @@ def test_picture_replaces_only_a_picture(
         (["debug_model", "--world-size", "0"], "--world-size"),
         (["debug_model", "--lr", "1"], "did you mean optimizer.lr?"),
         (["debug_model", "training.steps=4"], "write --training.steps=4"),
-        (["debug_model", "--json"], "--device"),
+        (["debug_model", "--json"], "--json needs --device"),
+        (["debug_model", "--gpus-per-node=4"], "--gpus-per-node needs --device"),
         ([*STEP, "--price=-1"], "--price"),
         ([*STEP, "--training.dtype=float64"], "training.dtype: the peak of NVIDIA H100"),
         ([*STEP[:2], "--device=h1000"], "--device: h1000 is none of a100, "),
