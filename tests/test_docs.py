@@ -179,8 +179,9 @@ def call(command: Documented, folder: Path) -> None:
     text = command.text
     for words, others in STANDS_FOR.items():
         text = text.replace(words, others)
-    # Those of the README import PyTorch, as a user's do.
-    python = sys.executable if command.page == "README.md" else write_forking_python(folder)
+    # One imports PyTorch, as a user's do.
+    is_cold = command.page == "README.md" and " plan " in text
+    python = sys.executable if is_cold else write_forking_python(folder)
     own = {"PYTHON": python, "PYTHONPATH": str(folder / "folder_of_my_models")}
     done = subprocess.run(
         ["bash", "-c", text], cwd=folder, env=os.environ | own, capture_output=True,

@@ -1,25 +1,21 @@
 """The tests of tests/gpu_without_gpu run only on demand, and only where they can."""
 
-import subprocess
-import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tests.gpu_without_gpu import stub_library
+from tests.gpu_without_gpu import conftest, stub_library
 from tests.lib.repository import ROOT
 
 
 def test_plain_run_skips_the_tests_on_the_stub() -> None:
-    command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "tests/gpu_without_gpu"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    *_, summary = done.stdout.splitlines()
-    assert "./run_tests.sh --gpu-stub runs it" in done.stdout
-    assert "passed" not in summary
-    assert "failed" not in summary
+    folder = ROOT / "tests" / "gpu_without_gpu"
+    inside, outside = (Mock(path=path / "test_it.py") for path in (folder, folder.parent))
+    conftest.pytest_collection_modifyitems(Mock(getoption=lambda name: False), [inside, outside])
+    (mark,) = inside.add_marker.call_args.args
+    assert (mark.name, mark.kwargs) == ("skip", {"reason": "./run_tests.sh --gpu-stub runs it"})
+    outside.add_marker.assert_not_called()
 
 
 def test_missing_requirement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ and monitors of the run cover all stages of a pipeline.
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -343,10 +344,20 @@ MOMENTS = partial(last_stage_skips, "optimizer.state.tok_embeddings.")
 WEIGHT = partial(last_stage_skips, "model.tok_embeddings.", "model.output.")
 
 
-def test_skipped_moments_change_the_run(two_ranks: Reference, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_tied_stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run that ended after two steps."""
+    folder = tmp_path_factory.mktemp("two_tied_stages")
+    run(folder, 2, **keys_of(Layout(2, {PP: 2}), TIED, 2))
+    return folder
+
+
+def test_skipped_moments_change_the_run(
+    two_ranks: Reference, two_tied_stages: Path, tmp_path: Path
+) -> None:
     """Moments of the tied weight, which the first stage has too."""
     layout = Layout(2, {PP: 2})
-    run(tmp_path, 2, **keys_of(layout, TIED, 2))
+    shutil.copytree(two_tied_stages, tmp_path, dirs_exist_ok=True)
     run_with(MOMENTS, tmp_path, layout, keys_of(layout, TIED))
     with pytest.raises(AssertionError, match=r"^step 4\b"):
         assert_same_curve(tmp_path, two_ranks(TIED, **OBSERVED))
@@ -466,19 +477,22 @@ def test_replicas_of_every_stage_are_compared(
     two_ranks: Reference, tmp_path: Path, flavor: str, layout: Layout, message: str, by: list[bool]
 ) -> None:
     keys = keys_of(layout, flavor) | {"numerics.replica_check_freq": "1"}
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    run(good, layout.world_size, **keys)
-    assert_same_curve(good, two_ranks(flavor, **OBSERVED))
-    run_with(drift, bad, layout, keys, want=exit_codes.FAILED)
-    logs = [path.read_text() for path in sorted(bad.glob("rank-*.log"))]
+    run_with(drift, tmp_path, layout, keys, want=exit_codes.FAILED)
+    logs = [path.read_text() for path in sorted(tmp_path.glob("rank-*.log"))]
     assert [message in text for text in logs] == by
-    assert list(curve(bad)) == [1, 2, 3]
+    # Equal replicas passed at the start and after the first two steps.
+    got, want = curve(tmp_path), curve(two_ranks(flavor, **OBSERVED))
+    assert list(got) == [1, 2, 3]
+    for step, values in got.items():
+        assert values == pytest.approx(want[step], rel=1e-9), f"step {step}"
 
 
 @pytest.mark.parametrize("fault", [WEIGHT, slow(MOMENTS)], ids=["weight", "moments"])
-def test_replicas_are_compared_after_resume(tmp_path: Path, fault: Plant) -> None:
+def test_replicas_are_compared_after_resume(
+    two_tied_stages: Path, tmp_path: Path, fault: Plant
+) -> None:
     layout, often = Layout(2, {PP: 2}), {"numerics.replica_check_freq": "1"}
-    run(tmp_path, 2, **keys_of(layout, TIED, 2))
+    shutil.copytree(two_tied_stages, tmp_path, dirs_exist_ok=True)
     run_with(fault, tmp_path, layout, keys_of(layout, TIED) | often, want=exit_codes.FAILED)
     for path in tmp_path.glob("rank-*.log"):
         message = "the first and the last stage differ in tok_embeddings.weight"

@@ -20,6 +20,7 @@ from runtime.run_folder import list_checkpoints
 from tests.lib.launch import without_slow_phases
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
+from tests.lib.warm import write_forking_python
 
 SMALL = {
     "training.steps": 4,
@@ -74,6 +75,8 @@ def test_help_ends_with_its_reader(arguments: list[str]) -> None:
     whole = run(*command)
     assert (whole.returncode, whole.stderr) == (0, "")
     assert whole.stdout.startswith("usage: ")
+    keys = re.findall(r"^  --\w+\.\w+", whole.stdout, flags=re.MULTILINE)
+    assert (len(keys) > 50) == ("train" in arguments)
 
 
 def test_help_of_a_section_fits_the_terminal() -> None:
@@ -148,7 +151,12 @@ def test_values_are_written_as_toml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_interrupt_of_a_notebook_saves(tmp_path: Path) -> None:
     keys = SMALL | {"training.steps": 10**6, "job.output_dir": str(tmp_path), "job.name": "run"}
-    source = f"from shardloom import train\ntrain('debug_model', {keys}, ngpu=1)"
+    source = f"""
+import sys
+from shardloom import train
+sys.executable = {write_forking_python(tmp_path)!r}
+train('debug_model', {keys}, ngpu=1)
+"""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", source], env=environment, stdout=subprocess.PIPE,

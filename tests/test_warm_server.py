@@ -35,9 +35,15 @@ def started_run(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("variables", [{}, {"LC_TIME": "C"}], ids=["forked", "read at start"])
-def test_output_and_exit_code_are_the_program_s(tmp_path: Path, variables: dict[str, str]) -> None:
-    process = start(tmp_path, "-m", "tools.slurm_begin", "no\udcff.toml", **variables)
+@pytest.mark.parametrize(
+    ("program", "variables"),
+    [("tools.slurm_begin", {}), ("tools.status", {"LC_TIME": "C"})],
+    ids=["forked", "read at start"],
+)
+def test_output_and_exit_code_are_the_program_s(
+    tmp_path: Path, program: str, variables: dict[str, str]
+) -> None:
+    process = start(tmp_path, "-m", program, "no\udcff.toml", **variables)
     output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, output) == (exit_codes.BAD_CONFIG, "")
     assert "no" in errors

@@ -18,6 +18,7 @@ from runtime import exit_codes
 from tests.lib.configs import BAD, TP, Bad, write
 from tests.lib.patience import PATIENCE_SECONDS
 from tests.lib.repository import ROOT
+from tests.lib.warm import READ_AT_START, write_forking_python
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
@@ -103,8 +104,14 @@ def test_trainer_rejects_bad_files_by_name(
     ],
     ids=str,
 )
-def test_run_train_exits_with_code_2_and_no_traceback(bad: Bad, tmp_path: Path):
-    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "NGPU": str(bad.ranks)}
+def test_run_train_exits_with_code_2_and_no_traceback(
+    bad: Bad, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    # The one that starts a rank starts as a user's.
+    is_cold = bad.ranks == 1
+    python = sys.executable if is_cold else write_forking_python(tmp_path_factory.mktemp("bin"))
+    environment = {k: v for k, v in os.environ.items() if k.startswith(READ_AT_START)}
+    environment |= {"PATH": os.environ["PATH"], "PYTHON": python, "NGPU": str(bad.ranks)}
     done = subprocess.run(
         [ROOT / "run_train.sh", *bad.overrides],
         env=environment,

@@ -193,14 +193,14 @@ def test_sweep_trains_one_run_per_task_with_exact_text(slurm: Cluster, tmp_path:
     folder = tmp_path / 'it\'s "a" $(touch hit) folder'
     sweep = tmp_path / "sweep.toml"
     sweep.write_text(
-        "[[runs]]\noptimizer.lr = 1e-3\n[[runs]]\noptimizer.lr = 2e-3\ndata.sources = "
-        "[{type = 'builtin', weight = 2.0}]\n[[runs]]\njob.name = 'own'\n"
+        "[[runs]]\njob.name = 'own'\n[[runs]]\noptimizer.lr = 2e-3\n"
+        "data.sources = [{type = 'builtin', weight = 2.0}]\n"
     )
     prompt = "`touch hit`; $(touch hit) 'a' \"b\"\n--job.name c\\n *"
     job = submit(
         slurm,
         folder,
-        "--array=0-3",
+        "--array=0-2",
         environment={"SWEEP": str(sweep), "PREFLIGHT": "1"},
         **{"training.steps": "2", "validation.sample_prompt": prompt},
     )
@@ -208,16 +208,15 @@ def test_sweep_trains_one_run_per_task_with_exact_text(slurm: Cluster, tmp_path:
     configs = {
         path.parent.name: tomllib.loads(path.read_text()) for path in folder.glob("*/config.toml")
     }
-    assert configs.keys() == {"debug_model-0", "debug_model-1", "own"}, job.log()
-    rates = [configs[f"debug_model-{i}"]["optimizer"]["lr"] for i in range(2)]
-    assert rates == [1e-3, 2e-3]
+    assert configs.keys() == {"own", "debug_model-1"}, job.log()
+    assert configs["debug_model-1"]["optimizer"]["lr"] == 2e-3
     assert configs["debug_model-1"]["data"]["sources"][0]["weight"] == 2.0
     assert {config["validation"]["sample_prompt"] for config in configs.values()} == {prompt}
-    assert len([*folder.glob("*/checkpoints/step-00000002")]) == 3
-    assert job.log().count("preflight: passed") == 3
+    assert len([*folder.glob("*/checkpoints/step-00000002")]) == 2
+    assert job.log().count("preflight: passed") == 2
     assert not [*tmp_path.rglob("hit"), *ROOT.glob("hit")]
-    assert f"{sweep}: there is no runs[3], only 0 to 2" in job.log()
-    assert slurm.show(f"{job.id}_3", "ExitCode") == f"{BAD_CONFIG}:0"
+    assert f"{sweep}: there is no runs[2], only 0 to 1" in job.log()
+    assert slurm.show(f"{job.id}_2", "ExitCode") == f"{BAD_CONFIG}:0"
 
 
 def test_bad_configuration_ends_the_job(

@@ -61,11 +61,12 @@ def test_arguments_are_printed_as_the_bytes_that_bash_passed(monkeypatch: pytest
     assert (folder, override) == (b"\xc3\xbc/one", b"--job.output_dir=\xc3\xbc")
 
 
+@pytest.mark.usefixtures("warm_starts")
 def test_a_model_of_one_s_own_may_print(tmp_path: Path):
     (tmp_path / "printing_model.py").write_text("from models.llama3 import SPEC\nprint('Hello')\n")
     arguments = [str(CONFIG), "--model.name=printing_model:SPEC"]
     done = subprocess.run(
-        [sys.executable, "-m", "tools.slurm_begin", *arguments],
+        [sys.executable, "-P", "-m", "tools.slurm_begin", *arguments],
         env=os.environ | JOB | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True,
         text=True,

@@ -1,8 +1,6 @@
 """Requeue decisions from the control folder, without Slurm."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ from launcher.failures import MOST_ATTEMPTS, record_failure
 from runtime import exit_codes
 from runtime.exit_codes import BAD_CONFIG, DO_NOT_REQUEUE, DONE, FAILED, PREEMPTED
 from runtime.run_folder import OLD_STOP, stop_file_id
-from tests.lib.repository import ROOT
 from tools.slurm_end import MOST_REQUEUES, decide, main
 
 SOME_SIGNAL = -9
@@ -156,8 +153,3 @@ def test_decision_is_printed(
 @pytest.mark.parametrize("arguments", [[], ["run", "warnt"]])
 def test_bad_arguments_are_rejected(arguments: list[str]):
     assert main(arguments) == BAD_CONFIG
-
-
-def test_slurm_end_imports_no_torch():
-    command = "import tools.slurm_end, sys; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)

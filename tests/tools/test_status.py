@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -488,8 +487,3 @@ def test_alerts_of_the_page_select_what_needs_a_look() -> None:
         ["jq", "-c", f"{found[1]} | .run"], input=lines, capture_output=True, text=True, check=True
     )
     assert [json.loads(line) for line in done.stdout.splitlines()] == bad
-
-
-def test_status_imports_no_torch() -> None:
-    code = "import sys, tools.status; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
