@@ -97,19 +97,17 @@ def main(run: RunSpec, heartbeat: RankHeartbeat) -> int:
     # --- Loop
     gc.disable()  # Ranks that collect at different times wait for each other.
     heads = run.model_args.n_heads, run.model_args.n_kv_heads
-    with (
-        sdpa_backend_priority(heads=heads, head_dim=run.model_args.head_dim),
-        closing(StepProfiler(run.folder, config.profiling, rank=dist.get_rank())) as profiler,
-    ):
-        loop = TrainLoop(
-            run, control, batches=batches, train_step=train_step, spikes=spikes, state=state,
-            checkpointer=checkpointer, log=log, validator=validator, sampler=sampler,
-            heartbeat=heartbeat, profiler=profiler,
-        )  # fmt: skip
-        stop = loop.run_steps()
+    with sdpa_backend_priority(heads=heads, head_dim=run.model_args.head_dim):
+        with closing(StepProfiler(run.folder, config.profiling, rank=dist.get_rank())) as profiler:
+            loop = TrainLoop(
+                run, control, batches=batches, train_step=train_step, spikes=spikes, state=state,
+                checkpointer=checkpointer, log=log, validator=validator, sampler=sampler,
+                heartbeat=heartbeat, profiler=profiler,
+            )  # fmt: skip
+            stop = loop.run_steps()
 
-    # --- Shutdown: last save, sample, outcome
-    return loop.finish(stop)
+        # --- Shutdown: last save, sample, outcome
+        return loop.finish(stop)
 
 
 def start(arguments: list[str]) -> int:

@@ -354,7 +354,8 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | Count = "default"
     """When to free gathered weights. always: after each forward (in a pipeline, not those of
     experts). never: at the end of the step (simple_fsdp: of backward). An integer: after forward,
-    keep them sharded over groups of that many ranks. default: always, except for the last unit; but
+    keep them sharded over groups of that many ranks; PyTorch makes communicators for each unit,
+    which take time at the start and memory. default: always, except for the last unit; but
     never on one rank and in an fsdp2 pipeline, where each microbatch would gather again."""
     fsdp_reduce_gradients: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     """When to reduce-scatter gradients. last_microbatch: less communication, but every rank holds

@@ -133,7 +133,8 @@ class _DeviceClock:
 
     def pop_elapsed(self) -> list[float]:
         """End a step; return the seconds of each step that the device completed since."""
-        self._steps.append(self._pairs)
+        if self._pairs:
+            self._steps.append(self._pairs)
         self._pairs = []
         elapsed = []
         while self._steps and self._steps[0][-1][1].query():

@@ -160,6 +160,20 @@ def test_events_are_read_after_the_device_completed_them(lag: int) -> None:
     assert len(made) <= 6 + 2 * lag, "events are reused"
 
 
+def test_step_in_which_no_block_runs_has_no_time() -> None:
+    Event.now, Event.lag = 0, 0
+    block, times_seen = nn.Linear(2, 2), list[float]()
+    with (
+        patch("metrics.stragglers._event", Event),
+        fake_gather(["here"], lambda value: times_seen.append(value) or [value]),
+    ):
+        stragglers = Stragglers([block], window=2, device=GPU)
+        stragglers.end_step()
+        block(torch.ones(2))
+        stragglers.end_step()
+    assert times_seen == [1.0]
+
+
 @pytest.mark.parametrize(
     ("grad", "expected"), [(torch.enable_grad, 3), (torch.no_grad, 0)], ids=["train", "validate"]
 )
