@@ -22,7 +22,7 @@ def choose_kernels(
     wants_flex_attention: bool,
     n_ranks: int,
 ) -> None:
-    """Check each kernel on this device, and use those that match the reference.
+    """Check each kernel, and use those that match the reference on all ranks' GPUs. Collective.
 
     Mutates the modules and PyTorch's settings. ``dtype``: compute dtype. ``heads``: numbers of
     query and of key heads, sharded over ``n_ranks``.

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, flex_attention
 
+from kernels.kernel_check import problem_on_any_rank
 from kernels.sdpa import check_attention
 from runtime.compat import inductor_options, raise_recompile_limit
 from runtime.log import logger
@@ -37,7 +38,7 @@ def apply_flex_attention(
     """Use FlexAttention in each module whose attention is masked by more than causality.
 
     Mutates ``inner`` of each module, unless ``dtype`` is not half precision, or FlexAttention fails
-    or differs from the present ``inner``. ``heads``: numbers of query and of key heads.
+    or differs from the present ``inner`` on any rank. ``heads``: numbers of query and of key heads.
     """
     if dtype not in HALF or not attentions:
         return
@@ -50,11 +51,11 @@ def apply_flex_attention(
         options=inductor_options(wrap_inductor_compiled_regions=True),
     )
     inners = [FlexAttention(cast(nn.Module, a.inner), compiled) for a in attentions]
-    try:
-        check_flex_attention(inners[0], heads=heads, head_dim=head_dim, device="cuda")
-    # A missing or old compiler raises many types of errors. SDPA computes the same.
-    except Exception as error:
-        logger.warning("FlexAttention failed, using SDPA with a dense mask: %s", error)
+    problem = problem_on_any_rank(
+        lambda: check_flex_attention(inners[0], heads=heads, head_dim=head_dim, device="cuda")
+    )
+    if problem:
+        logger.warning("FlexAttention failed, using SDPA with a dense mask: %s", problem)
         return
     for attention, inner in zip(attentions, inners, strict=True):
         attention.inner = inner

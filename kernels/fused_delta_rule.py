@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from kernels.kernel_check import assert_kernel_matches
+from kernels.kernel_check import assert_kernel_matches, problem_on_any_rank
 from runtime.compat import is_installed
 from runtime.log import logger
 
@@ -26,7 +26,7 @@ def apply_fused_delta_rule(
     """Replace the delta rule by flash-linear-attention's fused chunk kernel.
 
     Mutates ``inner.rule`` of each module, unless ``dtype`` is not bfloat16, the package is not
-    installed, or the results differ from the present rule's. The heads are sharded over
+    installed, or the results differ from the present rule's on any rank. The heads are sharded over
     ``n_ranks``. Skipped under deterministic algorithms, because autotuning varies between runs.
     """
     nets = [cast(Any, net) for net in delta_nets if hasattr(net.inner, "rule")]
@@ -42,11 +42,12 @@ def apply_fused_delta_rule(
     key_dim, value_dim = inners[0].key_dim, inners[0].value_dim
     # Autotuning depends on the number of heads.
     n_heads = max(1, nets[0].state_size // (key_dim * value_dim) // n_ranks)
-    try:
-        check_fused_delta_rule(rule, n_heads, key_dim, value_dim, device="cuda")
     # The package supports only some GPUs and Triton releases.
-    except Exception as error:
-        logger.warning("flash-linear-attention disabled: %s", error)
+    problem = problem_on_any_rank(
+        lambda: check_fused_delta_rule(rule, n_heads, key_dim, value_dim, device="cuda")
+    )
+    if problem:
+        logger.warning("flash-linear-attention disabled: %s", problem)
         return
     for inner in inners:
         inner.rule = rule

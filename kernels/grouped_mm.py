@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels.kernel_check import assert_kernel_matches
+from kernels.kernel_check import assert_kernel_matches, problem_on_any_rank
 from runtime.log import logger
 
 # Tokens per expert. On Blackwell, as of PyTorch 2.13, gradients of experts without tokens are
@@ -18,7 +18,7 @@ TOKENS_PER_EXPERT = (162, 0, 1283, 446, 0, 83)
 def disable_broken_grouped_mm(
     moes: list[nn.Module], *, device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Use a loop over experts if grouped_mm in bfloat16 fails or is wrong on this ``device``.
+    """Use a loop over experts if grouped_mm in bfloat16 fails or is wrong on any rank's ``device``.
 
     Mutates ``is_grouped`` of each module's ``experts``; skips experts without it.
     """
@@ -26,11 +26,11 @@ def disable_broken_grouped_mm(
     experts = [each for each in found if each.grouped_device_type == device.type]
     if dtype != torch.bfloat16 or not experts:
         return
-    try:
-        check_grouped_mm(experts[0].w1.shape[1:], device=device.type)
-    # A missing kernel may raise anything. The loop computes the same, only slower.
-    except Exception as error:
-        logger.warning("grouped_mm failed its numerics check, using a loop over experts: %s", error)
+    shape = experts[0].w1.shape[1:]
+    problem = problem_on_any_rank(lambda: check_grouped_mm(shape, device=device.type))
+    if problem:
+        text = "grouped_mm failed its numerics check, using a loop over experts: %s"
+        logger.warning(text, problem)
         for module in experts:
             module.is_grouped = False
     else:

@@ -1,14 +1,37 @@
-"""Numerics check of a kernel against a float64 reference, on the device where it runs."""
+"""Numerics check of a kernel against a float64 reference, on the devices where it runs."""
 
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+
+from runtime.object_collectives import all_gather_object
 
 # Max error of bfloat16 results over the largest element: a few units of 2^-8. A kernel that masks
 # one position wrongly has a far larger error.
 MAX_ERROR = 2**-5
 
 Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+
+
+def problem_on_any_rank(check: Callable[[], None]) -> str:
+    """Return the error of ``check``; if only some ranks have one, the first of them and its rank.
+
+    "" if it raises on none. One rank with another kernel would round otherwise, and all would wait
+    for it. Collective in a process group: the conditions of a check are equal on all ranks.
+    """
+    problem = ""
+    try:
+        check()
+    # Compilers and builds for other GPUs or another PyTorch raise many types of errors.
+    except Exception as error:
+        problem = str(error) or type(error).__name__
+    if not dist.is_initialized():
+        return problem
+    problems = all_gather_object(problem)
+    if all(problems) or not any(problems):
+        return problem
+    return next(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
 
 
 def assert_kernel_matches(candidate: Kernel, reference: Kernel, inputs: list[torch.Tensor]) -> None:

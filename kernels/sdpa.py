@@ -12,7 +12,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from kernels.kernel_check import assert_kernel_matches
+from kernels.kernel_check import assert_kernel_matches, problem_on_any_rank
 from runtime.compat import is_installed
 from runtime.log import logger
 
@@ -62,24 +62,37 @@ def backend_priority(major: int, *, has_newer_flash: bool) -> list[SDPBackend]:
 def activate_newest_flash(*, heads: tuple[int, int], head_dim: int) -> str:
     """Activate the newest FlashAttention that is installed for this GPU and passes a check.
 
-    Mutates PyTorch's flash backend. Returns the name of the implementation, or "".
+    Mutates PyTorch's flash backend. Returns the name of the implementation, or "". Collective.
     """
     for name, (package, capability) in FLASH_PACKAGES.items():
-        if torch.cuda.get_device_capability() != capability or not is_installed(package):
+        if not is_installed(package):
             continue
-        is_active = False
-        try:
-            activate_flash_attention_impl(name)
-            is_active = True
-            check_attention(_flash, plain_attention, heads=heads, head_dim=head_dim, device="cuda")
-        # Third-party builds may not match this PyTorch and raise anything.
-        except Exception as error:
-            if is_active:
-                restore_flash_attention_impl()
-            logger.warning("SDPA: %s disabled: %s", name, error)
-        else:
+        # Other ranks may have GPUs of another kind.
+        is_for_this_gpu = torch.cuda.get_device_capability() == capability
+        problem = _activate(name, is_possible=is_for_this_gpu, heads=heads, head_dim=head_dim)
+        if not problem:
             return name
+        if is_for_this_gpu:
+            logger.warning("SDPA: %s disabled: %s", name, problem)
     return ""
+
+
+def _activate(name: str, *, is_possible: bool, heads: tuple[int, int], head_dim: int) -> str:
+    """Activate the implementation on all ranks, or return why none has it. Collective."""
+    is_active = False
+
+    def activate_and_check() -> None:
+        nonlocal is_active
+        if not is_possible:
+            raise RuntimeError("not for this GPU")
+        activate_flash_attention_impl(name)
+        is_active = True
+        check_attention(_flash, plain_attention, heads=heads, head_dim=head_dim, device="cuda")
+
+    problem = problem_on_any_rank(activate_and_check)
+    if problem and is_active:
+        restore_flash_attention_impl()
+    return problem
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

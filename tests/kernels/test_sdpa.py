@@ -39,6 +39,12 @@ def test_installed_package_is_activated() -> None:
     assert activated(FLASH_PACKAGES={"FA4": ("nobody.cute", (9, 0))} | INSTALLED) == "FA3"
 
 
+def test_package_that_fails_on_another_rank_is_not_used() -> None:
+    with patch.object(sdpa, "restore_flash_attention_impl") as restore:
+        assert activated(problem_on_any_rank=lambda check: check() or "rank 3: no kernel") == ""
+    restore.assert_called_once()
+
+
 def test_package_that_fails_to_import_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
