@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from checkpoint.checkpoint_dir import (
     verify_checkpoint,
     write_metadata,
 )
+from checkpoint.host_buffers import allocate_like
 from checkpoint.manifest import MANIFEST_FILE, manifest_digest, read_manifest, sizes_of
 from checkpoint.tensor_files import load_on_mesh, write_tensor_file
 from checkpoint.tensor_index import TensorRecord, read_index, write_index
@@ -341,13 +342,12 @@ class Checkpointer:
         self, planner: dcp.DefaultSavePlanner, items: list[WriteItem]
     ) -> Callable[[WriteItem], torch.Tensor]:
         """Copy this rank's items to host buffers, which all saves reuse."""
-        for item in items:
-            tensor: Any = planner.resolve_data(item)
-            is_cuda = tensor.device.type == "cuda"
-            if item.index not in self._host_buffers:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
-                self._host_buffers[item.index] = buffer
-            self._host_buffers[item.index].copy_(tensor.detach(), non_blocking=True)
+        tensors = {item.index: cast(torch.Tensor, planner.resolve_data(item)) for item in items}
+        new = [index for index in tensors if index not in self._host_buffers]
+        buffers = allocate_like([tensors[index] for index in new])
+        self._host_buffers |= zip(new, buffers, strict=True)
+        for index, tensor in tensors.items():
+            self._host_buffers[index].copy_(tensor.detach(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return lambda item: self._host_buffers[item.index]
