@@ -20,6 +20,7 @@ def embedding(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     # Plans run on fake tensors of the CPU, and are of a GPU.
     is_real = type(weight) in (torch.Tensor, nn.Parameter)
-    if is_real and weight.is_cpu and weight.dtype == torch.bfloat16:
+    is_trained = weight.requires_grad and torch.is_grad_enabled()
+    if is_trained and is_real and weight.is_cpu and weight.dtype == torch.bfloat16:
         return F.embedding(tokens, weight.float()).to(weight.dtype)
     return F.embedding(tokens, weight)

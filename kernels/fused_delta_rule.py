@@ -33,21 +33,21 @@ def apply_fused_delta_rule(
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     if dtype != torch.bfloat16 or not nets or is_deterministic:
         return
-    if not is_installed("fla"):
-        text = "flash-linear-attention is not installed (fla-core): %d layers are slower"
-        logger.warning(text, len(nets))
-        return
     inners = [net.inner for net in nets]
     rule = FusedDeltaRule(inners[0].rule)
     key_dim, value_dim = inners[0].key_dim, inners[0].value_dim
     # Autotuning depends on the number of heads.
     n_heads = max(1, nets[0].state_size // (key_dim * value_dim) // n_ranks)
-    # The package supports only some GPUs and Triton releases.
-    problem = problem_on_any_rank(
-        lambda: check_fused_delta_rule(rule, n_heads, key_dim, value_dim, device="cuda")
-    )
-    if problem:
-        logger.warning("flash-linear-attention disabled: %s", problem)
+
+    # The package supports only some GPUs and Triton releases, and a rank may lack it.
+    def check() -> None:
+        if not is_installed("fla"):
+            raise ModuleNotFoundError("it is not installed (fla-core)")
+        check_fused_delta_rule(rule, n_heads, key_dim, value_dim, device="cuda")
+
+    if problem := problem_on_any_rank(check):
+        text = "flash-linear-attention disabled, %d layers are slower: %s"
+        logger.warning(text, len(nets), problem)
         return
     for inner in inners:
         inner.rule = rule

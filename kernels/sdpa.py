@@ -65,26 +65,23 @@ def activate_newest_flash(*, heads: tuple[int, int], head_dim: int) -> str:
     Mutates PyTorch's flash backend. Returns the name of the implementation, or "". Collective.
     """
     for name, (package, capability) in FLASH_PACKAGES.items():
-        if not is_installed(package):
-            continue
-        # Other ranks may have GPUs of another kind.
-        is_for_this_gpu = torch.cuda.get_device_capability() == capability
-        problem = _activate(name, is_possible=is_for_this_gpu, heads=heads, head_dim=head_dim)
-        if not problem:
+        if _activate(name, package, capability, heads=heads, head_dim=head_dim):
             return name
-        if is_for_this_gpu:
-            logger.warning("SDPA: %s disabled: %s", name, problem)
     return ""
 
 
-def _activate(name: str, *, is_possible: bool, heads: tuple[int, int], head_dim: int) -> str:
-    """Activate the implementation on all ranks, or return why none has it. Collective."""
-    is_active = False
+def _activate(
+    name: str, package: str, capability: tuple[int, int], *, heads: tuple[int, int], head_dim: int
+) -> bool:
+    """Activate the implementation on all ranks or on none. Collective."""
+    is_installed_here = is_active = False
 
+    # Other ranks may have other GPUs and packages, so all ask, whatever this one has.
     def activate_and_check() -> None:
-        nonlocal is_active
-        if not is_possible:
-            raise RuntimeError("not for this GPU")
+        nonlocal is_installed_here, is_active
+        if torch.cuda.get_device_capability() != capability or not is_installed(package):
+            raise RuntimeError("not installed, or not for this GPU")
+        is_installed_here = True
         activate_flash_attention_impl(name)
         is_active = True
         check_attention(_flash, plain_attention, heads=heads, head_dim=head_dim, device="cuda")
@@ -92,7 +89,9 @@ def _activate(name: str, *, is_possible: bool, heads: tuple[int, int], head_dim:
     problem = problem_on_any_rank(activate_and_check)
     if problem and is_active:
         restore_flash_attention_impl()
-    return problem
+    if problem and is_installed_here:
+        logger.warning("SDPA: %s disabled: %s", name, problem)
+    return not problem
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

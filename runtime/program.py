@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 # Folders of the repository that the trainer never imports.
 NOT_TRAINING = {"benchmarks", "tests", "tools"}
 # Packages that may be imported after the start, by the name of their distribution.
-OPTIONAL = ("datasets", "flash-attn", "flash-attn-3", "flash-linear-attention", "torchao", "triton")
+OPTIONAL = (
+    "datasets", "fla-core", "flash-attn", "flash-attn-3", "flash-attn-4", "flash-linear-attention",
+    "torchao", "triton",
+)  # fmt: skip
 # Environment variables of numeric libraries. Most of those that are not listed change no number
 # either, but an unknown one may.
 NUMERIC = re.compile(

@@ -39,6 +39,21 @@ def test_installed_package_is_activated() -> None:
     assert activated(FLASH_PACKAGES={"FA4": ("nobody.cute", (9, 0))} | INSTALLED) == "FA3"
 
 
+def test_all_ranks_ask_whatever_they_have() -> None:
+    asked = list[object]()
+    absent = {"FA3": ("nobody", (9, 0)), "FA4": ("json", (10, 0))}
+    with patch.object(sdpa, "is_installed", side_effect=AttributeError("torn")) as torn:
+        assert activated(problem_on_any_rank=lambda check: asked.append(check) or "no") == ""
+        torn.assert_not_called()
+    assert (
+        activated(FLASH_PACKAGES=absent, problem_on_any_rank=lambda c: asked.append(c) or "no")
+        == ""
+    )
+    assert len(asked) == 3
+    with patch.object(sdpa, "is_installed", side_effect=AttributeError("torn")):
+        assert activated() == ""
+
+
 def test_package_that_fails_on_another_rank_is_not_used() -> None:
     with patch.object(sdpa, "restore_flash_attention_impl") as restore:
         assert activated(problem_on_any_rank=lambda check: check() or "rank 3: no kernel") == ""
