@@ -273,7 +273,8 @@ class Optimizer(Section):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """AdamW's epsilon, added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    """Decoupled weight decay. Applies to matrices only, not to norms, biases and embeddings."""
+    """Decoupled weight decay. Applies to matrices and Qwen3-Next's norms around zero, not to other
+    norms, biases and embeddings."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of Muon's Nesterov momentum."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"

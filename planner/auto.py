@@ -73,13 +73,14 @@ def decide(config: JobConfig, world_size: int, memory: float, *, has_gpu: bool) 
             configs = legal_sizes(smallest, world_size, has_gpu=has_gpu) if SIZE in keys else []
             peaks = Peaks(configs or [smallest], world_size, has_gpu=has_gpu)
             is_selective = smallest.activation_checkpoint.mode == "selective"
-            room = TIGHT * memory / (SELECTIVE_PEAK if is_selective else 1.0)
+            factor = SELECTIVE_PEAK if is_selective else 1.0
+            room = TIGHT * memory / factor
             # The smallest first: if it does not fit, none does.
             index = bisect_right(peaks, room, lo=1) - 1 if peaks[0] <= room else -1
         except ConfigError as error:
             rejected.append(error)
             continue
-        needed = min(needed, *map(peak_of, peaks.plans.values()))
+        needed = min(needed, *(factor * peak_of(plan) for plan in peaks.plans.values()))
         if index < 0:
             continue
         chosen = peaks.configs[index]
