@@ -18,6 +18,10 @@ VARIANT = re.compile(r"\b(MIG|Laptop|Mobile|Max-Q|Ti|D)\b", re.IGNORECASE)
 Positive = Annotated[float, Field(gt=0.0)]
 
 
+# More are those of a rack, such as NVL72.
+MOST_IN_A_SERVER = 16
+
+
 class Device(Section):
     """A device, and what connects several."""
 
@@ -61,7 +65,7 @@ def find_hardware(name: str, own: Path | None, gpus_per_node: int | None = None)
     """Return the hardware of the device ``name``, which may be a GPU's as CUDA has it.
 
     ``own``: a file whose tables come before the built-in ones. ``gpus_per_node``: instead of the
-    device's. Raises ``ConfigError``.
+    device's, unless that is of a rack. Raises ``ConfigError``.
     """
     devices: dict[str, Device] = {}
     links: dict[str, Link] = {}
@@ -78,7 +82,8 @@ def find_hardware(name: str, own: Path | None, gpus_per_node: int | None = None)
         if getattr(device, key) not in links:
             text = f"{getattr(device, key)} is none of {', '.join(links)}"
             raise ConfigError([f"devices.{name}.{key}: {text}"])
-    if gpus_per_node is not None:
+    # The servers of a rack share its link, so that a server's number says nothing.
+    if gpus_per_node is not None and device.gpus_per_node <= MOST_IN_A_SERVER:
         device = device.model_copy(update={"gpus_per_node": gpus_per_node})
     return Hardware(device, links[device.link], links[device.network])
 

@@ -54,6 +54,9 @@ def test_ranks_are_those_of_an_allocation(
     assert re.search(r"dp_shard_cp all_gather +8  network", out)
     assert plan.main([*STEP[:1], *STEP[3:], "--gpus-per-node=8"]) == exit_codes.DONE
     assert re.search(r"dp_shard_cp all_gather +8  node", capsys.readouterr().out)
+    # Its servers share the link of their rack.
+    assert plan.main(["debug_model", "--device=gb200"]) == exit_codes.DONE
+    assert re.search(r"dp_shard_cp all_gather +8  node", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
