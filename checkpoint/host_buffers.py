@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-# Most shards are smaller.
+# Bytes, unless one tensor needs more.
 MAX_SLAB = 2**30
 # Of offsets in a slab: a multiple of each dtype's size.
 ALIGNMENT = 512

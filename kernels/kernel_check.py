@@ -17,8 +17,8 @@ Kernel = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 def problem_on_any_rank(check: Callable[[], None]) -> str:
     """Return the error of ``check``; if only some ranks have one, the first of them and its rank.
 
-    "" if it raises on none. One rank with another kernel would round otherwise, and all would wait
-    for it. Collective in a process group: the conditions of a check are equal on all ranks.
+    "" if it raises on none. A rank with another kernel would round differently, and all would wait
+    for it. Collective if there is a process group, so every rank must call it, whatever it has.
     """
     problem = ""
     try:

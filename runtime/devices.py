@@ -15,11 +15,9 @@ from config.job_config import Count, Section
 BUILT_IN = Path(__file__).with_name("devices.toml")
 # In the names that CUDA gives to slices of a GPU, and to other chips of a card's name.
 VARIANT = re.compile(r"\b(MIG|Laptop|Mobile|Max-Q|Ti|D)\b", re.IGNORECASE)
-Positive = Annotated[float, Field(gt=0.0)]
-
-
-# More are those of a rack, such as NVL72.
+# GPUs. More share the link of a rack, such as NVL72.
 MOST_IN_A_SERVER = 16
+Positive = Annotated[float, Field(gt=0.0)]
 
 
 class Device(Section):

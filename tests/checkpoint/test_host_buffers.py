@@ -1,3 +1,5 @@
+"""Buffers of asynchronous saves share memory without overlapping, and waste little of it."""
+
 import random
 
 import pytest
